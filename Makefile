@@ -1,0 +1,60 @@
+# Everything starts from `python3 -m venv .venv`; uv is fetched into it by pip, then the locked requirements and the project.
+# Works with GNU make 3.81 (macOS) and later. Another interpreter: make setup PYTHON=python3.13
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PACKAGES := topics producers consumers pipeline infra
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-unit test-real test-all bench lint format lock clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Install the locked requirements and rollstream into .venv (again only when they change)
+
+$(STAMP): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "rollstream needs Python 3.11 or newer as '$(PYTHON)' (found: $$($(PYTHON) --version 2>&1)); install one or run: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.8"
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation --no-deps -e .
+	@touch $@
+
+demo: $(STAMP) ## Train a small model through a local Kafka and print a report, e.g. make demo ARGS="--seed 1"
+	$(BIN)/rollstream demo $(ARGS)
+
+test: test-unit test-real ## Run the tests (a few minutes), e.g. make test ARGS="-k fold"
+
+test-unit: $(STAMP) ## Run the tests that need no broker
+	$(BIN)/python -m pytest tests/unit -n 2 -m "not long" $(ARGS)
+
+test-real: $(STAMP) ## Run the tests on a real Kafka, one after the other
+	$(BIN)/python -m pytest tests --ignore=tests/unit --ignore=tests/bench -m "not long" $(ARGS)
+
+test-all: $(STAMP) ## Run all tests, the long ones too
+	$(BIN)/python -m pytest tests/unit -n 2 $(ARGS)
+	$(BIN)/python -m pytest tests --ignore=tests/unit --ignore=tests/bench $(ARGS)
+
+bench: $(STAMP) ## Measure, each row as a ratio to a raw baseline of the same run
+	$(BIN)/python -m tests.bench $(ARGS)
+
+lint: $(STAMP) ## Check format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict $(addprefix -p ,$(PACKAGES))
+
+format: $(STAMP) ## Format the code and mend what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lock: ## Lock the requirements again, for all platforms, with hashes
+	$(BIN)/uv pip compile --quiet --universal --generate-hashes --all-extras --no-emit-index-url \
+		--custom-compile-command "make lock" pyproject.toml -o requirements.txt $(ARGS)
+
+clean: ## Remove .venv and the caches (not .rollstream, where runs are kept)
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

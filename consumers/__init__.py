@@ -1,0 +1,1 @@
+"""Who reads the log: grouping, the batch reader, the learner and the weights."""

@@ -1,0 +1,1 @@
+"""The JAX learner: packing, loss, optimizer step, checkpoints."""

@@ -1,0 +1,1 @@
+"""What a run stands on: a local Kafka broker in one command."""

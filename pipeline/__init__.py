@@ -1,0 +1,1 @@
+"""What runs the parts: configuration, supervisor, command line, ledger, verification, demo."""

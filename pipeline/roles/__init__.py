@@ -1,0 +1,1 @@
+"""One module per process of a run; each is a role the supervisor starts and drains."""

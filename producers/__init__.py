@@ -1,0 +1,1 @@
+"""Who writes rollouts: environments, workers, the inference server and the producer anyone may use."""
