@@ -1,1 +1,1 @@
-"""What is on the wire: schemas, the catalogue of topics, codec, Kafka clients, provisioning. Imports no other package."""
+"""What is on the wire: schemas, the catalogue, codec, Kafka clients, provisioning. Imports no other package here."""
