@@ -1,0 +1,222 @@
+"""The one place Kafka clients are built: safe defaults per role, bounded queues, pass-through of librdkafka keys.
+
+Also the few loops every reader would otherwise write again: read a topic to its end, fetch one offset, check
+that a broker answers. Read_committed unless a function says otherwise.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    Producer,
+    TopicPartition,
+)
+from confluent_kafka.admin import AdminClient
+
+from topics.config import KafkaConfig
+from topics.errors import BrokerUnavailable, ConfigurationError, TopicError
+from topics.logs import event
+
+logger = logging.getLogger(__name__)
+_MIB = 1024 * 1024
+
+
+def _common(config: KafkaConfig) -> dict[str, Any]:
+    if config.client.get("group.id") == "":
+        # librdkafka aborts the whole process on it.
+        raise ConfigurationError('kafka.client sets "group.id" to nothing; remove the key')
+    return {
+        "bootstrap.servers": config.bootstrap_servers,
+        "client.id": "rollstream",
+        "log.connection.close": "false",
+        "error_cb": _on_error,
+        **config.client,
+    }
+
+
+def _on_error(error: KafkaError) -> None:
+    hint = {}
+    if error.code() == KafkaError._ALL_BROKERS_DOWN:
+        hint = {"remedy": "check the address, and security.protocol in kafka.client when the broker wants TLS or SASL"}
+    event(logger, "kafka_error", level=logging.WARNING, error=error.str(), code=error.name(), **hint)
+
+
+def producer(config: KafkaConfig, **overrides: Any) -> Producer:
+    """An idempotent producer (acks=all, Java-compatible partitioning), its queue bounded in bytes."""
+    return Producer(
+        {
+            "enable.idempotence": "true",
+            "acks": "all",
+            "partitioner": "murmur2_random",
+            "compression.type": config.compression,
+            "linger.ms": "5",
+            "message.max.bytes": config.max_record_bytes,
+            "queue.buffering.max.kbytes": 64 * 1024,
+            "delivery.timeout.ms": 120_000,
+            **_common(config),
+            **overrides,
+        }
+    )
+
+
+def transactional_producer(config: KafkaConfig, transactional_id: str, **overrides: Any) -> Producer:
+    """A transactional producer; the caller runs init_transactions. The id must be stable across restarts of a role."""
+    timeout_ms = int(config.transaction_timeout_s * 1000)
+    return producer(
+        config,
+        **{
+            "transactional.id": transactional_id,
+            "transaction.timeout.ms": timeout_ms,
+            "delivery.timeout.ms": timeout_ms,
+            "linger.ms": "0",
+            **overrides,
+        },
+    )
+
+
+def _consumer_limits(config: KafkaConfig) -> dict[str, Any]:
+    size = max(config.max_record_bytes, _MIB)
+    return {
+        "max.partition.fetch.bytes": size,
+        "fetch.max.bytes": max(size, 16 * _MIB),
+        "receive.message.max.bytes": max(size, 16 * _MIB) + _MIB,
+        "queued.max.messages.kbytes": max(2 * size, 32 * _MIB) // 1024,
+        "fetch.queue.backoff.ms": 10,
+        "fetch.wait.max.ms": 100,
+    }
+
+
+def reader(config: KafkaConfig, *, isolation: str = "read_committed", **overrides: Any) -> Consumer:
+    """A consumer for `assign`, in no group: follows topics, commits nothing, reports the end of each partition."""
+    return Consumer(
+        {
+            # Even assign() needs a group.id in librdkafka; nothing is ever committed under it.
+            "group.id": "rollstream-reader",
+            "enable.auto.commit": "false",
+            "enable.auto.offset.store": "false",
+            "auto.offset.reset": "error",
+            "enable.partition.eof": "true",
+            "isolation.level": isolation,
+            **_consumer_limits(config),
+            **_common(config),
+            **overrides,
+        }
+    )
+
+
+def group_member(config: KafkaConfig, group: str, instance: str, **overrides: Any) -> Consumer:
+    """A member of a consumer group, static where the protocol is classic; offsets travel in transactions only."""
+    settings: dict[str, Any] = {
+        "group.id": group,
+        "group.instance.id": instance,
+        "enable.auto.commit": "false",
+        "enable.auto.offset.store": "false",
+        "auto.offset.reset": "error",
+        "enable.partition.eof": "true",
+        "isolation.level": "read_committed",
+        "group.protocol": config.group_protocol,
+        **_consumer_limits(config),
+        **_common(config),
+        **overrides,
+    }
+    if config.group_protocol == "classic":
+        settings.setdefault("session.timeout.ms", int(config.session_timeout_s * 1000))
+        settings.setdefault("heartbeat.interval.ms", int(config.session_timeout_s * 1000 / 4))
+        settings.setdefault("partition.assignment.strategy", "range")
+    return Consumer(settings)
+
+
+def admin(config: KafkaConfig) -> AdminClient:
+    """An admin client. Keep a reference while futures of it are pending."""
+    return AdminClient(_common(config))
+
+
+def check_broker(config: KafkaConfig, timeout_s: float = 10.0) -> None:
+    """Raise BrokerUnavailable unless a broker answers within `timeout_s`."""
+    settings: dict[str, Any] = {**_common(config), "error_cb": lambda _error: None}
+    client = AdminClient(settings)
+    try:
+        client.list_topics(timeout=timeout_s)
+    except KafkaException as error:
+        raise BrokerUnavailable(
+            f"no Kafka broker answers at {config.bootstrap_servers} ({error.args[0].name()}); start one with "
+            "`rollstream broker start`, or set kafka.bootstrap_servers (or KAFKA_BOOTSTRAP_SERVERS)"
+        ) from error
+
+
+def partitions_of(config: KafkaConfig, topic: str, timeout_s: float = 10.0, client: AdminClient | None = None) -> int:
+    """Partitions of a topic. Raises TopicError when it does not exist, BrokerUnavailable when nobody answers."""
+    try:
+        metadata = (client or admin(config)).list_topics(topic, timeout=timeout_s).topics[topic]
+    except KafkaException as error:
+        raise BrokerUnavailable(
+            f"no Kafka broker answers at {config.bootstrap_servers}: {error.args[0].str()}"
+        ) from error
+    if metadata.error is not None:
+        raise TopicError(
+            f"topic {topic} is missing ({metadata.error.name()}); create it with `rollstream topics apply`"
+        )
+    return len(metadata.partitions)
+
+
+def read_to_end(
+    config: KafkaConfig,
+    topic: str,
+    *,
+    partitions: Iterable[int] | None = None,
+    start: int | dict[int, int] = OFFSET_BEGINNING,
+    isolation: str = "read_committed",
+    timeout_s: float = 60.0,
+) -> Iterator[Message]:
+    """Every record of a topic up to where it ends now, in offset order within each partition.
+
+    `start` is the first offset, for all partitions or by partition. Raises TopicError when the topic is missing or a
+    start is out of range, BrokerUnavailable when the end is not reached within `timeout_s` without a record.
+    """
+    numbers = list(range(partitions_of(config, topic)) if partitions is None else partitions)
+    begins = start if isinstance(start, dict) else dict.fromkeys(numbers, start)
+    consumer = reader(config, isolation=isolation)
+    try:
+        consumer.assign([TopicPartition(topic, p, begins.get(p, OFFSET_BEGINNING)) for p in numbers])
+        pending = set(numbers)
+        deadline = time.monotonic() + timeout_s
+        while pending:
+            messages = consumer.consume(500, 0.05)
+            for message in messages:
+                error = message.error()
+                if error is None:
+                    if message.partition() in pending:
+                        yield message
+                elif error.code() == KafkaError._PARTITION_EOF:
+                    pending.discard(message.partition())
+                else:
+                    raise_for(error, f"reading {topic}")
+            if messages:
+                deadline = time.monotonic() + timeout_s
+            elif time.monotonic() > deadline:
+                raise BrokerUnavailable(
+                    f"{topic} partitions {sorted(pending)} gave nothing for {timeout_s:g} s; is the broker at "
+                    f"{config.bootstrap_servers} up, or a transaction left open?"
+                )
+    finally:
+        consumer.close()
+
+
+def raise_for(error: KafkaError, doing: str) -> None:
+    """Raise our error for one of a consumer's, unless it is one the client recovers from by itself."""
+    code = error.code()
+    if code in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION):
+        raise TopicError(f"{doing}: the topic or partition is missing; create it with `rollstream topics apply`")
+    if code in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
+        raise TopicError(
+            f"{doing}: the position is no longer in the log ({error.str()}); records were deleted or it was recreated"
+        )
+    if error.fatal() or not (error.retriable() or code in (KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN)):
+        raise BrokerUnavailable(f"{doing}: {error.str()} ({error.name()})")

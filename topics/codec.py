@@ -1,0 +1,194 @@
+"""Records to bytes and back: Avro, framed as single-object encoding (0xC3 0x01 and the schema's fingerprint).
+
+Readers resolve older writers' schemas shipped in the package. Whatever bytes arrive, `decode` either returns a
+record or raises RecordError; arrays come back as read-only views of the bytes read.
+"""
+
+import dataclasses
+import io
+import json
+import typing
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple, TypeVar, cast
+
+import fastavro
+import fastavro.read
+import fastavro.write
+import numpy as np
+from fastavro.schema import fingerprint, to_parsing_canonical_form
+
+from topics import records
+from topics.errors import RecordError
+
+MAGIC = b"\xc3\x01"
+HEADER_SIZE = len(MAGIC) + 8
+RECORD_TYPES: tuple[type, ...] = (
+    records.Rollout,
+    records.GroupCancelled,
+    records.Mark,
+    records.TrainingBatch,
+    records.BatchIndexEntry,
+    records.JournalRecord,
+    records.LearnerStep,
+    records.PolicyManifest,
+    records.Metrics,
+)
+R = TypeVar("R")
+
+
+def _read_ndarray(data: Any, schema: Any, _reader: object = None) -> Any:
+    return np.frombuffer(data, schema["dtype"])
+
+
+def _write_ndarray(array: Any, schema: Any, *_: object) -> bytes:
+    if isinstance(array, bytes):
+        return array
+    if array.dtype != schema["dtype"] or array.ndim != 1:
+        raise RecordError(
+            f"an array of dtype {array.dtype.str} and shape {array.shape} stands where a one-dimensional "
+            f"{schema['dtype']} belongs; convert it with numpy.asarray(x, {schema['dtype']!r})"
+        )
+    return cast(bytes, array.tobytes())
+
+
+fastavro.read.LOGICAL_READERS["bytes-ndarray"] = _read_ndarray
+fastavro.write.LOGICAL_WRITERS["bytes-ndarray"] = _write_ndarray
+
+
+class Schema(NamedTuple):
+    """One version of one record's schema."""
+
+    record: str
+    version: int
+    source: dict[str, Any]
+    parsed: Any
+    fingerprint: bytes
+
+
+@cache
+def schemas() -> dict[str, tuple[Schema, ...]]:
+    """Every schema shipped, by record name, oldest version first."""
+    found: dict[str, list[Schema]] = {}
+    for file in resources.files("topics").joinpath("schemas").iterdir():
+        if not file.name.endswith(".avsc"):
+            continue
+        source = json.loads(file.read_text(encoding="utf-8"))
+        version = int(file.name.split(".")[-2].removeprefix("v"))
+        digest = bytes.fromhex(fingerprint(to_parsing_canonical_form(source), "CRC-64-AVRO"))
+        parsed = fastavro.parse_schema(source)
+        found.setdefault(source["name"], []).append(Schema(source["name"], version, source, parsed, digest))
+    return {name: tuple(sorted(versions, key=lambda s: s.version)) for name, versions in found.items()}
+
+
+@cache
+def _by_fingerprint() -> dict[bytes, Schema]:
+    return {schema.fingerprint: schema for versions in schemas().values() for schema in versions}
+
+
+@cache
+def _types() -> dict[str, type]:
+    return {cls.__name__: cls for cls in RECORD_TYPES}
+
+
+def _tuple_of(item: Any) -> Callable[[Any], Any]:
+    if not dataclasses.is_dataclass(item):
+        return tuple
+    build_item = _builder(cast(type, item))
+    return lambda values: tuple(map(build_item, values))
+
+
+def _mapping_of(item: Any) -> Callable[[Any], Any]:
+    build_item = _builder(cast(type, item))
+    return lambda values: {key: build_item(value) for key, value in values.items()}
+
+
+@cache
+def _builder(cls: type) -> Callable[[dict[str, Any]], Any]:
+    """A function from fastavro's dict to `cls`, converting only the fields that need it."""
+    conversions: list[tuple[str, Callable[[Any], Any]]] = []
+    for name, hint in typing.get_type_hints(cls).items():
+        origin, args = typing.get_origin(hint), typing.get_args(hint)
+        if dataclasses.is_dataclass(hint):
+            conversions.append((name, _builder(cast(type, hint))))
+        elif origin is tuple:
+            conversions.append((name, _tuple_of(args[0])))
+        elif origin is not None and dataclasses.is_dataclass(args[-1]):
+            conversions.append((name, _mapping_of(args[-1])))
+
+    def build(values: dict[str, Any]) -> Any:
+        for name, convert in conversions:
+            values[name] = convert(values[name])
+        return cls(**values)
+
+    return build
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    """The record as fastavro takes it: dataclasses become dicts, arrays stay arrays."""
+    values = dict(record.__dict__)
+    for name, value in values.items():
+        if isinstance(value, tuple):
+            values[name] = [_plain(v) if hasattr(v, "__dataclass_fields__") else v for v in value]
+        elif hasattr(value, "__dataclass_fields__"):
+            values[name] = _plain(value)
+        elif isinstance(value, Mapping):
+            values[name] = {k: _plain(v) if hasattr(v, "__dataclass_fields__") else v for k, v in value.items()}
+    return values
+
+
+def encode(record: object, *, version: int | None = None) -> bytes:
+    """Frame a record with its newest schema, or an older `version` of it.
+
+    Raises RecordError when a value does not fit the schema (wrong dtype, missing field).
+    """
+    name = type(record).__name__
+    versions = schemas().get(name)
+    if versions is None:
+        raise RecordError(f"{name} is not a record of rollstream; records are {', '.join(sorted(schemas()))}")
+    schema = versions[-1] if version is None else next(s for s in versions if s.version == version)
+    out = io.BytesIO()
+    out.write(MAGIC + schema.fingerprint)
+    try:
+        fastavro.schemaless_writer(out, schema.parsed, _plain(record))
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
+        raise RecordError(f"a {name} does not fit its schema: {error}") from error
+    return out.getvalue()
+
+
+def decode(data: bytes | None) -> Any:
+    """The record in a frame, as its newest dataclass.
+
+    Raises RecordError for anything else: no frame, a fingerprint not shipped here, bytes that do not parse, or too many.
+    """
+    if data is None or len(data) < HEADER_SIZE or data[:2] != MAGIC:
+        start = data[:HEADER_SIZE].hex(" ") if data else repr(data)
+        raise RecordError(f"not an Avro single-object frame (starts with {start}); producers frame with topics.codec")
+    schema = _by_fingerprint().get(data[2:HEADER_SIZE])
+    if schema is None:
+        raise RecordError(
+            f"unknown schema fingerprint {data[2:HEADER_SIZE].hex()}; upgrade the reader, or find the foreign writer"
+        )
+    newest = schemas()[schema.record][-1]
+    stream = io.BytesIO(data)
+    stream.seek(HEADER_SIZE)
+    try:
+        # The two-argument form skips resolution, which costs time when the writer is current.
+        resolve = None if newest is schema else newest.parsed
+        values = fastavro.schemaless_reader(stream, schema.parsed, resolve)
+        if stream.tell() != len(data):
+            raise RecordError(f"{len(data) - stream.tell()} bytes follow the {schema.record}")
+        return _builder(_types()[schema.record])(cast(dict[str, Any], values))
+    except RecordError:
+        raise
+    except Exception as error:  # bytes of unknown origin can fail anywhere in the parser; all of it means one thing
+        raise RecordError(f"bytes do not parse as {schema.record} v{schema.version}: {error!r}") from error
+
+
+def decode_as(cls: type[R], data: bytes | None) -> R:
+    """`decode`, and the record must be a `cls`. Raises RecordError otherwise."""
+    record = decode(data)
+    if not isinstance(record, cls):
+        raise RecordError(f"a {type(record).__name__} stands where a {cls.__name__} belongs")
+    return record

@@ -1,0 +1,37 @@
+"""Settings of the connection to Kafka and of a run's topics, shared by every role."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class KafkaConfig:
+    """How to reach the brokers."""
+
+    bootstrap_servers: str = "127.0.0.1:9092"
+    """host:port list, as in librdkafka's bootstrap.servers."""
+    client: dict[str, str] = field(default_factory=dict)
+    """Keys passed to every client untouched, as librdkafka spells them (security.protocol, sasl.username, ...)."""
+    max_record_bytes: int = 8 * 1024 * 1024
+    """Largest record of any topic: sets the topics' max.message.bytes, and the clients' limits to match."""
+    compression: str = "zstd"
+    """compression.type of our producers."""
+    transaction_timeout_s: float = 15.0
+    """How long a dead process may hold back readers of what it was writing."""
+    group_protocol: str = "classic"
+    """Consumer group protocol: classic (default) or consumer (KIP-848)."""
+    session_timeout_s: float = 6.0
+    """Group session timeout; with static membership a restart within it moves nothing (classic protocol)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopicsConfig:
+    """The shape of a run's topics."""
+
+    partitions: int = 4
+    """Partitions P of rollouts, batches and journal; fixed for the life of a run."""
+    weights_partitions: int = 1
+    """Partitions of weights."""
+    replication_factor: int = 1
+    """Copies of each partition; 3 where there are three brokers."""
+    min_insync_replicas: int = 1
+    """min.insync.replicas of every topic; 2 where replication is 3."""

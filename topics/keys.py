@@ -1,0 +1,47 @@
+"""Record keys: compact UTF-8 JSON arrays, placed on partitions as every Java client places them.
+
+`partition_of` lets a consumer prove that a record lies where its key belongs.
+"""
+
+import json
+from functools import lru_cache
+
+from topics.errors import RecordError
+
+
+def encode_key(*parts: str | int) -> bytes:
+    """The key of a record, e.g. `encode_key("env", "example")` is `b'["env","example"]'`."""
+    return json.dumps(parts, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def decode_key(key: bytes | None) -> tuple[str | int, ...]:
+    """The parts of a key. Raises RecordError when the bytes are no JSON array."""
+    try:
+        parts = json.loads(key or b"")
+    except ValueError as error:
+        raise RecordError(f"record key {key!r} is not a JSON array: {error}") from error
+    if not isinstance(parts, list):
+        raise RecordError(f"record key {key!r} is not a JSON array")
+    return tuple(parts)
+
+
+def murmur2(data: bytes) -> int:
+    """Kafka's 32-bit murmur2 (org.apache.kafka.common.utils.Utils.murmur2), as an unsigned integer."""
+    mask = 0xFFFFFFFF
+    length = len(data)
+    value = 0x9747B28C ^ length
+    whole = length & ~3
+    for i in range(0, whole, 4):
+        k = int.from_bytes(data[i : i + 4], "little") * 0x5BD1E995 & mask
+        k = (k ^ (k >> 24)) * 0x5BD1E995 & mask
+        value = (value * 0x5BD1E995 & mask) ^ k
+    if length & 3:
+        value = (value ^ int.from_bytes(data[whole:], "little")) * 0x5BD1E995 & mask
+    value = (value ^ (value >> 13)) * 0x5BD1E995 & mask
+    return value ^ (value >> 15)
+
+
+@lru_cache(maxsize=65536)
+def partition_of(key: bytes, partitions: int) -> int:
+    """The partition the Java default partitioner (librdkafka: murmur2) gives a key."""
+    return (murmur2(key) & 0x7FFFFFFF) % partitions

@@ -1,0 +1,42 @@
+"""Structured logs on stderr: one JSON object a line (event plus fields), for every role.
+
+`setup` is called once by a command; libraries only call `event`.
+"""
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+_FIELDS = "rollstream_fields"
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one JSON line with time, level, logger, event and the event's fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+            **getattr(record, _FIELDS, {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def setup(level: str = "info") -> None:
+    """Send our logs, and warnings of libraries, to stderr as JSON lines."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    for package in ("topics", "producers", "consumers", "pipeline", "infra"):
+        logging.getLogger(package).setLevel(level.upper())
+
+
+def event(logger: logging.Logger, name: str, *, level: int = logging.INFO, **fields: object) -> None:
+    """Log the event `name` with its fields."""
+    logger.log(level, name, extra={_FIELDS: fields}, stacklevel=2)

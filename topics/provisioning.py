@@ -1,0 +1,135 @@
+"""Creating a run's topics as the catalogue says, any number of times with the same result.
+
+`plan` compares, `apply` creates what is missing and mends settings; partitions never shrink, and those of a
+topic with P partitions never change, since keys would move.
+"""
+
+from dataclasses import dataclass, field
+
+from confluent_kafka import KafkaError, KafkaException, TopicCollection
+from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
+from confluent_kafka.admin._resource import ResourceType
+from confluent_kafka.cimpl import NewTopic
+
+from topics import clients
+from topics.catalogue import CATALOGUE, topic_name
+from topics.config import KafkaConfig, TopicsConfig
+from topics.errors import BrokerUnavailable, TopicError
+
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class TopicPlan:
+    """What one topic needs: creation, or changes of settings {key: (now, wanted)}; both empty when it is right."""
+
+    topic: str
+    partitions: int
+    settings: dict[str, str]
+    create: bool = False
+    changes: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def needed(self) -> bool:
+        return self.create or bool(self.changes)
+
+
+@dataclass(frozen=True)
+class TopicDescription:
+    """A topic as it is on the broker."""
+
+    topic: str
+    topic_id: str
+    partitions: int
+    settings: dict[str, str]
+
+
+def plan(kafka: KafkaConfig, config: TopicsConfig, run: str) -> list[TopicPlan]:
+    """What `apply` would do. Raises TopicError where partitions differ, BrokerUnavailable when nobody answers."""
+    existing = {d.topic: d for d in describe(kafka, run)}
+    plans = []
+    for spec in CATALOGUE:
+        topic = topic_name(run, spec.name)
+        wanted, count = spec.settings(config, kafka), spec.partition_count(config)
+        found = existing.get(topic)
+        if found is None:
+            plans.append(TopicPlan(topic, count, wanted, create=True))
+            continue
+        if found.partitions != count:
+            raise TopicError(
+                f"topic {topic} has {found.partitions} partitions, the configuration says {count}; they are fixed "
+                f"for a run: set them back, or start a run of another name"
+            )
+        changes = {k: (found.settings.get(k, ""), v) for k, v in wanted.items() if found.settings.get(k) != v}
+        plans.append(TopicPlan(topic, count, wanted, changes=changes))
+    return plans
+
+
+def apply(kafka: KafkaConfig, config: TopicsConfig, run: str) -> list[TopicPlan]:
+    """Create and mend topics; returns the plan that was carried out. Safe to run twice, or twice at once."""
+    plans = plan(kafka, config, run)
+    client = clients.admin(kafka)
+    new = [
+        NewTopic(p.topic, num_partitions=p.partitions, replication_factor=config.replication_factor, config=p.settings)
+        for p in plans
+        if p.create
+    ]
+    for topic, future in (client.create_topics(new, operation_timeout=_TIMEOUT_S) if new else {}).items():
+        try:
+            future.result(_TIMEOUT_S)
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise TopicError(f"topic {topic} cannot be created: {error.args[0].str()}") from error
+    changed = [
+        ConfigResource(
+            ResourceType.TOPIC,
+            p.topic,
+            incremental_configs=[
+                ConfigEntry(k, wanted, incremental_operation=AlterConfigOpType.SET)
+                for k, (_now, wanted) in p.changes.items()
+            ],
+        )
+        for p in plans
+        if p.changes
+    ]
+    for resource, future in (client.incremental_alter_configs(changed) if changed else {}).items():
+        try:
+            future.result(_TIMEOUT_S)
+        except KafkaException as error:
+            raise TopicError(f"settings of topic {resource.name} cannot be changed: {error.args[0].str()}") from error
+    return plans
+
+
+def describe(kafka: KafkaConfig, run: str) -> list[TopicDescription]:
+    """The topics of a run that exist, with their settings."""
+    clients.check_broker(kafka)
+    client = clients.admin(kafka)
+    try:
+        present = client.list_topics(timeout=_TIMEOUT_S).topics
+        names = [name for spec in CATALOGUE if (name := topic_name(run, spec.name)) in present]
+        if not names:
+            return []
+        ids = topic_ids(kafka, names)
+        found = []
+        resources = [ConfigResource(ResourceType.TOPIC, name) for name in names]
+        for resource, future in client.describe_configs(resources).items():
+            settings = {entry.name: entry.value for entry in future.result(_TIMEOUT_S).values()}
+            name = resource.name
+            found.append(TopicDescription(name, ids[name], len(present[name].partitions), settings))
+        return found
+    except KafkaException as error:
+        raise BrokerUnavailable(f"topics of run {run} cannot be described: {error.args[0].str()}") from error
+
+
+def topic_ids(kafka: KafkaConfig, names: list[str]) -> dict[str, str]:
+    """Kafka's id of each topic, which one created again does not keep. Raises TopicError when missing."""
+    client = clients.admin(kafka)
+    ids = {}
+    for name, future in client.describe_topics(TopicCollection(names)).items():
+        try:
+            ids[name] = str(future.result(_TIMEOUT_S).topic_id)
+        except KafkaException as error:
+            if error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+                raise TopicError(f"topic {name} is missing; create it with `rollstream topics apply`") from error
+            raise BrokerUnavailable(f"topic {name} cannot be described: {error.args[0].str()}") from error
+    return ids

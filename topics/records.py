@@ -1,0 +1,371 @@
+"""The records on the wire, as frozen dataclasses. Field meanings are documented once, in schemas/*.avsc.
+
+Arrays are one-dimensional numpy arrays, read-only when decoded. Equality of records with arrays is
+by content (`same`), since numpy arrays have no truth value.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+Bool = NDArray[np.bool_]
+
+
+def _empty(dtype: str) -> Any:
+    array = np.empty(0, dtype)
+    array.flags.writeable = False
+    return array
+
+
+NO_FLOATS: Float32 = _empty("<f4")
+NO_OFFSETS: Int64 = _empty("<i8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutMetadata:
+    worker_id: str = ""
+    replica_id: str = "unknown"
+    timestamp: float = 0.0
+    weight_step: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedArray:
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> "NamedArray":
+        """Wrap an array; its bytes are stored little-endian and C-contiguous."""
+        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        return cls(dtype=little.dtype.str, shape=little.shape, data=little.tobytes())
+
+    def array(self) -> NDArray[Any]:
+        """The array, as a read-only view."""
+        return np.frombuffer(self.data, np.dtype(self.dtype)).reshape(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def filtered(self) -> bool:
+        """Whether tokens were cut from the distribution, which makes logprobs unfit for importance ratios."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceMetadata:
+    model_version: int = -1
+    sampling_params: Mapping[str, str] = field(default_factory=dict)
+    inference_time_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    role: str
+    text: str
+    start: int = 0
+    stop: int = 0
+    reward: float = 0.0
+    has_logprobs: bool = False
+    timestamp: float = 0.0
+    inference: InferenceMetadata = field(default_factory=InferenceMetadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One sampled sequence with its reward; tokens, loss_mask and logprobs have shape [T]."""
+
+    uid: str
+    group_size: int
+    environment: str
+    example_id: str
+    policy_version: int
+    tokens: Int32
+    loss_mask: Bool
+    logprobs: Float32
+    reward: float
+    group_id: str = ""
+    lowest_version: int
+    highest_version: int
+    episode_uid: str = ""
+    branch: int = 0
+    branches: int = 1
+    turns: tuple[Turn, ...] = ()
+    logprobs_mode: Literal["raw", "processed"] = "processed"
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    token_rewards: Float32 = field(default_factory=lambda: NO_FLOATS)
+    reward_components: Mapping[str, float] = field(default_factory=dict)
+    truncated: bool = False
+    metadata: RolloutMetadata = field(default_factory=RolloutMetadata)
+    token_arrays: Mapping[str, NamedArray] = field(default_factory=dict)
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first one the policy sampled."""
+        return int(np.argmax(self.loss_mask)) if self.loss_mask.any() else len(self.tokens)
+
+    @property
+    def prompt_tokens(self) -> Int32:
+        """View of the tokens before the first sampled one."""
+        return self.tokens[: self.prompt_length]
+
+    @property
+    def response_tokens(self) -> Int32:
+        """View of the tokens from the first sampled one on (later turns' prompts included)."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def response_logprobs(self) -> Float32:
+        """View of logprobs over response_tokens, 0 where the policy did not sample the token."""
+        return self.logprobs[self.prompt_length :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupCancelled:
+    environment: str
+    example_id: str
+    policy_version: int
+    group_size: int
+    uids: tuple[str, ...]
+    group_id: str = ""
+    reason: str = ""
+    metadata: RolloutMetadata = field(default_factory=RolloutMetadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    kind: Literal["deadline", "policy_version", "drain", "configuration"]
+    policy_version: int = -1
+    generation: int = -1
+    configuration: str = ""
+    wall_time: float = 0.0
+    author: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchGroup:
+    environment: str
+    example_id: str
+    policy_version: int
+    group_id: str
+    size: int
+    opened_ms: int
+    sealed_ms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingBatch:
+    """Whole groups of rollouts; R rows, N tokens, see the schema for each array."""
+
+    batch_id: str
+    partition: int
+    number: int
+    core_version: int
+    generation: int
+    cut: Literal["size", "age", "drain"]
+    cut_ms: int
+    groups: tuple[BatchGroup, ...]
+    group_index: Int32
+    source_offsets: Int64
+    uids: tuple[str, ...]
+    splits: Int64
+    tokens: Int32
+    loss_mask: Bool
+    logprobs: Float32
+    advantages: Float32
+    rewards: Float64
+    truncated: Bool
+    lowest_versions: Int64
+    highest_versions: Int64
+    temperatures: Float64
+    logprobs_processed: Bool
+    reference_logprobs: Float32 = field(default_factory=lambda: NO_FLOATS)
+    metadata: str = "{}"
+    digest: str = ""
+
+    def __len__(self) -> int:
+        return len(self.uids)
+
+    def token_advantages(self) -> Float32:
+        """Advantages per token, shape [N]."""
+        if len(self.advantages) == len(self.tokens) and len(self.advantages) != len(self.uids):
+            return self.advantages
+        if len(self.advantages) == len(self.uids):
+            return np.repeat(self.advantages, np.diff(self.splits))
+        return self.advantages
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchIndexEntry:
+    batch_id: str
+    partition: int
+    offset: int
+    rollouts: int
+    tokens: int
+    trained_tokens: int
+    lowest_version: int
+    highest_version: int
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drop:
+    offset: int
+    reason: str
+    detail: str = ""
+    uid: str = ""
+    environment: str = ""
+    policy_version: int = -1
+    lowest_version: int = -1
+    age_ms: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedGroup:
+    environment: str
+    example_id: str
+    policy_version: int
+    group_id: str
+    sealed_ms: int
+    finished_ms: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedOffsets:
+    fate: str
+    runs: Int64
+
+
+@dataclass(frozen=True, kw_only=True)
+class FateCount:
+    environment: str
+    fate: str
+    rollouts: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalRecord:
+    partition: int
+    sequence: int
+    core_version: int
+    topic_id: str
+    partitions: int
+    begin: int
+    position: int
+    watermark: int
+    watermark_stream_time_ms: int
+    watermark_policy_version: int
+    watermark_generation: int
+    watermark_configuration: str
+    stream_time_ms: int
+    policy_version: int
+    generation: int
+    batch_number: int
+    admitted: Int64 = field(default_factory=lambda: NO_OFFSETS)
+    finished: tuple[FinishedOffsets, ...] = ()
+    drops: tuple[Drop, ...] = ()
+    finished_groups: tuple[FinishedGroup, ...] = ()
+    batch_ids: tuple[str, ...] = ()
+    counts: tuple[FateCount, ...] = ()
+    produced: tuple[FateCount, ...] = ()
+    snapshot: bool = False
+    unfinished: Int64 = field(default_factory=lambda: NO_OFFSETS)
+    delivered: Int64 = field(default_factory=lambda: NO_OFFSETS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchUse:
+    batch_id: str
+    index_offset: int
+    rows: int
+    use: Literal["trained", "skipped"]
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerStep:
+    learner: str
+    step: int
+    input_run: str
+    uses: tuple[BatchUse, ...]
+    position: int
+    policy_version: int
+    params_digest: str
+    trained_total: int
+    skipped_total: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    timestamp: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    index: int
+    partition: int
+    offset: int
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyManifest:
+    version: int
+    learner: str
+    step: int
+    epoch: str
+    tensors: tuple[Tensor, ...]
+    chunks: tuple[Chunk, ...]
+    digest: str
+    kind: Literal["full", "delta", "external"] = "full"
+    base: int = -1
+    model: str = "{}"
+    created: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    component: str
+    timestamp: float
+    step: int = -1
+    values: Mapping[str, float] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two records, or values within them, are equal: dtype, shape and bits of arrays included."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
+            return False
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if is_dataclass(a) and not isinstance(a, type):
+        return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
+    return a == b
