@@ -160,7 +160,7 @@ def encode(record: object, *, version: int | None = None) -> bytes:
 def decode(data: bytes | None) -> Any:
     """The record in a frame, as its newest dataclass.
 
-    Raises RecordError for anything else: no frame, a fingerprint not shipped here, bytes that do not parse, or too many.
+    Raises RecordError for anything else: no frame, a fingerprint not shipped here, bytes that do not parse, bytes left.
     """
     if data is None or len(data) < HEADER_SIZE or data[:2] != MAGIC:
         start = data[:HEADER_SIZE].hex(" ") if data else repr(data)
