@@ -1,0 +1,105 @@
+"""`rollstream broker start|stop|status`: a local Kafka as a daemon, found again by its data directory.
+
+Registered on the application's parser by `register`; each handler prints for people, or JSON with --json, and returns
+the exit status. `status` exits 0 where the broker answers and 1 where it does not.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from infra.broker import LocalBroker
+from infra.config import PROVIDERS, BrokerConfig
+from infra.providers import external
+
+DEFAULT_PORT = 9092
+DEFAULT_DATA_DIR = BrokerConfig().data_dir
+
+
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `broker` and its commands. Each sets `run`, a function from the parsed arguments to the exit status."""
+    broker = subparsers.add_parser("broker", help="a local Kafka: start, stop, status")
+    commands = broker.add_subparsers(dest="broker_command", metavar="COMMAND", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--data", type=Path, default=DEFAULT_DATA_DIR, metavar="DIR", help="data directory (default: %(default)s)"
+    )
+    common.add_argument("--json", action="store_true", help="print JSON")
+
+    start = commands.add_parser("start", parents=[common], help="start a broker and leave it running")
+    start.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help="port for clients, 0 for any free one (default: %(default)s)"
+    )
+    start.add_argument("--provider", choices=PROVIDERS, default="auto", help="what runs it (default: %(default)s)")
+    start.set_defaults(run=run_start)
+
+    stop = commands.add_parser("stop", parents=[common], help="stop the broker of a data directory; its data stays")
+    stop.set_defaults(run=run_stop)
+
+    status = commands.add_parser("status", parents=[common], help="say whether a broker runs and answers, and where")
+    status.set_defaults(run=run_status)
+
+
+def run_start(args: argparse.Namespace) -> int:
+    """Start a broker, unless one already runs on this data or KAFKA_BOOTSTRAP_SERVERS names one."""
+    given = external()
+    if given:
+        _print(
+            args,
+            {"state": "external", "bootstrap_servers": given.bootstrap_servers},
+            f"KAFKA_BOOTSTRAP_SERVERS is set: using {given.bootstrap_servers}, nothing to start",
+        )
+        return 0
+    broker = LocalBroker.start(config=BrokerConfig(data_dir=args.data, port=args.port, provider=args.provider))
+    fields = _fields(broker)
+    text = f"Kafka is ready at {broker.bootstrap_servers} (pid {broker.pid}, data {broker.data_dir}, log {broker.log})"
+    stop = "rollstream broker stop" + ("" if args.data == DEFAULT_DATA_DIR else f" --data {args.data}")
+    hint = f"export KAFKA_BOOTSTRAP_SERVERS={broker.bootstrap_servers}   # for other commands; stop it with: {stop}"
+    _print(args, fields, f"{text}\n{hint}")
+    return 0
+
+
+def run_stop(args: argparse.Namespace) -> int:
+    """Stop the broker of the data directory; none running is no error."""
+    broker = LocalBroker.find(args.data)
+    if broker is None:
+        _print(args, {"state": "stopped", "data": str(args.data)}, f"no broker runs on {args.data}")
+        return 0
+    broker.stop()
+    _print(
+        args,
+        {"state": "stopped", "data": str(args.data), "pid": broker.pid},
+        f"stopped {broker.bootstrap_servers} (pid {broker.pid}); its data stays in {args.data}",
+    )
+    return 0
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Say whether the broker of the data directory runs and answers."""
+    broker = LocalBroker.find(args.data)
+    if broker is None:
+        _print(args, {"state": "stopped", "data": str(args.data)}, f"no broker runs on {args.data}")
+        return 1
+    answers = broker.answers()
+    fields = {**_fields(broker), "state": "running" if answers else "silent"}
+    what = "answers" if answers else f"runs but does not answer (log: {broker.log})"
+    _print(args, fields, f"{broker.bootstrap_servers} {what} (pid {broker.pid}, {broker.provider}, data {args.data})")
+    return 0 if answers else 1
+
+
+def _fields(broker: LocalBroker) -> dict[str, Any]:
+    return {
+        "state": "running",
+        "bootstrap_servers": broker.bootstrap_servers,
+        "port": broker.port,
+        "pid": broker.pid,
+        "provider": broker.provider,
+        "data": os.fspath(broker.data_dir),
+        "log": os.fspath(broker.log),
+    }
+
+
+def _print(args: argparse.Namespace, fields: dict[str, Any], text: str) -> None:
+    print(json.dumps(fields) if args.json else text)

@@ -1,0 +1,172 @@
+"""Settings of a local broker, and the Kafka properties they stand for.
+
+Pure: the same settings always render the same properties. `infra.broker` promises that a broker runs by them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from topics.errors import ConfigurationError
+
+NODE_ID = 1
+PROVIDERS = ("auto", "java", "docker")
+
+# Ours by construction: the address is how a broker is found again, the rest is what a single node needs.
+RESERVED_KEYS = frozenset(
+    {"node.id", "process.roles", "listeners", "advertised.listeners", "controller.quorum.voters", "log.dirs"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokerConfig:
+    """A broker for one machine: KRaft combined mode, one node, small heap."""
+
+    data_dir: Path = Path(".rollstream/broker")
+    """Holds everything of the broker: log segments, settings, its own log, the state file."""
+    host: str = "127.0.0.1"
+    """The address it listens on and advertises."""
+    port: int = 0
+    """Port for clients. 0 takes the port this data had before if that is free, else any free one."""
+    provider: str = "auto"
+    """auto (Java, else Docker), java or docker."""
+    image: str = "apache/kafka:4.3.1"
+    """The image of the Docker provider: the official one, or one that keeps its contract."""
+    heap_initial_mib: int = 96
+    heap_max_mib: int = 320
+    start_timeout_s: float = 60.0
+    """How long a broker may take until it answers."""
+    stop_timeout_s: float = 15.0
+    """How long it may take to stop after SIGTERM; then it is killed."""
+    properties: Mapping[str, str] = field(default_factory=dict)
+    """Kafka's own keys, untouched, over those rendered here."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigurationError(f"broker port {self.port} is not a port: give 1 to 65535, or 0 for any free one")
+        if self.provider not in PROVIDERS:
+            raise ConfigurationError(
+                f"broker provider {self.provider!r} is unknown: give one of {', '.join(PROVIDERS)}"
+            )
+        if not 0 < self.heap_initial_mib <= self.heap_max_mib:
+            raise ConfigurationError(
+                f"broker heap {self.heap_initial_mib} to {self.heap_max_mib} MiB makes no sense: "
+                "give 0 < heap_initial_mib <= heap_max_mib"
+            )
+        reserved = RESERVED_KEYS & self.properties.keys()
+        if reserved:
+            raise ConfigurationError(
+                f"broker properties {', '.join(sorted(reserved))} are set by rollstream: use port and data_dir instead"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where things lie in a broker's data directory."""
+
+    root: Path
+
+    @property
+    def data(self) -> Path:
+        return self.root / "data"
+
+    @property
+    def properties(self) -> Path:
+        return self.root / "server.properties"
+
+    @property
+    def log4j(self) -> Path:
+        return self.root / "log4j2.xml"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "broker.log"
+
+    @property
+    def state(self) -> Path:
+        return self.root / "broker.json"
+
+    @property
+    def formatted(self) -> bool:
+        return (self.data / "meta.properties").exists()
+
+
+def server_properties(
+    config: BrokerConfig, *, port: int, controller_port: int, log_dir: str, bind: str | None = None
+) -> dict[str, str]:
+    """The complete properties of a single node. `bind`: the address to listen on where it is not the advertised one."""
+    bind = bind or config.host
+    return {
+        "node.id": str(NODE_ID),
+        "process.roles": "broker,controller",
+        "listeners": f"PLAINTEXT://{bind}:{port},CONTROLLER://127.0.0.1:{controller_port}",
+        "advertised.listeners": f"PLAINTEXT://{config.host}:{port}",
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+        "inter.broker.listener.name": "PLAINTEXT",
+        "controller.listener.names": "CONTROLLER",
+        "controller.quorum.voters": f"{NODE_ID}@127.0.0.1:{controller_port}",
+        "log.dirs": log_dir,
+        **SINGLE_NODE,
+        **config.properties,
+    }
+
+
+SINGLE_NODE: Mapping[str, str] = {
+    # One node holds the only replica of everything.
+    "default.replication.factor": "1",
+    "offsets.topic.replication.factor": "1",
+    "transaction.state.log.replication.factor": "1",
+    "transaction.state.log.min.isr": "1",
+    "share.coordinator.state.topic.replication.factor": "1",
+    "share.coordinator.state.topic.min.isr": "1",
+    # Few internal partitions: created in a moment at first use, loaded in a moment after a restart.
+    "num.partitions": "1",
+    "offsets.topic.num.partitions": "8",
+    "transaction.state.log.num.partitions": "8",
+    "share.coordinator.state.topic.num.partitions": "4",
+    # Topics come from the catalogue alone: a mistyped name is an error, not a new topic.
+    "auto.create.topics.enable": "false",
+    # The default forgets the positions of a run that was idle for a week.
+    "offsets.retention.minutes": "2147483647",
+    # Groups form at once, and a test may use a short session.
+    "group.initial.rebalance.delay.ms": "0",
+    "group.min.session.timeout.ms": "1000",
+    "group.consumer.min.session.timeout.ms": "1000",
+    "group.consumer.min.heartbeat.interval.ms": "100",
+    # Readers stall behind the open transaction of a killed producer until the broker aborts it.
+    "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
+    # After kill -9 the same node is refused until its old session ends: by default nine seconds.
+    "broker.heartbeat.interval.ms": "500",
+    "broker.session.timeout.ms": "3000",
+    # Compacted topics shrink within seconds of becoming dirty; the buffer fits the small heap.
+    "log.cleaner.backoff.ms": "1000",
+    "log.cleaner.dedupe.buffer.size": "16777216",
+    "log.cleaner.threads": "1",
+    "log.initial.task.delay.ms": "1000",
+    # Batches and chunks of weights are larger than the default record of 1 MiB.
+    "message.max.bytes": "67108864",
+    "replica.fetch.max.bytes": "67108864",
+    "socket.request.max.bytes": "134217728",
+    # A laptop's share of threads.
+    "num.network.threads": "2",
+    "num.io.threads": "4",
+    "background.threads": "2",
+    "num.recovery.threads.per.data.dir": "2",
+}
+
+
+def render_properties(properties: Mapping[str, str]) -> str:
+    """A Java properties file, keys sorted. Backslashes in values are escaped, as the format wants."""
+    escaped = ((key, value.replace("\\", "\\\\")) for key, value in sorted(properties.items()))
+    return "".join(f"{key}={value}\n" for key, value in escaped)
+
+
+def image_environment(properties: Mapping[str, str]) -> dict[str, str]:
+    """The variables from which the official image renders `properties`.
+
+    KAFKA_ and the key in capitals, `.` as `_`, `_` as `__`, `-` as `___`.
+    """
+    return {
+        "KAFKA_" + key.replace("_", "__").replace("-", "___").replace(".", "_").upper(): value
+        for key, value in properties.items()
+    }

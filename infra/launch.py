@@ -1,0 +1,116 @@
+"""The command lines that format storage and run a broker, for each provider.
+
+Everything here writes files or runs a formatter, and starts no broker: `infra.broker` owns processes.
+"""
+
+import base64
+import os
+import secrets
+import subprocess
+import uuid
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from infra.config import BrokerConfig, Layout, image_environment, render_properties, server_properties
+from infra.providers import DockerKafka, JavaKafka
+from topics.errors import BrokerUnavailable
+
+_IMAGE_DATA = "/var/lib/kafka/data"
+_FORMAT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to run a broker in the foreground. SIGTERM ends it in order.
+
+    `kill_command`, where given, kills what SIGKILL to the process would leave running.
+    """
+
+    command: tuple[str, ...]
+    kill_command: tuple[str, ...] = ()
+
+
+def prepare(
+    provider: JavaKafka | DockerKafka, config: BrokerConfig, layout: Layout, *, port: int, controller_port: int
+) -> Launch:
+    """Write the settings, format the storage if it is new, and say how to run the broker."""
+    layout.data.mkdir(parents=True, exist_ok=True)
+    if isinstance(provider, DockerKafka):
+        return _docker(provider, config, layout, port=port, controller_port=controller_port)
+    return _java(provider, config, layout, port=port, controller_port=controller_port)
+
+
+def cluster_id(layout: Layout) -> str:
+    """The id in formatted storage, else a new one: 16 bytes in URL-safe base64, not starting with a dash."""
+    if layout.formatted:
+        written = (layout.data / "meta.properties").read_text().splitlines()
+        return next(line.removeprefix("cluster.id=") for line in written if line.startswith("cluster.id="))
+    while True:
+        name = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+        if not name.startswith("-"):
+            return name
+
+
+def _java(kafka: JavaKafka, config: BrokerConfig, layout: Layout, *, port: int, controller_port: int) -> Launch:
+    properties = server_properties(
+        config, port=port, controller_port=controller_port, log_dir=str(layout.data.resolve())
+    )
+    layout.properties.write_text(render_properties(properties))
+    layout.log4j.write_text(files("infra").joinpath("log4j2.xml").read_text())
+    # Serial collector and first-tier compiler: half the memory and a faster start; a laptop's broker is not CPU-bound.
+    java = [
+        str(kafka.java.executable),
+        f"-Xms{config.heap_initial_mib}m",
+        f"-Xmx{config.heap_max_mib}m",
+        "-XX:+UseSerialGC",
+        "-XX:TieredStopAtLevel=1",
+        "-XX:+ExitOnOutOfMemoryError",
+        "-Djava.awt.headless=true",
+        f"-Dlog4j2.configurationFile={layout.log4j.resolve().as_uri()}",
+        "-cp",
+        kafka.jars.classpath,
+    ]
+    settings = str(layout.properties.resolve())
+    if not layout.formatted:
+        formatting = [*java, "kafka.tools.StorageTool", "format", "-t", cluster_id(layout), "-c", settings]
+        _format(formatting, layout.log)
+    return Launch((*java, "kafka.Kafka", settings))
+
+
+def _format(command: list[str], log: Path) -> None:
+    try:
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=_FORMAT_TIMEOUT_S, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        raise BrokerUnavailable(
+            f"formatting Kafka's storage took more than {_FORMAT_TIMEOUT_S:g} s: {log.parent}"
+        ) from None
+    with log.open("a") as stream:
+        stream.write(answer.stdout + answer.stderr)
+    if answer.returncode != 0:
+        lines = (answer.stderr or answer.stdout).strip().splitlines()
+        raise BrokerUnavailable(
+            f"Kafka's storage cannot be formatted: {lines[-1] if lines else 'no message'} (log: {log})"
+        )
+
+
+def _docker(kafka: DockerKafka, config: BrokerConfig, layout: Layout, *, port: int, controller_port: int) -> Launch:
+    properties = server_properties(
+        config, port=port, controller_port=controller_port, log_dir=_IMAGE_DATA, bind="0.0.0.0"
+    )
+    layout.properties.write_text(render_properties(properties))
+    # A new name each time: --rm removes a killed container only after a while.
+    name = f"rollstream-{port}-{secrets.token_hex(4)}"
+    environment = {
+        "CLUSTER_ID": cluster_id(layout),
+        "KAFKA_HEAP_OPTS": f"-Xms{config.heap_initial_mib}m -Xmx{config.heap_max_mib}m",
+        **image_environment(properties),
+    }
+    run = [kafka.docker, "run", "--rm", "--name", name, "--publish", f"{config.host}:{port}:{port}"]
+    # Our files stay ours; the image's own folders are writable to group 0.
+    run += ["--user", f"{os.getuid()}:0", "--volume", f"{layout.data.resolve()}:{_IMAGE_DATA}"]
+    for key, value in environment.items():
+        run += ["--env", f"{key}={value}"]
+    return Launch((*run, config.image), kill_command=(kafka.docker, "kill", name))
