@@ -1,0 +1,81 @@
+"""The losses of the learner as pure JAX functions over one packed microbatch.
+
+Sums are divided by a denominator given from outside, the step's number of trained tokens, so that microbatches add up
+to the same gradient however a step is split.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from consumers.learner.config import LossConfig
+from consumers.models.config import DecoderConfig
+from consumers.models.decoder import Params, head, hidden
+
+Arrays = Mapping[str, jax.Array]
+
+
+def token_logprobs(
+    params: Params, states: jax.Array, targets: jax.Array, temperatures: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of `targets` and entropy of the distribution, float32 [...].
+
+    `states` are final states [..., hidden_size]; `temperatures` [...] divide the logits.
+    """
+    log_probabilities = jax.nn.log_softmax(head(params, states) / temperatures[..., None])
+    chosen = jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
+    return chosen, -jnp.sum(jnp.exp(log_probabilities) * log_probabilities, axis=-1)
+
+
+def policy_loss(
+    params: Params, model: DecoderConfig, config: LossConfig, batch: Arrays, denominator: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """PPO's clipped objective as a token mean, with an entropy bonus, to be minimised.
+
+    With r the ratio of the learner's to the generator's probability of a token and A its advantage, a token adds
+    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), for A < 0 at most -ratio_cap A (PPO arXiv:1707.06347, clip-higher
+    arXiv:2503.14476, dual clip arXiv:1912.09729). `batch` holds the arrays of a PackedBatch; `denominator` is the
+    number of trained tokens of the whole step.
+
+    Returns the loss and metrics, both already divided by `denominator`, so that summing over microbatches gives the
+    step's. `mismatch_kl/mean` estimates KL(generator || learner) per token by k3 (http://joschu.net/blog/kl-approx.html).
+    """
+    learner_logprobs, entropy = _next_token_logprobs(params, model, batch)
+    mask = batch["loss_mask"][:, 1:]
+    advantages = batch["advantages"][:, 1:]
+    # Where nothing is trained the difference is set to 0: rubbish there must not overflow to inf, for inf * 0 is NaN.
+    log_ratio = jnp.where(mask > 0, learner_logprobs - batch["generator_log_probs"][:, 1:], 0.0)
+    ratio = jnp.exp(log_ratio)
+    clipped = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
+    objective = jnp.minimum(ratio * advantages, clipped * advantages)
+    objective = jnp.where(advantages < 0, jnp.maximum(objective, config.ratio_cap * advantages), objective)
+
+    def mean(values: jax.Array) -> jax.Array:
+        return jnp.sum(values * mask) / denominator
+
+    loss = -mean(objective) - config.entropy_coefficient * mean(entropy)
+    metrics = {
+        "loss": loss,
+        "entropy/mean": mean(entropy),
+        "mismatch_kl/mean": mean(ratio - 1.0 - log_ratio),
+        "clip_ratio/low_mean": mean((advantages < 0) & (ratio < 1.0 - config.clip_low)),
+        "clip_ratio/high_mean": mean((advantages > 0) & (ratio > 1.0 + config.clip_high)),
+        "clip_ratio/cap_mean": mean((advantages < 0) & (ratio > config.ratio_cap)),
+    }
+    return loss, metrics
+
+
+def supervised_loss(
+    params: Params, model: DecoderConfig, batch: Arrays, denominator: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Mean negative log-probability of the trained tokens; arguments and results as for `policy_loss`."""
+    logprobs, _ = _next_token_logprobs(params, model, batch)
+    loss = -jnp.sum(logprobs * batch["loss_mask"][:, 1:]) / denominator
+    return loss, {"loss": loss}
+
+
+def _next_token_logprobs(params: Params, model: DecoderConfig, batch: Arrays) -> tuple[jax.Array, jax.Array]:
+    """Log-probability and entropy [rows, sequence_length - 1] of tokens 1 onwards given those before."""
+    states = hidden(params, model, batch["tokens"], batch["positions"], batch["segment_ids"])
+    return token_logprobs(params, states[:, :-1], batch["tokens"][:, 1:], batch["temperatures"][:, 1:])

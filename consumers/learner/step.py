@@ -1,0 +1,163 @@
+"""One optimizer update as jitted functions over a state, and the digest that names the parameters it leaves.
+
+On the same software, device kind and thread count, the same state and the same packed step give the same bits.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from numpy.typing import NDArray
+
+from consumers.learner.config import LearnerConfig, OptimizerConfig
+from consumers.learner.loss import Arrays, policy_loss, supervised_loss
+from consumers.learner.packing import PackedStep, TrainingSequence, pack
+from consumers.models import decoder
+
+Metrics = dict[str, float]
+
+
+class TrainState(NamedTuple):
+    """Everything an update changes."""
+
+    params: dict[str, jax.Array]
+    """Parameters by Hugging Face name."""
+    optimizer: Any
+    """optax's state."""
+    rng: jax.Array
+    """Key data uint32 [2] of the learner's own random numbers."""
+    step: jax.Array
+    """int32: updates made so far."""
+
+
+class TrainStep:
+    """The compiled functions of one configuration. Holds no state of training."""
+
+    def __init__(self, config: LearnerConfig) -> None:
+        self.config = config
+        self._optimizer = make_optimizer(config.optimizer, config.max_steps)
+        policy = partial(policy_loss, model=config.model, config=config.loss)
+        supervised = partial(supervised_loss, model=config.model)
+        self._accumulate_policy = _accumulator(policy)
+        self._accumulate_supervised = _accumulator(supervised)
+        self._apply = jax.jit(self._update, donate_argnums=0)
+
+    def initial_state(self) -> TrainState:
+        """Random parameters from the configured seed, a fresh optimizer, step 0."""
+        key = jax.random.key(self.config.seed)
+        params = jax.jit(decoder.init, static_argnums=1)(key, self.config.model)
+        return self.fresh_state(params)
+
+    def fresh_state(self, params: dict[str, jax.Array]) -> TrainState:
+        """A fresh optimizer and step 0 around given parameters."""
+        rng = jax.random.key_data(jax.random.fold_in(jax.random.key(self.config.seed), 1))
+        return TrainState(params, jax.jit(self._optimizer.init)(params), rng, jnp.zeros((), jnp.int32))
+
+    def train(self, state: TrainState, step: PackedStep) -> tuple[TrainState, Metrics]:
+        """One update. `state` is consumed. A step without a trained token updates with a zero gradient."""
+        denominator = np.float32(max(step.trained_tokens, 1))
+        gradients, metrics = _sum_over_microbatches(self._accumulate_policy, state.params, step, denominator)
+        state, more = self._apply(state, gradients)
+        return state, {name: float(value) for name, value in jax.device_get({**metrics, **more}).items()}
+
+    def warm_start(self, state: TrainState, examples: list[TrainingSequence]) -> tuple[TrainState, Metrics]:
+        """Supervised updates on `examples` as configured; returns a state with a fresh optimizer at step 0.
+
+        The draws come from the configured seed. With no examples or no steps configured the state is unchanged.
+        """
+        warm = self.config.warm_start
+        if not examples or not warm.steps:
+            return state, {}
+        settings = OptimizerConfig(learning_rate=warm.learning_rate, final_learning_rate=warm.learning_rate)
+        optimizer = make_optimizer(settings, warm.steps)
+        draws = np.random.Generator(np.random.Philox(key=self.config.seed))
+
+        @jax.jit
+        def apply(
+            params: dict[str, jax.Array], optimizer_state: Any, gradients: dict[str, jax.Array]
+        ) -> tuple[dict[str, jax.Array], Any]:
+            updates, optimizer_state = optimizer.update(gradients, optimizer_state, params)
+            return optax.apply_updates(params, updates), optimizer_state
+
+        params, optimizer_state = state.params, jax.jit(optimizer.init)(state.params)
+        metrics: dict[str, jax.Array] = {}
+        for _ in range(warm.steps):
+            chosen = [examples[index] for index in draws.integers(len(examples), size=warm.sequences_per_step)]
+            step = pack(chosen, rows=self.config.microbatch_rows, sequence_length=self.config.sequence_length)
+            denominator = np.float32(max(step.trained_tokens, 1))
+            gradients, metrics = _sum_over_microbatches(self._accumulate_supervised, params, step, denominator)
+            params, optimizer_state = apply(params, optimizer_state, gradients)
+        return self.fresh_state(params), {f"warm_start/{name}": float(value) for name, value in metrics.items()}
+
+    def _update(self, state: TrainState, gradients: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
+        updates, optimizer_state = self._optimizer.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        schedule = make_schedule(self.config.optimizer, self.config.max_steps)
+        metrics = {"optim/grad_norm": optax.global_norm(gradients), "optim/lr": jnp.asarray(schedule(state.step))}
+        return TrainState(params, optimizer_state, state.rng, state.step + 1), metrics
+
+
+def make_schedule(config: OptimizerConfig, max_steps: int) -> optax.Schedule:
+    """Cosine from the first learning rate to the final one over `max_steps` updates."""
+    return optax.cosine_decay_schedule(
+        config.learning_rate, max(max_steps, 1), alpha=config.final_learning_rate / config.learning_rate
+    )
+
+
+def make_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientTransformation:
+    """AdamW (arXiv:1711.05101) behind global-norm clipping."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.adamw(
+            make_schedule(config, max_steps),
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+        ),
+    )
+
+
+def params_digest(params: Mapping[str, jax.Array | NDArray[np.generic]]) -> str:
+    """sha256, hexadecimal, over each parameter's name, dtype, shape and little-endian bytes in name order."""
+    digest = hashlib.sha256()
+    for name in sorted(params):
+        array = np.asarray(params[name])
+        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        digest.update(f"{name}\0{array.dtype.str}\0{list(array.shape)}\0".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def _accumulator(loss: Any) -> Any:
+    """A jitted function that adds one microbatch's gradient and metrics to the sums so far."""
+
+    def accumulate(
+        params: dict[str, jax.Array], sums: tuple[Any, Any] | None, batch: Arrays, denominator: jax.Array
+    ) -> tuple[Any, Any]:
+        def of(params: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+            result: tuple[jax.Array, dict[str, jax.Array]] = loss(params, batch=batch, denominator=denominator)
+            return result
+
+        gradients, metrics = jax.grad(of, has_aux=True)(params)
+        if sums is None:
+            return gradients, metrics
+        total: tuple[Any, Any] = jax.tree.map(jnp.add, sums, (gradients, metrics))
+        return total
+
+    return jax.jit(accumulate)
+
+
+def _sum_over_microbatches(
+    accumulate: Any, params: dict[str, jax.Array], step: PackedStep, denominator: np.float32
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    sums: tuple[Any, Any] | None = None
+    for microbatch in step.microbatches:
+        sums = accumulate(params, sums, microbatch.arrays(), denominator)
+    assert sums is not None, "a packed step has at least one microbatch"
+    return sums

@@ -1,0 +1,48 @@
+"""Shape of a decoder, without JAX: what a configuration file, a weights manifest and the model agree on.
+
+The defaults are the demo's model: 105 thousand parameters over a character vocabulary.
+"""
+
+from dataclasses import dataclass
+
+from consumers.models.tokenizer import CharacterTokenizer
+from topics.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """A decoder of the Llama family; field names follow Hugging Face's config.json."""
+
+    vocab_size: int = CharacterTokenizer().vocab_size
+    """Rows of the embedding."""
+    hidden_size: int = 64
+    """Width of the residual stream."""
+    num_hidden_layers: int = 2
+    """Transformer blocks."""
+    num_attention_heads: int = 2
+    """Query heads."""
+    num_key_value_heads: int = 1
+    """Key and value heads; query heads share them in equal groups (GQA, arXiv:2305.13245)."""
+    head_dim: int = 32
+    """Width of one head; even, because RoPE rotates pairs."""
+    intermediate_size: int = 192
+    """Width of the SwiGLU feed-forward layer."""
+    rms_norm_eps: float = 1e-6
+    """Added to the mean square before the root."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    qk_norm: bool = True
+    """Normalise each query and key head before RoPE, as Qwen3 does."""
+    qkv_bias: bool = False
+    """Biases on the query, key and value projections, as Qwen2 has."""
+    tie_word_embeddings: bool = True
+    """Use the embedding as the output head; otherwise `lm_head.weight` is its own tensor."""
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigurationError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ConfigurationError(f"head_dim {self.head_dim} is odd; rotary embeddings need an even one")

@@ -1,0 +1,223 @@
+"""One plain-JAX decoder for the demo model and for dense Llama, Qwen2 and Qwen3 checkpoints.
+
+Parameters are a flat dict under Hugging Face's names and in its layout (projections are [out, in]), so loading and
+publishing weights need no renaming. All functions are pure; packed sequences never see each other's tokens.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from consumers.models.config import DecoderConfig
+
+Params = Mapping[str, jax.Array]
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
+
+
+class KeyValueCache(NamedTuple):
+    """Keys after RoPE, and values, of every position so far; slot s of a row holds its position s."""
+
+    keys: jax.Array
+    """[layers, rows, slots, kv heads, head_dim]"""
+    values: jax.Array
+    """[layers, rows, slots, kv heads, head_dim]"""
+
+
+def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter, in the order of the network."""
+    width, ff = config.hidden_size, config.intermediate_size
+    q_width = config.num_attention_heads * config.head_dim
+    kv_width = config.num_key_value_heads * config.head_dim
+    found: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, width)}
+    for layer in range(config.num_hidden_layers):
+        block, attention = f"model.layers.{layer}", f"model.layers.{layer}.self_attn"
+        found[f"{block}.input_layernorm.weight"] = (width,)
+        for name, out in (("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width)):
+            found[f"{attention}.{name}.weight"] = (out, width)
+            if config.qkv_bias:
+                found[f"{attention}.{name}.bias"] = (out,)
+        if config.qk_norm:
+            found[f"{attention}.q_norm.weight"] = (config.head_dim,)
+            found[f"{attention}.k_norm.weight"] = (config.head_dim,)
+        found[f"{attention}.o_proj.weight"] = (width, q_width)
+        found[f"{block}.post_attention_layernorm.weight"] = (width,)
+        found[f"{block}.mlp.gate_proj.weight"] = (ff, width)
+        found[f"{block}.mlp.up_proj.weight"] = (ff, width)
+        found[f"{block}.mlp.down_proj.weight"] = (width, ff)
+    found[FINAL_NORM] = (width,)
+    if not config.tie_word_embeddings:
+        found[HEAD] = (config.vocab_size, width)
+    return found
+
+
+def init(key: jax.Array, config: DecoderConfig) -> dict[str, jax.Array]:
+    """Random float32 parameters.
+
+    Projections are normal with variance 1/fan-in, those that write to the residual stream divided by the root of
+    their number (GPT-2); embeddings have standard deviation 0.02; norms are one and biases zero.
+    """
+    residual_scale = (2 * config.num_hidden_layers) ** -0.5
+    params = {}
+    for index, (name, shape) in enumerate(shapes(config).items()):
+        if name.endswith("norm.weight"):
+            params[name] = jnp.ones(shape, jnp.float32)
+        elif name.endswith("bias"):
+            params[name] = jnp.zeros(shape, jnp.float32)
+        else:
+            scale = 0.02 if name in (EMBEDDING, HEAD) else shape[1] ** -0.5
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                scale *= residual_scale
+            params[name] = scale * jax.random.normal(jax.random.fold_in(key, index), shape, jnp.float32)
+    return params
+
+
+def pspecs(params: Params) -> dict[str, PartitionSpec]:
+    """How each parameter is split over the mesh axes `fsdp` and `tensor` (Megatron's column and row split)."""
+
+    def axes(name: str) -> tuple[str, ...]:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            return ("fsdp", "tensor")
+        if name.endswith("norm.weight"):
+            return ()
+        return ("tensor",) if name.endswith("bias") else ("tensor", "fsdp")
+
+    return {name: PartitionSpec(*axes(name)) for name in params}  # type: ignore[no-untyped-call]
+
+
+def hidden(
+    params: Params, config: DecoderConfig, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
+    """Final normalised states [B, T, hidden_size] of packed sequences.
+
+    `tokens`, `positions` and `segment_ids` are int32 [B, T]. A token attends to earlier tokens of its own segment.
+    """
+    length = tokens.shape[1]
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    mask = (segment_ids[:, :, None] == segment_ids[:, None, :]) & causal
+    x = params[EMBEDDING][tokens]
+    for layer in range(config.num_hidden_layers):
+        x = _block(params, config, layer, x, positions, lambda q, k, v: _attention(q, k, v, mask))
+    return _rms_norm(x, params[FINAL_NORM], config.rms_norm_eps)
+
+
+def logits(
+    params: Params, config: DecoderConfig, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
+    """Next-token logits, float32 [B, T, vocab_size], of packed sequences; arguments as for `hidden`."""
+    return head(params, hidden(params, config, tokens, positions, segment_ids))
+
+
+def head(params: Params, states: jax.Array) -> jax.Array:
+    """Logits, float32 [..., vocab_size], of final states [..., hidden_size]."""
+    weight = params.get(HEAD, params[EMBEDDING])
+    return jnp.matmul(states, weight.T, preferred_element_type=jnp.float32)
+
+
+def empty_cache(config: DecoderConfig, rows: int, slots: int, dtype: jnp.dtype) -> KeyValueCache:
+    """A cache for `rows` sequences of at most `slots` positions."""
+    shape = (config.num_hidden_layers, rows, slots, config.num_key_value_heads, config.head_dim)
+    return KeyValueCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def prefill(
+    params: Params, config: DecoderConfig, tokens: jax.Array, lengths: jax.Array, slots: int
+) -> tuple[jax.Array, KeyValueCache]:
+    """Run prompts and keep their keys and values.
+
+    `tokens` is int32 [B, P], each row its prompt followed by anything; `lengths` int32 [B], at least 1. Returns the
+    logits float32 [B, vocab_size] after each prompt's last token and a cache of `slots` >= P positions. Slots past a
+    prompt hold rubbish that `decode_step` overwrites before it looks at them.
+    """
+    rows, width = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (rows, width, width))
+    cache = empty_cache(config, rows, slots, params[EMBEDDING].dtype)
+    x = params[EMBEDDING][tokens]
+    for layer in range(config.num_hidden_layers):
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: int = layer) -> jax.Array:
+            nonlocal cache
+            cache = KeyValueCache(cache.keys.at[layer, :, :width].set(k), cache.values.at[layer, :, :width].set(v))
+            return _attention(q, k, v, mask)
+
+        x = _block(params, config, layer, x, positions, attend)
+    last = x[jnp.arange(rows), lengths - 1]
+    return head(params, _rms_norm(last, params[FINAL_NORM], config.rms_norm_eps)), cache
+
+
+def decode_step(
+    params: Params, config: DecoderConfig, cache: KeyValueCache, tokens: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, KeyValueCache]:
+    """Append one token to each row: `tokens` and `positions` int32 [B]. Returns logits float32 [B, vocab_size]."""
+    rows = jnp.arange(tokens.shape[0])
+    slots = cache.keys.shape[2]
+    mask = (jnp.arange(slots) <= positions[:, None])[:, None, :]
+    x = params[EMBEDDING][tokens][:, None, :]
+    for layer in range(config.num_hidden_layers):
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: int = layer) -> jax.Array:
+            nonlocal cache
+            cache = KeyValueCache(
+                cache.keys.at[layer, rows, positions].set(k[:, 0]), cache.values.at[layer, rows, positions].set(v[:, 0])
+            )
+            return _attention(q, cache.keys[layer], cache.values[layer], mask)
+
+        x = _block(params, config, layer, x, positions[:, None], attend)
+    return head(params, _rms_norm(x[:, 0], params[FINAL_NORM], config.rms_norm_eps)), cache
+
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def _block(
+    params: Params, config: DecoderConfig, layer: int, x: jax.Array, positions: jax.Array, attend: Attend
+) -> jax.Array:
+    """One transformer block; `attend` maps queries, keys and values [B, T, heads, head_dim] to the queries' shape."""
+    block, attention = f"model.layers.{layer}", f"model.layers.{layer}.self_attn"
+    normed = _rms_norm(x, params[f"{block}.input_layernorm.weight"], config.rms_norm_eps)
+
+    def heads(name: str) -> jax.Array:
+        projected = normed @ params[f"{attention}.{name}_proj.weight"].T
+        if config.qkv_bias:
+            projected = projected + params[f"{attention}.{name}_proj.bias"]
+        projected = projected.reshape(*projected.shape[:-1], -1, config.head_dim)
+        if name == "v":
+            return projected
+        if config.qk_norm:
+            projected = _rms_norm(projected, params[f"{attention}.{name}_norm.weight"], config.rms_norm_eps)
+        return _rope(projected, positions, config.rope_theta)
+
+    attended = attend(heads("q"), heads("k"), heads("v"))
+    x = x + attended.reshape(*attended.shape[:-2], -1) @ params[f"{attention}.o_proj.weight"].T
+    normed = _rms_norm(x, params[f"{block}.post_attention_layernorm.weight"], config.rms_norm_eps)
+    gate = jax.nn.silu(normed @ params[f"{block}.mlp.gate_proj.weight"].T)
+    up = normed @ params[f"{block}.mlp.up_proj.weight"].T
+    return x + (gate * up) @ params[f"{block}.mlp.down_proj.weight"].T
+
+
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Attention of q [B, T, heads, head_dim] over k and v [B, S, kv heads, head_dim] where mask [B, T, S] is true."""
+    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+
+
+def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm (arXiv:1910.07467), computed in float32."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * weight
+
+
+def _rope(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """Rotary embedding (arXiv:2104.09864) of x [B, T, heads, head_dim], halves paired as Hugging Face does."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,21 @@
+"""Settings of publishing and following weights, without JAX."""
+
+from dataclasses import dataclass
+
+from topics.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsConfig:
+    """How policy versions travel over the log."""
+
+    chunk_bytes: int = 1024 * 1024
+    """Largest chunk; well below KafkaConfig.max_record_bytes."""
+    keep_versions: int = 4
+    """Versions whose chunks stay; those of older ones are tombstoned, their manifests kept."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes < 1 or self.keep_versions < 1:
+            raise ConfigurationError(
+                f"chunk_bytes {self.chunk_bytes} and keep_versions {self.keep_versions} must be at least 1"
+            )
