@@ -1,1 +1,1 @@
-"""The inference server and its client: completions with token ids, logprobs and the policy version that sampled them."""
+"""The inference server and its client: completions with token ids, logprobs and the version that sampled them."""

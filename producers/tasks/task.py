@@ -1,0 +1,38 @@
+"""What the built-in tasks share: a single-turn environment over a character vocabulary, small enough to list.
+
+A task also says how to warm a model up for its format without teaching it the task.
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+
+from producers.environment import Prompt, SingleTurn, Split
+from producers.tasks.splits import split_prompts
+
+
+class Task(SingleTurn):
+    """A named list of prompts with one right answer each."""
+
+    vocabulary: str
+    """Characters of all prompts and answers, for a character tokenizer."""
+
+    def __init__(self, name: str, vocabulary: str, max_tokens: int, prompts: Iterable[Prompt]) -> None:
+        self.name = name
+        self.vocabulary = vocabulary
+        self.max_tokens = max_tokens
+        self._splits = split_prompts(name, prompts)
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        """The prompts of a split."""
+        return self._splits[split]
+
+    def warm_start_examples(self, seed: int, n: int) -> list[tuple[str, str]]:
+        """`n` pairs of a training prompt and an answer to some other one: they teach the format, not the task.
+
+        Answers are those of the prompts drawn, shuffled across them; deterministic in the seed.
+        """
+        generator = random.Random(seed)
+        drawn = generator.choices(self._splits["train"], k=n)
+        answers = [prompt.answer for prompt in drawn]
+        generator.shuffle(answers)
+        return [(prompt.text, answer) for prompt, answer in zip(drawn, answers, strict=True)]
