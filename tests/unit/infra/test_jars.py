@@ -1,0 +1,95 @@
+"""Where the jars come from, and that a cache is complete or absent."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from infra.jars import KAFKA_VERSION, cache_dir, find_jars
+from infra.java import JavaRuntime
+from tests.unit.infra.machine import Machine
+
+
+@pytest.fixture
+def java(machine: Machine) -> JavaRuntime:
+    return JavaRuntime(machine.java("17", folder="jdk"), 17, "JAVA_HOME")
+
+
+def test_maven_fills_the_cache_once(machine: Machine, java: JavaRuntime) -> None:
+    machine.maven()
+    first = find_jars(machine.environment(), java).found
+    second = find_jars(machine.environment(), java).found
+    assert first is not None
+    assert second is not None
+    assert (first.source, second.source) == ("Maven", "cache")
+    assert first.directory == second.directory == machine.cache
+    assert len(machine.maven_calls()) == 1
+    assert [path.name for path in machine.cache.parent.iterdir()] == [machine.cache.name]
+
+
+def test_kafka_home_saves_maven(machine: Machine, java: JavaRuntime) -> None:
+    machine.maven()
+    home = machine.kafka_home("4.1.0")
+    jars = find_jars(machine.environment(KAFKA_HOME=home), java).found
+    assert jars is not None
+    assert (jars.source, jars.version, jars.classpath) == ("KAFKA_HOME", "4.1.0", f"{home}/libs/*")
+    assert machine.maven_calls() == []
+
+
+@pytest.mark.parametrize(("version", "reason"), [("3.9.0", "holds Kafka 3.9.0, not 4"), (None, "holds no libs")])
+def test_a_kafka_home_that_will_not_do_is_passed_over_with_a_reason(
+    machine: Machine, java: JavaRuntime, version: str | None, reason: str
+) -> None:
+    machine.maven()
+    home = machine.kafka_home(version) if version else os.fspath(machine.root)
+    search = find_jars(machine.environment(KAFKA_HOME=home), java)
+    assert search.found is not None
+    assert search.found.source == "Maven"
+    assert reason in search.refused[0]
+
+
+def test_a_failed_download_leaves_no_cache(machine: Machine, java: JavaRuntime) -> None:
+    machine.maven(works=False)
+    search = find_jars(machine.environment(), java)
+    assert search.found is None
+    assert "Could not resolve org.apache.kafka:kafka_2.13" in search.refused[0]
+    assert list(machine.cache.parent.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_a_reason_not_a_traceback(machine: Machine, java: JavaRuntime) -> None:
+    machine.maven()
+    (machine.root / "file").touch()
+    search = find_jars(machine.environment(XDG_CACHE_HOME=f"{machine.root}/file"), java)
+    assert search.found is None
+    assert "the cache of Kafka jars cannot be written" in search.refused[0]
+
+
+def test_processes_that_fill_the_cache_together_all_get_it(machine: Machine, java: JavaRuntime) -> None:
+    machine.maven()
+    with ThreadPoolExecutor(4) as pool:
+        searches = list(pool.map(lambda _: find_jars(machine.environment(), java), range(4)))
+    assert {search.found.directory for search in searches if search.found} == {machine.cache}
+    assert all(search.found for search in searches)
+    assert [path.name for path in machine.cache.parent.iterdir()] == [machine.cache.name]
+
+
+def test_maven_runs_on_the_java_found_where_it_would_find_none(machine: Machine, java: JavaRuntime) -> None:
+    machine.maven()
+    find_jars(machine.environment(), java)
+    assert machine.maven_calls() == [f"JAVA_HOME={java.home}"]
+
+
+def test_the_cache_lies_where_the_desktop_says(tmp_path: Path) -> None:
+    name = f"rollstream/kafka-{KAFKA_VERSION}"
+    assert cache_dir({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c") / name
+    assert cache_dir({"HOME": "/h"}) == Path("/h/.cache") / name
+
+
+def test_the_version_in_the_pom_is_the_one_the_cache_is_named_after() -> None:
+    from importlib.resources import files
+
+    from infra.config import BrokerConfig
+
+    assert f"<kafka.version>{KAFKA_VERSION}</kafka.version>" in files("infra").joinpath("pom.xml").read_text()
+    assert BrokerConfig().image.endswith(f":{KAFKA_VERSION}")
