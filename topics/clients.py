@@ -6,8 +6,8 @@ that a broker answers. Read_committed unless a function says otherwise.
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 from confluent_kafka import (
     OFFSET_BEGINNING,
@@ -26,6 +26,7 @@ from topics.logs import event
 
 logger = logging.getLogger(__name__)
 _MIB = 1024 * 1024
+C = TypeVar("C")
 
 
 def _common(config: KafkaConfig) -> dict[str, Any]:
@@ -36,9 +37,18 @@ def _common(config: KafkaConfig) -> dict[str, Any]:
         "bootstrap.servers": config.bootstrap_servers,
         "client.id": "rollstream",
         "log.connection.close": "false",
+        # librdkafka writes to stderr by itself, for each attempt to connect; what matters arrives in error_cb.
+        "log_level": 2,
         "error_cb": _on_error,
         **config.client,
     }
+
+
+def _built(client: Callable[[dict[str, Any]], C], settings: dict[str, Any]) -> C:
+    try:
+        return client(settings)
+    except KafkaException as error:
+        raise ConfigurationError(f"kafka.client: {error.args[0].str()}") from error
 
 
 def _on_error(error: KafkaError) -> None:
@@ -50,7 +60,8 @@ def _on_error(error: KafkaError) -> None:
 
 def producer(config: KafkaConfig, **overrides: Any) -> Producer:
     """An idempotent producer (acks=all, Java-compatible partitioning), its queue bounded in bytes."""
-    return Producer(
+    return _built(
+        Producer,
         {
             "enable.idempotence": "true",
             "acks": "all",
@@ -62,7 +73,7 @@ def producer(config: KafkaConfig, **overrides: Any) -> Producer:
             "delivery.timeout.ms": 120_000,
             **_common(config),
             **overrides,
-        }
+        },
     )
 
 
@@ -95,7 +106,8 @@ def _consumer_limits(config: KafkaConfig) -> dict[str, Any]:
 
 def reader(config: KafkaConfig, *, isolation: str = "read_committed", **overrides: Any) -> Consumer:
     """A consumer for `assign`, in no group: follows topics, commits nothing, reports the end of each partition."""
-    return Consumer(
+    return _built(
+        Consumer,
         {
             # Even assign() needs a group.id in librdkafka; nothing is ever committed under it.
             "group.id": "rollstream-reader",
@@ -107,7 +119,7 @@ def reader(config: KafkaConfig, *, isolation: str = "read_committed", **override
             **_consumer_limits(config),
             **_common(config),
             **overrides,
-        }
+        },
     )
 
 
@@ -130,18 +142,18 @@ def group_member(config: KafkaConfig, group: str, instance: str, **overrides: An
         settings.setdefault("session.timeout.ms", int(config.session_timeout_s * 1000))
         settings.setdefault("heartbeat.interval.ms", int(config.session_timeout_s * 1000 / 4))
         settings.setdefault("partition.assignment.strategy", "range")
-    return Consumer(settings)
+    return _built(Consumer, settings)
 
 
 def admin(config: KafkaConfig) -> AdminClient:
     """An admin client. Keep a reference while futures of it are pending."""
-    return AdminClient(_common(config))
+    return _built(AdminClient, _common(config))
 
 
 def check_broker(config: KafkaConfig, timeout_s: float = 10.0) -> None:
     """Raise BrokerUnavailable unless a broker answers within `timeout_s`."""
     settings: dict[str, Any] = {**_common(config), "error_cb": lambda _error: None}
-    client = AdminClient(settings)
+    client = _built(AdminClient, settings)
     try:
         client.list_topics(timeout=timeout_s)
     except KafkaException as error:
