@@ -201,14 +201,6 @@ class TrainingBatch:
     def __len__(self) -> int:
         return len(self.uids)
 
-    def token_advantages(self) -> Float32:
-        """Advantages per token, shape [N]."""
-        if len(self.advantages) == len(self.tokens) and len(self.advantages) != len(self.uids):
-            return self.advantages
-        if len(self.advantages) == len(self.uids):
-            return np.repeat(self.advantages, np.diff(self.splits))
-        return self.advantages
-
 
 @dataclass(frozen=True, kw_only=True)
 class BatchIndexEntry:

@@ -1,0 +1,100 @@
+"""Settings of grouping: those of the fold travel in the log itself, those of the process do not.
+
+A fold never reads a file: its configuration arrives with generation 0 and with configuration marks.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from topics.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupingConfig:
+    """What decides the batches. Changing it for a running run needs a higher `generation`."""
+
+    generation: int = 0
+    """Counts configurations of a run; a configuration whose generation is not higher than the current is ignored."""
+    estimator: str = "rloo"
+    """Advantage estimator, one of consumers.grouping.estimators.ESTIMATORS."""
+    maker: str = "fifo"
+    """Batch maker, one of consumers.grouping.batch_maker.MAKERS."""
+    seed: int = 0
+    """Seed of makers that choose at random."""
+    batch_rollouts: int = 64
+    """A batch is cut when this many rollouts of whole groups are waiting."""
+    batch_bytes: int = 4 * 1024 * 1024
+    """A batch is cut when this many bytes are waiting, and holds no more; must leave room in the record limit."""
+    max_batch_age_s: float = 30.0
+    """A batch is cut when its oldest group has waited this long in stream time."""
+    min_group_size: int = 0
+    """Least members a group needs at its deadline; 0 means its declared size."""
+    group_deadline_s: float = 600.0
+    """Stream time after which an incomplete group is over: the producer's episode limit plus a margin."""
+    max_policy_lag: int = 4
+    """Versions a group may lag behind the policy clock; negative means no limit."""
+    max_age_s: float = -1.0
+    """Stream time a group may take from its first record to its batch; negative means no limit."""
+    future_deadline_s: float = 600.0
+    """How long a group waits for the policy clock to reach its version."""
+    capacity_bytes: int = 256 * 1024 * 1024
+    """Bytes of rollouts one partition holds in groups; beyond it the oldest incomplete group is dropped."""
+    horizon_s: float = 3600.0
+    """How long finished groups are remembered, in stream time."""
+    drop_superseded: bool = False
+    """Whether an older group of an example is dropped once a newer one of it sealed."""
+    allow_filtered_sampling: bool = False
+    """Whether rollouts sampled with top_p, top_k or min_p may be trained on."""
+    exclude_environments: tuple[str, ...] = ()
+    """Environments whose groups are dropped."""
+    exclude_workers: tuple[str, ...] = ()
+    """Workers whose groups are dropped."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_rollouts", "batch_bytes", "capacity_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"grouping.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("max_batch_age_s", "group_deadline_s", "future_deadline_s", "horizon_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"grouping.{name} is {getattr(self, name)}; it must be above 0 seconds")
+
+    def to_json(self) -> str:
+        """The whole configuration, as it is written to the log."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "GroupingConfig":
+        """Read it back. Raises ConfigurationError for unknown keys, wrong types or senseless values."""
+        try:
+            values: dict[str, Any] = json.loads(text)
+            for name in ("exclude_environments", "exclude_workers"):
+                values[name] = tuple(values.get(name, ()))
+            return cls(**values)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigurationError(
+                f"the log holds a grouping configuration this version cannot read: {error}"
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrouperConfig:
+    """What decides how a grouping process runs, never what it cuts."""
+
+    processes: int = 2
+    """Grouping processes a supervised run starts."""
+    group: str = "grouper"
+    """Consumer group, prefixed with the run's name."""
+    commit_interval_s: float = 0.03
+    """How long effects may wait for their transaction."""
+    max_poll_records: int = 500
+    """Most records taken from the client at once."""
+    snapshot_every: int = 2000
+    """Records between full snapshots of a task's unfinished offsets in the journal."""
+    mark_interval_s: float = 0.25
+    """Least time between two deadline marks of one task."""
+
+    def group_id(self, run: str) -> str:
+        """Full name of the consumer group of a run."""
+        return f"{run}.{self.group}"

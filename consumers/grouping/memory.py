@@ -1,0 +1,57 @@
+"""What a fold remembers of groups that are over: for `late` and `superseded_version`, limited to a horizon.
+
+Every entry keeps its own time, so the memory can be rebuilt from the journal and forgets alike in the running fold.
+"""
+
+import heapq
+from collections import Counter, deque
+
+from consumers.grouping.groups import GroupKey
+
+
+class Memory:
+    """Finished groups, and versions sealed per example, of the last `horizon_ms` of stream time."""
+
+    def __init__(self, horizon_ms: int) -> None:
+        self.horizon_ms = horizon_ms
+        self._finished: deque[tuple[int, GroupKey]] = deque()
+        self._counts: Counter[GroupKey] = Counter()
+        self._sealed: list[tuple[int, str, str, int]] = []
+        self._versions: dict[tuple[str, str], Counter[int]] = {}
+
+    def finish(self, key: GroupKey, time_ms: int) -> None:
+        """Remember that a group is over since `time_ms`, which never decreases from call to call."""
+        self._finished.append((time_ms, key))
+        self._counts[key] += 1
+
+    def seal(self, key: GroupKey, time_ms: int) -> None:
+        """Remember that a version of an example sealed."""
+        heapq.heappush(self._sealed, (time_ms, key.environment, key.example_id, key.policy_version))
+        self._versions.setdefault(key[:2], Counter())[key.policy_version] += 1
+
+    def forget(self, now_ms: int) -> None:
+        """Drop entries older than the horizon."""
+        while self._finished and self._finished[0][0] < now_ms - self.horizon_ms:
+            _time, key = self._finished.popleft()
+            self._counts[key] -= 1
+            if not self._counts[key]:
+                del self._counts[key]
+        while self._sealed and self._sealed[0][0] < now_ms - self.horizon_ms:
+            _time, environment, example_id, version = heapq.heappop(self._sealed)
+            versions = self._versions[environment, example_id]
+            versions[version] -= 1
+            if not versions[version]:
+                del versions[version]
+            if not versions:
+                del self._versions[environment, example_id]
+
+    def over(self, key: GroupKey) -> bool:
+        """Whether the group finished within the horizon."""
+        return key in self._counts
+
+    def newest_sealed(self, environment: str, example_id: str) -> int:
+        """Highest version of the example that sealed within the horizon, -1 for none."""
+        return max(self._versions.get((environment, example_id), ()), default=-1)
+
+    def __len__(self) -> int:
+        return len(self._finished)

@@ -1,0 +1,148 @@
+"""TaskState: everything a fold needs besides the log itself to go on where a committed transaction left it.
+
+It is not stored as such: the journal holds what each transaction changed, and a snapshot now and then; `restore`
+adds them up. The commit metadata of the group's offset names the journal record, so position and state are one fact.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from consumers.grouping.config import GroupingConfig
+from consumers.grouping.runs import from_runs, to_runs
+from topics.errors import StateRefused
+from topics.records import FateCount, FinishedGroup, JournalRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskState:
+    """State of one partition's fold at `position`; clocks are also given as before the watermark."""
+
+    partition: int
+    partitions: int
+    topic_id: str
+    position: int
+    watermark: int
+    watermark_stream_time_ms: int
+    watermark_policy_version: int
+    watermark_configuration: str
+    stream_time_ms: int
+    policy_version: int
+    generation: int
+    batch_number: int
+    sequence: int
+    """Sequence of the next journal record."""
+    unfinished: frozenset[int] = frozenset()
+    delivered: frozenset[int] = frozenset()
+    counts: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    produced: dict[str, tuple[int, int]] = field(default_factory=dict)
+    finished_groups: tuple[FinishedGroup, ...] = ()
+    """Groups that finished within the horizon, in the order they did."""
+
+
+class CommitMetadata(NamedTuple):
+    """What travels with a committed offset of `rollouts`."""
+
+    journal: int
+    """Offset of the task's newest journal record."""
+    snapshot: int
+    """Offset of its newest snapshot."""
+    oldest: int
+    """Offset of the oldest journal record still within the horizon."""
+
+    def encode(self) -> str:
+        return json.dumps({"v": 1, **self._asdict()})
+
+    @classmethod
+    def decode(cls, text: str | None, where: str) -> "CommitMetadata":
+        """Read it back. Raises StateRefused for anything this version did not write."""
+        try:
+            values = json.loads(text or "")
+            if values.pop("v") != 1:
+                raise ValueError("another version")
+            return cls(**values)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise StateRefused(
+                f"the offset committed for {where} carries {text!r} instead of rollstream's metadata ({error}); another "
+                f"program committed it: stop it, and commit again from the journal with `rollstream group recover`"
+            ) from error
+
+
+def initial(partition: int, partitions: int, topic_id: str, config: GroupingConfig) -> JournalRecord:
+    """Generation 0: the first journal record of a partition, an empty state under the first configuration."""
+    return JournalRecord(
+        partition=partition,
+        sequence=0,
+        core_version=1,
+        topic_id=topic_id,
+        partitions=partitions,
+        begin=0,
+        position=0,
+        watermark=0,
+        watermark_stream_time_ms=-1,
+        watermark_policy_version=-1,
+        watermark_generation=config.generation,
+        watermark_configuration=config.to_json(),
+        stream_time_ms=-1,
+        policy_version=-1,
+        generation=config.generation,
+        batch_number=0,
+        snapshot=True,
+    )
+
+
+def restore(journal: Iterable[JournalRecord]) -> TaskState:
+    """The state after the last of `journal`: consecutive records of one partition, a snapshot among them.
+
+    Records before the snapshot only tell which groups finished. Raises StateRefused when records are missing.
+    """
+    unfinished: set[int] | None = None
+    delivered: set[int] = set()
+    groups: list[FinishedGroup] = []
+    last: JournalRecord | None = None
+    for record in journal:
+        if last is not None and record.sequence != last.sequence + 1:
+            raise StateRefused(
+                f"journal[{record.partition}] goes from sequence {last.sequence} to {record.sequence}; records between were "
+                f"deleted, start a new run"
+            )
+        groups += record.finished_groups
+        if record.snapshot:
+            unfinished, delivered = set(from_runs(record.unfinished)), set(from_runs(record.delivered))
+        elif unfinished is not None:
+            unfinished.update(from_runs(record.admitted))
+            delivered.update(from_runs(record.delivered))
+            for finished in record.finished:
+                unfinished.difference_update(from_runs(finished.runs))
+        last = record
+    if last is None or unfinished is None:
+        raise StateRefused("the journal holds no snapshot to restore from; it was deleted or never written")
+    return TaskState(
+        partition=last.partition,
+        partitions=last.partitions,
+        topic_id=last.topic_id,
+        position=last.position,
+        watermark=last.watermark,
+        watermark_stream_time_ms=last.watermark_stream_time_ms,
+        watermark_policy_version=last.watermark_policy_version,
+        watermark_configuration=last.watermark_configuration,
+        stream_time_ms=last.stream_time_ms,
+        policy_version=last.policy_version,
+        generation=last.generation,
+        batch_number=last.batch_number,
+        sequence=last.sequence + 1,
+        unfinished=frozenset(unfinished),
+        delivered=frozenset(delivered & unfinished),
+        counts={(c.environment, c.fate): (c.rollouts, c.tokens) for c in last.counts},
+        produced={c.environment: (c.rollouts, c.tokens) for c in last.produced},
+        finished_groups=tuple(groups),
+    )
+
+
+def total(counts: Iterable[FateCount], prefix: str = "") -> int:
+    """Records among counts whose fate starts with `prefix`."""
+    return sum(c.rollouts for c in counts if c.fate.startswith(prefix))
+
+
+__all__ = ["CommitMetadata", "TaskState", "initial", "restore", "to_runs", "total"]

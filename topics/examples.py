@@ -1,0 +1,77 @@
+"""RLExample: one training example as trainers take it, and how a TrainingBatch is read as a list of them.
+
+The same dataclass leaves a batch maker and enters a learner; it carries where it came from.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+
+from topics.records import Bool, Float32, Int32, TrainingBatch
+
+
+class Source(NamedTuple):
+    """Where an example lies in `rollouts`."""
+
+    partition: int
+    offset: int
+    uid: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLExample:
+    """One example of T positions."""
+
+    tokens: Int32
+    """Token ids, int32 [T]."""
+    loss_mask: Bool
+    """Where a loss is computed, bool [T]."""
+    advantage: Float32
+    """Advantage of each position, float32 [T]."""
+    generator_log_probs: Float32
+    """Log-probabilities by the policy that generated the tokens, float32 [T]; 0 where masked."""
+    segment_ids: Int32
+    """Which sequence a position belongs to, int32 [T]: 1 everywhere until packed; 0 is padding."""
+    source: Source
+    """Where it came from."""
+    reference_log_probs: Float32 | None = None
+    """Log-probabilities by a reference model, float32 [T], where they are carried."""
+
+
+def examples_of(batch: TrainingBatch) -> list[RLExample]:
+    """The rows of a batch as examples; arrays are views of the batch's."""
+    found = []
+    for row, uid in enumerate(batch.uids):
+        span = slice(int(batch.splits[row]), int(batch.splits[row + 1]))
+        found.append(
+            RLExample(
+                tokens=batch.tokens[span],
+                loss_mask=batch.loss_mask[span],
+                advantage=batch.advantages[span],
+                generator_log_probs=batch.logprobs[span],
+                segment_ids=np.ones(span.stop - span.start, "<i4"),
+                source=Source(batch.partition, int(batch.source_offsets[row]), uid),
+                reference_log_probs=batch.reference_logprobs[span] if len(batch.reference_logprobs) else None,
+            )
+        )
+    return found
+
+
+def batch_digest(batch: TrainingBatch) -> str:
+    """sha256, hexadecimal, over every field of a batch but the digest: names, dtypes, shapes and bits of arrays,
+    canonical JSON of the rest. Does not depend on the encoding, so it survives a change of schema version."""
+    digest = hashlib.sha256()
+    for field in fields(batch):
+        if field.name == "digest":
+            continue
+        value = getattr(batch, field.name)
+        if isinstance(value, np.ndarray):
+            digest.update(f"{field.name}:{value.dtype.str}{value.shape}:".encode())
+            digest.update(np.ascontiguousarray(value).data)
+        else:
+            plain = [g.__dict__ for g in value] if field.name == "groups" else value
+            digest.update(f"{field.name}:{json.dumps(plain, sort_keys=True, ensure_ascii=False)}".encode())
+    return digest.hexdigest()
