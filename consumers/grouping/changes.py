@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from topics.records import Drop, FinishedGroup, JournalRecord, TrainingBatch
 
+CORE_VERSION = 1
+"""Version of the fold's behaviour; batches of one version are a function of the log alone."""
+
 BATCHED, DROPPED, DEAD_LETTERED, CONTROL = "batched", "dropped", "dead_lettered", "control"
 
 DROP_REASONS = (

@@ -41,7 +41,6 @@ from topics.keys import encode_key, partition_of
 from topics.records import Drop, FateCount, FinishedGroup, FinishedOffsets, GroupCancelled, JournalRecord, Mark, Rollout
 from topics.validation import cancellation_problems, problems
 
-
 _OPEN, _FUTURE, _AGE, _BATCH_AGE = range(4)
 """What falls due: an open group, a group waiting for the policy clock, a group's age, the oldest group's wait."""
 

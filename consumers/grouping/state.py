@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from consumers.grouping.changes import CORE_VERSION
 from consumers.grouping.config import GroupingConfig
-from consumers.grouping.runs import from_runs, to_runs
+from consumers.grouping.runs import from_runs
 from topics.errors import StateRefused
 from topics.records import FateCount, FinishedGroup, JournalRecord
 
@@ -64,8 +65,8 @@ class CommitMetadata(NamedTuple):
             return cls(**values)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise StateRefused(
-                f"the offset committed for {where} carries {text!r} instead of rollstream's metadata ({error}); another "
-                f"program committed it: stop it, and commit again from the journal with `rollstream group recover`"
+                f"the offset committed for {where} carries {text!r} instead of rollstream's metadata ({error}); "
+                f"another program committed it: stop it, and commit again with `rollstream group recover`"
             ) from error
 
 
@@ -74,7 +75,7 @@ def initial(partition: int, partitions: int, topic_id: str, config: GroupingConf
     return JournalRecord(
         partition=partition,
         sequence=0,
-        core_version=1,
+        core_version=CORE_VERSION,
         topic_id=topic_id,
         partitions=partitions,
         begin=0,
@@ -104,8 +105,8 @@ def restore(journal: Iterable[JournalRecord]) -> TaskState:
     for record in journal:
         if last is not None and record.sequence != last.sequence + 1:
             raise StateRefused(
-                f"journal[{record.partition}] goes from sequence {last.sequence} to {record.sequence}; records between were "
-                f"deleted, start a new run"
+                f"journal[{record.partition}] goes from sequence {last.sequence} to {record.sequence}; "
+                f"records between were deleted, start a new run"
             )
         groups += record.finished_groups
         if record.snapshot:
@@ -143,6 +144,3 @@ def restore(journal: Iterable[JournalRecord]) -> TaskState:
 def total(counts: Iterable[FateCount], prefix: str = "") -> int:
     """Records among counts whose fate starts with `prefix`."""
     return sum(c.rollouts for c in counts if c.fate.startswith(prefix))
-
-
-__all__ = ["CommitMetadata", "TaskState", "initial", "restore", "to_runs", "total"]
