@@ -10,11 +10,9 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,9 +20,11 @@ from typing import Self
 import infra.keeper
 from infra.config import BrokerConfig, Layout
 from infra.launch import Launch, prepare
+from infra.ports import choose_port, free_port, port_in_use
 from infra.probe import broker_answers
-from infra.processes import ProcessIdentity, await_end, identify, is_running, send
+from infra.processes import await_end, identify, is_running, send
 from infra.providers import DockerKafka, JavaKafka, choose_local, external
+from infra.state import BrokerState, find, read, write
 from topics.errors import BrokerUnavailable
 from topics.logs import event
 
@@ -33,22 +33,6 @@ logger = logging.getLogger(__name__)
 _TAIL_LINES = 20
 _PORT_TRIES = 3
 _PORT_TAKEN = ("Address already in use", "BindException", "port is already allocated")
-
-
-@dataclass(frozen=True)
-class BrokerState:
-    """What broker.json holds: the process, the address and how to kill it."""
-
-    process: ProcessIdentity
-    host: str
-    port: int
-    provider: str
-    log: str
-    kill_command: tuple[str, ...]
-
-    @property
-    def bootstrap_servers(self) -> str:
-        return f"{self.host}:{self.port}"
 
 
 class LocalBroker:
@@ -164,7 +148,7 @@ class LocalBroker:
         if self._child is not None:
             _reap(self._child, self._config.stop_timeout_s)
         path = Layout(root=self._config.data_dir).state
-        if _read(path) == self._state:
+        if read(path) == self._state:
             path.unlink(missing_ok=True)
             event(logger, how, pid=self.pid, bootstrap_servers=self.bootstrap_servers)
 
@@ -195,12 +179,6 @@ def open_broker(config: BrokerConfig, *, bound_to_parent: bool = True) -> LocalB
     return LocalBroker.start(config=config, bound_to_parent=bound_to_parent)
 
 
-def find(data_dir: Path) -> BrokerState | None:
-    """The state of the broker that runs on `data_dir`; None where there is none or its process is gone."""
-    state = _read(Layout(root=data_dir).state)
-    return state if state and is_running(state.process) else None
-
-
 def log_tail(log: Path, *, offset_bytes: int = 0, lines: int = _TAIL_LINES) -> str:
     """The last lines of a broker's log, of what was written after `offset_bytes`."""
     with log.open("rb") as stream:
@@ -219,13 +197,13 @@ def _start(config: BrokerConfig, *, bound_to_parent: bool) -> tuple[BrokerState,
             f"broker data directory {layout.root} cannot be used ({error}); give another --data"
         ) from None
     for attempt in range(1, _PORT_TRIES + 1):
-        port = _port(config, layout)
+        port = choose_port(config, layout)
         try:
             return _start_on(port, provider, config, layout, bound_to_parent=bound_to_parent)
         except _PortTaken:
             # Someone was faster between our look and the broker's bind. A port that was asked for is not exchanged.
             if config.port or attempt == _PORT_TRIES:
-                raise _in_use(config.host, port) from None
+                raise port_in_use(config.host, port) from None
     raise AssertionError("unreachable")
 
 
@@ -238,7 +216,7 @@ def _start_on(
 ) -> tuple[BrokerState, subprocess.Popen[bytes]]:
     began = time.monotonic()
     written_before = layout.log.stat().st_size
-    launch = prepare(provider, config, layout, port=port, controller_port=_free_port("127.0.0.1"))
+    launch = prepare(provider, config, layout, port=port, controller_port=free_port("127.0.0.1"))
     child, pid = _spawn(launch, layout, config, bound_to_parent=bound_to_parent)
     try:
         process = identify(pid)
@@ -256,7 +234,7 @@ def _start_on(
             raise _failed(f"ended while starting (exit {child.returncode})", layout.log, written_before)
         name = "docker" if isinstance(provider, DockerKafka) else "java"
         state = BrokerState(process, config.host, port, name, str(layout.log), launch.kill_command)
-        _write(layout.state, state)
+        write(layout.state, state)
     except BaseException:
         # Ctrl-C included: what was started here does not outlive the attempt.
         if launch.kill_command:
@@ -324,71 +302,5 @@ def _reap(child: subprocess.Popen[bytes], timeout_s: float) -> None:
         child.stdin.close()
 
 
-def _port(config: BrokerConfig, layout: Layout) -> int:
-    """The port to use: the configured one, or the one this data had before, or any free one."""
-    if config.port:
-        if not _is_free(config.host, config.port):
-            raise _in_use(config.host, config.port)
-        return config.port
-    before = _port_before(layout)
-    return before if before and _is_free(config.host, before) else _free_port(config.host)
-
-
-def _port_before(layout: Layout) -> int | None:
-    if not layout.properties.exists():
-        return None
-    for line in layout.properties.read_text().splitlines():
-        if line.startswith("advertised.listeners="):
-            return int(line.rpartition(":")[2])
-    return None
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as trial:
-        # As the broker binds: what lingers in TIME_WAIT is free, what listens is not.
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as trial:
-        trial.bind((host, 0))
-        port: int = trial.getsockname()[1]
-    return port
-
-
-def _in_use(host: str, port: int) -> BrokerUnavailable:
-    return BrokerUnavailable(f"port {port} on {host} is in use: choose another with --port (0 takes any free one)")
-
-
 def _failed(what: str, log: Path, offset_bytes: int) -> BrokerUnavailable:
     return BrokerUnavailable(f"Kafka {what}; the end of {log}:\n{log_tail(log, offset_bytes=offset_bytes)}")
-
-
-def _write(path: Path, state: BrokerState) -> None:
-    aside = path.with_suffix(".json.new")
-    aside.write_text(json.dumps({**dataclasses.asdict(state), "bootstrap_servers": state.bootstrap_servers}, indent=2))
-    aside.replace(path)
-
-
-def _read(path: Path) -> BrokerState | None:
-    try:
-        fields = json.loads(path.read_text())
-        return BrokerState(
-            process=ProcessIdentity(**fields["process"]),
-            host=fields["host"],
-            port=fields["port"],
-            provider=fields["provider"],
-            log=fields["log"],
-            kill_command=tuple(fields["kill_command"]),
-        )
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise BrokerUnavailable(
-            f"{path} is not a broker's state ({error!r}): end its broker by hand if one runs, then remove that file"
-        ) from None

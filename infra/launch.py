@@ -90,10 +90,10 @@ def _format(command: list[str], log: Path) -> None:
     with log.open("a") as stream:
         stream.write(answer.stdout + answer.stderr)
     if answer.returncode != 0:
-        lines = (answer.stderr or answer.stdout).strip().splitlines()
-        raise BrokerUnavailable(
-            f"Kafka's storage cannot be formatted: {lines[-1] if lines else 'no message'} (log: {log})"
-        )
+        # The tool ends with a Java stack trace: its message stands in the line that names the exception.
+        lines = (answer.stderr + answer.stdout).strip().splitlines() or [f"exit {answer.returncode}"]
+        message = next((line for line in lines if "Exception" in line or "Error" in line), lines[-1])
+        raise BrokerUnavailable(f"Kafka's storage cannot be formatted: {message.strip()} (log: {log})")
 
 
 def _docker(kafka: DockerKafka, config: BrokerConfig, layout: Layout, *, port: int, controller_port: int) -> Launch:

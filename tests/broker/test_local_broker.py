@@ -1,0 +1,248 @@
+"""A local broker: ready when started, its data kept through stop and kill, nothing left behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from confluent_kafka.admin import NewTopic
+
+from infra.broker import ExternalBroker, LocalBroker, open_broker
+from infra.config import BrokerConfig
+from infra.java import packaged_java
+from infra.processes import ProcessIdentity, identify, is_running, send
+from tests.waiting import eventually
+from topics import clients
+from topics.config import KafkaConfig
+from topics.errors import BrokerUnavailable
+
+COMMAND = """
+import argparse, sys
+from infra import commands
+from topics.errors import RollstreamError
+parser = argparse.ArgumentParser()
+commands.register(parser.add_subparsers())
+args = parser.parse_args(sys.argv[1:])
+try:
+    sys.exit(args.run(args))
+except RollstreamError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`rollstream broker ...`, in an environment that names no broker."""
+    environment = {key: value for key, value in os.environ.items() if key != "KAFKA_BOOTSTRAP_SERVERS"}
+    return subprocess.run(
+        [sys.executable, "-P", "-c", COMMAND, "broker", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=environment,
+    )
+
+
+def identity(broker: LocalBroker) -> ProcessIdentity:
+    process = identify(broker.pid)
+    assert process is not None
+    return process
+
+
+def create(broker: LocalBroker, topic: str) -> None:
+    client = clients.admin(KafkaConfig(bootstrap_servers=broker.bootstrap_servers))
+    client.create_topics([NewTopic(topic, 1, 1)])[topic].result(10)
+
+
+def produce(broker: LocalBroker, topic: str, value: bytes) -> None:
+    producer = clients.producer(KafkaConfig(bootstrap_servers=broker.bootstrap_servers))
+    producer.produce(topic, value=value)
+    assert producer.flush(10) == 0
+
+
+def values(broker: LocalBroker, topic: str) -> list[bytes | None]:
+    config = KafkaConfig(bootstrap_servers=broker.bootstrap_servers)
+    return [message.value() for message in clients.read_to_end(config, topic)]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
+    """One broker for the tests that leave it running."""
+    with LocalBroker.start(tmp_path_factory.mktemp("shared"), bound_to_parent=True) as broker:
+        yield broker
+
+
+def test_a_started_broker_takes_and_gives_records(running: LocalBroker, run_name: str) -> None:
+    create(running, run_name)
+    produce(running, run_name, b"first")
+    produce(running, run_name, b"second")
+    assert values(running, run_name) == [b"first", b"second"]
+
+
+def test_topics_are_not_created_by_a_mistyped_name(running: LocalBroker, run_name: str) -> None:
+    client = clients.admin(KafkaConfig(bootstrap_servers=running.bootstrap_servers))
+    assert client.list_topics(run_name, timeout=10).topics[run_name].error is not None
+    assert run_name not in client.list_topics(timeout=10).topics
+
+
+def test_a_kill_and_a_stop_keep_the_data_and_the_port(tmp_path: Path, run_name: str) -> None:
+    with LocalBroker.start(tmp_path, bound_to_parent=True) as broker:
+        address = broker.bootstrap_servers
+        create(broker, run_name)
+        produce(broker, run_name, b"before the kill")
+        killed = identity(broker)
+        broker.kill()
+        assert not is_running(killed)
+        assert not broker.answers()
+
+        broker.restart()
+        assert broker.bootstrap_servers == address
+        produce(broker, run_name, b"before the stop")
+        stopped = identity(broker)
+        broker.stop()
+        assert not is_running(stopped)
+        broker.stop()
+
+    with LocalBroker.start(tmp_path, bound_to_parent=True) as broker:
+        assert broker.bootstrap_servers == address
+        assert values(broker, run_name) == [b"before the kill", b"before the stop"]
+
+
+def test_two_brokers_run_side_by_side(running: LocalBroker, tmp_path: Path, run_name: str) -> None:
+    with LocalBroker.start(tmp_path, bound_to_parent=True) as other:
+        assert other.bootstrap_servers != running.bootstrap_servers
+        create(running, run_name)
+        create(other, run_name)
+        produce(running, run_name, b"here")
+        produce(other, run_name, b"there")
+        assert values(running, run_name) == [b"here"]
+        assert values(other, run_name) == [b"there"]
+
+
+def test_the_packaged_java_runs_a_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    java = packaged_java()
+    assert java is not None
+    monkeypatch.setenv("JAVA_HOME", str(java.parent.parent))
+    with LocalBroker.start(tmp_path, bound_to_parent=True) as broker:
+        assert broker.answers()
+
+
+def test_a_port_in_use_is_one_line_with_the_remedy(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(BrokerUnavailable) as refusal:
+            LocalBroker.start(tmp_path, port)
+    message = str(refusal.value)
+    assert f"port {port} on 127.0.0.1 is in use" in message
+    assert "--port" in message
+    assert "\n" not in message
+
+
+def test_a_second_broker_on_the_same_data_is_refused(running: LocalBroker) -> None:
+    with pytest.raises(BrokerUnavailable, match=f"already runs on .*{running.bootstrap_servers} .*--data"):
+        LocalBroker.start(running.data_dir)
+
+
+def test_a_broker_that_does_not_start_shows_the_end_of_its_log_and_leaves_nothing(tmp_path: Path) -> None:
+    config = BrokerConfig(data_dir=tmp_path, properties={"num.io.threads": "0"})
+    with pytest.raises(BrokerUnavailable) as failure:
+        LocalBroker.start(config=config, bound_to_parent=True)
+    assert "num.io.threads" in str(failure.value)
+    assert str(tmp_path / "broker.log") in str(failure.value)
+    assert LocalBroker.find(tmp_path) is None
+
+
+def test_a_broker_that_does_not_answer_in_time_is_ended(tmp_path: Path) -> None:
+    config = BrokerConfig(data_dir=tmp_path, start_timeout_s=0.3)
+    with pytest.raises(BrokerUnavailable, match=r"did not answer within 0.3 s; the end of .*broker\.log"):
+        LocalBroker.start(config=config, bound_to_parent=True)
+    commands = subprocess.run(["ps", "-A", "-o", "command="], capture_output=True, text=True, check=True).stdout
+    assert str(tmp_path) not in commands
+
+
+def test_a_data_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BrokerUnavailable, match=r"cannot be used .*--data"):
+        LocalBroker.start(tmp_path / "file" / "broker")
+
+
+def test_a_state_file_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broker.json").write_text("{}")
+    with pytest.raises(BrokerUnavailable, match=r"broker\.json is not a broker's state"):
+        LocalBroker.find(tmp_path)
+
+
+STARTER = """
+import sys
+from infra.broker import LocalBroker
+broker = LocalBroker.start(sys.argv[1], bound_to_parent=True)
+print(broker.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_bound_broker_ends_with_its_parent_however_that_ends(tmp_path: Path, number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", STARTER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as parent:
+        assert parent.stdout is not None
+        broker = identify(int(parent.stdout.readline()))
+        assert broker is not None
+        parent.send_signal(number)
+        assert parent.wait(10) != 0
+    eventually(lambda: not is_running(broker), 20, "the broker ended after its parent")
+
+
+def test_a_broker_started_by_command_outlives_it_and_is_found_by_its_data(tmp_path: Path) -> None:
+    data = ("--data", str(tmp_path / "d"))
+    assert command("status", *data).returncode == 1
+
+    started = command("start", "--port", "0", "--json", *data)
+    assert started.returncode == 0, started.stderr
+    fields = json.loads(started.stdout)
+    process = identify(fields["pid"])
+    assert process is not None
+    try:
+        status = command("status", "--json", *data)
+        assert status.returncode == 0
+        assert json.loads(status.stdout) == fields
+        assert fields["state"] == "running"
+
+        again = command("start", "--port", "0", *data)
+        assert again.returncode == 2
+        assert fields["bootstrap_servers"] in again.stderr
+        assert "Traceback" not in again.stderr
+
+        stopped = command("stop", *data)
+        assert stopped.returncode == 0
+        assert not is_running(process)
+        assert command("status", *data).returncode == 1
+        assert "no broker runs" in command("stop", *data).stdout
+    finally:
+        send(process, signal.SIGKILL)
+
+
+def test_a_broker_that_crashed_is_not_found(tmp_path: Path) -> None:
+    broker = LocalBroker.start(tmp_path)
+    process = identity(broker)
+    assert send(process, signal.SIGKILL)
+    eventually(lambda: not is_running(process), 10, "the broker ended")
+    assert LocalBroker.find(tmp_path) is None
+    broker.stop()
+
+
+def test_an_address_in_the_environment_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAFKA_BOOTSTRAP_SERVERS", "kafka.example:9092")
+    with open_broker(BrokerConfig(data_dir=tmp_path / "d")) as broker:
+        assert isinstance(broker, ExternalBroker)
+        assert broker.bootstrap_servers == "kafka.example:9092"
+    assert not (tmp_path / "d").exists()
