@@ -1,0 +1,181 @@
+"""The command `rollstream`: parses arguments, loads the configuration, calls one handler, turns errors into one line.
+
+Handlers import what they need when they run, so that --help answers at once. Exit codes: 0 done, 1 the answer is no
+(or a run failed), 2 something is wrong that the message says how to mend, 3 fenced, 130 interrupted.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from infra import commands as broker_commands
+from pipeline.process import watch_lifeline
+from topics.errors import RollstreamError
+
+if TYPE_CHECKING:
+    from pipeline.config import RunConfig
+
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    Handler = Callable[[RunConfig, argparse.Namespace], int]
+
+_BROKEN_PIPE = 128 + 13
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    watch_lifeline()
+    args = build_parser().parse_args(arguments)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except RollstreamError as error:
+        if args.debug:
+            raise
+        print(f"rollstream: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt as interrupt:
+        if args.debug:
+            raise
+        return 128 + int(getattr(interrupt, "signal_number", signal.SIGINT))
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; keep the interpreter from complaining about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line. Each command sets `run`, a function from the parsed arguments to the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="rollstream",
+        description="Reinforcement learning of language models over a log: every rollout in exactly one place.",
+        epilog="Start with `rollstream demo`. Every command answers --help.",
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    broker_commands.register(commands)
+    _add_topics(commands)
+    _add_roles(commands)
+    _add_runs(commands)
+    _add_questions(commands)
+    return parser
+
+
+def _add(
+    commands: "Commands", name: str, handler: str, summary: str, *, example: str = "", json: bool = False
+) -> argparse.ArgumentParser:
+    """Add a command whose handler is `module:function`, with the flags every command takes."""
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=f"example: {example}" if example else None,
+    )
+    common = parser.add_argument_group("configuration")
+    common.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the run's settings")
+    common.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="one setting, e.g. grouping.batch_rollouts=64"
+    )
+    common.add_argument("--run", dest="run_name", metavar="NAME", help="name of the run, before the topics' names")
+    common.add_argument("-b", "--bootstrap-servers", metavar="HOST:PORT", help="the brokers' addresses")
+    common.add_argument(
+        "-X", dest="client", action="append", default=[], metavar="KEY=VALUE", help="a key of librdkafka's, untouched"
+    )
+    common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    if json:
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_lazily(handler))
+    return parser
+
+
+def _lazily(handler: str) -> Callable[[argparse.Namespace], int]:
+    def run(args: argparse.Namespace) -> int:
+        from importlib import import_module
+
+        from topics import logs
+
+        config = config_of(args)
+        logs.setup(config.log_level)
+        module, _, function = handler.partition(":")
+        call: Handler = getattr(import_module(module), function)
+        return call(config, args)
+
+    return run
+
+
+def config_of(args: argparse.Namespace) -> "RunConfig":
+    """The configuration that the flags of a command, the environment and its file make together."""
+    from pipeline.config import load
+
+    flags = list(args.set)
+    if args.run_name is not None:
+        flags.append(f"run={args.run_name}")
+    if args.bootstrap_servers is not None:
+        flags.append(f"kafka.bootstrap_servers={args.bootstrap_servers}")
+    return load(args.config, environment=os.environ, flags=flags, client_flags=args.client)
+
+
+def _add_topics(commands: "Commands") -> None:
+    topics = commands.add_parser("topics", help="the topics of a run: plan, apply, describe")
+    actions = topics.add_subparsers(dest="topics_command", metavar="COMMAND", required=True)
+    where = "pipeline.provision"
+    _add(actions, "plan", f"{where}:plan", "show what apply would create or change", json=True)
+    _add(actions, "apply", f"{where}:apply", "create and mend the run's topics; safe to repeat", json=True)
+    _add(actions, "describe", f"{where}:describe", "show the run's topics as they are on the broker", json=True)
+
+
+def _add_roles(commands: "Commands") -> None:
+    _add(commands, "infer", "pipeline.roles.infer:run", "serve completions from the newest policy version")
+    env = _add(commands, "env", "pipeline.roles.env:run", "play the environment and publish rollouts")
+    env.add_argument("--ordinal", type=int, default=0, help="number of this worker, from 0 (default: %(default)s)")
+    env.add_argument("--workers", type=int, help="workers that share the work (default: supervisor.workers)")
+    group = _add(commands, "group", "pipeline.roles.group:run", "group rollouts into training batches, exactly once")
+    group.add_argument("--ordinal", type=int, default=0, help="number of this consumer, from 0 (default: %(default)s)")
+    _add(commands, "learn", "pipeline.roles.learn:run", "train on the batches and publish policy versions")
+
+
+def _add_runs(commands: "Commands") -> None:
+    run = _add(
+        commands,
+        "run",
+        "pipeline.run:run",
+        "run all roles under one supervisor until interrupted or the learner finishes",
+        example="rollstream run run.toml",
+    )
+    run.add_argument("file", type=Path, nargs="?", metavar="run.toml", help="the same as --config")
+    demo = _add(
+        commands,
+        "demo",
+        "pipeline.demo:run",
+        "train a small model through a local Kafka and print a report",
+        example="rollstream demo --seed 1 --task add",
+        json=True,
+    )
+    demo.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: %(default)s)")
+    demo.add_argument("--task", default=None, metavar="NAME", help="dsort3 (the default), dsort4 or add")
+    demo.add_argument("--steps", type=int, metavar="N", help="stop after this many learner steps")
+    demo.add_argument("--data", type=Path, metavar="DIR", help="where its data lies (default: .rollstream/demo)")
+    demo.add_argument("--keep", action="store_true", help="keep the broker's data, to ask it more afterwards")
+
+
+def _add_questions(commands: "Commands") -> None:
+    _add(
+        commands,
+        "ledger",
+        "pipeline.questions:show_ledger",
+        "prove from the topics alone that every record is in exactly one place",
+        example="rollstream ledger --run main --json",
+        json=True,
+    )
+    _add(
+        commands,
+        "verify",
+        "pipeline.questions:show_verification",
+        "compute every batch again from the log and compare digests",
+        example="rollstream verify --run main",
+        json=True,
+    )

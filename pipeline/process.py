@@ -1,0 +1,115 @@
+"""What a process owes its supervisor: say when it is ready, stop when told, and never outlive it.
+
+The supervisor passes two inherited pipes by number: a line on ROLLSTREAM_READY_FD means ready; end of file on
+ROLLSTREAM_LIFELINE_FD means the supervisor is gone, even by kill -9. Without them a role runs on its own.
+"""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+
+from topics.logs import event
+
+READY_VARIABLE = "ROLLSTREAM_READY_FD"
+LIFELINE_VARIABLE = "ROLLSTREAM_LIFELINE_FD"
+ORPHAN_GRACE_S = 5.0
+"""How long an orphan may take for an orderly stop before it is killed."""
+SUPERVISOR_LOST = 70
+
+logger = logging.getLogger(__name__)
+
+
+def watch_lifeline(environment: Mapping[str, str] = os.environ) -> None:
+    """Stop this process once its supervisor is gone: SIGTERM first, hard after a grace. Call before slow imports."""
+    number = environment.get(LIFELINE_VARIABLE)
+    if number is None:
+        return
+    lifeline = int(number)
+    os.set_inheritable(lifeline, False)
+
+    def wait() -> None:
+        while os.read(lifeline, 1):  # nothing is ever written: this returns at end of file
+            pass
+        event(logger, "supervisor_lost", level=logging.WARNING, grace_s=ORPHAN_GRACE_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ORPHAN_GRACE_S)
+        os._exit(SUPERVISOR_LOST)
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def announce_ready(environment: Mapping[str, str] = os.environ) -> None:
+    """Tell the supervisor, if there is one, that this process does its work now. Later calls do nothing."""
+    number = os.environ.pop(READY_VARIABLE, None) if environment is os.environ else environment.get(READY_VARIABLE)
+    if number is None:
+        return
+    event(logger, "ready")
+    with os.fdopen(int(number), "wb") as pipe:
+        pipe.write(b"ready\n")
+
+
+def stop_on_signals() -> threading.Event:
+    """For a role: an event that SIGTERM and SIGINT set; a second SIGINT interrupts at once."""
+    stop = threading.Event()
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGINT, ask)
+    return stop
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT, SIGTERM or SIGHUP arrived; `signal_number` says which."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.signal_number = signal_number
+
+
+class Interrupts:
+    """For a supervisor: the first signal raises Interrupted at the next safe point, a second one calls `kill_now`.
+
+    `kill_now` must not return while processes are left; after it the process exits at once.
+    """
+
+    def __init__(self) -> None:
+        self._received: list[int] = []
+        self._deferrals = 0
+        self._raised = False
+        self.kill_now: Callable[[], None] = lambda: None
+
+    def install(self) -> None:
+        """Take over SIGINT, SIGTERM and SIGHUP for the rest of the process."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._receive)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """No interrupt is raised inside; one that came is raised on leaving."""
+        self._deferrals += 1
+        try:
+            yield
+        finally:
+            self._deferrals -= 1
+        self._raise_once()
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        self._received.append(number)
+        if len(self._received) > 1 and number == signal.SIGINT:
+            self.kill_now()
+            os._exit(128 + number)
+        self._raise_once()
+
+    def _raise_once(self) -> None:
+        if self._received and not self._raised and not self._deferrals:
+            self._raised = True
+            raise Interrupted(self._received[0])

@@ -1,0 +1,268 @@
+"""Runs the roles of a run as child processes and promises that none outlives it, however it ends.
+
+Each role has a session, a log file and two pipes of its own: readiness, and a lifeline whose end of file tells it that
+the supervisor is gone, kill -9 included. A role that exits by itself is started again a bounded number of times.
+"""
+
+import itertools
+import logging
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pipeline.process import LIFELINE_VARIABLE, READY_VARIABLE, Interrupts
+from topics.errors import DeadlineExceeded, RollstreamError
+from topics.logs import event
+
+logger = logging.getLogger(__name__)
+_TAIL_LINES = 12
+
+
+class RoleFailed(RollstreamError):
+    """A role exited more often than allowed, or before it was ever ready; the message ends with its log's tail."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSpec:
+    """One process of a run: `python *arguments`."""
+
+    name: str
+    """Unique within the run, kind first, e.g. group-0; also the name of its log file."""
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables on top of the supervisor's; an empty value removes one."""
+    finishes: bool = False
+    """Whether exiting with 0 by itself is what it does when its work is done."""
+    ready_timeout_s: float = 120.0
+    stop_timeout_s: float = 20.0
+    restarts: int = 3
+    """How often it is started again after exiting unexpectedly."""
+    backoff_s: float = 0.5
+    """Pause before the first restart, doubled for each further one."""
+
+    @property
+    def kind(self) -> str:
+        """What it is without its number; roles of one kind stop together."""
+        return self.name.partition("-")[0]
+
+
+@dataclass
+class _Role:
+    spec: RoleSpec
+    log: Path
+    process: subprocess.Popen[bytes]
+    ready_fd: int | None
+    started: float
+    ready: bool = False
+    ever_ready: bool = False
+    stopping: bool = False
+    reaped: bool = False
+    exits: int = 0
+    restart_at: float | None = None
+
+
+class Supervisor:
+    """Starts, watches and stops roles. Not thread-safe: one thread calls it, and calls `poll` often.
+
+    Use as a context manager: leaving it, for whatever reason, leaves no process behind.
+    """
+
+    def __init__(
+        self, log_dir: Path, *, interrupts: Interrupts | None = None, environment: Mapping[str, str] = os.environ
+    ) -> None:
+        self.log_dir = log_dir
+        self._interrupts = interrupts or Interrupts()
+        self._environment = dict(environment)
+        self._roles: dict[str, _Role] = {}
+        self._lifeline_read, self._lifeline_write = os.pipe()  # the write end is never inherited
+        log_dir.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.stop_all()
+        finally:
+            self.kill_all()
+            os.close(self._lifeline_write)
+            os.close(self._lifeline_read)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the roles that run now."""
+        return {name: role.process.pid for name, role in self._roles.items() if not role.reaped}
+
+    def start(self, *specs: RoleSpec) -> None:
+        """Start roles at once, without waiting until they are ready."""
+        for spec in specs:
+            if spec.name in self.pids:
+                raise ValueError(f"role {spec.name} already runs")
+            self._spawn(spec)
+
+    def wait_ready(self, names: Iterable[str]) -> None:
+        """Wait until these roles are ready. Raises DeadlineExceeded or RoleFailed with the log's tail."""
+        pending = set(names)
+        while pending:
+            self.poll(0.2)
+            pending = {name for name in pending if not self._roles[name].ready}
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Notice what happened within `timeout_s`: readiness, exits, restarts that are due.
+
+        Raises RoleFailed when a role exited once too often, DeadlineExceeded when one is not ready in time.
+        """
+        self._read_readiness(timeout_s)
+        now = time.monotonic()
+        for role in list(self._roles.values()):
+            self._notice_exit(role, now)
+            if role.restart_at is not None and now >= role.restart_at:
+                self._spawn(role.spec, before=role)
+            late = now - role.started > role.spec.ready_timeout_s
+            if late and not (role.ready or role.reaped or role.stopping):
+                raise DeadlineExceeded(
+                    f"role {role.spec.name} was not ready within {role.spec.ready_timeout_s:g} s; {_tail(role.log)}"
+                )
+
+    def finished(self, name: str) -> bool:
+        """Whether a role that finishes by itself has done so."""
+        role = self._roles[name]
+        return role.spec.finishes and role.reaped and role.process.returncode == 0 and not role.stopping
+
+    def wait_finished(self, name: str, timeout_s: float) -> bool:
+        """Wait until a role finishes by itself; False when it has not within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while not self.finished(name):
+            if time.monotonic() > deadline:
+                return False
+            self.poll(0.1)
+        return True
+
+    def stop(self, names: Sequence[str]) -> None:
+        """SIGTERM these roles together, wait for each until its deadline, then SIGKILL what is left."""
+        roles = [self._roles[name] for name in names if name in self._roles]
+        asked = time.monotonic()
+        for role in roles:
+            role.stopping, role.restart_at = True, None
+            if not role.reaped:
+                event(logger, "role_stopping", role=role.spec.name)
+                role.process.terminate()
+        for role in roles:
+            if role.reaped:
+                continue
+            try:
+                code = role.process.wait(max(asked + role.spec.stop_timeout_s - time.monotonic(), 0.0))
+                event(logger, "role_stopped", role=role.spec.name, exit_code=code, seconds=_since(asked))
+            except subprocess.TimeoutExpired:
+                event(logger, "role_killed", level=logging.WARNING, role=role.spec.name, seconds=_since(asked))
+            self._kill(role)
+
+    def stop_all(self) -> None:
+        """Stop every role in the reverse order of their start, those of one kind together."""
+        started = reversed(list(self._roles.values()))
+        for _, kin in itertools.groupby(started, key=lambda role: role.spec.kind):
+            self.stop([role.spec.name for role in kin])
+
+    def kill_all(self) -> None:
+        """SIGKILL every role and what it started, now."""
+        for role in self._roles.values():
+            role.stopping, role.restart_at = True, None
+            self._kill(role)
+
+    def _spawn(self, spec: RoleSpec, before: _Role | None = None) -> None:
+        environment = {**self._environment, **spec.environment, LIFELINE_VARIABLE: str(self._lifeline_read)}
+        log = self.log_dir / f"{spec.name}.log"
+        # An interrupt between the start of a process and its entry here would leave it to its lifeline.
+        with self._interrupts.deferred(), log.open("ab") as output:
+            ready_read, ready_write = os.pipe()
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, *spec.arguments],
+                    env={k: v for k, v in environment.items() if v != ""} | {READY_VARIABLE: str(ready_write)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(ready_write, self._lifeline_read),
+                    start_new_session=True,
+                )
+            except BaseException:
+                os.close(ready_read)
+                raise
+            finally:
+                os.close(ready_write)
+            role = _Role(spec=spec, log=log, process=process, ready_fd=ready_read, started=time.monotonic())
+            if before is not None:
+                role.exits, role.ever_ready = before.exits + 1, before.ever_ready
+            self._roles[spec.name] = role
+        event(logger, "role_started", role=spec.name, pid=process.pid, log=str(log), restarts=role.exits)
+
+    def _read_readiness(self, timeout_s: float) -> None:
+        with selectors.DefaultSelector() as selector:
+            for role in self._roles.values():
+                if role.ready_fd is not None:
+                    selector.register(role.ready_fd, selectors.EVENT_READ, role)
+            if not selector.get_map():
+                time.sleep(timeout_s)
+                return
+            for key, _ in selector.select(timeout_s):
+                role = key.data
+                if os.read(key.fd, 64):
+                    role.ready = role.ever_ready = True
+                    event(logger, "role_ready", role=role.spec.name, seconds=_since(role.started))
+                os.close(key.fd)
+                role.ready_fd = None
+
+    def _notice_exit(self, role: _Role, now: float) -> None:
+        """Decide, once, what the exit of a role means."""
+        if role.reaped or role.stopping or role.process.poll() is None:
+            return
+        code, spec = role.process.returncode, role.spec
+        self._kill(role)
+        if spec.finishes and code == 0:
+            event(logger, "role_finished", role=spec.name)
+            role.ready = role.ever_ready = True
+            return
+        if not role.ever_ready or role.exits >= spec.restarts:
+            times = f" ({role.exits + 1} times)" if role.exits else ""
+            raise RoleFailed(f"role {spec.name} exited with {_name_exit(code)}{times}; {_tail(role.log)}")
+        pause_s = spec.backoff_s * 2**role.exits
+        event(logger, "role_exited", level=logging.WARNING, role=spec.name, exit_code=code, restart_in_s=pause_s)
+        role.ready, role.restart_at = False, now + pause_s
+
+    def _kill(self, role: _Role) -> None:
+        """SIGKILL the role's process group, which holds whatever it started, and reap it; once, as ids are reused."""
+        if role.reaped:
+            return
+        with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
+            os.killpg(role.process.pid, signal.SIGKILL)
+        role.process.wait()
+        role.reaped = True
+        if role.ready_fd is not None:
+            os.close(role.ready_fd)
+            role.ready_fd = None
+
+
+def _since(start: float) -> float:
+    return round(time.monotonic() - start, 3)
+
+
+def _name_exit(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+    return "\n    ".join([f"the end of {log}:", *(line[:500] for line in lines)]) if lines else f"{log} is empty"

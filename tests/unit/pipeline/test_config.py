@@ -1,0 +1,165 @@
+"""One typed tree from a file, variables and flags; whatever is wrong with it is one error that says where."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.config import RunConfig, known_keys, load, to_toml
+from topics.errors import ConfigurationError
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_win_over_variables_and_variables_over_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, 'run = "a"\n[grouping]\nbatch_rollouts = 1\nseed = 1\nmin_group_size = 1\n')
+    environment = {"ROLLSTREAM__GROUPING__SEED": "2", "ROLLSTREAM__GROUPING__MIN_GROUP_SIZE": "2"}
+    config = load(path, environment=environment, flags=["grouping.min_group_size=3"])
+    grouping = config.grouping
+    assert (config.run, grouping.batch_rollouts, grouping.seed, grouping.min_group_size) == ("a", 1, 2, 3)
+
+
+def test_the_usual_variable_names_the_brokers(tmp_path: Path) -> None:
+    path = write(tmp_path, '[kafka]\nbootstrap_servers = "file:1"\n')
+    environment = {"KAFKA_BOOTSTRAP_SERVERS": "variable:1"}
+    assert load(path, environment=environment).kafka.bootstrap_servers == "variable:1"
+    flags = ["kafka.bootstrap_servers=flag:1"]
+    assert load(path, environment=environment, flags=flags).kafka.bootstrap_servers == "flag:1"
+
+
+@pytest.mark.parametrize(
+    ("how", "value"),
+    [
+        ({"flags": ["kafka.client.security.protocol=SSL"]}, "SSL"),
+        ({"client_flags": ["security.protocol=SSL"]}, "SSL"),
+        ({"environment": {"ROLLSTREAM__KAFKA__CLIENT__SECURITY_PROTOCOL": "SSL"}}, "SSL"),
+    ],
+)
+def test_kafkas_own_keys_pass_through_dotted(how: dict[str, Any], value: str) -> None:
+    assert load(**how).kafka.client == {"security.protocol": value}
+
+
+@pytest.mark.parametrize(
+    "line", ['"enable.ssl.certificate.verification" = false', "enable.ssl.certificate.verification = false"]
+)
+def test_kafkas_own_keys_in_a_file_may_be_quoted_or_not(tmp_path: Path, line: str) -> None:
+    path = write(tmp_path, f"[kafka.client]\n{line}\nlinger.ms = 3\n")
+    assert load(path).kafka.client == {"enable.ssl.certificate.verification": "false", "linger.ms": "3"}
+
+
+def test_clients_keys_of_several_origins_are_merged(tmp_path: Path) -> None:
+    path = write(tmp_path, '[kafka.client]\n"a.b" = "file"\n"c.d" = "file"\n')
+    assert load(path, client_flags=["c.d=flag"]).kafka.client == {"a.b": "file", "c.d": "flag"}
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"flags": ["learner.max_step=3"]}, "--set learner.max_step: unknown key learner.max_step"),
+        ({"flags": ["learner.max_step=3"]}, "did you mean learner.max_steps?"),
+        ({"flags": ["lerner.max_steps=3"]}, "did you mean learner?"),
+        ({"flags": ["batch_rollouts=3"]}, "did you mean grouping.batch_rollouts?"),
+        ({"flags": ["grouping"]}, "--set grouping: give key=value"),
+        ({"flags": ["grouping=3"]}, "grouping is a table of settings"),
+        (
+            {"flags": ["learner.max_steps=many"]},
+            "learner.max_steps: learner.max_steps expects a whole number, got 'many'",
+        ),
+        ({"flags": ["learner.max_steps=2.5"]}, "expects a whole number, got '2.5'"),
+        ({"flags": ["learner.model.tie_word_embeddings=perhaps"]}, "expects true or false"),
+        ({"flags": ["worker.logprobs_mode=cooked"]}, "expects one of 'raw', 'processed', got 'cooked'"),
+        ({"flags": ["worker.inference_urls=http://x"]}, "expects a list, each item a string as in TOML"),
+        ({"flags": ["learner.model.head_dim=3"]}, "--set learner.model.head_dim: [learner.model] head_dim 3 is odd"),
+        ({"flags": ["run=a/b"]}, "run name 'a/b' cannot be part of a topic name"),
+        ({"flags": ["grouping.batch_bytes=9000000"]}, "leaves no room in kafka.max_record_bytes"),
+        ({"flags": ["grouping.batch_rollouts=1000"]}, "raise max_policy_lag to"),
+        ({"client_flags": ["group.id="]}, "-X group.id: kafka.client sets group.id"),
+        ({"client_flags": ["nonsense"]}, "-X nonsense: give key=value"),
+        (
+            {"environment": {"ROLLSTREAM__GROUPING__BATCH_ROLLOUT": "3"}},
+            "ROLLSTREAM__GROUPING__BATCH_ROLLOUT: unknown key grouping.batch_rollout; did you mean",
+        ),
+        (
+            {"environment": {"ROLLSTREAM__LEARNER__MAX_STEPS": "x"}},
+            "ROLLSTREAM__LEARNER__MAX_STEPS: learner.max_steps expects a whole number",
+        ),
+    ],
+)
+def test_a_wrong_setting_says_where_what_and_what_instead(how: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load(**how)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "[grouping]\nbatch_rollout = 3\n",
+            "unknown key grouping.batch_rollout; did you mean grouping.batch_rollouts?",
+        ),
+        ('[grouping]\nbatch_rollouts = "3"\n', "grouping.batch_rollouts expects a whole number, got '3'"),
+        ("[grouping]\nbatch_rollouts = 0\n", "grouping.batch_rollouts is 0; it must be at least 1"),
+        ("grouping = 3\n", "grouping is a table of settings"),
+        ("[grouping\n", "is not TOML"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, text: str, says: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigurationError) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"absent\.toml cannot be read: No such file"):
+        load(tmp_path / "absent.toml")
+
+
+def test_lists_in_variables_and_flags_are_written_as_in_toml() -> None:
+    config = load(flags=['worker.inference_urls=["http://a/v1", "http://b/v1"]'])
+    assert config.worker.inference_urls == ("http://a/v1", "http://b/v1")
+
+
+def test_places_nobody_set_follow_data_dir_run_and_port() -> None:
+    config = load(flags=["data_dir=/d", "run=r", "inference.port=7777"])
+    assert config.learner.checkpoint.directory == "/d/runs/r/checkpoints"
+    assert config.broker.data_dir == Path("/d/broker")
+    assert config.worker.inference_urls == ("http://127.0.0.1:7777/v1",)
+    explicit = load(flags=["data_dir=/d", "learner.checkpoint.directory=/c", "broker.data_dir=/b"])
+    assert (explicit.learner.checkpoint.directory, explicit.broker.data_dir) == ("/c", Path("/b"))
+
+
+def test_what_is_written_as_toml_loads_equal(tmp_path: Path) -> None:
+    config = load(
+        flags=["data_dir=/d", "run=r", 'grouping.exclude_workers=["a", "b"]', "learner.optimizer.epsilon=1e-9"],
+        client_flags=["security.protocol=SSL", 'sasl.password=q"\\\x7fü\n'],
+    )
+    assert load(write(tmp_path, to_toml(config))) == config
+
+
+@settings(max_examples=40)
+@given(client=st.dictionaries(st.text(min_size=1), st.text()).filter(lambda d: "group.id" not in d))
+def test_any_key_and_text_survives_toml(client: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    config = load()
+    config = dataclasses.replace(config, kafka=dataclasses.replace(config.kafka, client=client))
+    path = tmp_path_factory.mktemp("toml") / "run.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert load(path) == config
+
+
+def test_every_setting_is_documented_and_known_by_its_dotted_key() -> None:
+    keys = known_keys()
+    assert "kafka.bootstrap_servers" in keys
+    assert "kafka.client.*" in keys
+    assert len(set(keys)) == len(keys)
+    assert {k.partition(".")[0] for k in keys} == {f.name for f in dataclasses.fields(RunConfig)}

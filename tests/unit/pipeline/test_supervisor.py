@@ -1,0 +1,201 @@
+"""Roles are started, watched and stopped, and none of them outlives the supervisor, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.supervisor import RoleFailed, RoleSpec, Supervisor
+from tests.waiting import eventually
+from topics.errors import DeadlineExceeded
+
+PRELUDE = """
+import os, signal, subprocess, sys, threading, time
+from pathlib import Path
+from pipeline.process import announce_ready, stop_on_signals, watch_lifeline
+import pipeline.process
+pipeline.process.ORPHAN_GRACE_S = 0.3
+watch_lifeline()
+"""
+OBEDIENT = PRELUDE + "stop = stop_on_signals(); announce_ready(); stop.wait()"
+STUBBORN = PRELUDE + "signal.signal(signal.SIGTERM, signal.SIG_IGN); announce_ready(); time.sleep(600)"
+WITH_A_CHILD = PRELUDE + (
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+    "Path('child').write_text(str(child.pid)); stop = stop_on_signals(); announce_ready(); stop.wait()"
+)
+
+
+def role(name: str, script: str, **settings: object) -> RoleSpec:
+    return RoleSpec(name=name, arguments=("-c", script), **settings)  # type: ignore[arg-type]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    monkeypatch.chdir(tmp_path)
+    return Supervisor(tmp_path / "logs", environment=os.environ)
+
+
+def poll_until(supervisor: Supervisor, check: Callable[[], bool], what: str) -> None:
+    def step() -> bool:
+        supervisor.poll(0.01)
+        return check()
+
+    eventually(step, 10, what)
+
+
+def test_roles_become_ready_and_stop_when_told(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", OBEDIENT), role("a-1", OBEDIENT))
+        supervisor.wait_ready(["a-0", "a-1"])
+        pids = list(supervisor.pids.values())
+        assert len(pids) == 2
+        supervisor.stop(["a-0"])
+        assert list(supervisor.pids) == ["a-1"]
+    assert all(map(gone, pids))
+
+
+def test_a_role_has_its_own_session_and_log(supervisor: Supervisor, tmp_path: Path) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", OBEDIENT.replace("stop.wait()", "print('working', file=sys.stderr); stop.wait()")))
+        supervisor.wait_ready(["a-0"])
+        assert os.getsid(supervisor.pids["a-0"]) == supervisor.pids["a-0"]
+        eventually(lambda: "working" in (tmp_path / "logs" / "a-0.log").read_text(), 5, "the log")
+
+
+def test_a_role_that_dies_is_started_again_until_it_died_too_often(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", OBEDIENT, restarts=2, backoff_s=0.01))
+        for _ in range(2):
+            supervisor.wait_ready(["a-0"])
+            dead = supervisor.pids["a-0"]
+            os.kill(dead, signal.SIGKILL)
+            poll_until(supervisor, lambda dead=dead: supervisor.pids.get("a-0", dead) != dead, "a restart")  # type: ignore[misc]
+        supervisor.wait_ready(["a-0"])
+        os.kill(supervisor.pids["a-0"], signal.SIGKILL)
+        with pytest.raises(RoleFailed, match=r"a-0 exited with signal SIGKILL \(3 times\)"):
+            supervisor.wait_finished("a-0", 10)
+
+
+def test_a_role_that_fails_before_it_was_ready_fails_the_run_with_its_log(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", PRELUDE + "sys.exit('no such thing')"))
+        with pytest.raises(RoleFailed, match=r"a-0 exited with code 1(.|\n)*no such thing"):
+            supervisor.wait_ready(["a-0"])
+
+
+def test_a_role_that_is_never_ready_fails_the_run(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", PRELUDE + "time.sleep(600)", ready_timeout_s=0.3))
+        with pytest.raises(DeadlineExceeded, match=r"a-0 was not ready within 0\.3 s"):
+            supervisor.wait_ready(["a-0"])
+
+
+def test_a_role_that_finishes_is_not_started_again(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", PRELUDE + "announce_ready()", finishes=True))
+        assert supervisor.wait_finished("a-0", 10)
+        assert not supervisor.pids
+
+
+def test_a_role_that_ignores_sigterm_is_killed_after_its_deadline(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", STUBBORN, stop_timeout_s=0.2))
+        supervisor.wait_ready(["a-0"])
+        pid = supervisor.pids["a-0"]
+    assert gone(pid)
+
+
+def test_what_a_role_started_goes_with_it(supervisor: Supervisor, tmp_path: Path) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", WITH_A_CHILD))
+        supervisor.wait_ready(["a-0"])
+        child = int((tmp_path / "child").read_text())
+        assert not gone(child)
+    eventually(lambda: gone(child), 5, "the end of the role's own child")
+
+
+def test_the_last_started_stops_first_and_kin_stop_together(supervisor: Supervisor, tmp_path: Path) -> None:
+    noting = OBEDIENT + "; open('order', 'a').write(sys.argv[1] + ' ')"
+    with supervisor:
+        for name in ("one-0", "two-0", "two-1"):
+            supervisor.start(RoleSpec(name=name, arguments=("-c", noting, name)))
+            supervisor.wait_ready([name])
+    order = (tmp_path / "order").read_text().split()
+    assert set(order[:2]) == {"two-0", "two-1"}
+    assert order[2] == "one-0"
+
+
+SUPERVISING = """
+import sys, time
+from pathlib import Path
+from pipeline.process import Interrupts
+from pipeline.supervisor import RoleSpec, Supervisor
+interrupts = Interrupts()
+interrupts.install()
+with Supervisor(Path("logs"), interrupts=interrupts) as supervisor:
+    interrupts.kill_now = supervisor.kill_all
+    for n, script in enumerate(sys.argv[1:]):
+        supervisor.start(RoleSpec(name=f"a-{n}", arguments=("-c", script), stop_timeout_s=30))
+    supervisor.wait_ready(f"a-{n}" for n in range(len(sys.argv) - 1))
+    print(*supervisor.pids.values(), flush=True)
+    try:
+        while True:
+            supervisor.poll(0.05)
+    finally:
+        print("stopping", file=sys.stderr, flush=True)
+"""
+
+
+def supervise(*scripts: str) -> tuple[subprocess.Popen[str], list[int]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISING, *scripts], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+def finish(process: subprocess.Popen[str]) -> int:
+    process.communicate(timeout=20)
+    return process.returncode
+
+
+@pytest.mark.usefixtures("supervisor")
+def test_no_role_survives_the_kill_of_its_supervisor() -> None:
+    process, pids = supervise(OBEDIENT, STUBBORN)
+    assert len(pids) == 2
+    process.kill()
+    finish(process)
+    eventually(lambda: all(map(gone, pids)), 15, "the end of the orphans")
+
+
+@pytest.mark.usefixtures("supervisor")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_stops_in_order(number: signal.Signals) -> None:
+    process, pids = supervise(OBEDIENT, OBEDIENT)
+    process.send_signal(number)
+    assert finish(process) != 0
+    assert all(map(gone, pids))
+
+
+@pytest.mark.usefixtures("supervisor")
+def test_a_second_interrupt_kills_at_once() -> None:
+    process, pids = supervise(STUBBORN, STUBBORN)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "stopping\n"
+    process.send_signal(signal.SIGINT)
+    assert finish(process) == 130
+    assert all(map(gone, pids))
