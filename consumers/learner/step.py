@@ -1,10 +1,8 @@
-"""One optimizer update as jitted functions over a state, and the digest that names the parameters it leaves.
+"""One optimizer update as jitted functions over a state.
 
 On the same software, device kind and thread count, the same state and the same packed step give the same bits.
 """
 
-import hashlib
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from numpy.typing import NDArray
 
 from consumers.learner.config import LearnerConfig, OptimizerConfig
 from consumers.learner.loss import Arrays, policy_loss, supervised_loss
@@ -121,17 +118,6 @@ def make_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientTra
             weight_decay=config.weight_decay,
         ),
     )
-
-
-def params_digest(params: Mapping[str, jax.Array | NDArray[np.generic]]) -> str:
-    """sha256, hexadecimal, over each parameter's name, dtype, shape and little-endian bytes in name order."""
-    digest = hashlib.sha256()
-    for name in sorted(params):
-        array = np.asarray(params[name])
-        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        digest.update(f"{name}\0{array.dtype.str}\0{list(array.shape)}\0".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()
 
 
 def _accumulator(loss: Any) -> Any:

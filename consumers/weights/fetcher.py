@@ -1,0 +1,84 @@
+"""Fetches the bytes of a policy version from where its manifest says they lie, or says that they are gone.
+
+Reads uncommitted: chunks travel in no transaction, and the committed manifest that names them proves them.
+"""
+
+import threading
+import time
+
+from confluent_kafka import KafkaError, Message, TopicPartition
+
+from topics import clients
+from topics.catalogue import topic_name
+from topics.config import KafkaConfig
+from topics.errors import RollstreamError
+from topics.keys import encode_key
+from topics.records import PolicyManifest
+
+
+class ChunksGone(RollstreamError):
+    """The chunks a manifest names are no longer in the log."""
+
+
+class ChunkFetcher:
+    """Fetches the chunks manifests name, through one consumer that is kept between versions."""
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        self._topic = topic_name(run, "weights")
+        self._consumer = clients.reader(kafka, isolation="read_uncommitted")
+
+    def close(self) -> None:
+        """Close the consumer."""
+        self._consumer.close()
+
+    def fetch(
+        self, manifest: PolicyManifest, *, timeout_s: float = 60.0, stop: threading.Event | None = None
+    ) -> list[bytes]:
+        """The chunks in order, read where the manifest says they are; it proves that they are committed.
+
+        Raises ChunksGone when one is no longer there or did not come within `timeout_s`. Digests are the caller's to
+        check.
+        """
+        wanted = {(chunk.partition, chunk.offset): chunk.index for chunk in manifest.chunks}
+        found: dict[int, bytes] = {}
+        deadline = time.monotonic() + timeout_s
+        first = {partition: min(o for p, o in wanted if p == partition) for partition, _ in wanted}
+        self._consumer.assign([TopicPartition(self._topic, partition, offset) for partition, offset in first.items()])
+        try:
+            while len(found) < len(wanted):
+                if time.monotonic() > deadline or (stop is not None and stop.is_set()):
+                    raise ChunksGone(f"{len(wanted) - len(found)} chunks of version {manifest.version} did not arrive")
+                message = self._consumer.poll(0.05)
+                if message is None or _is_end(message, self._topic):
+                    continue
+                partition, offset = message.partition(), message.offset()
+                if partition is None or offset is None:
+                    continue
+                passed = [o for (p, o), i in wanted.items() if p == partition and o < offset and i not in found]
+                if passed:
+                    raise ChunksGone(f"{self._topic}[{partition}] has no record at offset {passed[0]} any more")
+                if (partition, offset) in wanted:
+                    index = wanted[partition, offset]
+                    found[index] = _value(message, encode_key(manifest.version, manifest.epoch, index))
+        finally:
+            self._consumer.unassign()
+        return [found[chunk.index] for chunk in manifest.chunks]
+
+
+def _is_end(message: Message, topic: str) -> bool:
+    """Whether the message is an event without a record. Raises ChunksGone or what the error means."""
+    error = message.error()
+    if error is None:
+        return False
+    if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
+        raise ChunksGone(f"{topic}[{message.partition()}] no longer reaches back to the chunks: {error.str()}")
+    if error.code() != KafkaError._PARTITION_EOF:
+        clients.raise_for(error, f"fetching chunks from {topic}")
+    return True
+
+
+def _value(message: Message, key: bytes) -> bytes:
+    value = message.value()
+    if message.key() != key or not isinstance(value, bytes):
+        raise ChunksGone(f"the record at offset {message.offset()} is not chunk {key.decode()}")
+    return value
