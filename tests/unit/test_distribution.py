@@ -1,0 +1,81 @@
+"""What is shipped: a wheel of the packages and their data alone, locked requirements, a Makefile that explains itself."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("topics", "producers", "consumers", "pipeline", "infra")
+
+
+def tracked(*patterns: str) -> set[str]:
+    answer = subprocess.run(["git", "ls-files", "--", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(answer.stdout.split())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    target = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    (built,) = target.glob("rollstream-*.whl")
+    with zipfile.ZipFile(built) as opened:
+        yield opened
+
+
+def test_the_wheel_holds_every_file_of_the_packages(wheel: zipfile.ZipFile) -> None:
+    assert tracked(*PACKAGES) <= set(wheel.namelist())
+
+
+def test_the_wheel_holds_the_data_files_that_code_reads(wheel: zipfile.ZipFile) -> None:
+    names = set(wheel.namelist())
+    assert {"infra/pom.xml", "infra/log4j2.xml"} <= names
+    assert any(name.startswith("topics/schemas/") and name.endswith(".avsc") for name in names)
+    assert {f"{package}/py.typed" for package in PACKAGES} <= names
+
+
+def test_the_wheel_holds_nothing_but_the_packages_and_its_own_record(wheel: zipfile.ZipFile) -> None:
+    assert {name.split("/")[0] for name in wheel.namelist()} == {*PACKAGES, "rollstream-0.1.0.dist-info"}
+
+
+def test_the_locked_requirements_pin_every_package_with_a_hash_and_name_no_registry() -> None:
+    text = (ROOT / "requirements.txt").read_text()
+    assert "://" not in text
+    blocks = [block for block in text.replace("\\\n", " ").splitlines() if block and not block.lstrip().startswith("#")]
+    assert len(blocks) > 50
+    for block in blocks:
+        assert "==" in block
+        assert "--hash=sha256:" in block
+
+
+def test_make_help_explains_every_target() -> None:
+    environment = {**os.environ, "MAKEFLAGS": ""}
+    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, env=environment)
+    for target in ("setup", "demo", "test", "test-all", "bench", "lint", "help"):
+        assert f"  make {target} " in listed.stdout
+
+
+def test_make_with_a_python_too_old_says_so_in_one_line(tmp_path: Path) -> None:
+    old = tmp_path / "python3"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && { echo Python 3.9.2; exit 0; }\nexit 1\n')
+    old.chmod(0o755)
+    made = subprocess.run(
+        ["make", "--silent", "setup", f"PYTHON={old}", f"VENV={tmp_path}/venv"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MAKEFLAGS": ""},
+    )
+    assert made.returncode != 0
+    assert "rollstream needs Python 3.11 or newer" in made.stderr
+    assert "found: Python 3.9.2" in made.stderr
+    assert not (tmp_path / "venv").exists()
