@@ -1,4 +1,4 @@
-"""What is shipped: a wheel of the packages and their data alone, locked requirements, a Makefile that explains itself."""
+"""What is shipped: a wheel of the packages and their data alone, a lock with hashes, a Makefile that has a help."""
 
 import os
 import subprocess
