@@ -80,8 +80,14 @@ def _add(
     common.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="one setting, e.g. grouping.batch_rollouts=64"
     )
-    common.add_argument("--run", dest="run_name", metavar="NAME", help="name of the run, before the topics' names")
-    common.add_argument("-b", "--bootstrap-servers", metavar="HOST:PORT", help="the brokers' addresses")
+    common.add_argument("--run", dest="run=", metavar="NAME", help="name of the run, before the topics' names")
+    common.add_argument(
+        "-b",
+        "--bootstrap-servers",
+        dest="kafka.bootstrap_servers=",
+        metavar="HOST:PORT",
+        help="the brokers' addresses",
+    )
     common.add_argument(
         "-X", dest="client", action="append", default=[], metavar="KEY=VALUE", help="a key of librdkafka's, untouched"
     )
@@ -111,12 +117,10 @@ def config_of(args: argparse.Namespace) -> "RunConfig":
     """The configuration that the flags of a command, the environment and its file make together."""
     from pipeline.config import load
 
-    flags = list(args.set)
-    if args.run_name is not None:
-        flags.append(f"run={args.run_name}")
-    if args.bootstrap_servers is not None:
-        flags.append(f"kafka.bootstrap_servers={args.bootstrap_servers}")
-    return load(args.config, environment=os.environ, flags=flags, client_flags=args.client)
+    # Flags of a command that stand for settings are stored under `KEY=`.
+    flags = [f"{name}{value}" for name, value in vars(args).items() if name.endswith("=") and value is not None]
+    path = args.config or getattr(args, "file", None) or getattr(args, "default_config", None)
+    return load(path, environment=os.environ, flags=[*flags, *args.set], client_flags=args.client)
 
 
 def _add_topics(commands: "Commands") -> None:
@@ -132,9 +136,17 @@ def _add_roles(commands: "Commands") -> None:
     _add(commands, "infer", "pipeline.roles.infer:run", "serve completions from the newest policy version")
     env = _add(commands, "env", "pipeline.roles.env:run", "play the environment and publish rollouts")
     env.add_argument("--ordinal", type=int, default=0, help="number of this worker, from 0 (default: %(default)s)")
-    env.add_argument("--workers", type=int, help="workers that share the work (default: supervisor.workers)")
+    env.add_argument(
+        "--workers", dest="supervisor.workers=", metavar="N", help="workers that share the work (default: 2)"
+    )
     group = _add(commands, "group", "pipeline.roles.group:run", "group rollouts into training batches, exactly once")
     group.add_argument("--ordinal", type=int, default=0, help="number of this consumer, from 0 (default: %(default)s)")
+    group.add_argument(
+        "action",
+        nargs="?",
+        choices=("recover",),
+        help="recover: commit lost positions again from the journal, and exit",
+    )
     _add(commands, "learn", "pipeline.roles.learn:run", "train on the batches and publish policy versions")
 
 
@@ -155,11 +167,12 @@ def _add_runs(commands: "Commands") -> None:
         example="rollstream demo --seed 1 --task add",
         json=True,
     )
-    demo.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: %(default)s)")
-    demo.add_argument("--task", default=None, metavar="NAME", help="dsort3 (the default), dsort4 or add")
-    demo.add_argument("--steps", type=int, metavar="N", help="stop after this many learner steps")
-    demo.add_argument("--data", type=Path, metavar="DIR", help="where its data lies (default: .rollstream/demo)")
+    demo.add_argument("--seed", dest="seed=", metavar="N", help="of everything that is drawn (default: 0)")
+    demo.add_argument("--task", dest="task=", metavar="NAME", help="dsort3 (the default), dsort4 or add")
+    demo.add_argument("--steps", dest="learner.max_steps=", metavar="N", help="stop after this many learner steps")
+    demo.add_argument("--data", dest="data_dir=", metavar="DIR", help="where its data lies (default: .rollstream/demo)")
     demo.add_argument("--keep", action="store_true", help="keep the broker's data, to ask it more afterwards")
+    demo.set_defaults(default_config=Path(__file__).with_name("demo.toml"))
 
 
 def _add_questions(commands: "Commands") -> None:

@@ -55,6 +55,8 @@ class RunConfig:
 
     run: str = "main"
     """Name of the run; its topics are called {run}.{topic}."""
+    seed: int = 0
+    """Of everything that is drawn: the seed of each part that has none of its own."""
     task: str = "dsort3"
     """Environment that is played, one of producers.tasks."""
     data_dir: Path = Path(".rollstream")
@@ -138,11 +140,14 @@ def load(
     for layer in layers:
         _place(tree, origins, layer)
     config: RunConfig = _build(RunConfig, tree, (), origins)
-    return _with_places(config, origins)
+    return _derived(config, origins)
 
 
-def _with_places(config: RunConfig, origins: Mapping[tuple[str, ...], str]) -> RunConfig:
-    """Places nobody set follow from those that are: paths from data_dir and run, the server's address from its port."""
+def _derived(config: RunConfig, origins: Mapping[tuple[str, ...], str]) -> RunConfig:
+    """What nobody set follows from what is: seeds from seed, paths from data_dir and run, an address from its port."""
+    for name in ("inference", "worker", "grouping", "learner"):
+        if (name, "seed") not in origins:
+            config = replace(config, **{name: replace(getattr(config, name), seed=config.seed)})
     if ("learner", "checkpoint", "directory") not in origins:
         checkpoint = replace(config.learner.checkpoint, directory=str(config.run_dir / "checkpoints"))
         config = replace(config, learner=replace(config.learner, checkpoint=checkpoint))

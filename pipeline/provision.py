@@ -57,7 +57,7 @@ def provision(config: RunConfig) -> list[TopicPlan]:
     from consumers.grouping.bootstrap import initialise
 
     plans = provisioning.apply(config.kafka, config.topics, config.run)
-    initialise(config.kafka, config.topics, config.run, config.grouping)
+    initialise(config.kafka, config.run, config.grouping, config.grouper)
     return plans
 
 

@@ -1,0 +1,119 @@
+"""Watches a run from its topics while it goes on: rewards of what is produced, steps and batches so far.
+
+For progress lines, stop rules and reports; it reads in no group and changes nothing. Only `rollouts` shows every
+rollout produced: the learner sees what grouping kept.
+"""
+
+import time
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, TopicPartition
+
+from topics import clients
+from topics.catalogue import topic_name
+from topics.codec import decode
+from topics.config import KafkaConfig
+from topics.errors import DeadlineExceeded, RecordError
+from topics.records import LearnerStep, Rollout
+
+EXACT = "exact"
+_TIMEOUT_S = 60.0
+
+
+class Scored(NamedTuple):
+    """Reward and exact match of one rollout, ordered by append time, partition and offset."""
+
+    append_ms: int
+    partition: int
+    offset: int
+    reward: float
+    exact: float
+
+
+@dataclass(frozen=True)
+class Means:
+    """Mean reward and exact match over some rollouts; zeros over none."""
+
+    rollouts: int
+    reward: float
+    exact: float
+
+    @classmethod
+    def of(cls, scored: Sequence[Scored]) -> "Means":
+        count = max(len(scored), 1)
+        return cls(len(scored), sum(s.reward for s in scored) / count, sum(s.exact for s in scored) / count)
+
+
+class RunObserver:
+    """What a run's `rollouts`, `batch-index` and `steps` say so far. `poll` reads on, from the beginning at first."""
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        self._rollouts, self._index, self._steps = (topic_name(run, t) for t in ("rollouts", "batch-index", "steps"))
+        self._consumer = clients.reader(kafka)
+        partitions = clients.partitions_of(kafka, self._rollouts)
+        places = [*((self._rollouts, p) for p in range(partitions)), (self._index, 0), (self._steps, 0)]
+        self._reached = dict.fromkeys(places, 0)
+        self._consumer.assign([TopicPartition(topic, p, OFFSET_BEGINNING) for topic, p in places])
+        self.scored: list[Scored] = []
+        """Every rollout so far, in order of append time, partition, offset."""
+        self.batches = 0
+        self.steps = 0
+        self.latest: LearnerStep | None = None
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Take in what arrived, waiting at most `timeout_s` for the first record."""
+        for message in self._consumer.consume(1000, timeout_s):
+            self._take(message)
+
+    def catch_up(self) -> None:
+        """Read on to where every topic ends now. Call once nothing writes any more."""
+        ends = {
+            place: self._consumer.get_watermark_offsets(TopicPartition(*place), _TIMEOUT_S)[1]
+            for place in self._reached
+        }
+        deadline = time.monotonic() + _TIMEOUT_S
+        while behind := [place for place, end in ends.items() if self._reached[place] < end]:
+            self.poll(0.2)
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"{behind[0][0]} was not read to its end within {_TIMEOUT_S:g} s")
+
+    def first(self, count: int) -> Means:
+        """Means over the first `count` rollouts."""
+        return Means.of(self.scored[:count])
+
+    def last(self, count: int) -> Means:
+        """Means over the last `count` rollouts."""
+        return Means.of(self.scored[-count:])
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def _take(self, message: Message) -> None:
+        topic = message.topic()
+        error = message.error()
+        if error is not None:
+            if error.code() != KafkaError._PARTITION_EOF:
+                clients.raise_for(error, f"watching {topic}")
+            # Unlike the position, this counts the markers of transactions.
+            self._reached[topic or "", message.partition() or 0] = message.offset() or 0
+        elif topic == self._index:
+            self.batches += 1
+        elif topic == self._steps:
+            step = decode(message.value())
+            if isinstance(step, LearnerStep) and step.step >= self.steps:
+                self.steps, self.latest = step.step, step
+        else:
+            self._score(message)
+
+    def _score(self, message: Message) -> None:
+        try:
+            record = decode(message.value())
+        except RecordError:
+            return  # a dead letter; grouping deals with it
+        if isinstance(record, Rollout):
+            exact = float(record.reward_components.get(EXACT, 0.0))
+            place = (message.timestamp()[1], message.partition() or 0, message.offset() or 0)
+            insort(self.scored, Scored(*place, record.reward, exact))

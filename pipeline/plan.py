@@ -1,0 +1,87 @@
+"""Which processes a run consists of: the settled configuration they share and the command line of each.
+
+Processes read one file written by their supervisor, and nothing of its environment that would override it.
+"""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeline.config import BOOTSTRAP_VARIABLE, ENVIRONMENT_PREFIX, RunConfig, inference_url, to_toml
+from pipeline.supervisor import RoleSpec
+
+LEARN = "learn"
+INFER = "infer"
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The roles of a run, in the order they start."""
+
+    learn: RoleSpec
+    infer: RoleSpec
+    groupers: tuple[RoleSpec, ...]
+    workers: tuple[RoleSpec, ...]
+
+    @property
+    def consumers(self) -> tuple[RoleSpec, ...]:
+        """Everything that must be ready before a rollout is produced."""
+        return (self.learn, self.infer, *self.groupers)
+
+
+def settle(config: RunConfig) -> RunConfig:
+    """The configuration with every choice made that processes must agree on: a port of the inference server."""
+    if config.inference.port:
+        return config
+    inference = replace(config.inference, port=_free_port(config.inference.host))
+    return replace(
+        config, inference=inference, worker=replace(config.worker, inference_urls=(inference_url(inference),))
+    )
+
+
+def write(config: RunConfig) -> Path:
+    """Write the configuration for the processes of a run, and for whoever asks about it later."""
+    path = config.run_dir / "run.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_toml(config), encoding="utf-8")
+    return path
+
+
+def plan(config: RunConfig, path: Path) -> RunPlan:
+    """The roles of a run whose configuration lies at `path`."""
+
+    def spec(name: str, command: str, *flags: str, finishes: bool = False) -> RoleSpec:
+        return RoleSpec(
+            name=name,
+            arguments=("-P", "-m", "pipeline", command, "--config", str(path), *flags),
+            finishes=finishes,
+            ready_timeout_s=config.supervisor.ready_timeout_s,
+            stop_timeout_s=config.supervisor.stop_timeout_s,
+            restarts=config.supervisor.restarts,
+            backoff_s=config.supervisor.backoff_s,
+        )
+
+    return RunPlan(
+        learn=spec(LEARN, "learn", finishes=True),
+        infer=spec(INFER, "infer"),
+        groupers=tuple(spec(f"group-{n}", "group", "--ordinal", str(n)) for n in range(config.grouper.processes)),
+        workers=tuple(spec(f"env-{n}", "env", "--ordinal", str(n)) for n in range(config.supervisor.workers)),
+    )
+
+
+def child_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment without what would override the configuration file."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(ENVIRONMENT_PREFIX) and name != BOOTSTRAP_VARIABLE
+    }
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as trial:
+        trial.bind((host, 0))
+        port: int = trial.getsockname()[1]
+    return port

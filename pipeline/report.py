@@ -1,0 +1,137 @@
+"""What a demo ends with: figures that a program can read and a text for people, from the same values.
+
+Pure. `passed` is the demo's promise: it learned, every record is in one place, every batch follows from the log.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pipeline.tables import bytes_text, table
+
+NEEDED_GAIN = 0.5
+"""Least rise of exact match over the produced rollouts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Greedy answers to every held-out prompt at one policy version."""
+
+    version: int
+    prompts: int
+    reward: float
+    exact: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoReport:
+    """Everything the demo found out."""
+
+    run: str
+    task: str
+    seed: int
+    outcome: str
+    """Why training ended, in words."""
+    reward_first: float
+    reward_last: float
+    exact_first: float
+    exact_last: float
+    heldout_first: Evaluation
+    heldout_last: Evaluation
+    rollouts: int
+    batches: int
+    steps: int
+    seconds: float
+    """From the start of the command to this report."""
+    training_seconds: float
+    """From the first rollout wanted to the end of training."""
+    warm_start_steps: int
+    topic_bytes: Mapping[str, int]
+    """Bytes of keys and values that went through each topic."""
+    ledger: Mapping[str, Any]
+    verify: Mapping[str, Any]
+    kept: bool
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Where what remains lies: logs, checkpoints, report, data."""
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Promises that did not hold; empty when the demo passed."""
+        found = []
+        gain = self.exact_last - self.exact_first
+        if gain < NEEDED_GAIN:
+            found.append(f"exact match rose by {gain:.3f}, at least {NEEDED_GAIN} was expected")
+        if not self.ledger["balanced"]:
+            found.append("the ledger does not balance")
+        if self.verify["mismatches"]:
+            found.append(f"{_count(self.verify['mismatches'])} batches differ from what the log says")
+        return tuple(found)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every promise held."""
+        return not self.failures
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON holds it."""
+        values = asdict(self)
+        for name in ("first", "last"):
+            evaluation = values.pop(f"heldout_{name}")
+            for key, value in evaluation.items():
+                values[f"heldout_{key}_{name}"] = value
+            values[f"heldout_exact_{name}"] = evaluation["exact"]
+        return {**values, "passed": self.passed, "failures": list(self.failures)}
+
+    def as_text(self) -> str:
+        """The report for people."""
+        return "\n\n".join((self._learning(), self._flow(), self._books(), self._places()))
+
+    def _learning(self) -> str:
+        first, last = self.heldout_first, self.heldout_last
+        rows = [
+            ("reward, rollouts produced", self.reward_first, self.reward_last),
+            ("exact match, rollouts produced", self.exact_first, self.exact_last),
+            (f"exact match, {first.prompts} held-out prompts (greedy)", first.exact, last.exact),
+        ]
+        start = f"first 1,000, version {first.version}"
+        end = f"last 1,000, version {last.version}"
+        return (
+            f"{self.task}, seed {self.seed}: {self.outcome}, {self.training_seconds:.0f} s of training, "
+            f"{self.seconds:.0f} s in all\n\n{table(('', start, end), rows)}\n\n"
+            f"Before version 0 the model saw {self.warm_start_steps} supervised steps on answers shuffled across "
+            "prompts:\nthey teach the format of an answer, not the task."
+        )
+
+    def _flow(self) -> str:
+        counts = f"{self.rollouts:,} rollouts, {self.batches:,} batches, {self.steps:,} learner steps"
+        rows = [(name, bytes_text(size)) for name, size in self.topic_bytes.items() if size]
+        return f"{counts}\n\n{table(('topic', 'bytes through it'), rows)}"
+
+    def _books(self) -> str:
+        return f"{ledger_text(self.ledger)}\n{verification_text(self.verify)}"
+
+    def _places(self) -> str:
+        lines = [f"{name}: {place}" for name, place in self.places.items()]
+        lines += ["", "PASSED" if self.passed else "FAILED: " + "; ".join(self.failures)]
+        return "\n".join(lines)
+
+
+def ledger_text(book: Mapping[str, Any]) -> str:
+    """A ledger as a table: where every record of `rollouts` is."""
+    rows: list[tuple[object, ...]] = [("produced", book["produced"]), ("  batched", book["batched"])]
+    rows += [(f"    of these {name}", book[name]) for name in ("trained", "skipped")]
+    rows += [(f"  dropped: {reason.replace('_', ' ')}", count) for reason, count in sorted(book["dropped"].items())]
+    rows += [
+        (f"  {name.replace('_', ' ')}", book[name]) for name in ("dead_lettered", "control", "in_flight", "unread")
+    ]
+    verdict = "every record is in exactly one place" if book["balanced"] else "THE LEDGER DOES NOT BALANCE"
+    return f"{table(('ledger of rollouts', 'records'), rows)}\n{verdict}"
+
+
+def verification_text(found: Mapping[str, Any]) -> str:
+    """What verification found, in a line."""
+    return f"verify: {found['batches']:,} batches computed again from the log, {_count(found['mismatches'])} differ"
+
+
+def _count(mismatches: Any) -> int:
+    return mismatches if isinstance(mismatches, int) else len(mismatches)

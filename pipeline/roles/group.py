@@ -1,0 +1,25 @@
+"""The role `group`: one grouping consumer; scaling is starting more of them under further ordinals."""
+
+import argparse
+
+from consumers.grouping.shell import run_grouping
+from pipeline.config import RunConfig
+from pipeline.process import announce_ready, stop_on_signals
+
+
+def run(config: RunConfig, args: argparse.Namespace) -> int:
+    """Group rollouts until told to stop; or, asked to recover, commit positions again from the journal."""
+    if args.action == "recover":
+        return _recover(config)
+    stop = stop_on_signals()
+    run_grouping(config.kafka, config.run, config.grouping, config.grouper, args.ordinal, stop, on_ready=announce_ready)
+    return 0
+
+
+def _recover(config: RunConfig) -> int:
+    from consumers.grouping.bootstrap import recover
+
+    positions = recover(config.kafka, config.run, config.grouper)
+    for partition, position in sorted(positions.items()):
+        print(f"partition {partition}: position {position} committed again")
+    return 0

@@ -1,0 +1,47 @@
+"""The role `learn`: one learner, warm-started on what the task teaches of its format."""
+
+import argparse
+from contextlib import ExitStack
+
+import numpy as np
+
+from consumers.models.tokenizer import CharacterTokenizer
+from pipeline.config import RunConfig
+from pipeline.process import announce_ready, stop_on_signals
+from pipeline.roles.jax_runtime import prepare_jax
+from producers.tasks import create_task
+from topics import clients
+
+WARM_START_EXAMPLES = 2048
+
+
+def run(config: RunConfig, args: argparse.Namespace) -> int:
+    """Train until the last step or until told to stop; a checkpoint is on disk afterwards."""
+    stop = stop_on_signals()
+    task = create_task(config.task)
+    clients.check_broker(config.kafka)
+    prepare_jax(config)
+    from consumers.learner.learner import Example, Learner
+
+    def examples() -> list[Example]:
+        tokenizer = CharacterTokenizer()
+        return [
+            encode_example(tokenizer, prompt, answer)
+            for prompt, answer in task.warm_start_examples(config.seed, WARM_START_EXAMPLES)
+        ]
+
+    with ExitStack() as stack:
+        learner = Learner(config.learner, config.kafka, config.run, stack, stop, lambda _step: None)
+        learner.start(examples)
+        announce_ready()
+        learner.run()
+    return 0
+
+
+def encode_example(
+    tokenizer: CharacterTokenizer, prompt: str, answer: str
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.int32]], np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+    """Tokens int32 [T] of prompt, answer and end; mask bool [T], true where the answer and the end are."""
+    before, after = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_id]
+    mask = [False] * len(before) + [True] * len(after)
+    return np.asarray(before + after, np.int32), np.asarray(mask, np.bool_)
