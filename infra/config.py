@@ -75,6 +75,11 @@ class Layout:
         return self.root / "server.properties"
 
     @property
+    def image_settings(self) -> Path:
+        """What the Docker image renders from `properties` and runs by."""
+        return self.root / "image-settings"
+
+    @property
     def log4j(self) -> Path:
         return self.root / "log4j2.xml"
 

@@ -4,6 +4,7 @@ Everything here writes files or runs a formatter, and starts no broker: `infra.b
 """
 
 import base64
+import logging
 import os
 import secrets
 import subprocess
@@ -15,9 +16,14 @@ from pathlib import Path
 from infra.config import BrokerConfig, Layout, image_environment, render_properties, server_properties
 from infra.providers import DockerKafka, JavaKafka
 from topics.errors import BrokerUnavailable
+from topics.logs import event
+
+logger = logging.getLogger(__name__)
 
 _IMAGE_DATA = "/var/lib/kafka/data"
+_IMAGE_SETTINGS = "/opt/kafka/config"
 _FORMAT_TIMEOUT_S = 60.0
+_PULL_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,7 @@ def _format(command: list[str], log: Path) -> None:
 
 
 def _docker(kafka: DockerKafka, config: BrokerConfig, layout: Layout, *, port: int, controller_port: int) -> Launch:
+    _ensure_image(kafka.docker, config.image)
     properties = server_properties(
         config, port=port, controller_port=controller_port, log_dir=_IMAGE_DATA, bind="0.0.0.0"
     )
@@ -109,8 +116,26 @@ def _docker(kafka: DockerKafka, config: BrokerConfig, layout: Layout, *, port: i
         **image_environment(properties),
     }
     run = [kafka.docker, "run", "--rm", "--name", name, "--publish", f"{config.host}:{port}:{port}"]
-    # Our files stay ours; the image's own folders are writable to group 0.
-    run += ["--user", f"{os.getuid()}:0", "--volume", f"{layout.data.resolve()}:{_IMAGE_DATA}"]
+    # Run as us, so that the files in the data directory are ours; the image then may not write its own settings folder.
+    layout.image_settings.mkdir(exist_ok=True)
+    run += ["--user", f"{os.getuid()}:{os.getgid()}", "--volume", f"{layout.data.resolve()}:{_IMAGE_DATA}"]
+    run += ["--volume", f"{layout.image_settings.resolve()}:{_IMAGE_SETTINGS}", "--env", "LOG_DIR=/tmp/logs"]
     for key, value in environment.items():
         run += ["--env", f"{key}={value}"]
     return Launch((*run, config.image), kill_command=(kafka.docker, "kill", name))
+
+
+def _ensure_image(docker: str, image: str) -> None:
+    """Pull the image unless it is here, apart from starting it: a download is not a broker that does not answer."""
+    if subprocess.run([docker, "image", "inspect", image], capture_output=True, timeout=30).returncode == 0:
+        return
+    event(logger, "docker_pull", image=image)
+    try:
+        pull = subprocess.run(
+            [docker, "pull", "--quiet", image], capture_output=True, text=True, timeout=_PULL_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise BrokerUnavailable(f"{docker} pull {image} took more than {_PULL_TIMEOUT_S:g} s; run it by hand") from None
+    if pull.returncode != 0:
+        lines = pull.stderr.strip().splitlines() or [f"exit {pull.returncode}"]
+        raise BrokerUnavailable(f"the image {image} cannot be pulled: {lines[-1]}; pull or load it, or install a JRE")
