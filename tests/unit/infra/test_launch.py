@@ -1,5 +1,6 @@
 """What is run for a broker under Docker, as its command line says."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def prepared(machine: Machine, docker: Path) -> tuple[list[str], tuple[str, ...]
 
 
 def option(command: list[str], name: str) -> list[str]:
-    return [value for flag, value in zip(command, command[1:], strict=False) if flag == name]
+    return [value for flag, value in itertools.pairwise(command) if flag == name]
 
 
 def test_a_container_serves_on_loopback_and_keeps_its_data_with_us(machine: Machine) -> None:
