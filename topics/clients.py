@@ -221,6 +221,32 @@ def read_to_end(
         consumer.close()
 
 
+_COORDINATOR_MOVING = (
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.UNSTABLE_OFFSET_COMMIT,
+    KafkaError._WAIT_COORD,
+    KafkaError._TIMED_OUT,
+)
+
+
+def retrying(call: Callable[[], C], doing: str, timeout_s: float = 30.0) -> C:
+    """What `call` returns, tried again while a coordinator is starting or moving, as on a broker just started.
+
+    Raises BrokerUnavailable for any other error, and when `timeout_s` is over.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return call()
+        except KafkaException as exception:
+            error: KafkaError = exception.args[0]
+            if error.code() not in _COORDINATOR_MOVING or time.monotonic() > deadline:
+                raise BrokerUnavailable(f"{doing}: {error.str()} ({error.name()})") from exception
+            time.sleep(0.05)
+
+
 def raise_for(error: KafkaError, doing: str) -> None:
     """Raise our error for one of a consumer's, unless it is one the client recovers from by itself."""
     code = error.code()

@@ -6,7 +6,7 @@ number). Every rollout given to it is delivered in a batch, reported as discarde
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,11 +138,12 @@ class FifoBatchMaker(BatchMaker):
         return self._held
 
 
-MAKERS: dict[str, Callable[[MakerContext], BatchMaker]] = {"fifo": FifoBatchMaker}
+MakerFactory = Callable[[MakerContext], BatchMaker]
+MAKERS: dict[str, MakerFactory] = {"fifo": FifoBatchMaker}
 
 
-def batch_maker(name: str, context: MakerContext) -> BatchMaker:
-    """A maker by name. Raises ConfigurationError for an unknown one."""
-    if name not in MAKERS:
-        raise ConfigurationError(f"grouping.maker is {name!r}; makers are {', '.join(MAKERS)}")
-    return MAKERS[name](context)
+def batch_maker(name: str, context: MakerContext, makers: Mapping[str, MakerFactory] = MAKERS) -> BatchMaker:
+    """A maker by name, among `makers`. Raises ConfigurationError for an unknown one."""
+    if name not in makers:
+        raise ConfigurationError(f"grouping.maker is {name!r}; makers are {', '.join(makers)}")
+    return makers[name](context)

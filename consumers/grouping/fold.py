@@ -11,12 +11,12 @@ is not consulted for them; re-reading has no effects.
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Literal, NamedTuple
 
 from consumers.grouping import assemble
-from consumers.grouping.batch_maker import MakerContext, SealedGroup, batch_maker
+from consumers.grouping.batch_maker import MAKERS, MakerContext, MakerFactory, SealedGroup, batch_maker
 from consumers.grouping.changes import (
     BATCHED,
     CONTROL,
@@ -50,10 +50,10 @@ def _mark_frames() -> tuple[bytes, ...]:
     return tuple(codec.MAGIC + schema.fingerprint for schema in codec.schemas()["Mark"])
 
 
-def check_names(config: GroupingConfig) -> None:
+def check_names(config: GroupingConfig, makers: Mapping[str, MakerFactory] = MAKERS) -> None:
     """Raise ConfigurationError unless the estimator and the maker of a configuration exist."""
     estimator(config.estimator)
-    batch_maker(config.maker, MakerContext(partition=0, seed=config.seed, batch_bytes=config.batch_bytes))
+    batch_maker(config.maker, MakerContext(partition=0, seed=config.seed, batch_bytes=config.batch_bytes), makers)
 
 
 class _Before(NamedTuple):
@@ -67,8 +67,12 @@ class _Before(NamedTuple):
 class Fold:
     """State of one partition, advanced one record at a time."""
 
-    def __init__(self, state: TaskState) -> None:
-        """Take up `state`: `replay` the records from its watermark to its position, then `resume`, then `apply`."""
+    def __init__(self, state: TaskState, makers: Mapping[str, MakerFactory] = MAKERS) -> None:
+        """Take up `state`: `replay` the records from its watermark to its position, then `resume`, then `apply`.
+
+        `makers` are the batch makers a configuration may name.
+        """
+        self._makers = makers
         self.partition = state.partition
         self.partitions = state.partitions
         self.topic_id = state.topic_id
@@ -293,7 +297,7 @@ class Fold:
     def _configure(self, mark: Mark) -> None:
         try:
             config = GroupingConfig.from_json(mark.configuration)
-            check_names(config)
+            check_names(config, self._makers)
         except ConfigurationError:
             return  # Whoever wrote it cannot have run it: tasks check what they write.
         if mark.generation <= self.config.generation or config.generation != mark.generation:
@@ -435,7 +439,7 @@ class Fold:
 
     def _make_maker(self) -> None:
         context = MakerContext(partition=self.partition, seed=self.config.seed, batch_bytes=self.config.batch_bytes)
-        self._maker = batch_maker(self.config.maker, context)
+        self._maker = batch_maker(self.config.maker, context, self._makers)
 
     def _offer(self, group: Group) -> None:
         self._offered[group] = None

@@ -1,0 +1,221 @@
+"""One transaction of a grouping process: batches, dead letters, journal, offsets, and the index entries last.
+
+Errors are taken in the order fatal, abortable, retriable. After an abort with ownership intact the same outputs are
+sent again; a fatal error ends the process, since another one has taken its place.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+
+from consumers.grouping.changes import DeadLetter, Output
+from consumers.grouping.restore import Journal
+from topics import clients
+from topics.catalogue import topic_name
+from topics.codec import encode
+from topics.config import KafkaConfig
+from topics.errors import DeliveryError, Fenced, RecordTooLarge, RollstreamError
+from topics.keys import encode_key
+from topics.logs import event
+from topics.records import BatchIndexEntry, TrainingBatch
+
+logger = logging.getLogger(__name__)
+_RETRY_FOR_S = 60.0
+
+_NOT_OURS = (
+    KafkaError.ILLEGAL_GENERATION,
+    KafkaError.UNKNOWN_MEMBER_ID,
+    KafkaError.REBALANCE_IN_PROGRESS,
+    KafkaError._ASSIGNMENT_LOST,
+)
+
+
+class OwnershipLost(RollstreamError):
+    """The transaction was aborted because partitions may belong to another process by now; tasks must restore."""
+
+
+class Part(NamedTuple):
+    """What one task adds to a transaction."""
+
+    output: Output
+    journal: Journal
+    horizon_ms: int
+
+
+class TransactionPublisher:
+    """Publishes outputs of tasks, exactly once."""
+
+    def __init__(self, kafka: KafkaConfig, run: str, transactional_id: str, consumer: Consumer) -> None:
+        self._kafka = kafka
+        self._run = run
+        self._id = transactional_id
+        self._consumer = consumer
+        self._producer = clients.transactional_producer(kafka, transactional_id)
+        self._failed: KafkaError | None = None
+
+    def start(self) -> None:
+        """Fence whoever used the transactional id before, and abort what it left open."""
+        self._retry(lambda: self._producer.init_transactions(30.0), "init_transactions")
+
+    def publish(self, parts: Sequence[Part]) -> None:
+        """Commit outputs and the offsets they lead to. Raises OwnershipLost or Fenced when that is not ours to do."""
+        deadline = time.monotonic() + _RETRY_FOR_S
+        while True:
+            try:
+                self._attempt(parts)
+                return
+            except KafkaException as exception:
+                error: KafkaError = exception.args[0]
+                self._raise_if_fatal(error)
+                self._abort()
+                if error.code() in _NOT_OURS:
+                    raise OwnershipLost(
+                        f"a rebalance came before the commit ({error.name()}); restoring"
+                    ) from exception
+                if time.monotonic() > deadline:
+                    raise DeliveryError(
+                        f"transaction {self._id} failed for {_RETRY_FOR_S:g} s, lastly with {error.str()} "
+                        f"({error.name()}); check the brokers and min.insync.replicas"
+                    ) from exception
+                event(logger, "transaction_retried", level=logging.WARNING, error=error.str(), code=error.name())
+                time.sleep(0.1)
+
+    def _attempt(self, parts: Sequence[Part]) -> None:
+        self._failed = None
+        self._producer.begin_transaction()
+        offsets: dict[tuple[str, object], int] = {}
+        for part in parts:
+            output = part.output
+            for batch in output.batches:
+                self._produce(
+                    "batches", encode(batch), encode_key(batch.batch_id), batch.partition, batch.batch_id, offsets
+                )
+            for letter in output.dead_letters:
+                self._produce_dead_letter(output.journal.partition, letter)
+            partition = output.journal.partition
+            self._produce("journal", encode(output.journal), encode_key(partition), partition, partition, offsets)
+        self._flush()
+        commits = []
+        for part in parts:
+            journal = part.output.journal
+            for batch in part.output.batches:
+                entry = index_entry(batch, offsets["batches", batch.batch_id])
+                self._produce("batch-index", encode(entry), encode_key(batch.batch_id), 0, batch.batch_id, offsets)
+            metadata = part.journal.written(offsets["journal", journal.partition], journal, part.horizon_ms)
+            topic = topic_name(self._run, "rollouts")
+            commits.append(TopicPartition(topic, journal.partition, journal.position, metadata.encode()))
+        # Stale group metadata is refused, so it is asked for just before it is used.
+        self._retry(
+            lambda: self._producer.send_offsets_to_transaction(commits, self._consumer.consumer_group_metadata(), 15.0),
+            "send_offsets_to_transaction",
+        )
+        self._retry(lambda: self._producer.commit_transaction(15.0), "commit_transaction")
+
+    def _produce(
+        self, topic: str, value: bytes, key: bytes, partition: int, name: object, offsets: dict[tuple[str, object], int]
+    ) -> None:
+        if len(value) > self._kafka.max_record_bytes:
+            raise RecordTooLarge(
+                f"{topic} record {name} has {len(value)} bytes, the limit is kafka.max_record_bytes "
+                f"{self._kafka.max_record_bytes}; lower grouping.batch_bytes or raise the limit"
+            )
+
+        def delivered(error: KafkaError | None, message: Message) -> None:
+            if error is not None:
+                self._failed = error
+            else:
+                offsets[topic, name] = message.offset() or 0
+
+        self._enqueue(topic_name(self._run, topic), value, key, partition, {}, delivered)
+
+    def _produce_dead_letter(self, partition: int, letter: DeadLetter) -> None:
+        value = letter.record.value
+        headers: dict[str, str | bytes | None] = {
+            "__streams.errors.exception": "topics.errors.RecordError",
+            "__streams.errors.message": letter.error,
+            "__streams.errors.stacktrace": "",
+            "__streams.errors.topic": topic_name(self._run, "rollouts"),
+            "__streams.errors.partition": str(partition),
+            "__streams.errors.offset": str(letter.record.offset),
+        }
+        if value is not None and len(value) + len(letter.record.key or b"") + 2048 > self._kafka.max_record_bytes:
+            # It may have been compressed below the limit on its way in; what would not fit keeps its digest and place.
+            headers["rollstream.value.sha256"] = hashlib.sha256(value).hexdigest()
+            headers["rollstream.value.size_bytes"] = str(len(value))
+            value = None
+
+        def delivered(error: KafkaError | None, _message: Message) -> None:
+            if error is not None:
+                self._failed = error
+
+        self._enqueue(topic_name(self._run, "dead-letters"), value, letter.record.key, 0, headers, delivered)
+
+    def _enqueue(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        partition: int,
+        headers: Mapping[str, str | bytes | None],
+        delivered: Callable[[KafkaError | None, Message], None],
+    ) -> None:
+        while True:
+            try:
+                self._producer.produce(topic, value, key, partition, headers=dict(headers), on_delivery=delivered)
+                return
+            except BufferError:
+                self._producer.poll(0.1)
+
+    def _flush(self) -> None:
+        deadline = time.monotonic() + self._kafka.transaction_timeout_s
+        while self._producer.flush(1.0):
+            if time.monotonic() > deadline or self._failed is not None:
+                break
+        if self._failed is not None:
+            raise KafkaException(self._failed)
+        if len(self._producer):
+            raise KafkaException(KafkaError(KafkaError._MSG_TIMED_OUT, "batches were not acknowledged in time"))
+
+    def _retry(self, call: Callable[[], Any], name: str) -> None:
+        """Call until it returns. A retriable error means the same call again: a commit that timed out may be done."""
+        deadline = time.monotonic() + _RETRY_FOR_S
+        while True:
+            try:
+                call()
+                return
+            except KafkaException as exception:
+                error: KafkaError = exception.args[0]
+                self._raise_if_fatal(error)
+                if error.txn_requires_abort() or not error.retriable() or time.monotonic() > deadline:
+                    raise
+                event(logger, "transaction_call_retried", level=logging.WARNING, call=name, error=error.str())
+
+    def _abort(self) -> None:
+        self._retry(lambda: self._producer.abort_transaction(15.0), "abort_transaction")
+
+    def _raise_if_fatal(self, error: KafkaError) -> None:
+        if error.fatal() or error.code() in (KafkaError._FENCED, KafkaError.FENCED_INSTANCE_ID):
+            raise Fenced(
+                f"transactional id {self._id} was taken over, or its transaction outlived kafka.transaction_timeout_s "
+                f"({error.name()}: {error.str()}); only one process may run under an ordinal, this one stops"
+            )
+
+
+def index_entry(batch: TrainingBatch, offset: int) -> BatchIndexEntry:
+    """The index entry of a batch that lies at `offset` of its partition of batches."""
+    return BatchIndexEntry(
+        batch_id=batch.batch_id,
+        partition=batch.partition,
+        offset=offset,
+        rollouts=len(batch),
+        tokens=len(batch.tokens),
+        trained_tokens=int(batch.loss_mask.sum()),
+        lowest_version=int(batch.lowest_versions.min()),
+        highest_version=int(batch.highest_versions.max()),
+        size_bytes=sum(array.nbytes for array in (batch.tokens, batch.loss_mask, batch.logprobs, batch.advantages)),
+        digest=batch.digest,
+    )

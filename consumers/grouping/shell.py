@@ -1,0 +1,251 @@
+"""The thin shell around the fold: one process of the grouping consumer group, a task for each partition it owns.
+
+Delivery guarantee: exactly once. A task's batches, dead letters, journal and offset commit in one transaction; a crash
+anywhere loses nothing and repeats nothing. Scaling is starting more processes; a restart under the same ordinal moves
+nothing (static membership).
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
+
+from consumers.grouping.config import GrouperConfig, GroupingConfig
+from consumers.grouping.marks import MarkWriter
+from consumers.grouping.publisher import OwnershipLost, Part, TransactionPublisher
+from consumers.grouping.restore import records_of, restore_task
+from consumers.grouping.state import CommitMetadata
+from consumers.grouping.task import GroupingTask
+from topics import clients, provisioning
+from topics.catalogue import topic_name
+from topics.codec import decode_as
+from topics.config import KafkaConfig
+from topics.errors import ConfigurationError, Fenced
+from topics.logs import event
+from topics.records import PolicyManifest
+
+logger = logging.getLogger(__name__)
+
+
+def run_grouping(
+    kafka: KafkaConfig,
+    run: str,
+    grouping: GroupingConfig,
+    grouper: GrouperConfig,
+    ordinal: int,
+    stop: threading.Event,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Group rollouts until `stop` is set; `on_ready` is called at the first assignment.
+
+    Raises Fenced when another process runs under the same ordinal, StateRefused when stored state and log disagree,
+    TopicError when a topic is missing.
+    """
+    if grouping.batch_bytes * 5 // 4 > kafka.max_record_bytes:
+        raise ConfigurationError(
+            f"grouping.batch_bytes {grouping.batch_bytes} leaves no room in kafka.max_record_bytes "
+            f"{kafka.max_record_bytes}; it may be at most {kafka.max_record_bytes * 4 // 5}"
+        )
+    clients.check_broker(kafka)
+    GroupingProcess(kafka, run, grouping, grouper, ordinal, on_ready).run(stop)
+
+
+class GroupingProcess:
+    """Consumer, tasks and the publisher of one process."""
+
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        grouping: GroupingConfig,
+        grouper: GrouperConfig,
+        ordinal: int,
+        on_ready: Callable[[], None],
+    ) -> None:
+        self._kafka, self._run, self._grouping, self._grouper = kafka, run, grouping, grouper
+        self._name = f"grouper-{run}-{ordinal}"
+        self._topic = topic_name(run, "rollouts")
+        self._partitions = clients.partitions_of(kafka, self._topic)
+        self._topic_id = provisioning.topic_ids(kafka, [self._topic])[self._topic]
+        self._consumer: Consumer = clients.group_member(kafka, grouper.group_id(run), self._name)
+        self._publisher = TransactionPublisher(kafka, run, self._name, self._consumer)
+        self._marks = MarkWriter(kafka, run, self._mark_failed)
+        self._policies = clients.reader(kafka)
+        self._tasks: dict[int, GroupingTask] = {}
+        self._suspended: dict[int, GroupingTask] = {}
+        """Tasks whose partition was taken away, kept in case it comes back unchanged."""
+        self._to_restore: set[int] = set()
+        self._newest_version = -1
+        self._on_ready: Callable[[], None] | None = on_ready
+
+    def run(self, stop: threading.Event) -> None:
+        """Run until `stop` is set, then commit and leave."""
+        self._publisher.start()
+        policies = topic_name(self._run, "policies")
+        self._policies.assign([TopicPartition(policies, 0, OFFSET_BEGINNING)])
+        self._consumer.subscribe(
+            [self._topic], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
+        )
+        try:
+            while not stop.is_set():
+                messages = self._consumer.consume(self._grouper.max_poll_records, self._grouper.commit_interval_s)
+                self._restore_assigned()
+                self._take_in(messages)
+                self._follow_policies()
+                self._write_marks()
+                self._commit()
+            self._close()
+        except BaseException:
+            # Closing the consumer revokes its partitions; a fold that failed half-way must not be committed then.
+            self._tasks.clear()
+            raise
+        finally:
+            self._policies.close()
+            self._consumer.close()
+
+    # ------------------------------------------------------------------ records
+
+    def _take_in(self, messages: list[Message]) -> None:
+        for message in messages:
+            task = self._tasks.get(-1 if (partition := message.partition()) is None else partition)
+            error = message.error()
+            if error is None:
+                if task is not None:
+                    task.apply(records_of(message))
+            elif error.code() == KafkaError._PARTITION_EOF:
+                if task is not None:
+                    task.at_end = True
+            elif error.code() == KafkaError.FENCED_INSTANCE_ID:
+                raise Fenced(
+                    f"another process joined as {self._name}; only one may run under an ordinal, this one stops"
+                )
+            elif error.code() == KafkaError._MAX_POLL_EXCEEDED:
+                event(logger, "max_poll_exceeded", level=logging.WARNING, error=error.str())
+            else:
+                clients.raise_for(error, f"reading {self._topic}")
+
+    def _follow_policies(self) -> None:
+        for message in self._policies.consume(50, 0):
+            error = message.error()
+            if error is None:
+                if message.value() is not None:
+                    manifest = decode_as(PolicyManifest, message.value())
+                    self._newest_version = max(self._newest_version, manifest.version)
+            elif error.code() != KafkaError._PARTITION_EOF:
+                clients.raise_for(error, "reading policies")
+
+    def _write_marks(self) -> None:
+        now_ms = int(time.time() * 1000)
+        for task in self._tasks.values():
+            for mark in task.due_marks(now_ms, self._newest_version, self._grouping):
+                self._marks.write(task.partition, mark)
+        self._marks.poll()
+
+    def _mark_failed(self, partition: int) -> None:
+        if partition in self._tasks:
+            self._tasks[partition].mark_failed()
+
+    # ------------------------------------------------------------------ commits
+
+    def _commit(self, *, closing: bool = False) -> None:
+        tasks = [task for task in self._tasks.values() if task.fold.changed or closing]
+        if not tasks:
+            return
+        try:
+            self._publish([task.take(closing=closing) for task in tasks])
+        except OwnershipLost as error:
+            event(logger, "ownership_lost", level=logging.WARNING, error=str(error))
+            self._restore_all()
+
+    def _publish(self, parts: list[Part]) -> None:
+        self._publisher.publish(parts)
+        for part in parts:
+            output = part.output
+            for batch in output.batches:
+                event(logger, "batch", batch=batch.batch_id, rollouts=len(batch), cut=batch.cut)
+            for letter in output.dead_letters:
+                event(
+                    logger,
+                    "dead_letter",
+                    level=logging.WARNING,
+                    partition=output.journal.partition,
+                    offset=letter.record.offset,
+                    error=letter.error,
+                )
+
+    def _close(self) -> None:
+        self._commit(closing=True)
+        self._marks.flush(5.0)
+        event(logger, "closed", partitions=sorted(self._tasks))
+
+    # ------------------------------------------------------------------ assignment
+
+    def _on_assign(self, _consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        event(logger, "assigned", partitions=[tp.partition for tp in partitions])
+        self._to_restore.update(tp.partition for tp in partitions)
+        if self._on_ready is not None and not partitions:
+            self._ready()
+
+    def _on_revoke(self, _consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        numbers = [tp.partition for tp in partitions]
+        event(logger, "revoked", partitions=numbers)
+        self._to_restore.difference_update(numbers)
+        tasks = [self._tasks[p] for p in numbers if p in self._tasks]
+        changed = [task for task in tasks if task.fold.changed]
+        try:
+            if changed:
+                self._publish([task.take() for task in changed])
+        except OwnershipLost as error:
+            event(logger, "ownership_lost", level=logging.WARNING, error=str(error))
+            tasks = []
+        for partition in numbers:
+            self._tasks.pop(partition, None)
+        self._suspended = {task.partition: task for task in tasks}
+
+    def _on_lost(self, _consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        event(logger, "lost", level=logging.WARNING, partitions=[tp.partition for tp in partitions])
+        for tp in partitions:
+            self._to_restore.discard(tp.partition)
+            self._tasks.pop(tp.partition, None)
+
+    def _restore_assigned(self) -> None:
+        if not self._to_restore:
+            return
+        for partition in sorted(self._to_restore):
+            suspended = self._suspended.pop(partition, None)
+            if suspended is not None and self._last_journal(partition) == suspended.journal_offset:
+                # Nobody committed in between, so the fold is still what the log says.
+                self._tasks[partition] = suspended
+            else:
+                self._tasks[partition] = self._restore(partition)
+        self._to_restore.clear()
+        self._suspended.clear()
+        self._ready()
+
+    def _restore(self, partition: int) -> GroupingTask:
+        fold, journal = restore_task(self._kafka, self._run, partition, self._partitions, self._topic_id, self._grouper)
+        return GroupingTask(fold, journal, self._grouper, self._name)
+
+    def _restore_all(self) -> None:
+        """Start again from what is committed, for every partition still ours."""
+        owned = {tp.partition for tp in self._consumer.assignment()}
+        self._tasks.clear()
+        for partition in sorted(owned - self._to_restore):
+            task = self._restore(partition)
+            self._tasks[partition] = task
+            try:
+                self._consumer.seek(TopicPartition(self._topic, partition, task.fold.position))
+            except KafkaException as error:
+                # The partition went away meanwhile; its revocation is on its way.
+                event(logger, "seek_failed", level=logging.WARNING, partition=partition, error=str(error))
+
+    def _last_journal(self, partition: int) -> int:
+        committed = self._consumer.committed([TopicPartition(self._topic, partition)], 30.0)[0]
+        return CommitMetadata.decode(committed.metadata, f"{self._topic}[{partition}]").journal
+
+    def _ready(self) -> None:
+        if self._on_ready is not None:
+            self._on_ready()
+            self._on_ready = None

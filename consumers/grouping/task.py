@@ -1,0 +1,85 @@
+"""A grouping task: one partition's fold, and what it wants said on its own partition (marks).
+
+Knows nothing of Kafka clients; time is given to it, so that tests can.
+"""
+
+from consumers.grouping.changes import Record
+from consumers.grouping.config import GrouperConfig, GroupingConfig
+from consumers.grouping.fold import Fold
+from consumers.grouping.publisher import Part
+from consumers.grouping.restore import Journal
+from topics.records import Mark
+
+
+class GroupingTask:
+    """A restored fold with its journal."""
+
+    def __init__(self, fold: Fold, journal: Journal, config: GrouperConfig, author: str) -> None:
+        self.fold = fold
+        self.partition = fold.partition
+        self.at_end = False
+        """Whether every committed record of the partition was read."""
+        self._journal = journal
+        self._config = config
+        self._author = author
+        self._records_since_snapshot = 0
+        self._marked_version = fold.policy_version
+        self._marked_generation = fold.config.generation
+        self._marked_deadline_ms = 0
+
+    @property
+    def journal_offset(self) -> int:
+        """Offset of the task's newest journal record."""
+        return self._journal.newest
+
+    def apply(self, record: Record) -> None:
+        """Read a record; one read before (after a rebalance the client may repeat some) is passed over."""
+        if record.offset < self.fold.position:
+            return
+        self.at_end = False
+        self._records_since_snapshot += 1
+        self.fold.apply(record)
+
+    def take(self, *, closing: bool = False) -> Part:
+        """The effects so far as a part of the next transaction, with a snapshot when one is due."""
+        snapshot = closing or self._records_since_snapshot >= self._config.snapshot_every
+        if snapshot:
+            self._records_since_snapshot = 0
+        output = self.fold.take(snapshot=snapshot)
+        return Part(output, self._journal, int(self.fold.config.horizon_s * 1000))
+
+    def due_marks(self, now_ms: int, newest_version: int, wanted: GroupingConfig) -> list[Mark]:
+        """Marks to append now: for a new policy version, a higher configuration generation, an overdue deadline."""
+        marks: list[Mark] = []
+        if newest_version > max(self._marked_version, self.fold.policy_version):
+            self._marked_version = newest_version
+            marks.append(self._mark("policy_version", now_ms, policy_version=newest_version))
+        if wanted.generation > max(self._marked_generation, self.fold.config.generation):
+            self._marked_generation = wanted.generation
+            marks.append(
+                self._mark("configuration", now_ms, generation=wanted.generation, configuration=wanted.to_json())
+            )
+        due_ms = self.fold.next_deadline_ms
+        # The broker's clock may lag ours: a mark may come too early by it, and is then repeated.
+        rested = now_ms - self._marked_deadline_ms >= self._config.mark_interval_s * 1000
+        if self.at_end and due_ms is not None and due_ms <= now_ms and rested:
+            self._marked_deadline_ms = now_ms
+            marks.append(self._mark("deadline", now_ms))
+        return marks
+
+    def mark_failed(self) -> None:
+        """A mark was not delivered: ask for it again."""
+        self._marked_version = self.fold.policy_version
+        self._marked_generation = self.fold.config.generation
+
+    def _mark(
+        self, kind: str, now_ms: int, *, policy_version: int = -1, generation: int = -1, configuration: str = ""
+    ) -> Mark:
+        return Mark(
+            kind=kind,  # type: ignore[arg-type]
+            policy_version=policy_version,
+            generation=generation,
+            configuration=configuration,
+            wall_time=now_ms / 1000,
+            author=self._author,
+        )
