@@ -174,12 +174,12 @@ def _check_batches(kafka: KafkaConfig, run: str, partitions: dict[int, _Partitio
 def _check_dead_letters(kafka: KafkaConfig, run: str, partitions: dict[int, _Partition], result: Ledger) -> None:
     found: dict[int, Counter[int]] = {p: Counter() for p in partitions}
     for message in clients.read_to_end(kafka, topic_name(run, "dead-letters")):
-        headers = {name: value for name, value in message.headers() or () if isinstance(value, bytes)}
+        headers: dict[str, Any] = dict(message.headers() or [])
         try:
             number = int(headers["__streams.errors.partition"])
             offset = int(headers["__streams.errors.offset"])
             position = partitions[number].position
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, TypeError):
             result.problem(f"dead-letters offset {message.offset()} names no partition and offset of rollouts")
             continue
         if offset < position:
