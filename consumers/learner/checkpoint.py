@@ -1,0 +1,109 @@
+"""Checkpoints: parameters, optimizer, rng, step, position in the log and recent steps records, all in one atomic save.
+
+A save that did not finish leaves nothing that `restore` would look at.
+"""
+
+import base64
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from consumers.learner.config import CheckpointConfig
+from consumers.learner.step import TrainState
+from topics.codec import decode_as, encode
+from topics.records import LearnerStep
+
+for _noisy in ("absl", "orbax"):
+    logging.getLogger(_noisy).setLevel(logging.ERROR)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a learner stands in the log, beside its arrays."""
+
+    position: int
+    """Next offset of batch-index to read."""
+    trained_total: int
+    """Rollouts trained on since the start of the run."""
+    skipped_total: int
+    """Rollouts skipped since the start of the run."""
+    recent_steps: tuple[LearnerStep, ...]
+    """Records of the steps since the checkpoint before, which a resumed learner sends again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """A checkpoint as it was saved."""
+
+    state: TrainState
+    progress: Progress
+    fingerprint: dict[str, str]
+
+
+class Checkpoints:
+    """The checkpoints of one learner. Saves run in the background; `wait` before relying on one."""
+
+    def __init__(self, config: CheckpointConfig, run: str, learner: str) -> None:
+        self.directory = Path(config.directory).absolute() / run / learner
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=ocp.CheckpointManagerOptions(max_to_keep=config.keep, create=True),
+        )
+
+    def save(self, state: TrainState, progress: Progress, fingerprint: dict[str, str]) -> None:
+        """Begin to save; the arrays are copied before this returns. A checkpoint of the same step is left as it is."""
+        step = int(state.step)
+        if step in self._manager.all_steps():
+            return
+        # Copies, because the next update gives the state's buffers away while the save still runs.
+        arrays = jax.tree.map(lambda array: np.array(array), state._asdict())
+        meta = {
+            "position": progress.position,
+            "trained_total": progress.trained_total,
+            "skipped_total": progress.skipped_total,
+            "recent_steps": [base64.b64encode(encode(record)).decode() for record in progress.recent_steps],
+            "fingerprint": fingerprint,
+        }
+        self._manager.save(
+            step, args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(meta))
+        )
+
+    def wait(self) -> None:
+        """Return when every save begun is complete on disk."""
+        self._manager.wait_until_finished()
+
+    def restore(self, like: TrainState) -> Restored | None:
+        """The newest complete checkpoint, or None before the first. `like` gives the shapes and the device."""
+        step = self._manager.latest_step()
+        if step is None:
+            return None
+        abstract = jax.tree.map(lambda array: np.empty(array.shape, array.dtype), like._asdict())
+        found: Any = self._manager.restore(
+            step,
+            args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore()),
+        )
+        meta: dict[str, Any] = found["meta"]
+        return Restored(
+            state=TrainState(**jax.tree.map(jax.device_put, found["state"])),
+            progress=Progress(
+                position=meta["position"],
+                trained_total=meta["trained_total"],
+                skipped_total=meta["skipped_total"],
+                recent_steps=tuple(decode_as(LearnerStep, base64.b64decode(record)) for record in meta["recent_steps"]),
+            ),
+            fingerprint=meta["fingerprint"],
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._manager.close()

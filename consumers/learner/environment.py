@@ -1,0 +1,53 @@
+"""What the bits of a training step depend on outside the log: set before JAX is imported, fingerprinted in checkpoints.
+
+Imports JAX only within `fingerprint`.
+"""
+
+import os
+import platform
+import sys
+from dataclasses import asdict
+from importlib import metadata
+
+from consumers.learner.config import LearnerConfig
+from topics.errors import ConfigurationError
+
+_CACHE_FROM_S = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+
+
+def prepare_environment(config: LearnerConfig) -> None:
+    """Set the process up for JAX: the number of XLA's CPU threads, and a compile cache that keeps small functions too.
+
+    Raises ConfigurationError if JAX is already imported with another number of threads, which it would not change.
+    """
+    threads = str(config.threads)
+    if "jax" in sys.modules and os.environ.get("NPROC") != threads:
+        raise ConfigurationError(
+            f"JAX is already imported and learner.threads {threads} cannot take effect; set NPROC={threads} "
+            "in the environment, or import JAX later"
+        )
+    os.environ["NPROC"] = threads
+    os.environ.setdefault(_CACHE_FROM_S, "0.2")
+
+
+def fingerprint(config: LearnerConfig) -> dict[str, str]:
+    """What two executions must share to give the same bits, by name."""
+    import jax
+
+    return {
+        **{package: metadata.version(package) for package in ("jax", "jaxlib", "numpy", "optax")},
+        "device": ", ".join(sorted({device.device_kind for device in jax.devices()})),
+        "devices": str(jax.device_count()),
+        "machine": platform.machine(),
+        "threads": os.environ.get("NPROC", ""),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "configuration": repr(_training_settings(config)),
+    }
+
+
+def _training_settings(config: LearnerConfig) -> dict[str, object]:
+    """The settings that change what a step computes, by name."""
+    settings = asdict(config)
+    for name in ("name", "input_run", "checkpoint", "weights", "threads", "publish_every_steps"):
+        del settings[name]
+    return settings
