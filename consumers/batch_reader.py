@@ -57,11 +57,11 @@ class BatchReader:
         self._check_digests = check_digests
         self.position = start
         clients.check_broker(kafka)
-        clients.partitions_of(kafka, self._index_topic)
         self._index: Consumer = clients.reader(kafka)
-        self._index.assign([TopicPartition(self._index_topic, 0, start or OFFSET_BEGINNING)])
+        clients.follow(self._index, kafka, [TopicPartition(self._index_topic, 0, start or OFFSET_BEGINNING)])
         # The index proves the commit, so its batch may be read before the transaction shows on that partition.
         self._batches: Consumer = clients.reader(kafka, isolation="read_uncommitted")
+        clients.partitions_of(kafka, self._batches_topic, self._batches)
         self._at: dict[int, int] = {}
         self._entries: deque[tuple[int, BatchIndexEntry]] = deque()
         self._ahead: dict[tuple[int, int], bytes] = {}

@@ -104,19 +104,31 @@ def _consumer_limits(config: KafkaConfig) -> dict[str, Any]:
     }
 
 
-def reader(config: KafkaConfig, *, isolation: str = "read_committed", **overrides: Any) -> Consumer:
-    """A consumer for `assign`, in no group: follows topics, commits nothing, reports the end of each partition."""
+def reader(
+    config: KafkaConfig,
+    *,
+    isolation: str = "read_committed",
+    fetch_wait_ms: int = 100,
+    group: str = "rollstream-reader",
+    **overrides: Any,
+) -> Consumer:
+    """A consumer for `assign`, member of no group: follows topics, commits nothing, reports the end of each partition.
+
+    `group` is only whose offsets are asked for. `fetch_wait_ms` is how long the broker waits for a record before it
+    answers that there is none.
+    """
     return _built(
         Consumer,
         {
-            # Even assign() needs a group.id in librdkafka; nothing is ever committed under it.
-            "group.id": "rollstream-reader",
+            # Even assign() needs a group.id in librdkafka.
+            "group.id": group,
             "enable.auto.commit": "false",
             "enable.auto.offset.store": "false",
             "auto.offset.reset": "error",
             "enable.partition.eof": "true",
             "isolation.level": isolation,
             **_consumer_limits(config),
+            "fetch.wait.max.ms": fetch_wait_ms,
             **_common(config),
             **overrides,
         },
@@ -163,10 +175,23 @@ def check_broker(config: KafkaConfig, timeout_s: float = 10.0) -> None:
         ) from error
 
 
-def partitions_of(config: KafkaConfig, topic: str, timeout_s: float = 10.0, client: AdminClient | None = None) -> int:
-    """Partitions of a topic. Raises TopicError when it does not exist, BrokerUnavailable when nobody answers."""
+def follow(consumer: Consumer, config: KafkaConfig, partitions: list[TopicPartition]) -> None:
+    """Assign partitions to a reader, so that the first record comes at once. Raises as `partitions_of` does.
+
+    librdkafka puts off a partition whose leader it does not know by half a second; asking for metadata first avoids it.
+    """
+    for topic in {tp.topic for tp in partitions}:
+        partitions_of(config, topic, consumer)
+    consumer.assign(partitions)
+
+
+def partitions_of(config: KafkaConfig, topic: str, client: AdminClient | Consumer | None = None) -> int:
+    """Partitions of a topic, by a client at hand or one made for it; `client` knows the leaders afterwards.
+
+    Raises TopicError when the topic does not exist, BrokerUnavailable when nobody answers.
+    """
     try:
-        metadata = (client or admin(config)).list_topics(topic, timeout=timeout_s).topics[topic]
+        metadata = (client or admin(config)).list_topics(topic, timeout=10.0).topics[topic]
     except KafkaException as error:
         raise BrokerUnavailable(
             f"no Kafka broker answers at {config.bootstrap_servers}: {error.args[0].str()}"
@@ -192,11 +217,12 @@ def read_to_end(
     `start` is the first offset, for all partitions or by partition. Raises TopicError when the topic is missing or a
     start is out of range, BrokerUnavailable when the end is not reached within `timeout_s` without a record.
     """
-    numbers = list(range(partitions_of(config, topic)) if partitions is None else partitions)
-    begins = start if isinstance(start, dict) else dict.fromkeys(numbers, start)
-    consumer = reader(config, isolation=isolation)
+    # A short wait at the broker: the end of an idle partition is what is waited for.
+    consumer = reader(config, isolation=isolation, fetch_wait_ms=10)
     try:
-        consumer.assign([TopicPartition(topic, p, begins.get(p, OFFSET_BEGINNING)) for p in numbers])
+        numbers = list(range(partitions_of(config, topic, consumer)) if partitions is None else partitions)
+        begins = start if isinstance(start, dict) else dict.fromkeys(numbers, start)
+        follow(consumer, config, [TopicPartition(topic, p, begins.get(p, OFFSET_BEGINNING)) for p in numbers])
         pending = set(numbers)
         deadline = time.monotonic() + timeout_s
         while pending:

@@ -89,7 +89,7 @@ def recover(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> dict[int, i
 
 def committed_offsets(kafka: KafkaConfig, group: str, topic: str, partitions: int) -> list[TopicPartition]:
     """Committed offsets with their metadata, pending transactions awaited; offset is negative where there is none."""
-    consumer: Consumer = clients.reader(kafka, **{"group.id": group})
+    consumer: Consumer = clients.reader(kafka, group=group)
     try:
         wanted = [TopicPartition(topic, p) for p in range(partitions)]
         return clients.retrying(lambda: list(consumer.committed(wanted, 10.0)), f"reading offsets of group {group}")
@@ -118,7 +118,7 @@ def _commit(
 ) -> None:
     """Commit positions in one transaction; a record without metadata is new, and written in the same transaction."""
     producer = clients.transactional_producer(kafka, f"grouper-{run}-bootstrap")
-    consumer = clients.reader(kafka, **{"group.id": group})
+    consumer = clients.reader(kafka, group=group)
     written: dict[int, int] = {}
 
     def delivered(_error: KafkaError | None, message: Message) -> None:

@@ -134,9 +134,9 @@ def _range(
 ) -> Iterator[Message]:
     """Committed records at offsets start to stop - 1. A transaction shows on its partitions at different instants, so
     an end of partition before `stop` is waited out. Raises DeadlineExceeded when nothing comes for `timeout_s`."""
-    consumer = clients.reader(kafka)
+    consumer = clients.reader(kafka, fetch_wait_ms=10)
     try:
-        consumer.assign([TopicPartition(topic, partition, start)])
+        clients.follow(consumer, kafka, [TopicPartition(topic, partition, start)])
         deadline = time.monotonic() + timeout_s
         while True:
             for message in consumer.consume(500, 0.05):

@@ -84,7 +84,7 @@ class GroupingProcess:
         """Run until `stop` is set, then commit and leave."""
         self._publisher.start()
         policies = topic_name(self._run, "policies")
-        self._policies.assign([TopicPartition(policies, 0, OFFSET_BEGINNING)])
+        clients.follow(self._policies, self._kafka, [TopicPartition(policies, 0, OFFSET_BEGINNING)])
         self._consumer.subscribe(
             [self._topic], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
         )
