@@ -1,0 +1,209 @@
+"""Grouping on a real broker: exactly once through kills, nothing visible before its commit, bad input on record."""
+
+import random
+import signal
+
+import pytest
+
+from consumers.batch_reader import BatchReader
+from consumers.grouping.bootstrap import committed_offsets, initialise, recover
+from consumers.grouping.changes import DROPPED
+from consumers.grouping.marks import drain
+from pipeline.ledger import ledger
+from pipeline.verify import verify
+from tests.runs import RealRun, rollout
+from tests.waiting import eventually
+from topics import clients
+from topics.errors import StateRefused
+from topics.keys import encode_key
+from topics.records import JournalRecord, TrainingBatch
+
+
+def groups(first: int, count: int) -> list:
+    return [rollout(f"x{example}", member) for example in range(first, first + count) for member in range(4)]
+
+
+def read_batches(run: RealRun, rollouts: int, timeout_s: float = 60.0) -> list[TrainingBatch]:
+    """Batches in index order until they hold that many rollouts."""
+    found: list[TrainingBatch] = []
+
+    def enough() -> bool:
+        read = reader.poll(0.5)
+        if read is not None:
+            found.append(read.batch)
+        return sum(map(len, found)) >= rollouts
+
+    with BatchReader(run.kafka, run.name) as reader:
+        eventually(enough, timeout_s, f"{rollouts} rollouts in batches of run {run.name}")
+    return found
+
+
+def test_rollouts_become_batches_that_name_their_offsets(real_run: RealRun) -> None:
+    real_run.prepare()
+    real_run.start("group")
+    real_run.send(groups(0, 16))
+    batches = read_batches(real_run, 64)
+    assert sum(map(len, batches)) == 64
+    for batch in batches:
+        for row, uid in enumerate(batch.uids):
+            assert batch.rewards[row] == (int(uid.split("-")[1]) % 2 == 0)
+            assert batch.advantages[batch.splits[row]] == pytest.approx((2 * batch.rewards[row] - 1) * 2 / 3, abs=1e-6)
+    sources = {(b.partition, int(o)) for b in batches for o in b.source_offsets}
+    assert len(sources) == 64
+    result = ledger(real_run.kafka, real_run.name)
+    assert result.balanced, result.problems
+    assert (result.batched, result.rollouts) == (64, 64)
+    assert verify(real_run.kafka, real_run.name).mismatches == []
+
+
+def test_a_batch_appears_only_when_its_transaction_commits(real_run: RealRun) -> None:
+    """An open transaction holds a batch, journal and index record; none of it is read before the commit."""
+    from consumers.grouping.publisher import Part, TransactionPublisher
+    from consumers.grouping.restore import records_of, restore_task
+    from topics import provisioning
+
+    real_run.topics = type(real_run.topics)(partitions=1)
+    real_run.prepare()
+    real_run.send(groups(0, 4))
+    topic = real_run.topic("rollouts")
+    member = clients.group_member(real_run.kafka, real_run.grouper.group_id(real_run.name), "tester")
+    publisher = TransactionPublisher(real_run.kafka, real_run.name, f"grouper-{real_run.name}-0", member)
+    publisher.start()
+    fold, journal = restore_task(
+        real_run.kafka, real_run.name, 0, 1, provisioning.topic_ids(real_run.kafka, [topic])[topic], real_run.grouper
+    )
+    for message in clients.read_to_end(real_run.kafka, topic):
+        fold.apply(records_of(message))
+    fold.apply(records_of_mark(fold.position, fold.stream_time_ms, version=0))
+    part = Part(fold.take(), journal, 1000)
+    assert part.output.batches
+    commit = publisher._producer.commit_transaction
+    seen: list[int] = []
+
+    class Watched:
+        """The producer, looking at the topics at the moment before the commit."""
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(publisher_producer, name)
+
+        def __len__(self) -> int:
+            return len(publisher_producer)
+
+        def commit_transaction(self, timeout_s: float) -> None:
+            seen.append(len(real_run.read("batches")) + len(real_run.read("batch-index")))
+            seen.append(len(real_run.read("batches", "read_uncommitted")))
+            commit(timeout_s)
+
+    publisher_producer = publisher._producer
+    publisher._producer = Watched()  # type: ignore[assignment]
+    publisher.publish([part])
+    member.close()
+    assert seen == [0, len(part.output.batches)]
+    assert len(read_batches(real_run, 16)) == len(part.output.batches)
+
+
+def records_of_mark(offset: int, time_ms: int, version: int):
+    from consumers.grouping.changes import Record
+    from topics.codec import encode
+    from topics.records import Mark
+
+    return Record(offset, time_ms, None, encode(Mark(kind="policy_version", policy_version=version)))
+
+
+def test_killing_a_grouping_consumer_loses_and_repeats_nothing(real_run: RealRun) -> None:
+    seed = 20
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    real_run.prepare()
+    process = real_run.start("group", "--ordinal=0")
+    for part in range(4):
+        real_run.send(groups(part * 10, 10))
+        # Kill somewhere between the records arriving and their last batch being committed.
+        wanted = part * 40 + rng.randrange(1, 40)
+        eventually(lambda n=wanted: sum(map(len, real_run.read("batches"))) >= n - 16, 60, f"{wanted} rollouts batched")
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process = real_run.start("group", "--ordinal=0")
+    eventually(lambda: ledger(real_run.kafka, real_run.name).batched == 160, 60, "160 rollouts batched")
+    result = ledger(real_run.kafka, real_run.name)
+    assert result.balanced, result.problems
+    assert (result.rollouts, result.batched, result.in_flight, result.unread) == (160, 160, 0, 0)
+    check = verify(real_run.kafka, real_run.name)
+    assert check.mismatches == []
+    process.terminate()
+    assert process.wait(30) == 0
+
+
+def test_bad_input_goes_to_dead_letters_or_drops_and_stops_nobody(real_run: RealRun) -> None:
+    real_run.prepare()
+    real_run.start("group")
+    poison = b"\xc3\x01 not a record"
+    good = groups(0, 8)
+    real_run.send(good[:16])
+    real_run.send_bytes("rollouts", poison, encode_key("env", "x0"))
+    real_run.send_bytes("rollouts", None, encode_key("env", "x1"))
+    real_run.send([rollout("bad", 0, logprobs=good[0].logprobs[:2]), rollout("bad", 1, reward=float("nan"))])
+    real_run.send([rollout("bad", 2, policy_version=-3)])
+    real_run.send(good[16:])
+    read_batches(real_run, 32)
+    eventually(lambda: ledger(real_run.kafka, real_run.name).unread == 0, 30, "everything read")
+    result = ledger(real_run.kafka, real_run.name)
+    assert result.balanced, result.problems
+    assert (result.dead_lettered, result.dropped) == (2, {"invalid": 3})
+    letters = list(clients.read_to_end(real_run.kafka, real_run.topic("dead-letters")))
+    assert sorted((m.value() for m in letters), key=str) == sorted([poison, None], key=str)
+    headers = dict(letters[0].headers() or [])
+    assert headers["__streams.errors.topic"] == real_run.topic("rollouts").encode()
+    assert {"__streams.errors.message", "__streams.errors.partition", "__streams.errors.offset"} <= set(headers)
+    drops = [d for record in real_run.read("journal") if isinstance(record, JournalRecord) for d in record.drops]
+    assert sorted(d.detail for d in drops) == [
+        "logprobs has 2 entries for 6 tokens",
+        "policy_version is -3",
+        "reward is nan",
+    ]
+
+
+def test_a_group_that_stays_incomplete_ends_at_its_deadline_though_nothing_else_arrives(real_run: RealRun) -> None:
+    real_run.grouping = type(real_run.grouping)(batch_rollouts=16, max_batch_age_s=1.0, group_deadline_s=1.0)
+    real_run.prepare()
+    real_run.start("group")
+    real_run.send(groups(0, 1)[:3])
+    eventually(
+        lambda: ledger(real_run.kafka, real_run.name).dropped == {"group_too_small": 3}, 30, "the deadline to pass"
+    )
+    assert DROPPED == "dropped"
+
+
+def test_a_drain_cuts_what_is_sealed_and_leaves_what_is_open(real_run: RealRun) -> None:
+    real_run.grouping = type(real_run.grouping)(batch_rollouts=1000, max_batch_age_s=500.0)
+    real_run.prepare()
+    real_run.start("group")
+    real_run.send(groups(0, 3) + groups(50, 1)[:2])
+    drain(real_run.kafka, real_run.name, real_run.grouper, 60)
+    result = ledger(real_run.kafka, real_run.name)
+    assert (result.batched, result.in_flight) == (12, 2), result.as_dict()
+
+
+def test_generation_0_is_written_once_and_lost_offsets_are_refused_until_recovered(real_run: RealRun) -> None:
+    real_run.prepare()
+    assert initialise(real_run.kafka, real_run.name, real_run.grouping, real_run.grouper) is False
+    process = real_run.start("group")
+    real_run.send(groups(0, 8))
+    read_batches(real_run, 32)
+    process.terminate()
+    assert process.wait(30) == 0
+    group = real_run.grouper.group_id(real_run.name)
+    admin = clients.admin(real_run.kafka)
+    eventually(lambda: admin.delete_consumer_groups([group])[group].result(10) is None, 30, "the group to be deleted")
+    with pytest.raises(StateRefused, match="group recover"):
+        initialise(real_run.kafka, real_run.name, real_run.grouping, real_run.grouper)
+    refused = real_run.start("group")
+    assert refused.wait(60) == 2
+    assert "rollstream group recover" in real_run.log_of(refused)
+    assert sum(recover(real_run.kafka, real_run.name, real_run.grouper).values()) > 0
+    committed = committed_offsets(real_run.kafka, group, real_run.topic("rollouts"), 2)
+    assert all(tp.offset >= 0 for tp in committed)
+    real_run.start("group")
+    real_run.send(groups(8, 8))
+    read_batches(real_run, 64)
+    assert ledger(real_run.kafka, real_run.name).balanced
