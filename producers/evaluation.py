@@ -98,6 +98,6 @@ async def _wait_for(client: CompletionsClient, version: int) -> None:
     while 0 <= (now := await client.version()) < version:
         if time.monotonic() > deadline:
             raise InferenceUnavailable(
-                f"policy version {version} did not reach the inference server within {client.timeout_s:g} s; it has {now}"
+                f"policy version {version} did not reach the server within {client.timeout_s:g} s; it has {now}"
             )
         await asyncio.sleep(0.05)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from producers.inference.batching import Answer, Generated
+from topics.errors import RollstreamError
 
 DEFAULT_MAX_TOKENS = 16
 MAX_STOPS = 4
@@ -37,7 +38,7 @@ class Tokenizer(Protocol):
         """Number of token ids."""
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError where the text cannot be encoded."""
+        """Raises a RollstreamError or ValueError where the text cannot be encoded."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; the end token is silent."""
@@ -196,7 +197,7 @@ def _prompts(value: Any, tokenizer: Tokenizer, limits: Limits) -> list[list[int]
         if isinstance(prompt, str):
             try:
                 ids = tokenizer.encode(prompt)
-            except ValueError as error:
+            except (RollstreamError, ValueError) as error:
                 raise BadRequest(str(error), "prompt") from error
         elif isinstance(prompt, list) and all(_is_id(v) for v in prompt):
             ids = prompt
