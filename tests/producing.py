@@ -94,7 +94,7 @@ def serving_http(handler: Callable[[web.Request], Coroutine[Any, Any, web.Respon
     """Some other HTTP server; `handler` answers every request. Yields the base_url of its /v1."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handler)
-    runner = web.AppRunner(app, access_log=None)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
     found: list[int] = []
 
     async def start() -> None:

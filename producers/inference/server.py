@@ -75,7 +75,8 @@ class InferenceServer:
                 web.get("/metrics", self._metrics),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None)
+        # The engine has answered or refused every request by the time this waits for handlers.
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0)
         await self._runner.setup()
         host, port = self.config.host, self.config.port
         try:
