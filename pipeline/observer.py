@@ -61,7 +61,8 @@ class RunObserver:
         """Every rollout so far, in order of append time, partition, offset."""
         self.batches = 0
         self.steps = 0
-        self.latest: LearnerStep | None = None
+        self.policy_version = -1
+        """Newest policy version a step published."""
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Take in what arrived, waiting at most `timeout_s` for the first record."""
@@ -104,7 +105,8 @@ class RunObserver:
         elif topic == self._steps:
             step = decode(message.value())
             if isinstance(step, LearnerStep) and step.step >= self.steps:
-                self.steps, self.latest = step.step, step
+                self.steps = step.step
+                self.policy_version = max(self.policy_version, step.policy_version)
         else:
             self._score(message)
 

@@ -5,12 +5,19 @@
 
 import argparse
 import json
+import logging
 from collections.abc import Sequence
+
+from confluent_kafka import KafkaException
 
 from pipeline.config import RunConfig
 from pipeline.tables import table
-from topics import provisioning
+from topics import clients, provisioning
+from topics.logs import event
 from topics.provisioning import TopicPlan
+
+logger = logging.getLogger(__name__)
+_TIMEOUT_S = 30.0
 
 
 def plan(config: RunConfig, args: argparse.Namespace) -> int:
@@ -59,6 +66,17 @@ def provision(config: RunConfig) -> list[TopicPlan]:
     plans = provisioning.apply(config.kafka, config.topics, config.run)
     initialise(config.kafka, config.run, config.grouping, config.grouper)
     return plans
+
+
+def remove(config: RunConfig) -> None:
+    """Delete the run's topics from a broker that is not ours."""
+    client = clients.admin(config.kafka)
+    names = [d.topic for d in provisioning.describe(config.kafka, config.run)]
+    for topic, future in (client.delete_topics(names) if names else {}).items():
+        try:
+            future.result(_TIMEOUT_S)
+        except KafkaException as error:
+            event(logger, "topic_not_deleted", level=logging.WARNING, topic=topic, error=error.args[0].str())
 
 
 def _show(plans: Sequence[TopicPlan], args: argparse.Namespace, words: tuple[str, str, str]) -> None:

@@ -64,7 +64,7 @@ class DemoReport:
         if not self.ledger["balanced"]:
             found.append("the ledger does not balance")
         if self.verify["mismatches"]:
-            found.append(f"{_count(self.verify['mismatches'])} batches differ from what the log says")
+            found.append(f"verification found {self.verify['mismatches']:,} differences")
         return tuple(found)
 
     @property
@@ -125,13 +125,10 @@ def ledger_text(book: Mapping[str, Any]) -> str:
         (f"  {name.replace('_', ' ')}", book[name]) for name in ("dead_lettered", "control", "in_flight", "unread")
     ]
     verdict = "every record is in exactly one place" if book["balanced"] else "THE LEDGER DOES NOT BALANCE"
-    return f"{table(('ledger of rollouts', 'records'), rows)}\n{verdict}"
+    return "\n".join([table(("ledger of rollouts", "records"), rows), verdict, *book.get("problems", ())])
 
 
 def verification_text(found: Mapping[str, Any]) -> str:
     """What verification found, in a line."""
-    return f"verify: {found['batches']:,} batches computed again from the log, {_count(found['mismatches'])} differ"
-
-
-def _count(mismatches: Any) -> int:
-    return mismatches if isinstance(mismatches, int) else len(mismatches)
+    verdict = f"verify: {found['batches']:,} batches computed again from the log, {found['mismatches']:,} differences"
+    return "\n".join([verdict, *found.get("differences", ())])

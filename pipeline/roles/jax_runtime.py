@@ -1,4 +1,4 @@
-"""Sets a process up for JAX before anything imports it: a compile cache that outlives it, and a word when JAX is absent."""
+"""Sets a process up for JAX before anything imports it: threads, a compile cache that stays, an error without it."""
 
 import importlib.util
 import os

@@ -1,7 +1,6 @@
 """The role `learn`: one learner, warm-started on what the task teaches of its format."""
 
 import argparse
-from contextlib import ExitStack
 
 import numpy as np
 
@@ -21,7 +20,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     task = create_task(config.task)
     clients.check_broker(config.kafka)
     prepare_jax(config)
-    from consumers.learner.learner import Example, Learner
+    from consumers.learner.learner import Example, learn
 
     def examples() -> list[Example]:
         tokenizer = CharacterTokenizer()
@@ -30,11 +29,14 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
             for prompt, answer in task.warm_start_examples(config.seed, WARM_START_EXAMPLES)
         ]
 
-    with ExitStack() as stack:
-        learner = Learner(config.learner, config.kafka, config.run, stack, stop, lambda _step: None)
-        learner.start(examples)
-        announce_ready()
-        learner.run()
+    learn(
+        config.learner,
+        config.kafka,
+        config.run,
+        warm_start_examples=examples,
+        stop=stop,
+        on_step=lambda _step: announce_ready(),
+    )
     return 0
 
 

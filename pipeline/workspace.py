@@ -1,0 +1,80 @@
+"""Where a demo's files lie, and what of them stays: logs and report always, the broker's data with --keep.
+
+Each demo is a run of its own, named after its start; the next demo removes what earlier ones need not keep.
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from infra.state import find
+from pipeline.config import RunConfig
+from topics.logs import JsonFormatter
+
+DEFAULT_RUN = "demo"
+_KEPT = "kept"
+
+
+def prepare(config: RunConfig) -> RunConfig:
+    """A run name of its own unless one was given, everything it writes in its folder, and that folder."""
+    if config.run == DEFAULT_RUN:
+        name = f"{DEFAULT_RUN}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        before = str(config.run_dir / "checkpoints")
+        config = replace(config, run=name)
+        if config.learner.checkpoint.directory == before:
+            checkpoint = replace(config.learner.checkpoint, directory=str(config.run_dir / "checkpoints"))
+            config = replace(config, learner=replace(config.learner, checkpoint=checkpoint))
+    if config.broker.data_dir == config.data_dir / "broker":
+        config = replace(config, broker=replace(config.broker, data_dir=config.run_dir / "broker"))
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    return config
+
+
+def forget_earlier(base: Path) -> None:
+    """Remove the folders of earlier demos that were not to be kept and do not run now."""
+    for folder in base.glob(f"runs/{DEFAULT_RUN}-*"):
+        if not (folder / _KEPT).exists() and find(folder / "broker") is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def leave(config: RunConfig, *, keep: bool) -> None:
+    """Keep the broker's data for later questions, or remove it. Call once the broker has stopped."""
+    if keep:
+        (config.run_dir / _KEPT).touch()
+    elif config.broker.data_dir.is_relative_to(config.run_dir):
+        shutil.rmtree(config.broker.data_dir, ignore_errors=True)
+
+
+def log_to(path: Path, level: str) -> None:
+    """Send this process's structured logs to a file: its output is for people."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(JsonFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    for package in ("topics", "producers", "consumers", "pipeline", "infra"):
+        logging.getLogger(package).setLevel(level.upper())
+
+
+def write_report(config: RunConfig, report: Mapping[str, Any]) -> None:
+    """Write the report beside the run's logs, and as the newest of this data directory."""
+    text = json.dumps(report, indent=2)
+    for path in (config.run_dir / "report.json", config.data_dir / "report.json"):
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def places(config: RunConfig, *, kept: bool) -> dict[str, str]:
+    """Where what remains lies, by what it is."""
+    found = {
+        "report": str(config.data_dir / "report.json"),
+        "logs": str(config.run_dir / "logs"),
+        "checkpoints": config.learner.checkpoint.directory,
+        "configuration": str(config.run_dir / "run.toml"),
+    }
+    if kept and config.broker.data_dir.is_relative_to(config.run_dir):
+        found["topics"] = str(config.broker.data_dir)
+    return found
