@@ -127,8 +127,9 @@ class RealRun:
         return next(self.directory.glob(f"*-{number}.log")).read_text(errors="replace")
 
     def stop(self) -> None:
-        """Kill whatever still runs."""
+        """Kill whatever still runs; pytest shows the logs' ends with a failure."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
             process.wait()
+            print(f"--- {process.args[4]} (exit {process.returncode})", self.log_of(process)[-3000:], sep="\n")  # type: ignore[index]

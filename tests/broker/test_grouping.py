@@ -175,7 +175,7 @@ def test_a_group_that_stays_incomplete_ends_at_its_deadline_though_nothing_else_
 
 
 def test_a_drain_cuts_what_is_sealed_and_leaves_what_is_open(real_run: RealRun) -> None:
-    real_run.grouping = type(real_run.grouping)(batch_rollouts=1000, max_batch_age_s=500.0)
+    real_run.grouping = type(real_run.grouping)(batch_rollouts=400, max_batch_age_s=500.0)
     real_run.prepare()
     real_run.start("group")
     real_run.send(groups(0, 3) + groups(50, 1)[:2])
