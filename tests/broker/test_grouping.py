@@ -178,6 +178,8 @@ def test_a_drain_cuts_what_is_sealed_and_leaves_what_is_open(real_run: RealRun) 
     real_run.grouping = type(real_run.grouping)(batch_rollouts=400, max_batch_age_s=500.0)
     real_run.prepare()
     real_run.start("group")
+    # A group waits for the policy clock to know its version; a drain does not force it.
+    eventually(lambda: len(real_run.read("rollouts")) == 2, 60, "marks of policy version 0 on both partitions")
     real_run.send(groups(0, 3) + groups(50, 1)[:2])
     drain(real_run.kafka, real_run.name, real_run.grouper, 60)
     result = ledger(real_run.kafka, real_run.name)
