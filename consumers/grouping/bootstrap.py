@@ -66,8 +66,8 @@ def recover(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> dict[int, i
     group = grouper.group_id(run)
     if _members(kafka, group):
         raise StateRefused(
-            f"group {group} has members; stop them, wait out kafka.session_timeout_s ({kafka.session_timeout_s:g} s), and "
-            f"repeat `rollstream group recover`"
+            f"group {group} has members; stop them, wait out kafka.session_timeout_s ({kafka.session_timeout_s:g} s), "
+            f"and repeat `rollstream group recover`"
         )
     partitions = clients.partitions_of(kafka, topic_name(run, "rollouts"))
     last: dict[int, tuple[JournalRecord, CommitMetadata | None]] = {}
