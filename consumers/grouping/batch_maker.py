@@ -44,7 +44,14 @@ class MakerContext:
 
 
 class BatchMaker(ABC):
-    """Makes batches of RL examples; purely in memory."""
+    """Makes batches of RL examples; purely in memory.
+
+    What it does may depend on its context, on `batch_number` and on the rollouts it holds, and on nothing else it
+    remembers: after a restart it is given again what was held, in the same order, and must do the same.
+    """
+
+    batch_number: int = 0
+    """Number the next batch gets, set by the fold; seeds of random choices are made of it."""
 
     def __init__(self, context: MakerContext) -> None:
         self.context = context

@@ -440,6 +440,7 @@ class Fold:
     def _make_maker(self) -> None:
         context = MakerContext(partition=self.partition, seed=self.config.seed, batch_bytes=self.config.batch_bytes)
         self._maker = batch_maker(self.config.maker, context, self._makers)
+        self._maker.batch_number = self.batch_number
 
     def _offer(self, group: Group) -> None:
         self._offered[group] = None
@@ -499,6 +500,7 @@ class Fold:
             metadata=metadata,
         )
         self.batch_number += 1
+        self._maker.batch_number = self.batch_number
         self._changes.batches.append(batch)
         for example, group in zip(examples, groups, strict=True):
             group.fates[example.source.offset] = BATCHED
