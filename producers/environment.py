@@ -57,7 +57,7 @@ class Reply(Protocol):
 
 
 class Generate(Protocol):
-    """Asks the policy to continue a text."""
+    """Says something to the policy and returns its reply. All that was said before stays in the policy's context."""
 
     async def __call__(self, text: str) -> Reply: ...
 
@@ -66,8 +66,8 @@ class Generate(Protocol):
 class Episode:
     """One finished interaction: what was said, in order, and what it was worth.
 
-    The replies in `turns` are the objects `generate` returned. The text given to `generate` for a later reply must
-    begin with everything before it: the episode is one sequence of tokens.
+    The replies in `turns` are the objects `generate` returned, all of them: an episode is one sequence of tokens, and
+    each call of `generate` appends to it.
     """
 
     turns: tuple[Message | Reply, ...]
@@ -94,7 +94,7 @@ class Environment(Protocol):
         """The problems of a split, in an order that is the same in every process."""
 
     async def run(self, prompt: Prompt, generate: Generate) -> Episode:
-        """Play one episode. `generate` may be awaited any number of times, each time with the whole text so far."""
+        """Play one episode. `generate` may be awaited any number of times, one after the other."""
 
 
 class SingleTurn(ABC):

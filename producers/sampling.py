@@ -1,9 +1,11 @@
 """How the members of a group get their samples: the prompt they share is one request with n samples.
 
-Later turns, where every context is its own, are requests of their own. A sample always has a policy version.
+Later turns, where every context is its own, are requests of their own: the tokens so far, as they were sampled, and
+those of the new text. A sample always has a policy version.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from producers.environment import Environment
@@ -43,23 +45,27 @@ class GroupSampler:
             request = self._complete(text, n=self.sampling.group_size, seed=self.sampling.seed)
             self._shared = asyncio.ensure_future(request)
         if text != self._shared_text:
-            return await self.alone(text, index, 0)
+            return await self._alone(text, index, 0)
         # One member that gives up must not take the others' samples with it.
         return (await asyncio.shield(self._shared))[index]
 
-    async def alone(self, text: str, index: int, turn: int) -> Completion:
-        """A member's sample after a text of its own."""
-        # 63 bits, since servers take seeds as signed 64-bit integers.
-        return (await self._complete(text, n=1, seed=row_seed(self.sampling.seed, index, turn) >> 1))[0]
+    async def later(self, before: Completion, text: str, index: int, turn: int) -> Completion:
+        """A member's sample after its sample `before` and a text said in reply."""
+        said = await self._client.tokenize(text)
+        return await self._alone([*before.prompt_tokens.tolist(), *before.tokens.tolist(), *said], index, turn)
 
     def close(self) -> None:
         """Give up what was asked and not answered."""
         if self._shared:
             self._shared.cancel()
 
-    async def _complete(self, text: str, *, n: int, seed: int) -> list[Completion]:
+    async def _alone(self, prompt: str | Sequence[int], index: int, turn: int) -> Completion:
+        # 63 bits, since servers take seeds as signed 64-bit integers.
+        return (await self._complete(prompt, n=1, seed=row_seed(self.sampling.seed, index, turn) >> 1))[0]
+
+    async def _complete(self, prompt: str | Sequence[int], *, n: int, seed: int) -> list[Completion]:
         found = await self._client.complete(
-            text,
+            prompt,
             n=n,
             max_tokens=self._environment.max_tokens,
             temperature=self.sampling.temperature,
@@ -75,13 +81,16 @@ class MemberSampler:
     def __init__(self, group: GroupSampler, index: int) -> None:
         self._group = group
         self._index = index
-        self._turn = 0
+        self._turns = 0
+        self._last: Completion | None = None
 
     async def __call__(self, text: str) -> Completion:
-        turn, self._turn = self._turn, self._turn + 1
-        if turn == 0:
-            return await self._group.first(text, self._index)
-        return await self._group.alone(text, self._index, turn)
+        if self._last is None:
+            self._last = await self._group.first(text, self._index)
+        else:
+            self._last = await self._group.later(self._last, text, self._index, self._turns)
+        self._turns += 1
+        return self._last
 
 
 def with_version(completion: Completion, assumed: int) -> Completion:

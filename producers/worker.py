@@ -146,7 +146,8 @@ class Worker:
                 while not stop.is_set() and not self._all_started:
                     tasks = self._reap(tasks)
                     while len(tasks) < self._config.concurrency and not self._all_started and self._has_room():
-                        tasks.add(asyncio.create_task(self._group()))
+                        tasks.add(asyncio.create_task(self._group(self._started)))
+                        self._started += 1
                     await self._pause(tasks)
             deadline = time.monotonic() + self._config.drain_timeout_s
             # Without a signal there is no hurry: only a shutdown has a deadline.
@@ -212,20 +213,19 @@ class Worker:
                 )
             await asyncio.sleep(0.1)
 
-    async def _group(self) -> None:
-        """One group, from its prompt to its records."""
+    async def _group(self, number: int) -> None:
+        """The group of that number, from its prompt to its records."""
         config = self._config
         prompt = self._prompts[self._random.randrange(len(self._prompts))]
         stamp = Stamp(
             environment=self._environment.name,
-            group_id=f"{self._name}.{self._started}",
+            group_id=f"{self._name}.{number}",
             group_size=config.group_size,
             policy_version=max(self._client.newest_version, config.assume_version),
             temperature=config.temperature,
             logprobs_mode=config.logprobs_mode,
             worker_id=config.worker_id,
         )
-        self._started += 1
         unsent = list(uids_of(stamp.group_id, config.group_size))
         try:
             episodes = await self._episodes(prompt, row_seed(config.seed, stamp.group_id) >> 1)

@@ -18,6 +18,7 @@ TOKENIZER = CharacterTokenizer("0123456789>+=")
 
 class SortingGenerator:
     """Answers `429>` with `249` and the end token where the row's seed is even or it is greedy, else with `429`.
+    Of a longer conversation it takes the digits since the last `>` before.
 
     The logprob of the token at index i is -(i + 1) / 8: exact in float32. `versions` holds what `refresh` returns, the
     last one for ever; `before_generate` runs at the start of each batch.
@@ -53,7 +54,7 @@ class SortingGenerator:
         self.before_generate(texts)
         rows = []
         for text, seed, temperature, limit in zip(texts, seeds, temperatures, max_tokens, strict=True):
-            digits = text.removesuffix(">")
+            digits = text.removesuffix(">").rsplit(">", 1)[-1]
             answer = "".join(sorted(digits)) if seed % 2 == 0 or temperature == 0 else digits
             tokens = [*TOKENIZER.encode(answer), TOKENIZER.eos_id]
             finish = "stop" if len(tokens) <= limit else "length"

@@ -123,6 +123,15 @@ class CompletionsClient:
         self.newest_version = max(self.newest_version, *(c.highest_version for c in found))
         return found
 
+    async def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens, by the server's tokenizer (POST /tokenize, as vLLM has it)."""
+        asked = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        url, body = await self._request("POST", "/tokenize", asked, under_v1=False)
+        tokens = body.get("tokens")
+        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+            raise InferenceRefused(f"{url}/tokenize answered without tokens")
+        return tokens
+
     async def version(self) -> int:
         """The policy version a server has now, by its list of models; -1 when it does not say."""
         _url, body = await self._request("GET", "/models", None)
@@ -131,12 +140,15 @@ class CompletionsClient:
         self.newest_version = max(self.newest_version, version)
         return version
 
-    async def _request(self, method: str, path: str, asked: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
+    async def _request(
+        self, method: str, path: str, asked: dict[str, Any] | None, *, under_v1: bool = True
+    ) -> tuple[str, dict[str, Any]]:
         assert self._session, "used outside its context manager"
         deadline = time.monotonic() + self.timeout_s
         first = next(self._turn)
         for attempt in itertools.count():
             url = self._urls[(first + attempt) % len(self._urls)]
+            url = url if under_v1 else url.removesuffix("/v1")
             left_s = deadline - time.monotonic()
             try:
                 async with (

@@ -85,10 +85,8 @@ class CompletionRequest:
         return [prompt for prompt in self.prompts for _ in range(self.n)]
 
 
-def parse_request(body: Any, tokenizer: Tokenizer, limits: Limits) -> CompletionRequest:
+def parse_request(body: Mapping[str, Any], tokenizer: Tokenizer, limits: Limits) -> CompletionRequest:
     """Check the body of POST /v1/completions. Raises BadRequest, naming the parameter."""
-    if not isinstance(body, Mapping):
-        raise BadRequest("the body must be a JSON object")
     for name, value in body.items():
         if name in _OFF:
             if value is not None and value not in _OFF[name]:
@@ -123,6 +121,22 @@ def parse_request(body: Any, tokenizer: Tokenizer, limits: Limits) -> Completion
         stop=_stop(body.get("stop")),
         logprobs=logprobs >= 0,
     )
+
+
+def parse_text(body: Mapping[str, Any]) -> str:
+    """Check the body of POST /tokenize (vLLM's); its prompt. Raises BadRequest, naming the parameter."""
+    text = body.get("prompt")
+    if not isinstance(text, str):
+        raise BadRequest("prompt must be a string", "prompt")
+    return text
+
+
+def encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a text. Raises BadRequest where the tokenizer refuses it."""
+    try:
+        return tokenizer.encode(text)
+    except (RollstreamError, ValueError) as error:
+        raise BadRequest(str(error), "prompt") from error
 
 
 def completion_body(
@@ -195,10 +209,7 @@ def _prompts(value: Any, tokenizer: Tokenizer, limits: Limits) -> list[list[int]
     prompts = []
     for prompt in value:
         if isinstance(prompt, str):
-            try:
-                ids = tokenizer.encode(prompt)
-            except (RollstreamError, ValueError) as error:
-                raise BadRequest(str(error), "prompt") from error
+            ids = encode(prompt, tokenizer)
         elif isinstance(prompt, list) and all(_is_id(v) for v in prompt):
             ids = prompt
         else:

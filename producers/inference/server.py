@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from aiohttp import web
 
@@ -22,8 +22,10 @@ from producers.inference.protocol import (
     Limits,
     Tokenizer,
     completion_body,
+    encode,
     error_body,
     parse_request,
+    parse_text,
 )
 from topics.errors import ConfigurationError
 from topics.logs import event
@@ -69,6 +71,7 @@ class InferenceServer:
         app.add_routes(
             [
                 web.post("/v1/completions", self._completions),
+                web.post("/tokenize", self._tokenize),
                 web.get("/v1/models", self._models),
                 web.get("/livez", self._livez),
                 web.get("/readyz", self._readyz),
@@ -146,18 +149,7 @@ class InferenceServer:
             return web.json_response(error_body(repr(error), kind="server_error"), status=500)
 
     async def _completions(self, request: web.Request) -> web.Response:
-        try:
-            body = await request.json()
-        except ValueError as error:
-            raise BadRequest(f"the body is not JSON: {error}") from error
-        if isinstance(body, dict) and body.get("model", self.config.model) != self.config.model:
-            raise BadRequest(
-                f"the model {body['model']!r} does not exist; this server has {self.config.model!r}",
-                "model",
-                status=404,
-                code="model_not_found",
-            )
-        asked = parse_request(body, self._tokenizer, self._limits)
+        asked = parse_request(await self._body(request), self._tokenizer, self._limits)
         if self._engine.version < 0:
             raise NotReady("no weights have arrived yet; try again")
         answer = await asyncio.wrap_future(
@@ -179,6 +171,28 @@ class InferenceServer:
             model=self.config.model,
         )
         return web.json_response({**completion, "replica_id": self.config.replica_id})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        tokens = encode(parse_text(await self._body(request)), self._tokenizer)
+        return web.json_response(
+            {"tokens": tokens, "count": len(tokens), "max_model_len": self._limits.max_prompt_tokens}
+        )
+
+    async def _body(self, request: web.Request) -> dict[str, Any]:
+        try:
+            body = await request.json()
+        except ValueError as error:
+            raise BadRequest(f"the body is not JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise BadRequest("the body must be a JSON object")
+        if body.get("model", self.config.model) != self.config.model:
+            raise BadRequest(
+                f"the model {body['model']!r} does not exist; this server has {self.config.model!r}",
+                "model",
+                status=404,
+                code="model_not_found",
+            )
+        return body
 
     def _seeds(self, asked: CompletionRequest) -> list[int]:
         rows = range(len(asked.prompts) * asked.n)

@@ -30,8 +30,8 @@ def get(server: InferenceServer, path: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def post(server: InferenceServer, body: bytes) -> tuple[int, Any]:
-    request = urllib.request.Request(f"{server.base_url}/completions", data=body, method="POST")
+def post(server: InferenceServer, body: bytes, *, url: str = "") -> tuple[int, Any]:
+    request = urllib.request.Request(url or f"{server.base_url}/completions", data=body, method="POST")
     try:
         with urllib.request.urlopen(request, timeout=10) as answer:
             return answer.status, json.load(answer)
@@ -173,6 +173,17 @@ def test_a_body_that_is_no_json_object_is_refused(server: InferenceServer) -> No
         status, answer = post(server, body)
         assert status == 400
         assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_texts_are_tokenized_as_vllm_does_it(server: InferenceServer) -> None:
+    def tokenize(body: dict[str, Any]) -> tuple[int, Any]:
+        return post(server, json.dumps(body).encode(), url=f"{server.url}/tokenize")
+
+    tokens = TOKENIZER.encode("42>")
+    assert tokenize({"model": "policy", "prompt": "42>"}) == (200, {"tokens": tokens, "count": 3, "max_model_len": 16})
+    assert tokenize({"model": "policy", "prompt": "abc"})[0] == 400
+    assert tokenize({"model": "policy", "prompt": [1]})[0] == 400
+    assert tokenize({"model": "other", "prompt": "42>"})[0] == 404
 
 
 def test_models_health_and_metrics_say_what_runs() -> None:
