@@ -15,7 +15,7 @@ from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as
 from topics.config import KafkaConfig
-from topics.errors import DeadlineExceeded
+from topics.errors import DeadlineExceeded, RecordError
 from topics.records import JournalRecord, LearnerStep
 
 _TIMEOUT_S = 30.0
@@ -131,11 +131,14 @@ class JournalTailer:
         if message.value() is None:
             return False
         now = self._progress
-        if message.topic() == self._journal:
-            counts = PartitionCounts.of(decode_as(JournalRecord, message.value()))
-            self._progress = Progress({**now.partitions, message.partition() or 0: counts}, now.consumed)
-        else:
-            # A learner that resumed writes steps again with the same totals: the highest is the newest.
-            consumed = consumed_by(decode_as(LearnerStep, message.value()))
-            self._progress = Progress(now.partitions, max(now.consumed, consumed))
+        try:
+            if message.topic() == self._journal:
+                counts = PartitionCounts.of(decode_as(JournalRecord, message.value()))
+                self._progress = Progress({**now.partitions, message.partition() or 0: counts}, now.consumed)
+            else:
+                # A learner that resumed writes steps again with the same totals: the highest is the newest.
+                consumed = consumed_by(decode_as(LearnerStep, message.value()))
+                self._progress = Progress(now.partitions, max(now.consumed, consumed))
+        except RecordError as error:
+            raise RecordError(f"{message.topic()}[{message.partition()}] offset {message.offset()}: {error}") from error
         return True

@@ -1,0 +1,178 @@
+"""The tailer finds the newest journal record behind transaction markers, and follows from there."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from confluent_kafka import Producer
+
+from producers.capacity import PartitionCounts, Progress
+from producers.journal_tailer import JournalTailer
+from tests.waiting import eventually
+from topics import clients, codec
+from topics.catalogue import topic_name
+from topics.config import KafkaConfig, TopicsConfig
+from topics.errors import RecordError, TopicError
+from topics.keys import encode_key
+from topics.provisioning import apply
+from topics.records import FateCount, JournalRecord, LearnerStep, Mark
+
+
+@pytest.fixture
+def kafka(broker: str, run_name: str) -> KafkaConfig:
+    """A broker with the topics of the test's run."""
+    config = KafkaConfig(bootstrap_servers=broker)
+    apply(config, TopicsConfig(partitions=2), run_name)
+    return config
+
+
+@pytest.fixture
+def writer(kafka: KafkaConfig, run_name: str) -> Producer:
+    """A transactional producer."""
+    producer = clients.transactional_producer(kafka, f"{run_name}.writer")
+    producer.init_transactions(30)
+    return producer
+
+
+@contextmanager
+def transaction(writer: Producer, *, commit: bool = True) -> Iterator[None]:
+    writer.begin_transaction()
+    yield
+    writer.flush(30)
+    if commit:
+        writer.commit_transaction(30)
+    else:
+        writer.abort_transaction(30)
+
+
+def journal(partition: int, position: int) -> JournalRecord:
+    return JournalRecord(
+        partition=partition,
+        sequence=0,
+        core_version=1,
+        topic_id="",
+        partitions=2,
+        begin=0,
+        position=position,
+        watermark=position,
+        watermark_stream_time_ms=0,
+        watermark_policy_version=0,
+        watermark_generation=0,
+        watermark_configuration="{}",
+        stream_time_ms=0,
+        policy_version=0,
+        generation=0,
+        batch_number=0,
+        counts=(FateCount(environment="add", fate="dropped:late", rollouts=1, tokens=0),),
+        produced=(FateCount(environment="add", fate="read", rollouts=position, tokens=0),),
+    )
+
+
+def step(number: int, trained: int, skipped: int) -> LearnerStep:
+    return LearnerStep(
+        learner="main",
+        step=number,
+        input_run="",
+        uses=(),
+        position=0,
+        policy_version=number,
+        params_digest="",
+        trained_total=trained,
+        skipped_total=skipped,
+    )
+
+
+def put_journal(writer: Producer, run: str, partition: int, position: int) -> None:
+    value = codec.encode(journal(partition, position))
+    writer.produce(topic_name(run, "journal"), value, encode_key(partition), partition)
+
+
+def put_step(writer: Producer, run: str, record: LearnerStep) -> None:
+    writer.produce(topic_name(run, "steps"), codec.encode(record), encode_key("main", record.step), 0)
+
+
+def seen(position: int) -> PartitionCounts:
+    return PartitionCounts(position=position, produced=position, finished_untrained=1)
+
+
+def test_an_empty_run_is_at_its_start(kafka: KafkaConfig, run_name: str) -> None:
+    with JournalTailer(kafka, run_name) as tailer:
+        assert tailer.progress == Progress()
+        assert tailer.progress.outstanding == 0
+        assert tailer.rollout_ends == {0: 0, 1: 0}
+
+
+def test_the_newest_records_count_at_start_and_later_ones_follow(
+    kafka: KafkaConfig, run_name: str, writer: Producer
+) -> None:
+    for position in range(1, 60):
+        with transaction(writer):
+            put_journal(writer, run_name, position % 2, position)
+    with transaction(writer):
+        for number, (trained, skipped) in enumerate([(5, 0), (9, 2)]):
+            put_step(writer, run_name, step(number + 1, trained, skipped))
+    with JournalTailer(kafka, run_name) as tailer:
+        assert tailer.progress == Progress({0: seen(58), 1: seen(59)}, consumed=11)
+        assert tailer.progress.outstanding == 58 + 59 - 2 - 11
+        with transaction(writer):
+            put_journal(writer, run_name, 0, 80)
+            put_step(writer, run_name, step(3, 20, 2))
+        expected = Progress({0: seen(80), 1: seen(59)}, consumed=22)
+        eventually(lambda: tailer.progress == expected, 20, "what was written since")
+        # A learner that resumed writes an old step again.
+        with transaction(writer):
+            put_step(writer, run_name, step(2, 9, 2))
+            put_journal(writer, run_name, 1, 90)
+        expected = Progress({0: seen(80), 1: seen(90)}, consumed=22)
+        eventually(lambda: tailer.progress == expected, 20, "the old step changes nothing")
+
+
+def test_the_last_record_is_found_behind_a_long_run_of_aborted_transactions(
+    kafka: KafkaConfig, run_name: str, writer: Producer
+) -> None:
+    with transaction(writer):
+        put_journal(writer, run_name, 0, 7)
+    for _ in range(30):
+        with transaction(writer, commit=False):
+            put_journal(writer, run_name, 0, 1000)
+    writer.begin_transaction()
+    put_journal(writer, run_name, 0, 8)
+    writer.flush(30)
+    with JournalTailer(kafka, run_name) as tailer:
+        assert tailer.progress == Progress({0: seen(7)})
+        writer.commit_transaction(30)
+        eventually(
+            lambda: tailer.progress == Progress({0: seen(8)}), 20, "the open transaction's record, once committed"
+        )
+
+
+def test_the_ends_of_rollouts_are_those_at_start(kafka: KafkaConfig, run_name: str) -> None:
+    producer = clients.producer(kafka)
+    for _ in range(3):
+        producer.produce(topic_name(run_name, "rollouts"), codec.encode(Mark(kind="drain")), b"[]", 1)
+    assert producer.flush(30) == 0
+    with JournalTailer(kafka, run_name) as tailer:
+        assert tailer.rollout_ends == {0: 0, 1: 3}
+
+
+def test_a_run_without_topics_is_named(kafka: KafkaConfig) -> None:
+    with pytest.raises(TopicError, match=r"t-none\.journal is missing"):
+        JournalTailer(kafka, "t-none")
+
+
+def test_a_record_that_is_no_journals_is_raised_where_progress_is_asked_for(
+    kafka: KafkaConfig, run_name: str, writer: Producer
+) -> None:
+    with JournalTailer(kafka, run_name) as tailer:
+        with transaction(writer):
+            writer.produce(topic_name(run_name, "journal"), b"not a record", b"0", 1)
+
+        def failure() -> RecordError | None:
+            try:
+                assert tailer.progress == Progress()
+            except RecordError as error:
+                return error
+            return None
+
+        found = eventually(failure, 20, "the record is noticed")
+        assert f"{run_name}.journal[1] offset 0: not an Avro single-object frame" in str(found)
