@@ -105,7 +105,9 @@ def _lazily(handler: str) -> Callable[[argparse.Namespace], int]:
         from topics import logs
 
         config = config_of(args)
-        logs.setup(config.log_level)
+        # A tool's output is for whoever asked; what a role does is for its log.
+        quiet = config.log_level == "info" and not getattr(args, "role", False)
+        logs.setup("warning" if quiet else config.log_level)
         module, _, function = handler.partition(":")
         call: Handler = getattr(import_module(module), function)
         return call(config, args)
@@ -133,7 +135,7 @@ def _add_topics(commands: "Commands") -> None:
 
 
 def _add_roles(commands: "Commands") -> None:
-    _add(commands, "infer", "pipeline.roles.infer:run", "serve completions from the newest policy version")
+    infer = _add(commands, "infer", "pipeline.roles.infer:run", "serve completions from the newest policy version")
     env = _add(commands, "env", "pipeline.roles.env:run", "play the environment and publish rollouts")
     env.add_argument("--ordinal", type=int, default=0, help="number of this worker, from 0 (default: %(default)s)")
     env.add_argument(
@@ -147,7 +149,9 @@ def _add_roles(commands: "Commands") -> None:
         choices=("recover",),
         help="recover: commit lost positions again from the journal, and exit",
     )
-    _add(commands, "learn", "pipeline.roles.learn:run", "train on the batches and publish policy versions")
+    learn = _add(commands, "learn", "pipeline.roles.learn:run", "train on the batches and publish policy versions")
+    for role in (infer, env, group, learn):
+        role.set_defaults(role=True)
 
 
 def _add_runs(commands: "Commands") -> None:
@@ -158,6 +162,7 @@ def _add_runs(commands: "Commands") -> None:
         "run all roles under one supervisor until interrupted or the learner finishes",
         example="rollstream run run.toml",
     )
+    run.set_defaults(role=True)
     run.add_argument("file", type=Path, nargs="?", metavar="run.toml", help="the same as --config")
     demo = _add(
         commands,

@@ -21,6 +21,7 @@ from pipeline.roles.jax_runtime import prepare_jax
 from producers.inference.batching import Generated
 from producers.inference.server import InferenceServer
 from producers.tasks import Task, create_task
+from topics import clients
 from topics.logs import event
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class FollowedPolicy:
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Serve until told to stop."""
     task = create_task(config.task)
+    clients.check_broker(config.kafka)
     with WeightsFollower(config.kafka, config.run) as follower:
         prepare_jax(config)
         # Until it listens there is nothing to drain, and a signal ends it at once.

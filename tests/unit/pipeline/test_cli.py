@@ -1,0 +1,151 @@
+"""The command line: what is wrong is one line and a code, help is immediate, a user's own files do not matter."""
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli import build_parser
+
+ROOT = Path(__file__).parents[3]
+COMMAND = Path(sys.executable).with_name("rollstream")
+NOBODY = "127.0.0.1:1"
+
+
+def start(arguments: Sequence[str], cwd: Path, **environment: str) -> subprocess.Popen[str]:
+    base = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLSTREAM", "KAFKA_"))}
+    return subprocess.Popen(
+        [str(COMMAND), *arguments],
+        cwd=cwd,
+        env={**base, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def assert_one_line(process: subprocess.Popen[str], *says: str) -> None:
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2, errors
+    assert len(errors.splitlines()) == 1, errors
+    assert errors.startswith("rollstream: ")
+    for part in says:
+        assert part in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "says"),
+    [
+        (["topics", "plan", "--set", "grouping.batch_rollout=3"], {}, ["--set", "grouping.batch_rollouts"]),
+        (["group", "--config", "bad.toml"], {}, ["bad.toml", "unknown key kafka.bootstrap", "kafka.bootstrap_servers"]),
+        (["env", "--config", "none.toml"], {}, ["none.toml cannot be read"]),
+        (["run", "bad.toml"], {}, ["bad.toml", "unknown key"]),
+        (["learn"], {"ROLLSTREAM__LEARNER__STEPS": "1"}, ["ROLLSTREAM__LEARNER__STEPS", "unknown key learner.steps"]),
+        (["demo", "--steps", "many"], {}, ["learner.max_steps expects a whole number, got 'many'"]),
+        (["demo", "--task", "dsort5"], {}, ["no task is called 'dsort5'", "dsort3"]),
+        (["topics", "plan", "-X", "no.such.key=1"], {}, ['No such configuration property: "no.such.key"']),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_exit_2(
+    arguments: list[str], environment: dict[str, str], says: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "bad.toml").write_text('[kafka]\nbootstrap = "x"\n')
+    assert_one_line(start(arguments, tmp_path, **environment), *says)
+
+
+def test_no_broker_is_one_line_and_exit_2_for_every_command(tmp_path: Path) -> None:
+    commands = (["topics", "apply"], ["topics", "describe"], ["group"], ["learn"], ["infer"], ["ledger"], ["verify"])
+    running = [start([*command, "-b", NOBODY], tmp_path) for command in commands]
+    running.append(start(["topics", "plan"], tmp_path, KAFKA_BOOTSTRAP_SERVERS="no-such-host.invalid:9092"))
+    for process in running:
+        assert_one_line(process, "no Kafka broker answers at", "rollstream broker start")
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    for arguments in (["--debug", "topics", "plan", "--set", "x=1"], ["topics", "plan", "--set", "x=1", "--debug"]):
+        process = start(arguments, tmp_path)
+        assert "Traceback" in process.communicate(timeout=60)[1]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    process = start(["--help"], tmp_path)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    assert "Traceback" not in process.communicate(timeout=60)[1]
+
+
+def test_every_command_answers_help(tmp_path: Path) -> None:
+    names = ("topics plan", "infer", "env", "group", "learn", "run", "demo", "ledger", "verify", "broker start")
+    for process in [start([*name.split(), "--help"], tmp_path) for name in names]:
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        assert "usage: rollstream" in output
+
+
+def test_a_users_own_files_of_our_names_do_not_matter(tmp_path: Path) -> None:
+    for name in ("pipeline", "topics", "consumers", "producers", "infra"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong file was imported')\n")
+    process = start(["topics", "plan", "--set", "x=1"], tmp_path)
+    assert_one_line(process, "unknown key x")
+    child = subprocess.run(
+        [sys.executable, "-P", "-m", "pipeline", "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert child.returncode == 0, child.stderr
+
+
+def cpu_seconds_of(*arguments: str) -> float:
+    """Least processor time of a fresh interpreter over some runs: what it costs whatever else this machine does."""
+
+    def spent() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    costs = []
+    for _ in range(4):
+        before = spent()
+        subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+        costs.append(spent() - before)
+    return min(costs)
+
+
+def test_help_answers_at_once() -> None:
+    assert cpu_seconds_of("-m", "pipeline", "--help") - cpu_seconds_of("-c", "pass") < 0.3
+
+
+def test_the_core_imports_for_no_more_than_three_times_numpy() -> None:
+    bare, numpy = cpu_seconds_of("-c", "pass"), cpu_seconds_of("-c", "import numpy")
+    core = cpu_seconds_of("-c", "import topics.codec, topics.clients, consumers.grouping.shell, pipeline.config")
+    assert core - bare <= 3 * (numpy - bare)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "topics.codec",
+        "topics.provisioning",
+        "consumers.grouping.shell",
+        "consumers.batch_reader",
+        "consumers.weights.follower",
+        "producers.worker",
+        "producers.inference.server",
+        "pipeline.cli",
+        "pipeline.demo",
+        "pipeline.run",
+        "pipeline.roles.env",
+        "pipeline.roles.group",
+    ],
+)
+def test_nothing_but_the_learner_and_the_models_imports_jax(module: str) -> None:
+    code = f"import sys, {module}; sys.exit(', '.join(sorted({{'jax', 'optax', 'orbax'}} & set(sys.modules))) or 0)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, f"{module} imports {found.stderr}"
+
+
+def test_flags_may_follow_any_command() -> None:
+    args = build_parser().parse_args(["demo", "--seed", "3", "--steps", "7", "-b", "h:1", "--keep"])
+    assert (vars(args)["seed="], vars(args)["learner.max_steps="], args.keep) == ("3", "7", True)
