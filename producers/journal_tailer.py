@@ -4,22 +4,24 @@ At start it reads the last record of each journal partition, not the topic; `ste
 """
 
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from producers.capacity import PartitionCounts, Progress, consumed_by
 from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as
 from topics.config import KafkaConfig
-from topics.errors import DeadlineExceeded, RecordError
+from topics.errors import BrokerUnavailable, DeadlineExceeded, RecordError
 from topics.records import JournalRecord, LearnerStep
 
 _TIMEOUT_S = 30.0
 _FIRST_LOOK_BACK = 16
+_LEADERLESS = (KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE)
 
 
 class JournalTailer:
@@ -83,7 +85,7 @@ class JournalTailer:
 
     def _follow(self, consumer: Consumer) -> None:
         self.rollout_ends = {
-            p: consumer.get_watermark_offsets(TopicPartition(self._rollouts, p), _TIMEOUT_S)[1]
+            p: _watermarks(consumer, self._rollouts, p)[1]
             for p in range(clients.partitions_of(self._kafka, self._rollouts))
         }
         positions = [self._after_last(consumer, p) for p in range(self._partitions)]
@@ -109,7 +111,7 @@ class JournalTailer:
 
         Transaction markers take offsets too, so the last record is looked for at growing distances from the end.
         """
-        low, high = consumer.get_watermark_offsets(TopicPartition(self._journal, partition), _TIMEOUT_S)
+        low, high = _watermarks(consumer, self._journal, partition)
         distance = _FIRST_LOOK_BACK
         while high > low:
             start = max(low, high - distance)
@@ -142,3 +144,18 @@ class JournalTailer:
         except RecordError as error:
             raise RecordError(f"{message.topic()}[{message.partition()}] offset {message.offset()}: {error}") from error
         return True
+
+
+def _watermarks(consumer: Consumer, topic: str, partition: int) -> tuple[int, int]:
+    """First offset and end of a partition. Tries again where a topic just created has no leader yet."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while True:
+        try:
+            low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), _TIMEOUT_S)
+            return low, high
+        except KafkaException as error:
+            if error.args[0].code() not in _LEADERLESS:
+                clients.raise_for(error.args[0], f"asking for the ends of {topic}")
+            if time.monotonic() > deadline:
+                raise BrokerUnavailable(f"{topic}[{partition}] has no end: {error.args[0].str()}") from error
+            time.sleep(0.05)
