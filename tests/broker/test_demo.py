@@ -1,0 +1,164 @@
+"""The whole loop as a stranger runs it, small: each part a process of its own, the books closed, nothing left running."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.config import load
+from tests.waiting import eventually
+
+Start = Callable[..., subprocess.Popen[str]]
+ROOT = Path(__file__).parents[2]
+REPORT_KEYS = {
+    "reward_first",
+    "reward_last",
+    "exact_first",
+    "exact_last",
+    "heldout_exact_first",
+    "heldout_exact_last",
+    "steps",
+    "rollouts",
+    "batches",
+    "seconds",
+    "ledger",
+    "verify",
+}
+LEDGER_KEYS = {
+    "balanced",
+    "produced",
+    "batched",
+    "trained",
+    "skipped",
+    "dropped",
+    "dead_lettered",
+    "control",
+    "in_flight",
+    "unread",
+}
+SMALL = (
+    "--set=learner.model.num_hidden_layers=1",
+    "--set=inference.max_rows=64",
+    "--set=worker.group_size=4",
+    "--set=grouping.batch_rollouts=8",
+    "--set=learner.rollouts_per_step=32",
+    "--set=learner.microbatch_rows=4",
+)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where JAX keeps what it compiled, for all demos of this module."""
+    return tmp_path_factory.mktemp("jax")
+
+
+@pytest.fixture
+def start(compiled: Path) -> Iterator[Start]:
+    """Starts a demo; one that a failed test left running is killed, and its processes go with it."""
+    demos = []
+
+    def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+        without = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLSTREAM", "KAFKA_"))}
+        demo = subprocess.Popen(
+            [sys.executable, "-P", "-m", "pipeline", "demo", *SMALL, *arguments],
+            env={**without, "JAX_COMPILATION_CACHE_DIR": str(compiled), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        demos.append(demo)
+        return demo
+
+    yield start
+    for demo in demos:
+        demo.kill()
+        demo.communicate()
+
+
+def test_a_small_loop_closes_its_books_and_can_be_asked_again(start: Start, tmp_path: Path, broker: str) -> None:
+    demo = start("--steps", "5", "--json", "--keep", "--data", str(tmp_path), KAFKA_BOOTSTRAP_SERVERS=broker)
+    output, progress = demo.communicate(timeout=110)
+    # Five steps teach nothing: the one promise that may not hold is the gain.
+    assert demo.returncode == 1, progress
+    report = json.loads(output)
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    assert report.keys() >= REPORT_KEYS
+    assert report["ledger"].keys() >= LEDGER_KEYS
+    assert len(report["failures"]) == 1
+    assert "exact match rose by" in report["failures"][0]
+    assert report["steps"] == 5
+    book = report["ledger"]
+    assert book["balanced"]
+    assert book["unread"] == 0
+    assert book["trained"] >= 5 * 32
+    assert book["produced"] == report["rollouts"] + book["control"] + book["dead_lettered"]
+    assert report["verify"]["batches"] == report["batches"] >= 20
+    assert report["verify"]["mismatches"] == 0
+    assert {p.name for p in Path(report["places"]["logs"]).iterdir()} == {
+        "demo.log", "learn.log", "infer.log", "group-0.log", "group-1.log", "env-0.log", "env-1.log",
+    }  # fmt: skip
+    for command, key in (("ledger", "ledger"), ("verify", "verify")):
+        again = subprocess.run(
+            [sys.executable, "-P", "-m", "pipeline", command, "--config", report["places"]["configuration"], "--json"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert again.returncode == 0, again.stderr
+        assert json.loads(again.stdout) == report[key]
+
+
+def family(process: psutil.Process) -> Iterator[psutil.Process]:
+    """The process and all its descendants; those that left its session too."""
+    yield process
+    yield from process.children(recursive=True)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_ctrl_c_at_any_moment_leaves_no_process_behind(seed: int, start: Start, tmp_path: Path) -> None:
+    demo = start("--data", str(tmp_path))
+    moment = time.monotonic() + random.Random(seed).uniform(0.5, 12.0)
+    seen: dict[int, psutil.Process] = {}
+    while time.monotonic() < moment:
+        for process in family(psutil.Process(demo.pid)):
+            seen[process.pid] = process
+        time.sleep(0.05)
+    demo.send_signal(signal.SIGINT)
+    output, errors = demo.communicate(timeout=60)
+    assert demo.returncode in (130, -signal.SIGINT), errors
+    assert "Traceback" not in errors
+    left = [p for p in seen.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert left == [], output
+    assert not [p for p in psutil.process_iter() if str(tmp_path) in " ".join(cmdline(p))]
+
+
+def test_a_killed_demo_takes_its_processes_with_it(start: Start, tmp_path: Path) -> None:
+    demo = start("--data", str(tmp_path))
+    parent = psutil.Process(demo.pid)
+    # The broker's keeper, the broker, the learner, the inference server and two groupers.
+    seen = eventually(lambda: (found := parent.children(recursive=True)) and len(found) >= 6 and found, 60, "roles")
+    demo.kill()
+    demo.communicate(timeout=30)
+    eventually(
+        lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in seen), 30, "the end of all roles"
+    )
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def test_the_example_is_what_the_demo_runs() -> None:
+    assert (ROOT / "examples" / "demo.toml").read_text() == (ROOT / "pipeline" / "demo.toml").read_text()
+    assert load(ROOT / "examples" / "demo.toml").task == "dsort3"
