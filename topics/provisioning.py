@@ -4,9 +4,11 @@
 topic with P partitions never change, since keys would move.
 """
 
+import time
 from dataclasses import dataclass, field
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
+from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
 from confluent_kafka.admin._resource import ResourceType
 from confluent_kafka.cimpl import NewTopic
@@ -80,6 +82,7 @@ def apply(kafka: KafkaConfig, config: TopicsConfig, run: str) -> list[TopicPlan]
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise TopicError(f"topic {topic} cannot be created: {error.args[0].str()}") from error
+    _await_leaders(client, {p.topic for p in plans if p.create})
     changed = [
         ConfigResource(
             ResourceType.TOPIC,
@@ -98,6 +101,17 @@ def apply(kafka: KafkaConfig, config: TopicsConfig, run: str) -> list[TopicPlan]
         except KafkaException as error:
             raise TopicError(f"settings of topic {resource.name} cannot be changed: {error.args[0].str()}") from error
     return plans
+
+
+def _await_leaders(client: AdminClient, created: set[str]) -> None:
+    """Wait until the brokers know the topics: a creation is answered by the controller, which may be ahead of them."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while created:
+        present = client.list_topics(timeout=_TIMEOUT_S).topics
+        created = {t for t in created if t not in present or any(p.leader < 0 for p in present[t].partitions.values())}
+        if created and time.monotonic() > deadline:
+            raise BrokerUnavailable(f"topics {sorted(created)} were created and have no leader after {_TIMEOUT_S:g} s")
+        time.sleep(0.02 if created else 0)
 
 
 def describe(kafka: KafkaConfig, run: str) -> list[TopicDescription]:
