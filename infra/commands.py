@@ -1,7 +1,7 @@
 """`rollstream broker start|stop|status`: a local Kafka as a daemon, found again by its data directory.
 
 Registered on the application's parser by `register`; each handler prints for people, or JSON with --json, and returns
-the exit status. `status` exits 0 where the broker answers and 1 where it does not.
+the exit status. `status` exits 0 where the broker, or every node of a cluster, answers and 1 where not.
 """
 
 import argparse
@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from infra.broker import LocalBroker
-from infra.config import PROVIDERS, BrokerConfig
+from infra.cluster import LocalCluster
+from infra.config import PROVIDERS, BrokerConfig, Layout
 from infra.providers import external
+from infra.state import read_cluster
 
 DEFAULT_PORT = 9092
 DEFAULT_DATA_DIR = BrokerConfig().data_dir
@@ -31,6 +33,13 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     start = commands.add_parser("start", parents=[common], help="start a broker and leave it running")
     start.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help="port for clients, 0 for any free one (default: %(default)s)"
+    )
+    start.add_argument(
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="nodes of a cluster, with three copies of every topic; they take the ports from --port on "
+        "(default: as many as the data has, else 1)",
     )
     start.add_argument("--provider", choices=PROVIDERS, default="auto", help="what runs it (default: %(default)s)")
     start.set_defaults(run=run_start)
@@ -52,9 +61,19 @@ def run_start(args: argparse.Namespace) -> int:
             f"KAFKA_BOOTSTRAP_SERVERS is set: using {given.bootstrap_servers}, nothing to start",
         )
         return 0
-    broker = LocalBroker.start(config=BrokerConfig(data_dir=args.data, port=args.port, provider=args.provider))
-    fields = _fields(broker)
-    text = f"Kafka is ready at {broker.bootstrap_servers} (pid {broker.pid}, data {broker.data_dir}, log {broker.log})"
+    kept = read_cluster(Layout(root=args.data))
+    nodes = args.nodes or (kept.nodes if kept else 1)
+    config = BrokerConfig(data_dir=args.data, port=args.port, provider=args.provider)
+    broker: LocalBroker | LocalCluster
+    if nodes > 1 or kept:
+        broker = LocalCluster.start(args.data, nodes, config=config)
+        fields = _cluster_fields(broker)
+        pids = ", ".join(str(node["pid"]) for node in fields["nodes"])
+        text = f"Kafka is ready at {broker.bootstrap_servers} ({nodes} nodes, pids {pids}, data {args.data})"
+    else:
+        broker = LocalBroker.start(config=config)
+        fields = _fields(broker)
+        text = f"Kafka is ready at {broker.bootstrap_servers} (pid {broker.pid}, data {args.data}, log {broker.log})"
     stop = "rollstream broker stop" + ("" if args.data == DEFAULT_DATA_DIR else f" --data {args.data}")
     hint = f"export KAFKA_BOOTSTRAP_SERVERS={broker.bootstrap_servers}   # for other commands; stop it with: {stop}"
     _print(args, fields, f"{text}\n{hint}")
@@ -62,7 +81,14 @@ def run_start(args: argparse.Namespace) -> int:
 
 
 def run_stop(args: argparse.Namespace) -> int:
-    """Stop the broker of the data directory; none running is no error."""
+    """Stop the broker, or all nodes, of the data directory; none running is no error."""
+    cluster = LocalCluster.find(args.data)
+    if cluster is not None:
+        pids = [node.pid for node in cluster.nodes if node is not None]
+        cluster.stop()
+        text = f"stopped {cluster.bootstrap_servers} (pids {', '.join(map(str, pids))}); the data stays in {args.data}"
+        _print(args, {"state": "stopped", "data": str(args.data), "pids": pids}, text)
+        return 0
     broker = LocalBroker.find(args.data)
     if broker is None:
         _print(args, {"state": "stopped", "data": str(args.data)}, f"no broker runs on {args.data}")
@@ -77,7 +103,17 @@ def run_stop(args: argparse.Namespace) -> int:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    """Say whether the broker of the data directory runs and answers."""
+    """Say whether the broker of the data directory, or each of its nodes, runs and answers."""
+    cluster = LocalCluster.find(args.data)
+    if cluster is not None:
+        fields = _cluster_fields(cluster)
+        lines = [
+            f"node {node['node']} {node['bootstrap_servers']} {node['state']}"
+            + (f" (pid {node['pid']}, log {node['log']})" if node["pid"] else "")
+            for node in fields["nodes"]
+        ]
+        _print(args, fields, "\n".join([f"{cluster.bootstrap_servers} {fields['state']} (data {args.data})", *lines]))
+        return 0 if fields["state"] == "running" else 1
     broker = LocalBroker.find(args.data)
     if broker is None:
         _print(args, {"state": "stopped", "data": str(args.data)}, f"no broker runs on {args.data}")
@@ -98,6 +134,29 @@ def _fields(broker: LocalBroker) -> dict[str, Any]:
         "provider": broker.provider,
         "data": os.fspath(broker.data_dir),
         "log": os.fspath(broker.log),
+    }
+
+
+def _cluster_fields(cluster: LocalCluster) -> dict[str, Any]:
+    """running: every node answers; degraded: some do; silent: none does."""
+    answering = cluster.answers()
+    nodes = []
+    for index, (node, address) in enumerate(zip(cluster.nodes, cluster.bootstrap_servers.split(","), strict=True)):
+        runs = node is not None and node.running
+        nodes.append(
+            {
+                "node": index + 1,
+                "state": "running" if index in answering else "silent" if runs else "stopped",
+                "bootstrap_servers": address,
+                "pid": node.pid if node and runs else None,
+                "log": os.fspath(node.log) if node else None,
+            }
+        )
+    return {
+        "state": "running" if len(answering) == len(nodes) else "degraded" if answering else "silent",
+        "bootstrap_servers": cluster.bootstrap_servers,
+        "data": os.fspath(cluster.data_dir),
+        "nodes": nodes,
     }
 
 

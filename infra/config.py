@@ -19,8 +19,20 @@ RESERVED_KEYS = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClusterNode:
+    """A node's place in a cluster of several."""
+
+    node_id: int
+    """From 1 up; node i votes at controller_ports[i - 1]."""
+    cluster_id: str
+    """16 bytes in URL-safe base64, the same for every node."""
+    controller_ports: tuple[int, ...]
+    """Ports of the quorum's voters: every node of the cluster is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BrokerConfig:
-    """A broker for one machine: KRaft combined mode, one node, small heap."""
+    """A broker for one machine: KRaft combined mode, one node or one of a cluster's, small heap."""
 
     data_dir: Path = Path(".rollstream/broker")
     """Holds everything of the broker: log segments, settings, its own log, the state file."""
@@ -40,6 +52,8 @@ class BrokerConfig:
     """How long it may take to stop after SIGTERM; then it is killed."""
     properties: Mapping[str, str] = field(default_factory=dict)
     """Kafka's own keys, untouched, over those rendered here."""
+    node: ClusterNode | None = None
+    """Which node of a cluster it is; None for a broker on its own. Set by infra.cluster."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -92,6 +106,11 @@ class Layout:
         return self.root / "broker.json"
 
     @property
+    def cluster(self) -> Path:
+        """Where the nodes of a cluster lie beside it, each with a layout of its own."""
+        return self.root / "cluster.json"
+
+    @property
     def formatted(self) -> bool:
         return (self.data / "meta.properties").exists()
 
@@ -99,31 +118,41 @@ class Layout:
 def server_properties(
     config: BrokerConfig, *, port: int, controller_port: int, log_dir: str, bind: str | None = None
 ) -> dict[str, str]:
-    """The complete properties of a single node. `bind`: the address to listen on where it is not the advertised one."""
+    """The complete properties of a node. `bind`: the address to listen on where it is not the advertised one."""
     bind = bind or config.host
+    node = config.node or ClusterNode(node_id=NODE_ID, cluster_id="", controller_ports=(controller_port,))
+    voters = (f"{number}@127.0.0.1:{voter}" for number, voter in enumerate(node.controller_ports, start=1))
     return {
-        "node.id": str(NODE_ID),
+        "node.id": str(node.node_id),
         "process.roles": "broker,controller",
         "listeners": f"PLAINTEXT://{bind}:{port},CONTROLLER://127.0.0.1:{controller_port}",
         "advertised.listeners": f"PLAINTEXT://{config.host}:{port}",
         "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
         "inter.broker.listener.name": "PLAINTEXT",
         "controller.listener.names": "CONTROLLER",
-        "controller.quorum.voters": f"{NODE_ID}@127.0.0.1:{controller_port}",
+        "controller.quorum.voters": ",".join(voters),
         "log.dirs": log_dir,
-        **SINGLE_NODE,
+        **_replication(len(node.controller_ports)),
+        **COMMON,
         **config.properties,
     }
 
 
-SINGLE_NODE: Mapping[str, str] = {
-    # One node holds the only replica of everything.
-    "default.replication.factor": "1",
-    "offsets.topic.replication.factor": "1",
-    "transaction.state.log.replication.factor": "1",
-    "transaction.state.log.min.isr": "1",
-    "share.coordinator.state.topic.replication.factor": "1",
-    "share.coordinator.state.topic.min.isr": "1",
+def _replication(nodes: int) -> dict[str, str]:
+    """Three copies of everything, two of them in step, or as many as there are nodes."""
+    copies, in_step = str(min(3, nodes)), str(max(1, min(3, nodes) - 1))
+    return {
+        "default.replication.factor": copies,
+        "min.insync.replicas": in_step,
+        "offsets.topic.replication.factor": copies,
+        "transaction.state.log.replication.factor": copies,
+        "transaction.state.log.min.isr": in_step,
+        "share.coordinator.state.topic.replication.factor": copies,
+        "share.coordinator.state.topic.min.isr": in_step,
+    }
+
+
+COMMON: Mapping[str, str] = {
     # Few internal partitions: created in a moment at first use, loaded in a moment after a restart.
     "num.partitions": "1",
     "offsets.topic.num.partitions": "8",

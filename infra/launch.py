@@ -48,10 +48,15 @@ def prepare(
 
 
 def cluster_id(layout: Layout) -> str:
-    """The id in formatted storage, else a new one: 16 bytes in URL-safe base64, not starting with a dash."""
+    """The id in formatted storage, else a new one."""
     if layout.formatted:
         written = (layout.data / "meta.properties").read_text().splitlines()
         return next(line.removeprefix("cluster.id=") for line in written if line.startswith("cluster.id="))
+    return new_cluster_id()
+
+
+def new_cluster_id() -> str:
+    """16 random bytes in URL-safe base64, not starting with a dash."""
     while True:
         name = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
         if not name.startswith("-"):
@@ -79,7 +84,8 @@ def _java(kafka: JavaKafka, config: BrokerConfig, layout: Layout, *, port: int, 
     ]
     settings = str(layout.properties.resolve())
     if not layout.formatted:
-        formatting = [*java, "kafka.tools.StorageTool", "format", "-t", cluster_id(layout), "-c", settings]
+        name = config.node.cluster_id if config.node else cluster_id(layout)
+        formatting = [*java, "kafka.tools.StorageTool", "format", "-t", name, "-c", settings]
         _format(formatting, layout.log)
     return Launch((*java, "kafka.Kafka", settings))
 

@@ -3,6 +3,7 @@
 Between the look and the broker's bind another may take it; who starts brokers tries again.
 """
 
+import contextlib
 import socket
 
 from infra.config import BrokerConfig, Layout
@@ -12,14 +13,15 @@ from topics.errors import BrokerUnavailable
 def choose_port(config: BrokerConfig, layout: Layout) -> int:
     """The port to use: the configured one, or the one this data had before, or any free one."""
     if config.port:
-        if not _is_free(config.host, config.port):
+        if not is_free(config.host, config.port):
             raise port_in_use(config.host, config.port)
         return config.port
-    before = _port_before(layout)
-    return before if before and _is_free(config.host, before) else free_port(config.host)
+    before = port_before(layout)
+    return before if before and is_free(config.host, before) else free_port(config.host)
 
 
-def _port_before(layout: Layout) -> int | None:
+def port_before(layout: Layout) -> int | None:
+    """The port this data was served on last; None for new data."""
     if not layout.properties.exists():
         return None
     for line in layout.properties.read_text().splitlines():
@@ -28,7 +30,7 @@ def _port_before(layout: Layout) -> int | None:
     return None
 
 
-def _is_free(host: str, port: int) -> bool:
+def is_free(host: str, port: int) -> bool:
     with socket.socket() as trial:
         # As the broker binds: what lingers in TIME_WAIT is free, what listens is not.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -40,10 +42,16 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def free_port(host: str) -> int:
-    with socket.socket() as trial:
-        trial.bind((host, 0))
-        port: int = trial.getsockname()[1]
-    return port
+    return free_ports(host, 1)[0]
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Different free ports: all are held before any is let go."""
+    with contextlib.ExitStack() as held:
+        trials = [held.enter_context(socket.socket()) for _ in range(count)]
+        for trial in trials:
+            trial.bind((host, 0))
+        return [trial.getsockname()[1] for trial in trials]
 
 
 def port_in_use(host: str, port: int) -> BrokerUnavailable:

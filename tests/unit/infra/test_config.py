@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.config import BrokerConfig, image_environment, render_properties, server_properties
+from infra.config import BrokerConfig, ClusterNode, image_environment, render_properties, server_properties
 from topics.errors import ConfigurationError
 
 
@@ -32,6 +32,19 @@ def properties(config: BrokerConfig | None = None) -> dict[str, str]:
 )
 def test_a_single_node_has_the_settings_a_run_depends_on(key: str, value: str) -> None:
     assert properties()[key] == value
+
+
+@pytest.mark.parametrize(("nodes", "copies", "in_step"), [(2, "2", "1"), (3, "3", "2"), (5, "3", "2")])
+def test_a_node_of_a_cluster_keeps_three_copies_and_votes_with_the_others(
+    nodes: int, copies: str, in_step: str
+) -> None:
+    ports = tuple(range(5001, 5001 + nodes))
+    given = properties(BrokerConfig(node=ClusterNode(node_id=2, cluster_id="c", controller_ports=ports)))
+    assert given["node.id"] == "2"
+    assert given["controller.quorum.voters"].split(",")[:2] == ["1@127.0.0.1:5001", "2@127.0.0.1:5002"]
+    for topic in ("offsets.topic", "transaction.state.log", "share.coordinator.state.topic", "default"):
+        assert given[f"{topic}.replication.factor"] == copies
+    assert given["min.insync.replicas"] == given["transaction.state.log.min.isr"] == in_step
 
 
 def test_kafkas_own_keys_pass_through_and_win() -> None:
