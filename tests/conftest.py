@@ -17,6 +17,8 @@ MARKED_BY_LOCATION = ("unit", "broker", "faults", "browser", "bench")
 # On CI the same examples every time; at a developer's desk new ones, with the blob that repeats a failure.
 hypothesis.settings.register_profile("desk", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
+# For an evening: HYPOTHESIS_PROFILE=long pytest --timeout=0 tests/unit/consumers/grouping/test_fold_properties.py
+hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max_examples=5000)
 HYPOTHESIS_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "desk")
 hypothesis.settings.load_profile(HYPOTHESIS_PROFILE)
 

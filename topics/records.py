@@ -271,6 +271,7 @@ class JournalRecord:
     policy_version: int
     generation: int
     batch_number: int
+    remembered_since_ms: int = -1
     admitted: Int64 = field(default_factory=lambda: NO_OFFSETS)
     finished: tuple[FinishedOffsets, ...] = ()
     drops: tuple[Drop, ...] = ()

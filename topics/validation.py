@@ -9,6 +9,9 @@ import numpy as np
 
 from topics.records import GroupCancelled, Rollout
 
+NAME_LIMIT = 512
+"""Most characters of a uid, an environment and the like: names are repeated in batches, drops and counts."""
+
 LOGPROB_TOLERANCE = 1e-3
 """Largest positive log-probability put down to rounding (float16 servers reach 5e-4)."""
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from consumers.grouping.batch_maker import group_bytes, row_bytes
 from consumers.grouping.groups import Group, Member
 from topics.examples import RLExample, batch_digest
 from topics.records import BatchGroup, TrainingBatch
@@ -30,6 +31,14 @@ def example(member: Member, advantage: float) -> RLExample:
         segment_ids=np.ones(len(rollout.tokens), "<i4"),
         source=member.source,
         reference_log_probs=None if reference is None else reference.array().astype("<f4"),
+    )
+
+
+def batch_bytes(group: Group) -> int:
+    """Most bytes a sealed group takes in a batch, as makers count them."""
+    key = group.key
+    return group_bytes(key.environment, key.example_id, key.group_id) + sum(
+        row_bytes(len(m.rollout.tokens), uid, REFERENCE in m.rollout.token_arrays) for uid, m in group.members.items()
     )
 
 

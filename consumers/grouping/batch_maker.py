@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from topics.errors import ConfigurationError
 from topics.examples import RLExample, Source
@@ -82,14 +82,28 @@ class BatchMaker(ABC):
         """Rollouts held: added, and neither delivered nor discarded."""
 
     def take_discarded(self) -> list[tuple[Source, str]]:
-        """Rollouts the maker itself threw away since the last call, each with a reason."""
+        """Rollouts the maker itself threw away since the last call, each with a reason (a drop reason, or its own)."""
         return []
 
 
-def example_bytes(example: RLExample) -> int:
-    """Bytes an example takes in a batch, uid and per-row arrays included."""
-    reference = 4 if example.reference_log_probs is not None else 0
-    return len(example.tokens) * (13 + reference) + 64 + 2 * len(example.source.uid)
+def row_bytes(tokens: int, uid: str, reference: bool) -> int:
+    """Most bytes a rollout takes in an encoded batch: 13 a token, 17 with reference log-probabilities, and its row."""
+    return tokens * (17 if reference else 13) + 64 + len(uid.encode())
+
+
+def group_bytes(environment: str, example_id: str, group_id: str) -> int:
+    """Most bytes a group takes in an encoded batch besides its rows."""
+    return 64 + len(environment.encode()) + len(example_id.encode()) + len(group_id.encode())
+
+
+class _Waiting(NamedTuple):
+    group: SealedGroup
+    examples: list[RLExample]
+
+    @property
+    def size_bytes(self) -> int:
+        rows = (row_bytes(len(e.tokens), e.source.uid, e.reference_log_probs is not None) for e in self.examples)
+        return group_bytes(self.group.environment, self.group.example_id, self.group.group_id) + sum(rows)
 
 
 class FifoBatchMaker(BatchMaker):
@@ -97,33 +111,29 @@ class FifoBatchMaker(BatchMaker):
 
     def __init__(self, context: MakerContext) -> None:
         super().__init__(context)
-        self._groups: deque[list[RLExample]] = deque()
-        self._bytes: deque[int] = deque()
-        self._last: SealedGroup | None = None
+        self._waiting: deque[_Waiting] = deque()
         self._held = 0
         self._held_bytes = 0
 
     def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
-        if group is not self._last:
-            self._last = group
-            self._groups.append([])
-            self._bytes.append(0)
-        size_bytes = example_bytes(example)
-        self._groups[-1].append(example)
-        self._bytes[-1] += size_bytes
+        if not self._waiting or self._waiting[-1].group is not group:
+            self._waiting.append(_Waiting(group, []))
+            self._held_bytes += self._waiting[-1].size_bytes
+        self._waiting[-1].examples.append(example)
         self._held += 1
-        self._held_bytes += size_bytes
+        self._held_bytes += row_bytes(len(example.tokens), example.source.uid, example.reference_log_probs is not None)
 
     def create_batch(self, batch_size: int) -> list[RLExample] | None:
         if not self._held or (self._held < batch_size and self._held_bytes < self.context.batch_bytes):
             return None
         batch: list[RLExample] = []
         size_bytes = 0
-        while self._groups and len(batch) < batch_size:
-            if batch and size_bytes + self._bytes[0] > self.context.batch_bytes:
+        while self._waiting and len(batch) < batch_size:
+            more_bytes = self._waiting[0].size_bytes
+            if batch and size_bytes + more_bytes > self.context.batch_bytes:
                 break
-            size_bytes += self._bytes.popleft()
-            batch += self._groups.popleft()
+            size_bytes += more_bytes
+            batch += self._waiting.popleft().examples
         self._held -= len(batch)
         self._held_bytes -= size_bytes
         return batch
@@ -133,12 +143,10 @@ class FifoBatchMaker(BatchMaker):
 
     def discard(self, sources: Iterable[Source]) -> None:
         gone = set(sources)
-        kept = [[e for e in group if e.source not in gone] for group in self._groups]
-        self._groups = deque(group for group in kept if group)
-        self._bytes = deque(sum(map(example_bytes, group)) for group in self._groups)
-        self._held = sum(map(len, self._groups))
-        self._held_bytes = sum(self._bytes)
-        self._last = None
+        kept = ((w.group, [e for e in w.examples if e.source not in gone]) for w in self._waiting)
+        self._waiting = deque(_Waiting(group, examples) for group, examples in kept if examples)
+        self._held = sum(len(w.examples) for w in self._waiting)
+        self._held_bytes = sum(w.size_bytes for w in self._waiting)
 
     @property
     def held(self) -> int:

@@ -5,15 +5,33 @@ A fold never reads a file: its configuration arrives with generation 0 and with 
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, get_type_hints
 
 from topics.errors import ConfigurationError
+
+_LEAST = {"generation": 0, "batch_rollouts": 1, "batch_bytes": 1, "min_group_size": 0, "capacity_bytes": 1}
+_LONGEST_S = 1e9
+
+
+def milliseconds(seconds: float) -> int:
+    """Stream time of a setting: whole milliseconds, at least one where it is above 0."""
+    return max(1, round(seconds * 1000)) if seconds > 0 else 0
+
+
+@cache
+def _types() -> dict[str, Any]:
+    return get_type_hints(GroupingConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupingConfig:
-    """What decides the batches. Changing it for a running run needs a higher `generation`."""
+    """What decides the batches. Changing it for a running run needs a higher `generation`.
+
+    Limits apply to groups as they are found; deadlines set before a change stay as they were.
+    """
 
     generation: int = 0
     """Counts configurations of a run; a configuration whose generation is not higher than the current is ignored."""
@@ -53,16 +71,29 @@ class GroupingConfig:
     """Workers whose groups are dropped."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_rollouts", "batch_bytes", "capacity_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"grouping.{name} is {getattr(self, name)}; it must be at least 1")
+        for name, kind in _types().items():
+            value = getattr(self, name)
+            if kind is float and type(value) is int:
+                object.__setattr__(self, name, float(value))
+            elif kind == tuple[str, ...]:
+                if type(value) is not tuple or not all(type(item) is str for item in value):
+                    raise ConfigurationError(f"grouping.{name} is {value!r}; it must be a list of strings")
+            elif type(value) is not kind:
+                raise ConfigurationError(f"grouping.{name} is {value!r}; it must be of type {kind.__name__}")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigurationError(f"grouping.{name} is {getattr(self, name)}; it must be at least {least}")
         for name in ("max_batch_age_s", "group_deadline_s", "future_deadline_s", "horizon_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigurationError(f"grouping.{name} is {getattr(self, name)}; it must be above 0 seconds")
+            if not 0 < getattr(self, name) <= _LONGEST_S:
+                raise ConfigurationError(
+                    f"grouping.{name} is {getattr(self, name)}; it must be above 0 seconds, and at most {_LONGEST_S:g}"
+                )
+        if not math.isfinite(self.max_age_s):
+            raise ConfigurationError(f"grouping.max_age_s is {self.max_age_s}; no limit is a negative number")
 
     def to_json(self) -> str:
         """The whole configuration, as it is written to the log."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return _to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> "GroupingConfig":
@@ -70,12 +101,19 @@ class GroupingConfig:
         try:
             values: dict[str, Any] = json.loads(text)
             for name in ("exclude_environments", "exclude_workers"):
-                values[name] = tuple(values.get(name, ()))
+                if isinstance(values.get(name, []), list):
+                    values[name] = tuple(values.get(name, ()))
             return cls(**values)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigurationError(
                 f"the log holds a grouping configuration this version cannot read: {error}"
             ) from error
+
+
+@lru_cache(maxsize=64)
+def _to_json(config: GroupingConfig) -> str:
+    # Asked at every commit of every task, for the same few configurations.
+    return json.dumps(dataclasses.asdict(config), sort_keys=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
 """A group while it is collected: its members, cancellations and the count that says it is complete.
 
-Counts episodes, not rollouts: the branches of one episode complete together.
+Counts episodes, not rollouts: the branches of one episode complete together, and are cancelled together.
 """
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 from topics.examples import Source
@@ -23,6 +24,19 @@ class GroupKey(NamedTuple):
         return f"{self.environment}/{self.example_id}@{self.policy_version}{suffix}"
 
 
+class Stage(Enum):
+    """How far a group has come."""
+
+    OPEN = 0
+    """It collects members."""
+    WAITING = 1
+    """It is sealed, of a version ahead of the policy clock."""
+    OFFERED = 2
+    """It is sealed, and with the batch maker."""
+    OVER = 3
+    """Every one of its records has its fate."""
+
+
 class Member(NamedTuple):
     """A rollout that joined a group."""
 
@@ -33,6 +47,20 @@ class Member(NamedTuple):
     """Stream time when it was read."""
 
 
+def episode_of(rollout: Rollout) -> str:
+    """The episode a rollout counts for: itself, unless it is one of several branches."""
+    return rollout.episode_uid if rollout.branches > 1 else rollout.uid
+
+
+class _Episode(NamedTuple):
+    branches: int
+    come: set[int]
+
+    @property
+    def complete(self) -> bool:
+        return len(self.come) == self.branches
+
+
 @dataclass(eq=False, slots=True)
 class Group:
     """One group from its first record to its end."""
@@ -41,26 +69,31 @@ class Group:
     opened_offset: int
     opened_ms: int
     declared_size: int
+    stage: Stage = Stage.OPEN
     members: dict[str, Member] = field(default_factory=dict)
     """By uid, in order of arrival."""
-    cancelled_uids: set[str] = field(default_factory=set)
+    cancelled: set[str] = field(default_factory=set)
+    """Episodes cancelled, whether they had come or not."""
     cancelled_members: list[Member] = field(default_factory=list)
     """Members that had arrived when they were cancelled; they finish with the group."""
     control_offsets: list[int] = field(default_factory=list)
     """Cancellations that joined the group; they finish with it."""
     size_bytes: int = 0
+    """Bytes of the records it holds, cancelled ones too."""
+    batch_bytes: int = 0
+    """Bytes it takes in a batch; known once it is sealed."""
     sealed_ms: int = -1
     fates: dict[int, str] = field(default_factory=dict)
     """Offsets already decided in a group that is not over: delivered to a batch, or thrown away by the maker."""
     advantages: tuple[float, ...] = ()
     complete_episodes: int = 0
-    _missing: dict[str, int] = field(default_factory=dict)
-    """Episodes begun, and how many of their branches have not come."""
+    _episodes: dict[str, "_Episode"] = field(default_factory=dict)
+    """Episodes begun."""
 
     @property
     def expected(self) -> int:
         """Episodes still declared: the size less what was cancelled."""
-        return self.declared_size - len(self.cancelled_uids)
+        return self.declared_size - len(self.cancelled)
 
     @property
     def complete(self) -> bool:
@@ -71,23 +104,48 @@ class Group:
         """Lowest policy version that sampled any token of any member."""
         return min((m.rollout.lowest_version for m in self.members.values()), default=self.key.policy_version)
 
+    def refusal(self, rollout: Rollout) -> tuple[str, str] | None:
+        """Why a rollout cannot join, as drop reason and detail; None when it can."""
+        episode = episode_of(rollout)
+        if rollout.uid in self.members:
+            return "duplicate_uid", f"uid {rollout.uid} is in group {self.key}"
+        if episode in self.cancelled or rollout.uid in self.cancelled:
+            return "cancelled", f"uid {rollout.uid} was cancelled before it came"
+        if rollout.group_size != self.declared_size:
+            return "invalid", f"group_size {rollout.group_size}, where group {self.key} declared {self.declared_size}"
+        begun = self._episodes.get(episode)
+        if begun and (rollout.branches != begun.branches or rollout.branch in begun.come):
+            return (
+                "invalid",
+                f"branch {rollout.branch} of {rollout.branches} of episode {episode} does not fit the others",
+            )
+        return None
+
     def add(self, member: Member) -> None:
-        """Take a member whose uid is new to the group."""
+        """Take a member that is not refused."""
         rollout = member.rollout
         self.members[rollout.uid] = member
         self.size_bytes += member.size_bytes
-        episode = rollout.episode_uid or rollout.uid
-        missing = self._missing.get(episode, rollout.branches) - 1
-        self._missing[episode] = missing
-        self.complete_episodes += missing == 0
+        episode = self._episodes.setdefault(episode_of(rollout), _Episode(rollout.branches, set()))
+        episode.come.add(rollout.branch)
+        self.complete_episodes += episode.complete
 
     def cancel(self, uids: tuple[str, ...]) -> bool:
-        """Take uids out of the group; False when all of them were out already."""
-        new = [uid for uid in dict.fromkeys(uids) if uid not in self.cancelled_uids]
-        for uid in new:
-            self.cancelled_uids.add(uid)
-            member = self.members.pop(uid, None)
-            if member is not None:
-                self.cancelled_members.append(member)
-                self.complete_episodes -= self._missing.pop(member.rollout.episode_uid or uid, 1) == 0
-        return bool(new)
+        """Take the episodes of these rollouts out of the group; False when all of them were out already.
+
+        A uid that has not come counts as an episode of its own, be it that of a rollout or of an episode.
+        """
+        before = len(self.cancelled)
+        for uid in uids:
+            member = self.members.get(uid)
+            episode = uid if member is None else episode_of(member.rollout)
+            if episode in self.cancelled or any(uid == m.rollout.uid for m in self.cancelled_members):
+                continue
+            self.cancelled.add(episode)
+            if episode in self._episodes:
+                self.complete_episodes -= self._episodes.pop(episode).complete
+                gone = [m for m in self.members.values() if episode_of(m.rollout) == episode]
+                self.cancelled_members += gone
+                for other in gone:
+                    del self.members[other.rollout.uid]
+        return len(self.cancelled) > before

@@ -1,6 +1,7 @@
 """What a fold remembers of groups that are over: for `late` and `superseded_version`, limited to a horizon.
 
-Every entry keeps its own time, so the memory can be rebuilt from the journal and forgets alike in the running fold.
+Every entry keeps its own time, and the time before which everything is forgotten never goes back, so the memory can be
+rebuilt from the journal's finished groups and that one number.
 """
 
 import heapq
@@ -10,10 +11,10 @@ from consumers.grouping.groups import GroupKey
 
 
 class Memory:
-    """Finished groups, and versions sealed per example, of the last `horizon_ms` of stream time."""
+    """Finished groups, and versions sealed per example, since `since_ms` of stream time."""
 
-    def __init__(self, horizon_ms: int) -> None:
-        self.horizon_ms = horizon_ms
+    def __init__(self, since_ms: int) -> None:
+        self.since_ms = since_ms
         self._finished: deque[tuple[int, GroupKey]] = deque()
         self._counts: Counter[GroupKey] = Counter()
         self._sealed: list[tuple[int, str, str, int]] = []
@@ -29,14 +30,15 @@ class Memory:
         heapq.heappush(self._sealed, (time_ms, key.environment, key.example_id, key.policy_version))
         self._versions.setdefault(key[:2], Counter())[key.policy_version] += 1
 
-    def forget(self, now_ms: int) -> None:
-        """Drop entries older than the horizon."""
-        while self._finished and self._finished[0][0] < now_ms - self.horizon_ms:
+    def forget(self, before_ms: int) -> None:
+        """Forget what is older than `before_ms`, for good: a longer horizon later does not bring it back."""
+        self.since_ms = max(self.since_ms, before_ms)
+        while self._finished and self._finished[0][0] < self.since_ms:
             _time, key = self._finished.popleft()
             self._counts[key] -= 1
             if not self._counts[key]:
                 del self._counts[key]
-        while self._sealed and self._sealed[0][0] < now_ms - self.horizon_ms:
+        while self._sealed and self._sealed[0][0] < self.since_ms:
             _time, environment, example_id, version = heapq.heappop(self._sealed)
             versions = self._versions[environment, example_id]
             versions[version] -= 1

@@ -31,6 +31,8 @@ class TaskState:
     stream_time_ms: int
     policy_version: int
     generation: int
+    remembered_since_ms: int
+    """Groups that finished before this stream time are forgotten."""
     batch_number: int
     sequence: int
     """Sequence of the next journal record."""
@@ -88,6 +90,7 @@ def initial(partition: int, partitions: int, topic_id: str, config: GroupingConf
         stream_time_ms=-1,
         policy_version=-1,
         generation=config.generation,
+        remembered_since_ms=-1,
         batch_number=0,
         snapshot=True,
     )
@@ -131,6 +134,7 @@ def restore(journal: Iterable[JournalRecord]) -> TaskState:
         stream_time_ms=last.stream_time_ms,
         policy_version=last.policy_version,
         generation=last.generation,
+        remembered_since_ms=last.remembered_since_ms,
         batch_number=last.batch_number,
         sequence=last.sequence + 1,
         unfinished=frozenset(unfinished),

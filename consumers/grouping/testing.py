@@ -65,7 +65,7 @@ class GroupingTestDriver:
         first = replace(first, policy_version=policy_version, watermark_policy_version=policy_version)
         self._makers = {**MAKERS, **(makers or {})}
         self._log: list[Record] = []
-        self._journal: list[bytes] = [encode(first)]
+        self._journal = [first]
         self._batches: list[TrainingBatch] = []
         self._dead_letters: list[DeadLetter] = []
         self._read = 0
@@ -113,7 +113,7 @@ class GroupingTestDriver:
     def commit(self, *, snapshot: bool = False) -> JournalRecord:
         """End a transaction: what happened since the last one becomes visible and survives a crash."""
         output = self.fold.take(snapshot=snapshot)
-        self._journal.append(encode(output.journal))
+        self._journal.append(decode_as(JournalRecord, encode(output.journal)))
         self._batches += [decode_as(TrainingBatch, encode(batch)) for batch in output.batches]
         self._dead_letters += output.dead_letters
         return output.journal
@@ -132,8 +132,8 @@ class GroupingTestDriver:
 
     def _journal_needed(self) -> list[JournalRecord]:
         """The least of the journal that restores: from the newest snapshot, or the oldest group still remembered."""
-        records = [decode_as(JournalRecord, value) for value in self._journal]
-        since = records[-1].stream_time_ms - int(self.fold.config.horizon_s * 1000)
+        records = self._journal
+        since = records[-1].remembered_since_ms
         snapshot = max(i for i, record in enumerate(records) if record.snapshot)
         remembered = (i for i, r in enumerate(records) if any(g.finished_ms >= since for g in r.finished_groups))
         return records[min(snapshot, next(remembered, snapshot)) :]
@@ -161,7 +161,7 @@ class GroupingTestDriver:
     def journal(self) -> list[JournalRecord]:
         """The journal from generation 0 on."""
         self._settle()
-        return [decode_as(JournalRecord, value) for value in self._journal]
+        return list(self._journal)
 
     @property
     def drops(self) -> list[Drop]:

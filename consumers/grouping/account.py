@@ -1,0 +1,200 @@
+"""The account of one fold: which offsets are unfinished, what became of the others, and the record that says so.
+
+Every offset read is entered once, as unfinished or with its fate, and an unfinished one gets its fate once.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from consumers.grouping.changes import (
+    BATCHED,
+    CONTROL,
+    CORE_VERSION,
+    DEAD_LETTERED,
+    DROPPED,
+    Changes,
+    DeadLetter,
+    Output,
+    Record,
+)
+from consumers.grouping.groups import Group
+from consumers.grouping.judging import Clocks, Verdict
+from consumers.grouping.runs import to_runs
+from consumers.grouping.state import TaskState
+from topics.records import (
+    Drop,
+    FateCount,
+    FinishedGroup,
+    FinishedOffsets,
+    GroupCancelled,
+    JournalRecord,
+    Rollout,
+    TrainingBatch,
+)
+from topics.validation import NAME_LIMIT
+
+_DETAIL_LIMIT = 300
+
+
+def clip(text: str, limit: int) -> str:
+    """The text, cut to `limit` characters: what a record says of itself must not outgrow the journal."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+class Account:
+    """Offsets, counts and the changes since the last commit."""
+
+    def __init__(self, state: TaskState) -> None:
+        self._partition = state.partition
+        self._partitions = state.partitions
+        self._topic_id = state.topic_id
+        self._sequence = state.sequence
+        self._counts = dict(state.counts)
+        self._produced = dict(state.produced)
+        self._unfinished: dict[int, Clocks] = {}
+        self._order: deque[int] = deque()
+        self.changes = Changes(begin=state.position)
+
+    def __len__(self) -> int:
+        return len(self._unfinished)
+
+    def __contains__(self, offset: int) -> bool:
+        return offset in self._unfinished
+
+    def resume(self, position: int) -> None:
+        """Forget what re-reading noted as changes: it was committed long ago."""
+        self.changes = Changes(begin=position)
+
+    # ------------------------------------------------------------------ entries
+
+    def read(self, environment: str, tokens: int) -> None:
+        """A record that was meant as a rollout was read for the first time."""
+        environment = clip(environment, NAME_LIMIT)
+        rollouts, total = self._produced.get(environment, (0, 0))
+        self._produced[environment] = (rollouts + 1, total + tokens)
+
+    def admit(self, offset: int, before: Clocks) -> None:
+        """An offset opened or joined a group; `before` are the clocks as they were before it was read."""
+        self._unfinished[offset] = before
+        self._order.append(offset)
+        self.changes.admitted.append(offset)
+
+    def control(self, offset: int, environment: str = "") -> None:
+        """An offset has done what it was for."""
+        self._finish(offset, CONTROL, environment, 0)
+
+    def dead_letter(self, record: Record, error: str) -> None:
+        """A record means nothing."""
+        self.changes.dead_letters.append(DeadLetter(record, clip(error, _DETAIL_LIMIT)))
+        self._finish(record.offset, DEAD_LETTERED, "", 0)
+
+    def drop(self, offset: int, verdict: Verdict, value: object = None, age_ms: int = 0) -> None:
+        """An offset leaves with a reason; `value` is what it held, where it could be decoded."""
+        if isinstance(value, Rollout):
+            drop = Drop(
+                offset=offset,
+                reason=verdict.reason,
+                detail=clip(verdict.detail, _DETAIL_LIMIT),
+                uid=clip(value.uid, NAME_LIMIT),
+                environment=clip(value.environment, NAME_LIMIT),
+                policy_version=value.policy_version,
+                lowest_version=value.lowest_version,
+                age_ms=age_ms,
+                tokens=len(value.tokens),
+            )
+        else:
+            environment = clip(value.environment, NAME_LIMIT) if isinstance(value, GroupCancelled) else ""
+            detail = clip(verdict.detail, _DETAIL_LIMIT)
+            drop = Drop(offset=offset, reason=verdict.reason, detail=detail, environment=environment, age_ms=age_ms)
+        self.changes.drops.append(drop)
+        self._finish(offset, DROPPED, drop.environment, drop.tokens, f"{DROPPED}:{drop.reason}")
+
+    def end(self, group: Group, fates: dict[int, str], detail: str, now_ms: int) -> None:
+        """Every record of a group has its fate: `fates` by offset for members, batched or a drop reason."""
+        key = group.key
+        for member in group.members.values():
+            offset, rollout = member.source.offset, member.rollout
+            if fates[offset] == BATCHED:
+                self._finish(offset, BATCHED, key.environment, len(rollout.tokens))
+            else:
+                self.drop(offset, Verdict(fates[offset], detail), rollout, now_ms - member.append_ms)
+        for member in group.cancelled_members:
+            verdict = Verdict("cancelled", "cancelled after it had come")
+            self.drop(member.source.offset, verdict, member.rollout, now_ms - member.append_ms)
+        for offset in group.control_offsets:
+            self.control(offset, key.environment)
+        self.changes.finished_groups.append(
+            FinishedGroup(
+                environment=key.environment,
+                example_id=key.example_id,
+                policy_version=key.policy_version,
+                group_id=key.group_id,
+                sealed_ms=group.sealed_ms,
+                finished_ms=now_ms,
+            )
+        )
+
+    def batch(self, batch: TrainingBatch) -> None:
+        """A batch was cut; its rows finish with their groups."""
+        self.changes.batches.append(batch)
+        self.changes.delivered += batch.source_offsets.tolist()
+
+    def _finish(self, offset: int, fate: str, environment: str, tokens: int, counted_as: str = "") -> None:
+        self._unfinished.pop(offset, None)
+        self.changes.finished.setdefault(fate, []).append(offset)
+        key = (environment, counted_as or fate)
+        rollouts, total = self._counts.get(key, (0, 0))
+        self._counts[key] = (rollouts + 1, total + tokens)
+
+    # ------------------------------------------------------------------ the journal
+
+    def take(
+        self, position: int, now: Clocks, batch_number: int, remembered_since_ms: int, snapshot: Iterable[int] | None
+    ) -> Output:
+        """The changes since the last call, and their journal record.
+
+        `snapshot` holds the offsets batched of groups not over, where the record shall be a snapshot.
+        """
+        changes, self.changes = self.changes, Changes(begin=position)
+        while self._order and self._order[0] not in self._unfinished:
+            self._order.popleft()
+        watermark = self._order[0] if self._order else position
+        before = self._unfinished.get(watermark, now)
+        delivered = (o for o in changes.delivered if o in self._unfinished) if snapshot is None else snapshot
+        journal = JournalRecord(
+            partition=self._partition,
+            sequence=self._sequence,
+            core_version=CORE_VERSION,
+            topic_id=self._topic_id,
+            partitions=self._partitions,
+            begin=changes.begin,
+            position=position,
+            watermark=watermark,
+            watermark_stream_time_ms=before.stream_time_ms,
+            watermark_policy_version=before.policy_version,
+            watermark_generation=before.config.generation,
+            watermark_configuration=before.config.to_json(),
+            stream_time_ms=now.stream_time_ms,
+            policy_version=now.policy_version,
+            generation=now.config.generation,
+            remembered_since_ms=remembered_since_ms,
+            batch_number=batch_number,
+            admitted=to_runs(o for o in changes.admitted if o in self._unfinished),
+            finished=tuple(FinishedOffsets(fate=f, runs=to_runs(o)) for f, o in sorted(changes.finished.items())),
+            drops=tuple(changes.drops),
+            finished_groups=tuple(changes.finished_groups),
+            batch_ids=tuple(b.batch_id for b in changes.batches),
+            counts=tuple(
+                FateCount(environment=e, fate=f, rollouts=n, tokens=t)
+                for (e, f), (n, t) in sorted(self._counts.items())
+            ),
+            produced=tuple(
+                FateCount(environment=e, fate="read", rollouts=n, tokens=t)
+                for e, (n, t) in sorted(self._produced.items())
+            ),
+            snapshot=snapshot is not None,
+            unfinished=to_runs(self._unfinished if snapshot is not None else ()),
+            delivered=to_runs(delivered),
+        )
+        self._sequence += 1
+        return Output(journal, tuple(changes.batches), tuple(changes.dead_letters))

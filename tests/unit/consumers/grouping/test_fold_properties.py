@@ -1,0 +1,195 @@
+"""Promises of the fold on drawn logs: cuts and crashes change nothing, every offset is in exactly one place.
+
+The logs hold arrivals, duplicates, cancellations, marks, versions, configurations, poison and pressure; see
+tests/strategies.py. A crash throws away what was not committed and restores from journal and log.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import event, given, settings, target
+
+from consumers.grouping import state
+from consumers.grouping.batch_maker import MAKERS
+from consumers.grouping.changes import DROP_REASONS
+from consumers.grouping.runs import from_runs
+from consumers.grouping.state import TaskState
+from consumers.grouping.testing import GroupingTestDriver
+from tests import strategies as draw
+from tests.strategies import Log, Then
+from tests.unit.consumers.grouping.reservoir import ReservoirMaker
+from topics import codec
+from topics.errors import RecordError
+from topics.records import JournalRecord, Rollout
+
+BOTH = {**MAKERS, "reservoir": ReservoirMaker}
+EXAMPLES = settings().max_examples
+logs = draw.logs(tuple(BOTH))
+
+
+def fold(log: Log, then: Sequence[Then] | None = None) -> GroupingTestDriver:
+    """The driver after the log, with `then` after each record (default: the log's own)."""
+    driver = GroupingTestDriver(
+        log.config, draw.PARTITION, draw.PARTITIONS, policy_version=log.policy_version, makers=BOTH
+    )
+    for record, act in zip(log.records(), log.then if then is None else then, strict=True):
+        driver.pipe(record)
+        if act == "crash":
+            driver.crash_and_restore()
+        elif act:
+            driver.commit(snapshot=act == "snapshot")
+    return driver
+
+
+def uncut(log: Log) -> GroupingTestDriver:
+    return fold(log, [""] * len(log.events))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What must not depend on cuts and crashes."""
+
+    batches: Any
+    drops: Any
+    dead_letters: Any
+    finished_groups: Any
+    finished: Any
+    state: TaskState
+    next_deadline_ms: int | None
+    held_bytes: int
+
+
+def outcome(driver: GroupingTestDriver) -> Outcome:
+    journal = driver.journal
+    reached = state.restore(journal)
+    return Outcome(
+        batches=[(b.batch_id, b.digest) for b in driver.batches],
+        drops=driver.drops,
+        dead_letters=driver.dead_letters,
+        finished_groups=reached.finished_groups,
+        finished={offset: fate for record in journal for fate, offset in finished(record)},
+        state=replace(reached, sequence=0, finished_groups=()),
+        next_deadline_ms=driver.fold.next_deadline_ms,
+        held_bytes=driver.fold.held_bytes,
+    )
+
+
+def finished(record: JournalRecord) -> list[tuple[str, int]]:
+    return [(f.fate, offset) for f in record.finished for offset in from_runs(f.runs)]
+
+
+@settings(max_examples=EXAMPLES)
+@given(log=logs)
+def test_cuts_into_transactions_and_snapshots_change_nothing(log: Log) -> None:
+    cut = [act if act != "crash" else "commit" for act in log.then]
+    assert outcome(fold(log, cut)) == outcome(uncut(log))
+
+
+@settings(max_examples=2 * EXAMPLES)
+@given(log=logs)
+def test_crashes_and_restores_change_nothing(log: Log) -> None:
+    expected = outcome(uncut(log))
+    reasons = {drop.reason for drop in expected.drops}
+    for reason in reasons:
+        event(reason)
+    event(f"cut {'batches' if expected.batches else 'nothing'}")
+    target(float(len(reasons)), label="drop reasons")
+    target(float(len(expected.state.unfinished)), label="in flight at the end")
+    assert outcome(fold(log)) == expected
+
+
+@settings(max_examples=EXAMPLES)
+@given(log=logs)
+def test_every_offset_read_is_in_exactly_one_place_after_every_transaction(log: Log) -> None:
+    driver = fold(log)
+    journal = driver.journal
+    offsets = [record.offset for record in driver.log]
+    fates: Counter[int] = Counter()
+    unfinished: set[int] = set()
+    read_before = 0
+    for record in journal:
+        assert record.begin == read_before
+        read_before = record.position
+        left = [offset for _fate, offset in finished(record)]
+        fates.update(left)
+        unfinished = (unfinished | set(from_runs(record.admitted))) - set(left)
+        read = {offset for offset in offsets if offset < record.position}
+        assert set(fates) | unfinished == read
+        assert set(fates).isdisjoint(unfinished)
+        assert not fates or max(fates.values()) == 1
+        assert record.watermark == min(unfinished, default=record.position)
+        if record.snapshot:
+            assert set(from_runs(record.unfinished)) == unfinished
+
+
+@settings(max_examples=EXAMPLES)
+@given(log=logs)
+def test_journal_counts_add_up_to_what_the_log_holds(log: Log) -> None:
+    driver = fold(log)
+    by_offset = {record.offset: decoded(record.value) for record in driver.log}
+    counts: Counter[tuple[str, str]] = Counter()
+    dropped: dict[int, str] = {}
+    for record in driver.journal:
+        for drop in record.drops:
+            assert drop.reason in DROP_REASONS
+            assert drop.offset not in dropped
+            dropped[drop.offset] = drop.reason
+        for fate, offset in finished(record):
+            counts[environment(by_offset[offset]), fate] += 1
+        assert {o for f, o in finished(record) if f == "dropped"} == {d.offset for d in record.drops}
+    last = driver.journal[-1]
+    told: Counter[tuple[str, str]] = Counter()
+    for count in last.counts:
+        told[count.environment, count.fate.split(":")[0]] += count.rollouts
+    assert told == counts
+    by_reason = Counter(
+        count.fate.split(":")[1] for count in last.counts for _ in range(count.rollouts) if ":" in count.fate
+    )
+    assert by_reason == Counter(dropped.values())
+    in_flight = Counter(
+        environment(by_offset[offset])
+        for offset in state.restore(driver.journal).unfinished
+        if isinstance(by_offset[offset], Rollout)
+    )
+    produced = Counter({count.environment: count.rollouts for count in last.produced})
+    left = Counter[str]()
+    for (env, fate), n in counts.items():
+        left[env] += n if fate != "control" else 0
+    assert produced == left + in_flight
+
+
+def decoded(value: bytes | None) -> Any:
+    try:
+        return codec.decode(value)
+    except RecordError:
+        return None
+
+
+def environment(record: Any) -> str:
+    return getattr(record, "environment", "")
+
+
+@settings(max_examples=EXAMPLES)
+@given(log=logs)
+def test_batches_hold_each_rollout_once_with_its_own_tokens_and_whole_groups(log: Log) -> None:
+    driver = fold(log)
+    by_offset = {record.offset: decoded(record.value) for record in driver.log}
+    seen: set[int] = set()
+    for number, batch in enumerate(driver.batches):
+        assert batch.number == number
+        for row, offset in enumerate(batch.source_offsets.tolist()):
+            rollout = by_offset[offset]
+            group = batch.groups[batch.group_index[row]]
+            span = slice(batch.splits[row], batch.splits[row + 1])
+            assert offset not in seen
+            seen.add(offset)
+            assert batch.uids[row] == rollout.uid
+            assert batch.rewards[row] == rollout.reward
+            assert batch.tokens[span].tolist() == rollout.tokens.tolist()
+            key = (rollout.environment, rollout.example_id, rollout.policy_version, rollout.group_id)
+            assert key == (group.environment, group.example_id, group.policy_version, group.group_id)
+        if batch.metadata.count("fifo"):
+            rows = Counter(batch.group_index.tolist())
+            assert [rows[i] for i in range(len(batch.groups))] == [g.size for g in batch.groups]
