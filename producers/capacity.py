@@ -109,6 +109,11 @@ class FlowControl:
         self._delivered: dict[int, list[int]] = {}
 
     @property
+    def outstanding(self) -> int:
+        """S, as last observed."""
+        return self._progress.outstanding
+
+    @property
     def mine_unseen(self) -> int:
         """Rollouts this worker started and grouping has not read."""
         delivered = sum(map(len, self._delivered.values()))

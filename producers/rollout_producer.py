@@ -22,6 +22,7 @@ from topics.validation import cancellation_problems, problems
 
 RECORD_OVERHEAD_BYTES = 1024
 """Room for what Kafka adds to a record (batch header, framing), within which incompressible values still fit."""
+_FLUSH_AFTER_ERROR_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ class RolloutProducer:
         if error is None:
             self.close()
         else:
-            # The error under way says more than a delivery that failed because of it.
-            self._producer.flush(self.send_timeout_s)
+            # The error under way says more than a delivery that failed because of it, and must not wait long for it.
+            self._producer.flush(_FLUSH_AFTER_ERROR_S)
 
     def _produce(
         self,

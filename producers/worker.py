@@ -32,6 +32,7 @@ from topics.records import GroupCancelled, Rollout, RolloutMetadata
 
 logger = logging.getLogger(__name__)
 _TICK_S = 0.01
+_LEAST_FLUSH_S = 5.0
 _REPORT_EVERY_S = 10.0
 _PASSING = (InferenceUnavailable, RecordError)
 """Errors that cost a group its members; any other ends the worker."""
@@ -159,7 +160,7 @@ class Worker:
                 task.cancel()
             # Their errors are second to the one under way; each has cancelled its group on the log.
             await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(self._producer.flush, self._config.drain_timeout_s)
+        await asyncio.to_thread(self._producer.flush, max(_LEAST_FLUSH_S, deadline - time.monotonic()))
         self._log("worker_stopped")
         return self.report
 
@@ -311,4 +312,7 @@ class Worker:
             "reward": round(report.reward, 4),
             "version": self._client.newest_version,
         }
+        if self._flow is not None:
+            # What to look at when a worker produces nothing: it waits for these to fall.
+            fields |= {"outstanding": self._flow.outstanding, "mine_unseen": self._flow.mine_unseen}
         event(logger, name, totals=fields)

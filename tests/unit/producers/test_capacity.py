@@ -241,7 +241,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(configs(), actions)
 def test_the_limit_is_never_exceeded(config: CapacityConfig, script: list[tuple[str, int, int, bool]]) -> None:
     pipeline = Pipeline(config)
