@@ -1,0 +1,120 @@
+"""`python -m tests.bench`: every row on a local Kafka of its own, as a table of 80 columns or as JSON."""
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from infra.broker import LocalBroker
+from tests.bench import codec_row, group_row, produce_row
+from tests.bench.measure import Row, Settings
+from topics.config import KafkaConfig
+from topics.errors import RollstreamError
+
+ROWS: dict[str, Callable[[Settings], Row]] = {
+    "codec": codec_row.measure,
+    "produce": produce_row.measure,
+    "group": group_row.measure,
+}
+_WIDTH = 80
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; exit code 0 however slow it was."""
+    args = build_parser().parse_args(arguments)
+    names = args.only or list(ROWS)
+    with tempfile.TemporaryDirectory(prefix="rollstream-bench-") as folder, _broker(Path(folder), names) as servers:
+        settings = Settings(
+            kafka=KafkaConfig(bootstrap_servers=servers),
+            directory=Path(folder),
+            rollouts=args.rollouts,
+            tokens=args.tokens,
+            repetitions=args.repetitions,
+        )
+        settings = dataclasses.replace(settings, poll_records=min(settings.poll_records, max(1, args.rollouts // 8)))
+        before = os.getloadavg()[0]
+        rows = []
+        for name in names:
+            print(f"measuring {name}, {args.repetitions} times", file=sys.stderr, flush=True)
+            rows.append(ROWS[name](settings))
+    machine = _machine(before)
+    if args.json:
+        print(json.dumps({"machine": machine, "rows": [row.as_dict() for row in rows]}))
+    else:
+        print(report(settings, machine, rows))
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of the benchmark."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure against raw baselines.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--only", action="append", choices=tuple(ROWS), metavar="NAME", help="measure this row only")
+    parser.add_argument("--rollouts", type=int, default=8000, metavar="N", help="rollouts a row (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=2560, metavar="N", help="tokens a rollout (default: %(default)s)")
+    parser.add_argument(
+        "--repetitions", type=int, default=3, metavar="N", help="measurements of each side (default: %(default)s)"
+    )
+    return parser
+
+
+@contextmanager
+def _broker(folder: Path, names: Sequence[str]) -> Iterator[str]:
+    """Address of a broker where a row needs one. Never KAFKA_BOOTSTRAP_SERVERS: it would measure others' load too."""
+    if not set(names) - {"codec"}:
+        yield ""
+        return
+    broker = LocalBroker.start(folder / "broker", bound_to_parent=True)
+    try:
+        yield broker.bootstrap_servers
+    finally:
+        broker.stop()
+
+
+def _machine(load_before: float) -> dict[str, Any]:
+    return {
+        "cores": os.cpu_count(),
+        "load_before": round(load_before, 2),
+        "load_after": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+    }
+
+
+def report(settings: Settings, machine: dict[str, Any], rows: Sequence[Row]) -> str:
+    """A plain table no wider than 80 columns, and what the columns mean."""
+    lines = [
+        f"{settings.rollouts:,} rollouts of {settings.tokens:,} tokens, {settings.repetitions} repetitions, medians",
+        f"{machine['cores']} cores shared with the broker; load {machine['load_before']} before, "
+        f"{machine['load_after']} after",
+        "",
+        "         rollouts/s               ratio                    CPU us a rollout",
+        "row          ours     raw   noise  median  lowest..highest      ours      raw",
+    ]
+    for row in rows:
+        values = row.as_dict()
+        lines.append(
+            f"{row.name:8}{values['rollouts_per_s']:>9,.0f}{values['baseline_rollouts_per_s']:>8,.0f}{row.noise:>8.0%}"
+            f"{row.ratio:>8.2f}  {min(row.ratios):>6.2f}..{max(row.ratios):<7.2f}"
+            f"{values['cpu_us_per_rollout']:>10,.0f}{values['baseline_cpu_us_per_rollout']:>9,.0f}"
+        )
+    lines.append("")
+    for row in rows:
+        lines += textwrap.wrap(f"{row.name}: {row.what}; raw: {row.baseline}", _WIDTH, subsequent_indent="  ")
+    lines.append("ratio: ours over raw in the same repetition; noise: how far raw alone varied.")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except RollstreamError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

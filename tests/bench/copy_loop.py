@@ -1,0 +1,50 @@
+"""Baseline of `group`: consume rollouts, produce the same bytes unchanged, commit both in one transaction. A process.
+
+The same clients, settings and cadence as a grouping process: at most `poll_records` records, or what came within
+`commit_interval_s`, make a transaction. Nothing is decoded.
+"""
+
+import json
+import sys
+import threading
+from typing import Any
+
+from tests.bench.measure import Timing
+from tests.bench.timer import TransactionTimer
+from topics import clients
+from topics.catalogue import topic_name
+from topics.config import KafkaConfig
+
+
+def copy(arguments: dict[str, Any]) -> Timing:
+    """Copy `rollouts` of a run to its `evals` until that many are copied."""
+    kafka = KafkaConfig(bootstrap_servers=arguments["bootstrap_servers"])
+    run = arguments["run"]
+    source, target = topic_name(run, "rollouts"), topic_name(run, "evals")
+    clients.partitions_of(kafka, source)
+    consumer = clients.group_member(kafka, f"{run}.copy", "copy", **{"auto.offset.reset": "earliest"})
+    producer = clients.transactional_producer(kafka, f"grouper-{run}-copy")
+    producer.init_transactions(30)
+    consumer.subscribe([source])
+    done = threading.Event()
+    timer = TransactionTimer(arguments["rollouts"] + arguments["partitions"], done)
+    limit, wait_s = arguments["poll_records"], arguments["commit_interval_s"]
+    while not done.is_set():
+        messages = [m for m in consumer.consume(limit, wait_s) if m.error() is None]
+        if not messages:
+            continue
+        producer.begin_transaction()
+        for message in messages:
+            producer.produce(target, message.value(), message.key(), message.partition())
+            producer.poll(0)
+        producer.send_offsets_to_transaction(
+            consumer.position(consumer.assignment()), consumer.consumer_group_metadata(), 15
+        )
+        producer.commit_transaction(15)
+        timer.committed(len(messages))
+    consumer.close()
+    return timer.timing
+
+
+if __name__ == "__main__":
+    print(json.dumps(copy(json.loads(sys.argv[1]))._asdict()))

@@ -1,0 +1,148 @@
+"""Measuring ours and a baseline in turn, so that a machine that slows down slows both; medians over the repetitions."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from topics.config import KafkaConfig
+
+ROOT = Path(__file__).parents[2]
+CHILD_TIMEOUT_S = 300.0
+
+
+class Timing(NamedTuple):
+    """How long something took for that many rollouts."""
+
+    rollouts: int
+    seconds: float
+    cpu_seconds: float
+    """Processor time of the process that did it, all its threads."""
+
+    @property
+    def rate(self) -> float:
+        """Rollouts a second."""
+        return self.rollouts / self.seconds
+
+    @property
+    def cpu_us(self) -> float:
+        """Microseconds of processor time a rollout."""
+        return 1e6 * self.cpu_seconds / self.rollouts
+
+
+class Stopwatch:
+    """Wall and processor time since it was made."""
+
+    def __init__(self) -> None:
+        self._began, self._cpu_began = time.perf_counter(), time.process_time()
+
+    def timing(self, rollouts: int) -> Timing:
+        """What `rollouts` rollouts took so far."""
+        return Timing(rollouts, time.perf_counter() - self._began, time.process_time() - self._cpu_began)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What every row is measured with."""
+
+    kafka: KafkaConfig
+    directory: Path
+    """Where logs of child processes go."""
+    rollouts: int = 8000
+    tokens: int = 2560
+    """Tokens of a rollout."""
+    group_size: int = 8
+    partitions: int = 4
+    repetitions: int = 3
+    poll_records: int = 500
+    """Most records taken from a client at once, and so in one transaction."""
+    commit_interval_s: float = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measurement: a timing of each side a repetition, in the order they were taken."""
+
+    name: str
+    what: str
+    baseline: str
+    size_bytes: int
+    """Size of an encoded rollout."""
+    ours: tuple[Timing, ...]
+    raw: tuple[Timing, ...]
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Ours over the baseline of the same repetition; 1 is as fast as raw."""
+        return tuple(o.rate / r.rate for o, r in zip(self.ours, self.raw, strict=True))
+
+    @property
+    def ratio(self) -> float:
+        """Median of the ratios."""
+        return median(self.ratios)
+
+    @property
+    def noise(self) -> float:
+        """How far the baseline alone varied over the repetitions, as a share of its median."""
+        rates = [timing.rate for timing in self.raw]
+        return (max(rates) - min(rates)) / median(rates)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row as programs read it."""
+        return {
+            "name": self.name,
+            "what": self.what,
+            "baseline": self.baseline,
+            "ratio": self.ratio,
+            "ratios": list(self.ratios),
+            "rollouts_per_s": median(t.rate for t in self.ours),
+            "baseline_rollouts_per_s": median(t.rate for t in self.raw),
+            "cpu_us_per_rollout": median(t.cpu_us for t in self.ours),
+            "baseline_cpu_us_per_rollout": median(t.cpu_us for t in self.raw),
+            "noise": self.noise,
+            "size_bytes": self.size_bytes,
+        }
+
+
+def interleaved(
+    repetitions: int, ours: Callable[[], Timing], raw: Callable[[], Timing]
+) -> tuple[tuple[Timing, ...], tuple[Timing, ...]]:
+    """Timings of both, measured in turn; which one comes first alternates too."""
+    timings: dict[Callable[[], Timing], list[Timing]] = {ours: [], raw: []}
+    for repetition in range(repetitions):
+        for measure in (raw, ours) if repetition % 2 == 0 else (ours, raw):
+            timings[measure].append(measure())
+    return tuple(timings[ours]), tuple(timings[raw])
+
+
+def in_child(module: str, settings: Settings, run: str) -> Timing:
+    """Run a module of this package as a process of its own, as roles run; it prints a timing as JSON.
+
+    Raises RuntimeError with the end of its log when it fails.
+    """
+    log = settings.directory / f"{module}-{run}.log"
+    arguments = {
+        "bootstrap_servers": settings.kafka.bootstrap_servers,
+        "run": run,
+        "rollouts": settings.rollouts,
+        "partitions": settings.partitions,
+        "poll_records": settings.poll_records,
+        "commit_interval_s": settings.commit_interval_s,
+    }
+    with log.open("wb") as errors:
+        child = subprocess.run(
+            [sys.executable, "-m", f"tests.bench.{module}", json.dumps(arguments)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            timeout=CHILD_TIMEOUT_S,
+            check=False,
+        )
+    if child.returncode:
+        raise RuntimeError(f"tests.bench.{module} exited with {child.returncode}: {log.read_text()[-2000:]}")
+    return Timing(**json.loads(child.stdout.splitlines()[-1]))

@@ -1,0 +1,26 @@
+"""Baseline of `produce`: bytes encoded beforehand, through the same producer settings, to the same topic."""
+
+from collections.abc import Sequence
+
+from tests.bench.measure import Stopwatch, Timing
+from topics import clients
+from topics.config import KafkaConfig
+
+
+def measure(kafka: KafkaConfig, topic: str, records: Sequence[tuple[bytes, bytes]]) -> Timing:
+    """Produce keys and values and wait until the broker has them all. Raises RuntimeError when it does not."""
+    producer = clients.producer(kafka)
+    clients.partitions_of(kafka, topic)
+    watch = Stopwatch()
+    for key, value in records:
+        while True:
+            try:
+                producer.produce(topic, value, key)
+                break
+            except BufferError:
+                producer.poll(0.1)
+        producer.poll(0)
+    waiting = producer.flush(120)
+    if waiting:
+        raise RuntimeError(f"{waiting} records were not acknowledged")
+    return watch.timing(len(records))

@@ -1,0 +1,35 @@
+"""Runs to measure in: topics made, generation 0 written, and all of it deleted afterwards."""
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from consumers.grouping.bootstrap import initialise
+from consumers.grouping.config import GrouperConfig, GroupingConfig
+from tests.bench.measure import Settings
+from topics import clients, provisioning
+from topics.catalogue import topic_name
+from topics.codec import encode
+from topics.config import TopicsConfig
+from topics.keys import encode_key
+from topics.records import Mark
+
+
+@contextmanager
+def prepared(settings: Settings, name: str) -> Iterator[str]:
+    """A run of that name, whose policy clock stands at version 0 before the first rollout."""
+    run = f"bench-{name}-{uuid.uuid4().hex[:6]}"
+    provisioning.apply(settings.kafka, TopicsConfig(partitions=settings.partitions), run)
+    initialise(settings.kafka, run, GroupingConfig(), GrouperConfig())
+    producer = clients.producer(settings.kafka)
+    mark = encode(Mark(kind="policy_version", policy_version=0, author="bench"))
+    for partition in range(settings.partitions):
+        producer.produce(topic_name(run, "rollouts"), mark, encode_key("mark", "policy_version"), partition)
+    producer.flush(30)
+    try:
+        yield run
+    finally:
+        topics = [d.topic for d in provisioning.describe(settings.kafka, run)]
+        client = clients.admin(settings.kafka)
+        for future in client.delete_topics(topics).values():
+            future.result(30)
