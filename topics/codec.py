@@ -8,7 +8,7 @@ import dataclasses
 import io
 import json
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple, TypeVar, cast
@@ -125,17 +125,35 @@ def _builder(cls: type) -> Callable[[dict[str, Any]], Any]:
     return build
 
 
-def _plain(record: Any) -> dict[str, Any]:
-    """The record as fastavro takes it: dataclasses become dicts, arrays stay arrays."""
-    values = dict(record.__dict__)
-    for name, value in values.items():
-        if isinstance(value, tuple):
-            values[name] = [_plain(v) if hasattr(v, "__dataclass_fields__") else v for v in value]
-        elif hasattr(value, "__dataclass_fields__"):
-            values[name] = _plain(value)
-        elif isinstance(value, Mapping):
-            values[name] = {k: _plain(v) if hasattr(v, "__dataclass_fields__") else v for k, v in value.items()}
-    return values
+Plan = Callable[[Any], Any]
+
+
+def _planned(hint: Any) -> Plan | None:
+    """How a value of a field becomes what fastavro takes; None where it is already."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _flattener(cast(type, hint))
+    if origin is tuple and dataclasses.is_dataclass(args[0]):
+        flatten = _flattener(cast(type, args[0]))
+        return lambda values: [flatten(value) for value in values]
+    if origin is not None and args and dataclasses.is_dataclass(args[-1]):
+        flatten = _flattener(cast(type, args[-1]))
+        return lambda values: {key: flatten(value) for key, value in values.items()}
+    return None
+
+
+@cache
+def _flattener(cls: type) -> Plan:
+    """A function from a `cls` to fastavro's dict; arrays, strings and numbers stay what they are."""
+    plans = {name: plan for name, hint in typing.get_type_hints(cls).items() if (plan := _planned(hint)) is not None}
+
+    def flatten(record: Any) -> dict[str, Any]:
+        values = dict(record.__dict__)
+        for name, plan in plans.items():
+            values[name] = plan(values[name])
+        return values
+
+    return flatten
 
 
 def encode(record: object, *, version: int | None = None) -> bytes:
@@ -143,7 +161,8 @@ def encode(record: object, *, version: int | None = None) -> bytes:
 
     Raises RecordError when a value does not fit the schema (wrong dtype, missing field).
     """
-    name = type(record).__name__
+    cls: Any = type(record)
+    name = cls.__name__
     versions = schemas().get(name)
     if versions is None:
         raise RecordError(f"{name} is not a record of rollstream; records are {', '.join(sorted(schemas()))}")
@@ -151,7 +170,7 @@ def encode(record: object, *, version: int | None = None) -> bytes:
     out = io.BytesIO()
     out.write(MAGIC + schema.fingerprint)
     try:
-        fastavro.schemaless_writer(out, schema.parsed, _plain(record))
+        fastavro.schemaless_writer(out, schema.parsed, _flattener(cls)(record))
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
         raise RecordError(f"a {name} does not fit its schema: {error}") from error
     return out.getvalue()
