@@ -1,4 +1,4 @@
-"""The whole loop as a stranger runs it, small: each part a process of its own, the books closed, nothing left running."""
+"""The whole loop as a stranger runs it, small: every part a process of its own, books closed, nothing left running."""
 
 import json
 import os
