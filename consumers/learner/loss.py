@@ -15,6 +15,16 @@ from consumers.models.decoder import Params, head, hidden
 
 Arrays = Mapping[str, jax.Array]
 
+SUPERVISED_METRICS = ("loss",)
+POLICY_METRICS = (
+    "loss",
+    "entropy/mean",
+    "mismatch_kl/mean",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/cap_mean",
+)
+
 
 def token_logprobs(
     params: Params, states: jax.Array, targets: jax.Array, temperatures: jax.Array

@@ -3,6 +3,7 @@
 On the same software, device kind and thread count, the same state and the same packed step give the same bits.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 
 from consumers.learner.config import LearnerConfig, OptimizerConfig
-from consumers.learner.loss import Arrays, policy_loss, supervised_loss
+from consumers.learner.loss import POLICY_METRICS, SUPERVISED_METRICS, Arrays, policy_loss, supervised_loss
 from consumers.learner.packing import PackedStep, TrainingSequence, pack
 from consumers.models import decoder
 
@@ -58,7 +59,9 @@ class TrainStep:
     def train(self, state: TrainState, step: PackedStep) -> tuple[TrainState, Metrics]:
         """One update. `state` is consumed. A step without a trained token updates with a zero gradient."""
         denominator = np.float32(max(step.trained_tokens, 1))
-        gradients, metrics = _sum_over_microbatches(self._accumulate_policy, state.params, step, denominator)
+        gradients, metrics = _sum_over_microbatches(
+            self._accumulate_policy, state.params, POLICY_METRICS, step, denominator
+        )
         state, more = self._apply(state, gradients)
         return state, {name: float(value) for name, value in jax.device_get({**metrics, **more}).items()}
 
@@ -87,7 +90,9 @@ class TrainStep:
             chosen = [examples[index] for index in draws.integers(len(examples), size=warm.sequences_per_step)]
             step = pack(chosen, rows=self.config.microbatch_rows, sequence_length=self.config.sequence_length)
             denominator = np.float32(max(step.trained_tokens, 1))
-            gradients, metrics = _sum_over_microbatches(self._accumulate_supervised, params, step, denominator)
+            gradients, metrics = _sum_over_microbatches(
+                self._accumulate_supervised, params, SUPERVISED_METRICS, step, denominator
+            )
             params, optimizer_state = apply(params, optimizer_state, gradients)
         return self.fresh_state(params), {f"warm_start/{name}": float(value) for name, value in metrics.items()}
 
@@ -121,29 +126,31 @@ def make_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientTra
 
 
 def _accumulator(loss: Any) -> Any:
-    """A jitted function that adds one microbatch's gradient and metrics to the sums so far."""
+    """A jitted function that adds one microbatch's gradient and metrics to the sums so far, whose buffers it takes."""
 
     def accumulate(
-        params: dict[str, jax.Array], sums: tuple[Any, Any] | None, batch: Arrays, denominator: jax.Array
+        params: dict[str, jax.Array], sums: tuple[Any, Any], batch: Arrays, denominator: jax.Array
     ) -> tuple[Any, Any]:
         def of(params: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
             result: tuple[jax.Array, dict[str, jax.Array]] = loss(params, batch=batch, denominator=denominator)
             return result
 
-        gradients, metrics = jax.grad(of, has_aux=True)(params)
-        if sums is None:
-            return gradients, metrics
-        total: tuple[Any, Any] = jax.tree.map(jnp.add, sums, (gradients, metrics))
+        total: tuple[Any, Any] = jax.tree.map(jnp.add, sums, jax.grad(of, has_aux=True)(params))
         return total
 
-    return jax.jit(accumulate)
+    return jax.jit(accumulate, donate_argnums=1)
 
 
 def _sum_over_microbatches(
-    accumulate: Any, params: dict[str, jax.Array], step: PackedStep, denominator: np.float32
+    accumulate: Any, params: dict[str, jax.Array], names: Sequence[str], step: PackedStep, denominator: np.float32
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    sums: tuple[Any, Any] | None = None
+    """Gradients and the metrics called `names`, starting from zero so that the first microbatch is like the others."""
+    sums: tuple[Any, Any] = _zeros(params), {name: jnp.zeros((), jnp.float32) for name in names}
     for microbatch in step.microbatches:
         sums = accumulate(params, sums, microbatch.arrays(), denominator)
-    assert sums is not None, "a packed step has at least one microbatch"
     return sums
+
+
+@jax.jit
+def _zeros(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: jnp.zeros_like(value) for name, value in params.items()}

@@ -1,0 +1,53 @@
+"""What tools and servers import of the consumers must not bring JAX in; threads are set before it comes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+JAX_FREE = (
+    "consumers.models.config",
+    "consumers.models.tokenizer",
+    "consumers.models.errors",
+    "consumers.learner.config",
+    "consumers.learner.environment",
+    "consumers.learner.packing",
+    "consumers.learner.step_log",
+    "consumers.learner.intake",
+    "consumers.weights.follower",
+    "consumers.weights.publisher",
+    "consumers.batch_reader",
+)
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**{k: v for k, v in os.environ.items() if k != "NPROC"}, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_these_modules_are_imported_without_jax() -> None:
+    imports = "; ".join(f"import {module}" for module in JAX_FREE)
+    result = python(f"import sys; {imports}; sys.exit('jax' in sys.modules)")
+    assert result.returncode == 0, result.stderr
+
+
+PREPARE = "from consumers.learner.environment import prepare_environment as p, LearnerConfig as c; p(c(threads=3))"
+
+
+def test_threads_are_set_before_jax_is_imported() -> None:
+    result = python(f"{PREPARE}; import os; print(os.environ['NPROC'])")
+    assert result.stdout.strip() == "3"
+
+
+def test_threads_that_come_too_late_are_an_error() -> None:
+    result = python(f"import jax; {PREPARE}")
+    assert "JAX is already imported and learner.threads 3 cannot take effect" in result.stderr
+
+
+@pytest.mark.parametrize("threads", ["3"])
+def test_threads_already_as_configured_are_fine(threads: str) -> None:
+    result = python(f"import jax; {PREPARE}", NPROC=threads)
+    assert result.returncode == 0, result.stderr
