@@ -38,7 +38,10 @@ RECORD_TYPES: tuple[type, ...] = (
 R = TypeVar("R")
 
 
-def _read_ndarray(data: Any, schema: Any, _reader: object = None) -> Any:
+def _read_ndarray(data: bytes, schema: Any, _reader: object = None) -> Any:
+    # A byte that is neither 0 nor 1 makes a bool array that counts, indexes and hashes as no other.
+    if schema["dtype"] == "|b1" and data.translate(None, b"\x00\x01"):
+        raise RecordError("a byte that is neither 0 nor 1 stands where a bool belongs")
     return np.frombuffer(data, schema["dtype"])
 
 
@@ -202,7 +205,9 @@ def decode(data: bytes | None) -> Any:
     except RecordError:
         raise
     except Exception as error:  # bytes of unknown origin can fail anywhere in the parser; all of it means one thing
-        raise RecordError(f"bytes do not parse as {schema.record} v{schema.version}: {error!r}") from error
+        # Not the error's repr: that of a UnicodeDecodeError holds all the bytes.
+        why = f"{type(error).__name__}: {error}"[:200]
+        raise RecordError(f"bytes do not parse as {schema.record} v{schema.version} ({why})") from error
 
 
 def decode_as(cls: type[R], data: bytes | None) -> R:

@@ -12,6 +12,9 @@ import numpy as np
 
 from topics.records import Bool, Float32, Int32, TrainingBatch
 
+REFERENCE = "reference_log_probs"
+"""Name under which a rollout carries log-probabilities by a reference model in token_arrays."""
+
 
 class Source(NamedTuple):
     """Where an example lies in `rollouts`."""

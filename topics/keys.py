@@ -18,10 +18,10 @@ def decode_key(key: bytes | None) -> tuple[str | int, ...]:
     """The parts of a key. Raises RecordError when the bytes are no JSON array."""
     try:
         parts = json.loads(key or b"")
-    except ValueError as error:
-        raise RecordError(f"record key {key!r} is not a JSON array: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"record key {(key or b'')[:100]!r} is not a JSON array: {error}") from error
     if not isinstance(parts, list):
-        raise RecordError(f"record key {key!r} is not a JSON array")
+        raise RecordError(f"record key {(key or b'')[:100]!r} is not a JSON array")
     return tuple(parts)
 
 

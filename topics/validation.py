@@ -4,20 +4,83 @@ Pure: a list of problems in plain words, empty when the rollout is sound.
 """
 
 import math
+import re
 
 import numpy as np
 
-from topics.records import GroupCancelled, Rollout
-
-NAME_LIMIT = 512
-"""Most characters of a uid, an environment and the like: names are repeated in batches, drops and counts."""
+from topics.examples import REFERENCE
+from topics.records import GroupCancelled, NamedArray, Rollout, SamplingParams
 
 LOGPROB_TOLERANCE = 1e-3
 """Largest positive log-probability put down to rounding (float16 servers reach 5e-4)."""
 
+REWARD_LIMIT = 1e30
+"""Largest reward either way: advantages are float32, and sums of squares must stay finite in float64."""
+
+NAME_LIMIT = 512
+"""Most characters of a uid, an environment and the like: names are repeated in batches, drops and counts."""
+
+_DTYPE = re.compile(r"(<[iufc](2|4|8|16)|\|[biu]1)")
+
 
 def problems(rollout: Rollout) -> list[str]:
     """Everything wrong with a rollout: lengths, numbers that are none, versions, group and branch counts, spans."""
+    found = _name_problems(rollout, "uid", "environment", "example_id")
+    for name in ("group_id", "episode_uid"):
+        if len(getattr(rollout, name)) > NAME_LIMIT:
+            found.append(f"{name} is longer than {NAME_LIMIT} characters")
+    found += _token_problems(rollout)
+    if not abs(rollout.reward) <= REWARD_LIMIT:
+        found.append(f"reward is {rollout.reward:g}")
+    found += [f"reward component {k} is {v}" for k, v in rollout.reward_components.items() if not math.isfinite(v)]
+    if rollout.policy_version < 0:
+        found.append(f"policy_version is {rollout.policy_version}")
+    if not 0 <= rollout.lowest_version <= rollout.highest_version:
+        found.append(
+            f"lowest_version {rollout.lowest_version} and highest_version {rollout.highest_version} are no range"
+        )
+    if rollout.group_size < 1:
+        found.append(f"group_size is {rollout.group_size}")
+    if not 0 <= rollout.branch < rollout.branches:
+        found.append(f"branch {rollout.branch} is not among {rollout.branches} branches")
+    if rollout.branches > 1 and not rollout.episode_uid:
+        found.append(f"one of {rollout.branches} branches, of no episode_uid")
+    found += _sampling_problems(rollout.sampling)
+    length = len(rollout.tokens)
+    for i, turn in enumerate(rollout.turns):
+        if not 0 <= turn.start <= turn.stop <= length:
+            found.append(f"turn {i} covers tokens {turn.start} to {turn.stop} of {length}")
+    for name, extra in rollout.token_arrays.items():
+        found += _array_problems(name, extra, length)
+    return found
+
+
+def cancellation_problems(cancelled: GroupCancelled) -> list[str]:
+    """Everything wrong with a cancellation."""
+    found = _name_problems(cancelled, "environment", "example_id")
+    if len(cancelled.group_id) > NAME_LIMIT:
+        found.append(f"group_id is longer than {NAME_LIMIT} characters")
+    if cancelled.policy_version < 0:
+        found.append(f"policy_version is {cancelled.policy_version}")
+    if cancelled.group_size < 1:
+        found.append(f"group_size is {cancelled.group_size}")
+    if not cancelled.uids or not all(cancelled.uids):
+        found.append("uids is empty, or holds an empty uid")
+    if any(len(uid) > NAME_LIMIT for uid in cancelled.uids):
+        found.append(f"uids holds one longer than {NAME_LIMIT} characters")
+    return found
+
+
+def _name_problems(record: Rollout | GroupCancelled, *names: str) -> list[str]:
+    found = []
+    for name in names:
+        length = len(getattr(record, name))
+        if not 0 < length <= NAME_LIMIT:
+            found.append(f"{name} has {length} characters, which must be 1 to {NAME_LIMIT}")
+    return found
+
+
+def _token_problems(rollout: Rollout) -> list[str]:
     found: list[str] = []
     length = len(rollout.tokens)
     if length == 0:
@@ -33,54 +96,34 @@ def problems(rollout: Rollout) -> list[str]:
         found.append("logprobs holds NaN or infinity")
     elif len(rollout.logprobs) and float(rollout.logprobs.max()) > LOGPROB_TOLERANCE:
         found.append(f"logprobs holds {float(rollout.logprobs.max()):g}, above 0")
-    elif len(rollout.logprobs) == len(rollout.loss_mask) == length and rollout.logprobs[~rollout.loss_mask].any():
+    elif len(rollout.logprobs) == len(rollout.loss_mask) and (rollout.logprobs * ~rollout.loss_mask).any():
         found.append("logprobs is not 0 where loss_mask is false")
     if len(rollout.token_rewards) and not np.isfinite(rollout.token_rewards).all():
         found.append("token_rewards holds NaN or infinity")
-    if not math.isfinite(rollout.reward):
-        found.append(f"reward is {rollout.reward}")
-    found += [f"reward component {k} is {v}" for k, v in rollout.reward_components.items() if not math.isfinite(v)]
-    if rollout.policy_version < 0:
-        found.append(f"policy_version is {rollout.policy_version}")
-    if not 0 <= rollout.lowest_version <= rollout.highest_version:
-        found.append(
-            f"lowest_version {rollout.lowest_version} and highest_version {rollout.highest_version} are no range"
-        )
-    if rollout.group_size < 1:
-        found.append(f"group_size is {rollout.group_size}")
-    if not 0 <= rollout.branch < rollout.branches:
-        found.append(f"branch {rollout.branch} is not among {rollout.branches} branches")
-    if not rollout.uid:
-        found.append("uid is empty")
-    if not rollout.sampling.temperature >= 0.0 or math.isinf(rollout.sampling.temperature):
-        found.append(f"sampling temperature is {rollout.sampling.temperature}")
-    for i, turn in enumerate(rollout.turns):
-        if not 0 <= turn.start <= turn.stop <= length:
-            found.append(f"turn {i} covers tokens {turn.start} to {turn.stop} of {length}")
-    for name, extra in rollout.token_arrays.items():
-        found += _array_problems(name, extra.dtype, extra.shape, len(extra.data), length)
     return found
 
 
-def cancellation_problems(cancelled: GroupCancelled) -> list[str]:
-    """Everything wrong with a cancellation."""
-    found: list[str] = []
-    if cancelled.policy_version < 0:
-        found.append(f"policy_version is {cancelled.policy_version}")
-    if cancelled.group_size < 1:
-        found.append(f"group_size is {cancelled.group_size}")
-    if not cancelled.uids or not all(cancelled.uids):
-        found.append("uids is empty, or holds an empty uid")
+def _sampling_problems(sampling: SamplingParams) -> list[str]:
+    found = []
+    if not 0.0 <= sampling.temperature < math.inf:
+        found.append(f"sampling temperature is {sampling.temperature}")
+    if not 0.0 <= sampling.top_p <= 1.0 or not 0.0 <= sampling.min_p <= 1.0:
+        found.append(f"sampling top_p is {sampling.top_p} and min_p {sampling.min_p}, which must be 0 to 1")
     return found
 
 
-def _array_problems(name: str, dtype: str, shape: tuple[int, ...], size_bytes: int, length: int) -> list[str]:
+def _array_problems(name: str, extra: NamedArray, length: int) -> list[str]:
+    dtype, shape, size_bytes = extra.dtype, extra.shape, len(extra.data)
     try:
-        item = np.dtype(dtype)
+        item = np.dtype(dtype) if _DTYPE.fullmatch(dtype) else None
     except TypeError:
-        return [f"token array {name} has unknown dtype {dtype!r}"]
-    if item.hasobject:
-        return [f"token array {name} has dtype {dtype!r}, which holds objects"]
-    if not shape or shape[0] != length or math.prod(shape) * item.itemsize != size_bytes:
+        item = None
+    if item is None:
+        return [f"token array {name} has dtype {dtype!r}, which is no little-endian number of numpy's"]
+    if not shape or shape[0] != length or min(shape) < 0 or math.prod(shape) * item.itemsize != size_bytes:
         return [f"token array {name} has shape {shape} of {dtype} in {size_bytes} bytes for {length} tokens"]
+    if name == REFERENCE:
+        array = extra.array()
+        if array.ndim != 1 or item.kind != "f" or not (np.abs(array) <= np.finfo("<f4").max).all():
+            return [f"token array {name} must hold one finite float32 a token"]
     return []

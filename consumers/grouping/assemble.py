@@ -12,11 +12,8 @@ import numpy as np
 
 from consumers.grouping.batch_maker import group_bytes, row_bytes
 from consumers.grouping.groups import Group, Member
-from topics.examples import RLExample, batch_digest
+from topics.examples import REFERENCE, RLExample, batch_digest
 from topics.records import BatchGroup, TrainingBatch
-
-REFERENCE = "reference_log_probs"
-"""Name under which a rollout carries log-probabilities by a reference model in token_arrays."""
 
 
 def example(member: Member, advantage: float) -> RLExample:
