@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 
 ROOT = Path(__file__).parent
-MARKED_BY_LOCATION = ("unit", "broker", "faults", "browser", "bench")
+MARKED_BY_LOCATION = ("unit", "broker", "containers", "faults", "browser", "bench")
 
 # On CI the same examples every time; at a developer's desk new ones, with the blob that repeats a failure.
 hypothesis.settings.register_profile("desk", deadline=None, print_blob=True)
@@ -23,9 +23,19 @@ HYPOTHESIS_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get
 hypothesis.settings.load_profile(HYPOTHESIS_PROFILE)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kafka",
+        choices=("java", "container"),
+        help="what the tests' broker runs in (default: KAFKA_BOOTSTRAP_SERVERS if set, else java)",
+    )
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     seed = config.getoption("--hypothesis-seed", default=None)
-    broker = os.environ.get("KAFKA_BOOTSTRAP_SERVERS") or "started by the tests"
+    provider = config.getoption("--kafka")
+    given = None if provider else os.environ.get("KAFKA_BOOTSTRAP_SERVERS")
+    broker = given or f"started by the tests ({provider or 'java'})"
     return f"hypothesis profile: {HYPOTHESIS_PROFILE}, seed: {seed or 'drawn'}; Kafka: {broker}"
 
 
@@ -37,16 +47,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Bootstrap servers of a real Kafka, one for the whole session: KAFKA_BOOTSTRAP_SERVERS, else a local one."""
+def broker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Bootstrap servers of a real Kafka, one for the whole session: what --kafka says, else KAFKA_BOOTSTRAP_SERVERS,
+    else a local one."""
+    provider = request.config.getoption("--kafka")
     given = os.environ.get("KAFKA_BOOTSTRAP_SERVERS")
-    if given:
+    if given and not provider:
         yield given
         return
-    from infra.broker import LocalBroker
+    if provider == "container":
+        image = request.getfixturevalue("kafka_image")
+        from infra.testing import KafkaContainer
 
-    with LocalBroker.start(tmp_path_factory.mktemp("broker"), bound_to_parent=True) as local:
+        with KafkaContainer(image) as container:
+            yield container.bootstrap_servers
+        return
+    from infra.broker import LocalBroker
+    from infra.config import BrokerConfig
+
+    config = BrokerConfig(data_dir=tmp_path_factory.mktemp("broker"), provider=provider or "auto")
+    with LocalBroker.start(config=config, bound_to_parent=True) as local:
         yield local.bootstrap_servers
+
+
+@pytest.fixture(scope="session")
+def kafka_image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An image of Kafka in a Docker engine, both here for the session."""
+    from tests.containers import engine
+
+    # The cleaner's image comes from a registry, and what is started here is stopped here.
+    os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")
+    with engine.docker_engine(tmp_path_factory.mktemp("docker")):
+        yield engine.kafka_image()
 
 
 @pytest.fixture

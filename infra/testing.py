@@ -1,0 +1,130 @@
+"""KafkaContainer: a real Kafka for tests that use testcontainers, by the official image or one with its contract.
+
+    with KafkaContainer() as kafka:
+        run_tests_against(kafka.bootstrap_servers)
+
+Needs the package testcontainers. Where Ryuk's image cannot be had, set TESTCONTAINERS_RYUK_DISABLED=true.
+"""
+
+import io
+import tarfile
+import time
+from collections.abc import Mapping
+from typing import Any, Self
+
+from docker.errors import DockerException, ImageNotFound
+from testcontainers.core.container import DockerContainer
+
+from infra.config import BrokerConfig, image_environment, server_properties
+from infra.launch import new_cluster_id
+from infra.probe import broker_answers
+from topics.errors import BrokerUnavailable
+
+OFFICIAL_IMAGE = BrokerConfig().image
+_PORT, _CONTROLLER_PORT = 9092, 9093
+_SCRIPT = "/tmp/rollstream-start"
+_DATA = "/tmp/kafka-data"
+
+
+class KafkaContainer(DockerContainer):
+    """One KRaft node in a container, plaintext, on a port of this host."""
+
+    def __init__(
+        self,
+        image: str = OFFICIAL_IMAGE,
+        *,
+        port: int = 0,
+        properties: Mapping[str, str] | None = None,
+        heap_max_mib: int = 320,
+        start_timeout_s: float = 60.0,
+        **options: Any,
+    ) -> None:
+        """`port` on this host, 0 for any free one; a test that kills and restarts the container fixes it. `properties`
+        are Kafka's own keys, over those of infra.config. `options` go to DockerContainer.
+
+        Raises BrokerUnavailable when no Docker engine answers.
+        """
+        try:
+            super().__init__(image, **options)
+        except DockerException as error:
+            raise BrokerUnavailable(f"no Docker engine answers ({error}); start one, or set DOCKER_HOST") from error
+        self._start_timeout_s = start_timeout_s
+        self._properties = dict(properties or {})
+        self._address: tuple[str, int] | None = None
+        # Without the mapped port nothing can be advertised, and it is known only once the container runs: so it starts
+        # by waiting for its script. The official image and ours have a shell and a `run`, and nothing more is asked.
+        waiting = f"while [ ! -f {_SCRIPT} ]; do sleep 0.1; done; exec sh {_SCRIPT}"
+        self.with_command(["sh", "-c", waiting])
+        self.with_bind_ports(_PORT, port or None)
+        self.with_env("CLUSTER_ID", new_cluster_id())
+        self.with_env("KAFKA_HEAP_OPTS", f"-Xms96m -Xmx{heap_max_mib}m")
+
+    def start(self) -> Self:
+        """Start it and return when it answers. Raises BrokerUnavailable with the end of its log when it does not."""
+        self._ensure_image()
+        began = time.monotonic()
+        try:
+            super().start()
+            self._address = self._mapped_address()
+            self._put_script(*self._address)
+            while not broker_answers(*self._address):
+                if time.monotonic() - began > self._start_timeout_s:
+                    raise BrokerUnavailable(f"Kafka did not answer within {self._start_timeout_s:g} s:\n{self._tail()}")
+                self.reload()
+                if self.status == "exited":
+                    raise BrokerUnavailable(f"Kafka ended while starting; the end of its log:\n{self._tail()}")
+                time.sleep(0.1)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    @property
+    def bootstrap_servers(self) -> str:
+        """host:port, as clients take it. Raises BrokerUnavailable before `start`."""
+        if self._address is None:
+            raise BrokerUnavailable("the Kafka container is not started; use it as a context manager, or call start")
+        host, port = self._address
+        return f"{host}:{port}"
+
+    def get_bootstrap_server(self) -> str:
+        """The same under the name other Kafka containers give it."""
+        return self.bootstrap_servers
+
+    def _ensure_image(self) -> None:
+        images = self.get_docker_client().client.images
+        try:
+            images.get(self.image)
+        except ImageNotFound:
+            try:
+                images.pull(self.image)
+            except DockerException as error:
+                reason = getattr(error, "explanation", None) or error
+                raise BrokerUnavailable(
+                    f"image {self.image} is not here and cannot be pulled ({reason}); `python -m infra.image build` "
+                    f"makes one with its contract"
+                ) from None
+
+    def _mapped_address(self) -> tuple[str, int]:
+        host = self.get_container_host_ip()
+        # The engine maps IPv4 ports for sure, and localhost may be ::1 first.
+        return "127.0.0.1" if host == "localhost" else host, self._get_exposed_port(_PORT)
+
+    def _put_script(self, host: str, port: int) -> None:
+        config = BrokerConfig(host=host, properties=self._properties)
+        # Any KAFKA_ property replaces the image's own file: the full set is given.
+        properties = server_properties(
+            config, port=_PORT, controller_port=_CONTROLLER_PORT, log_dir=_DATA, bind="0.0.0.0"
+        ) | {"advertised.listeners": f"PLAINTEXT://{host}:{port}"}
+        lines = [f"export {key}='{value}'" for key, value in sorted(image_environment(properties).items())]
+        script = "\n".join([*lines, "exec /etc/kafka/docker/run", ""]).encode()
+        archive = io.BytesIO()
+        with tarfile.open(fileobj=archive, mode="w") as tar:
+            info = tarfile.TarInfo(_SCRIPT.rpartition("/")[2])
+            info.size, info.mode = len(script), 0o755
+            tar.addfile(info, io.BytesIO(script))
+        self.get_wrapped_container().put_archive("/tmp", archive.getvalue())
+
+    def _tail(self, lines: int = 20) -> str:
+        out, err = self.get_logs()
+        return "\n".join((out + err).decode(errors="replace").splitlines()[-lines:])

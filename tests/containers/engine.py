@@ -1,0 +1,117 @@
+"""A Docker engine for tests, and an image of Kafka in it: what is there, else started or built, and gone afterwards.
+
+Nothing is skipped where no engine can be had: the test that asked fails, with the remedy.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from infra.config import BrokerConfig
+from infra.image.build import TAG, build
+from tests.waiting import eventually
+
+REMEDY = (
+    "install Docker and start it (or run the tests as root on Linux, then they do), name an engine in DOCKER_HOST, or "
+    "deselect these tests by name: --ignore=tests/containers"
+)
+_PULL_TIMEOUT_S = 300
+
+
+def answers(host: str | None = None) -> bool:
+    """Whether an engine answers at DOCKER_HOST, or at `host`."""
+    if shutil.which("docker") is None:
+        return False
+    environment = {**os.environ, "DOCKER_HOST": host} if host else None
+    command = ["docker", "info", "--format", "{{.ServerVersion}}"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=20, env=environment)
+    return answer.returncode == 0 and bool(answer.stdout.strip())
+
+
+@contextmanager
+def docker_engine(folder: Path) -> Iterator[None]:
+    """An engine at DOCKER_HOST: the one that answers, else one of our own, its data in `folder`, ended on leaving."""
+    if answers():
+        yield
+        return
+    if os.geteuid() != 0:
+        pytest.fail(f"no Docker engine answers, and only root could start one: {REMEDY}", pytrace=False)
+    if shutil.which("dockerd") is None:
+        _install()
+        if answers():  # The package started it.
+            yield
+            return
+    host, log = f"unix://{folder}/docker.sock", folder / "dockerd.log"
+    with log.open("wb") as out:
+        engine = subprocess.Popen(
+            [
+                *("dockerd", "--host", host, "--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec"),
+                *("--pidfile", f"{folder}/dockerd.pid"),
+            ],
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    before = os.environ.get("DOCKER_HOST")
+    try:
+        eventually(lambda: engine.poll() is not None or answers(host), 60, "the Docker engine answers", every_s=0.2)
+        if engine.poll() is not None:
+            last = log.read_text(errors="replace").strip().splitlines()[-1:]
+            pytest.fail(f"the Docker engine does not start ({' '.join(last)}): {REMEDY}", pytrace=False)
+        os.environ["DOCKER_HOST"] = host
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("DOCKER_HOST", None)
+        else:
+            os.environ["DOCKER_HOST"] = before
+        engine.terminate()
+        try:
+            engine.wait(30)
+        except subprocess.TimeoutExpired:
+            engine.kill()
+            engine.wait()
+        shutil.rmtree(folder / "data", ignore_errors=True)
+
+
+def kafka_image() -> str:
+    """An image with the official contract: ROLLSTREAM_KAFKA_IMAGE, the official one where it can be had, else ours."""
+    given = os.environ.get("ROLLSTREAM_KAFKA_IMAGE")
+    if given:
+        return given
+    official = BrokerConfig().image
+    for command in (["docker", "image", "inspect", official], ["docker", "pull", "--quiet", official]):
+        if subprocess.run(command, capture_output=True, timeout=_PULL_TIMEOUT_S).returncode == 0:
+            return official
+    build()
+    return TAG
+
+
+def _install() -> None:
+    """docker.io by apt, where there is apt."""
+    if shutil.which("apt-get") is None:
+        pytest.fail(f"Docker is not installed: {REMEDY}", pytrace=False)
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    last = ""
+    for command in (["apt-get", "install"], ["apt-get", "update"], ["apt-get", "install"]):
+        answer = subprocess.run(
+            [
+                *command,
+                "--quiet",
+                "--yes",
+                *(("--no-install-recommends", "docker.io") if command[1] == "install" else ()),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            env=environment,
+        )
+        last = (answer.stderr.strip().splitlines() or [f"exit {answer.returncode}"])[-1]
+        if shutil.which("dockerd"):
+            return
+    pytest.fail(f"apt-get does not install Docker ({last}): {REMEDY}", pytrace=False)

@@ -1,0 +1,68 @@
+"""The image as a file: the same entries give the same bytes and the same id; what is missing to build it is named."""
+
+import hashlib
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from infra.image.archive import write_image
+from infra.image.contents import USER_ID, Entry, find_parts
+from tests.unit.infra.machine import Machine, script
+from topics.errors import BrokerUnavailable
+
+ENTRIES = [
+    Entry("/bin"),
+    Entry("/bin/busybox", b"\x7fELF", mode=0o755),
+    Entry("/bin/sh", link="busybox"),
+    Entry("/data", user_id=USER_ID),
+]
+
+
+def image(folder: Path, entries: list[Entry]) -> tuple[str, bytes]:
+    folder.mkdir()
+    image_id = write_image(folder / "image.tar", entries, "some/kafka:1", folder)
+    return image_id, (folder / "image.tar").read_bytes()
+
+
+def test_the_same_entries_are_the_same_image(tmp_path: Path) -> None:
+    assert image(tmp_path / "a", ENTRIES) == image(tmp_path / "b", ENTRIES)
+
+
+def test_any_difference_is_another_image(tmp_path: Path) -> None:
+    other = [*ENTRIES[:-1], Entry("/data", user_id=0)]
+    assert image(tmp_path / "a", ENTRIES)[0] != image(tmp_path / "b", other)[0]
+
+
+def test_an_image_names_the_digests_of_what_it_holds(tmp_path: Path) -> None:
+    image_id, _ = image(tmp_path / "a", ENTRIES)
+    with tarfile.open(tmp_path / "a" / "image.tar") as archive:
+
+        def read(name: str) -> bytes:
+            member = archive.extractfile(name)
+            assert member is not None
+            return member.read()
+
+        (manifest,) = json.loads(read("manifest.json"))
+        configuration = read(manifest["Config"])
+        layer = read(manifest["Layers"][0])
+    assert manifest["RepoTags"] == ["some/kafka:1"]
+    assert image_id == f"sha256:{hashlib.sha256(configuration).hexdigest()}"
+    assert json.loads(configuration)["rootfs"]["diff_ids"] == [f"sha256:{hashlib.sha256(layer).hexdigest()}"]
+    (tmp_path / "layer.tar").write_bytes(layer)
+    with tarfile.open(tmp_path / "layer.tar") as files:
+        assert files.getnames() == ["bin", "bin/busybox", "bin/sh", "data"]
+        assert {(f.uid, f.mtime) for f in files} == {(0, 0), (USER_ID, 0)}
+        assert files.getmember("bin/sh").linkname == "busybox"
+
+
+def test_everything_that_is_missing_is_named_at_once(machine: Machine) -> None:
+    machine.java("17.0.15")
+    machine.maven(works=False)
+    script(machine.bin / "ldd", "exit 1")
+    with pytest.raises(BrokerUnavailable) as refusal:
+        find_parts(machine.environment())
+    for part in ("busybox is not on PATH", "no bin/jlink", "could not get the Kafka jars"):
+        assert part in str(refusal.value)
+    assert "\n" not in str(refusal.value)
