@@ -45,7 +45,9 @@ class BrokerConfig:
     image: str = "apache/kafka:4.3.1"
     """The image of the Docker provider: the official one, or one that keeps its contract."""
     heap_initial_mib: int = 96
+    """Heap of the broker at its start, MiB (Java provider)."""
     heap_max_mib: int = 320
+    """Most heap it may take, MiB."""
     start_timeout_s: float = 60.0
     """How long a broker may take until it answers."""
     stop_timeout_s: float = 15.0

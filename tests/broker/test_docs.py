@@ -1,0 +1,98 @@
+"""Commands and snippets of the documentation, run as they stand against a real broker.
+
+A block below `<!-- run: with a broker -->` runs with its address in the environment and a prepared run under the name
+the page uses; one below `<!-- run: alone -->` starts what it needs itself.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from infra.broker import LocalBroker
+from tests.documentation import ROOT, pages
+from tests.runs import RealRun, rollout
+from tests.waiting import eventually
+from topics.records import PolicyManifest
+
+_RUNNABLE = re.compile(r"^<!-- run: ([a-z ]+) -->\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = [
+    (page.stem, kind, language, body)
+    for page in pages()
+    for kind, language, body in _RUNNABLE.findall(page.read_text(encoding="utf-8"))
+]
+COMMANDS = {kind: body for page, kind, language, body in BLOCKS if language == "sh"}
+
+
+def run_lines(body: str, directory: Path, **variables: str) -> list[str]:
+    """Run the commands of a block one after the other in a directory; each must exit with 0. Returns their output."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLSTREAM", "KAFKA_BOOTSTRAP"))}
+    outputs = []
+    for line in body.splitlines():
+        program, *words = shlex.split(line)
+        assert program == "rollstream", line
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "pipeline", *words],
+            cwd=directory,
+            env={**environment, "PYTHONPATH": str(ROOT), **variables},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
+        outputs.append(done.stdout)
+    return outputs
+
+
+def test_the_commands_that_ask_a_run_work_as_documented(real_run: RealRun) -> None:
+    real_run.prepare()
+    real_run.start("group")
+    real_run.send(rollout(f"x{example}", member) for example in range(8) for member in range(4))
+    eventually(lambda: len(real_run.read("batches")) >= 2, 60, "batches of 32 rollouts")
+    body = COMMANDS["with a broker"].replace("--run main", f"--run {real_run.name}")
+    assert body.count(real_run.name) == len(body.splitlines()), "every line names the run"
+    outputs = run_lines(
+        body,
+        real_run.directory,
+        KAFKA_BOOTSTRAP_SERVERS=real_run.kafka.bootstrap_servers,
+        ROLLSTREAM__TOPICS__PARTITIONS=str(real_run.topics.partitions),
+    )
+    assert all(output.strip() for output in outputs)
+    assert any("every record is in exactly one place" in output for output in outputs)
+    assert any("0 differences" in output for output in outputs)
+
+
+def test_a_local_broker_starts_answers_and_stops_as_documented(tmp_path: Path) -> None:
+    try:
+        started, status, stopped = run_lines(COMMANDS["alone"], tmp_path)
+    finally:
+        left = LocalBroker.find(tmp_path / ".rollstream" / "try")
+        if left is not None:
+            left.stop()
+    assert left is None
+    assert "Kafka is ready at" in started
+    assert "answers" in status
+    assert "stopped" in stopped
+
+
+def test_a_policy_version_can_be_announced_as_documented(real_run: RealRun) -> None:
+    from topics import provisioning
+
+    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
+    [snippet] = [body for page, _kind, language, body in BLOCKS if (page, language) == ("batch-reader", "python")]
+    snippet = snippet.replace("127.0.0.1:9092", real_run.kafka.bootstrap_servers).replace('"main"', repr(real_run.name))
+    exec(compile(snippet, "docs/batch-reader.md", "exec"), {})
+    [manifest] = real_run.read("policies")
+    assert isinstance(manifest, PolicyManifest)
+    assert (manifest.version, manifest.kind) == (0, "external")
+
+
+def test_every_block_marked_to_run_is_run_by_one_of_these_tests() -> None:
+    assert sorted((page, kind, language) for page, kind, language, _body in BLOCKS) == [
+        ("batch-reader", "with a broker", "python"),
+        ("commands", "alone", "sh"),
+        ("commands", "with a broker", "sh"),
+    ]

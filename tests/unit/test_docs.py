@@ -1,0 +1,223 @@
+"""The documentation agrees with the code: generated parts, links, commands, settings, messages and figures."""
+
+import ast
+import importlib.util
+import re
+import shlex
+import statistics
+from pathlib import Path
+
+import pytest
+
+from consumers.grouping.batch_maker import MAKERS
+from consumers.grouping.changes import DROP_REASONS
+from consumers.grouping.estimators import ESTIMATORS, rloo, rloo_normalized
+from pipeline.cli import build_parser
+from pipeline.config import known_keys
+from tests.documentation import ROOT, pages, rendered
+from topics.codec import schemas
+from topics.errors import RollstreamError
+
+PACKAGES = ("topics", "producers", "consumers", "pipeline", "infra")
+PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages()}
+every_page = pytest.mark.parametrize("name", PAGES)
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_OTHER_PROGRAMS = {"export", "pip", "python"}
+
+
+def blocks(name: str, language: str) -> list[str]:
+    return [body for found, body in _BLOCK.findall(PAGES[name]) if found == language]
+
+
+def prose(name: str) -> str:
+    return _BLOCK.sub("", PAGES[name])
+
+
+def section(name: str, title: str) -> str:
+    return PAGES[name].split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def first_cells(text: str) -> list[str]:
+    rows = re.findall(r"^\| (.+?) \|", text, re.MULTILINE)
+    return [cell for cell in rows if not cell.startswith("---")]
+
+
+@every_page
+def test_what_is_generated_says_what_the_code_says(name: str) -> None:
+    assert rendered(PAGES[name]) == PAGES[name], "stale; run: python -m tests.documentation"
+
+
+@every_page
+def test_every_relative_link_leads_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", prose(name)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        page = (ROOT / name).parent / path if path else ROOT / name
+        assert page.exists(), f"{name} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, f"{name} links to {target}"
+
+
+def test_every_page_is_linked_from_another() -> None:
+    linked = {
+        ((ROOT / name).parent / target.partition("#")[0]).resolve()
+        for name, text in PAGES.items()
+        for target in re.findall(r"\]\(([^)]+)\)", text)
+        if "://" not in target
+    }
+    lonely = {name for name in PAGES if (ROOT / name).resolve() not in linked}
+    assert lonely == {"README.md"}
+
+
+@every_page
+def test_every_command_in_a_shell_block_parses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for line in (line for block in blocks(name, "sh") for line in block.splitlines() if line.strip()):
+        words = shlex.split(line, comments=True)
+        if words[0] == "rollstream":
+            try:
+                build_parser().parse_args(words[1:])
+            except SystemExit:
+                pytest.fail(f"{name}: {line}: {capsys.readouterr().err}")
+        elif words[0] == "make":
+            assert {word for word in words[1:] if "=" not in word} <= set(targets), line
+        else:
+            assert words[0] in _OTHER_PROGRAMS, line
+            for word in words[1:]:
+                assert not word.endswith(".py") or (ROOT / word).exists(), line
+
+
+@every_page
+def test_every_command_named_in_prose_exists(name: str) -> None:
+    for quoted in re.findall(r"`rollstream ([^`]+)`", prose(name)):
+        parser = build_parser()
+        for word in quoted.split():
+            if word.startswith("-"):
+                known = {flag for action in parser._actions for flag in action.option_strings}
+                assert word in known, f"{name}: rollstream {quoted}"
+            elif word.isalpha() and word.islower():
+                choices = [action.choices for action in parser._actions if action.choices and not action.option_strings]
+                assert any(word in choice for choice in choices), f"{name}: rollstream {quoted}"
+                parser = next((c[word] for c in choices if isinstance(c, dict) and word in c), parser)
+
+
+@every_page
+def test_python_blocks_compile_and_import_what_exists(name: str) -> None:
+    for block in blocks(name, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    if not hasattr(module, alias.name):
+                        importlib.import_module(f"{node.module}.{alias.name}")
+
+
+@every_page
+def test_settings_named_in_prose_exist(name: str) -> None:
+    keys = set(known_keys())
+    sections = {key.rpartition(".")[0] for key in keys}
+    for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?: = [^`]+)?`", prose(name)):
+        owner = key.rpartition(".")[0]
+        if owner in sections and not key.endswith((".json", ".toml", ".py")):
+            assert key in keys or f"{key}.*" in keys or importlib.util.find_spec(key), f"{name}: {key}"
+
+
+@every_page
+def test_no_page_names_a_path_of_someones_machine(name: str) -> None:
+    assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users|mnt|opt)/", PAGES[name])
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if "/decisions/" in name])
+def test_every_decision_says_context_choice_and_what_it_rules_out(name: str) -> None:
+    assert re.fullmatch(r"docs/decisions/\d{4}-[a-z0-9-]+\.md", name)
+    headings = re.findall(r"^## (.+)$", PAGES[name], re.MULTILINE)
+    assert headings == ["Context", "Choice", "What it rules out"]
+    assert PAGES[name].startswith(f"# {int(name.split('/')[-1][:4])}. ")
+
+
+def test_decisions_are_numbered_without_gaps() -> None:
+    numbers = sorted(int(name.split("/")[-1][:4]) for name in PAGES if "/decisions/" in name)
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_every_decision_that_code_refers_to_exists() -> None:
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for page in re.findall(r"docs/[\w/.-]+\.md", path.read_text()):
+                assert (ROOT / page).exists(), f"{path.relative_to(ROOT)} refers to {page}"
+
+
+def test_the_table_of_drops_has_every_reason_once() -> None:
+    reasons = [cell.strip("`") for cell in first_cells(section("docs/grouping.md", "Drops"))[1:]]
+    assert sorted(reasons) == sorted(DROP_REASONS)
+
+
+def test_the_table_of_marks_has_every_kind_once() -> None:
+    kinds = [cell.strip("`") for cell in first_cells(section("docs/grouping.md", "The fold"))[1:]]
+    [kind] = [field for field in schemas()["Mark"][-1].source["fields"] if field["name"] == "kind"]
+    assert sorted(kinds) == sorted(kind["type"]["symbols"])
+
+
+def test_the_table_of_estimators_and_the_makers_named_are_those_that_exist() -> None:
+    advantages = section("docs/grouping.md", "Advantages")
+    assert [cell.strip("`") for cell in first_cells(advantages)[1:]] == list(ESTIMATORS)
+    assert list(MAKERS) == ["fifo"], "name the other makers in docs/grouping.md"
+
+
+def test_the_figures_of_the_trap_are_right() -> None:
+    text = " ".join(section("docs/grouping.md", "Advantages").split())
+    one, two = [1.0] + [0.0] * 7, [1.0] * 2 + [0.0] * 6
+    of_others = statistics.pstdev(two[1:])
+    assert statistics.pstdev(one[1:]) == 0
+    assert rloo(one)[0] == 1.0
+    assert f"deviate by {of_others:.2f}, and each gets {rloo(two)[0] / of_others:.2f}" in text
+    assert f"it is {rloo_normalized(one)[0]:.2f} and {rloo_normalized(two)[0]:.2f}" in text
+
+
+def test_the_table_of_exit_codes_has_the_code_of_every_error() -> None:
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            if "RollstreamError)" in path.read_text() and "models" not in path.parts:
+                importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    waiting: list[type[RollstreamError]] = [RollstreamError]
+    codes = set()
+    while waiting:
+        error = waiting.pop()
+        codes.add(str(error.exit_code))
+        waiting += error.__subclasses__()
+    assert codes <= set(first_cells(section("docs/commands.md", "Exit codes")))
+
+
+def test_every_message_in_troubleshooting_is_one_the_code_can_say() -> None:
+    said = "\n".join(
+        "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in parts)
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        for parts in _texts(ast.parse(path.read_text()))
+    )
+    for message in first_cells(PAGES["docs/troubleshooting.md"])[1:]:
+        words = re.split(r"\.\.\.|\b[NM]\b", message.strip("`"))
+        pattern = "[^\n]*".join(re.escape(word.strip()) for word in words)
+        assert re.search(pattern, said), f"nothing says: {message}"
+
+
+def _texts(tree: ast.AST) -> list[list[ast.expr]]:
+    return [
+        list(node.values) if isinstance(node, ast.JoinedStr) else [node]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    ]
+
+
+def test_the_readme_begins_with_two_sentences_and_shows_two_commands() -> None:
+    assert blocks("README.md", "sh")[0].split("\n")[:2] == ["make demo", "make test"]
+
+
+def test_a_page_that_is_stale_is_noticed(tmp_path: Path) -> None:
+    stale = PAGES["docs/topics.md"].replace("Every rollout produced", "Some rollouts")
+    assert rendered(stale) == PAGES["docs/topics.md"]
+    with pytest.raises(KeyError):
+        rendered("<!-- generated: nothing -->\n<!-- end -->")
