@@ -5,6 +5,7 @@ Imports JAX only within `fingerprint`.
 
 import os
 import platform
+import re
 import sys
 from dataclasses import asdict
 from importlib import metadata
@@ -13,10 +14,13 @@ from consumers.learner.config import LearnerConfig
 from topics.errors import ConfigurationError
 
 _CACHE_FROM_S = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+_NO_YNN = "--xla_cpu_experimental_ynn_fusion_type="
+"""Without YNN's CPU kernels, which can hang (jax-ml/jax#39257) and with which a step of ours takes 35 ms, not 25."""
+_YNN_SINCE = (0, 10, 1)
 
 
 def prepare_environment(config: LearnerConfig) -> None:
-    """Set the process up for JAX: the number of XLA's CPU threads, and a compile cache that keeps small functions too.
+    """Set the process up for JAX: XLA's CPU threads and kernels, and a compile cache that keeps small functions too.
 
     Raises ConfigurationError if JAX is already imported with another number of threads, which it would not change.
     """
@@ -28,6 +32,10 @@ def prepare_environment(config: LearnerConfig) -> None:
         )
     os.environ["NPROC"] = threads
     os.environ.setdefault(_CACHE_FROM_S, "0.2")
+    flags = os.environ.get("XLA_FLAGS", "")
+    # A flag that jaxlib does not know ends the process.
+    if _version("jaxlib") >= _YNN_SINCE and "ynn_fusion_type" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_NO_YNN}".strip()
 
 
 def fingerprint(config: LearnerConfig) -> dict[str, str]:
@@ -51,3 +59,8 @@ def _training_settings(config: LearnerConfig) -> dict[str, object]:
     for name in ("name", "input_run", "checkpoint", "weights", "threads", "publish_every_steps"):
         del settings[name]
     return settings
+
+
+def _version(package: str) -> tuple[int, ...]:
+    """Release numbers of an installed package."""
+    return tuple(int(part) for part in re.findall(r"\d+", metadata.version(package))[:3])

@@ -48,7 +48,8 @@ class StepLog:
         self._steps_topic = topic_name(run, "steps")
         clients.partitions_of(kafka, self._steps_topic)
         self._transactional_id = f"learner-{run}-{learner}"
-        self._producer = clients.transactional_producer(kafka, self._transactional_id)
+        # With a logger, what librdkafka says when it is fenced is a line of our log rather than one of its own.
+        self._producer = clients.transactional_producer(kafka, self._transactional_id, logger=logger)
         self._retry("initialising transactions", self._producer.init_transactions)
 
     def record(self, step: LearnerStep) -> TopicRecord:

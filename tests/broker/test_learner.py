@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from consumers.learner.step_log import read_steps
+from consumers.weights.follower import WeightsFollower
+from consumers.weights.layout import params_digest
 from consumers.weights.publisher import read_manifests
 from tests.batches import random_batch, send_batches
 from tests.runs import RealRun
@@ -24,6 +26,8 @@ SETTINGS = {
     "learner__warm_start__steps": 3,
     "learner__checkpoint__every_steps": 3,
     "learner__threads": 1,
+    "learner__model__num_hidden_layers": 1,
+    "learner__model__hidden_size": 32,
     # The capacity rule's arithmetic, which needs no producer here, must still add up.
     "grouping__batch_rollouts": 8,
     "worker__group_size": 4,
@@ -47,25 +51,28 @@ def steps_of(run: RealRun) -> dict[int, LearnerStep]:
     return read_steps(run.kafka, run.name, "default")
 
 
-def finish(run: RealRun, process, timeout_s: float = 90.0) -> None:
+def printed(log: str) -> list[str]:
+    """Lines for people, that is, those that are not of the structured log."""
+    return [line for line in log.splitlines() if not line.startswith("{")]
+
+
+def finish(run: RealRun, process, timeout_s: float = 120.0) -> None:
     assert process.wait(timeout_s) == 0, run.log_of(process)[-3000:]
 
 
-def test_a_learner_killed_at_any_step_ends_with_the_bits_of_an_uninterrupted_one(
+def test_a_learner_killed_between_checkpoints_ends_with_the_bits_of_an_uninterrupted_one(
     real_run: RealRun, broker: str, tmp_path: Path
 ) -> None:
     whole = prepared(real_run)
-    finish(whole, whole.start("learn", **SETTINGS))
-
     (tmp_path / "killed").mkdir()
     killed = prepared(RealRun(KafkaConfig(bootstrap_servers=broker), f"{whole.name}-k", tmp_path / "killed"))
     try:
-        for at_least in (1, 5):
-            process = killed.start("learn", **SETTINGS)
-            eventually(lambda at=at_least: max(steps_of(killed), default=-1) >= at, 60, f"step {at_least}")
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
+        uninterrupted, process = whole.start("learn", **SETTINGS), killed.start("learn", **SETTINGS)
+        eventually(lambda: max(steps_of(killed), default=-1) >= 4, 90, "step 4 of 8, checkpoints at 3 and 6")
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
         finish(killed, killed.start("learn", **SETTINGS))
+        finish(whole, uninterrupted)
     finally:
         killed.stop()
 
@@ -77,3 +84,71 @@ def test_a_learner_killed_at_any_step_ends_with_the_bits_of_an_uninterrupted_one
         assert found[step].policy_version == record.policy_version == step
         assert found[step].trained_total == record.trained_total == 32 * step
     assert sorted(read_manifests(killed.kafka, killed.name)) == list(range(9))
+
+
+def test_a_second_learner_of_a_name_fences_the_first_which_exits_with_one_line(real_run: RealRun) -> None:
+    run = prepared(real_run, batches=6)
+    first = run.start("learn", **SETTINGS)
+    eventually(lambda: 3 in steps_of(run), 90, "the first learner used up the batches")
+    second = run.start("learn", **SETTINGS)
+    eventually(lambda: '"learner_resumed"' in run.log_of(second), 90, "the second learner took over")
+    send_batches(run.kafka, run.name, [random_batch(number) for number in range(6, 16)])
+
+    assert first.wait(60) == 3, run.log_of(first)[-2000:]
+    finish(run, second)
+    (line,) = printed(run.log_of(first))
+    assert f"learner 'default' of run {run.name} was taken over" in line
+    assert sorted(steps_of(run)) == list(range(9))
+
+
+def test_sigterm_saves_a_checkpoint_and_steps_executed_again_must_come_out_as_recorded(real_run: RealRun) -> None:
+    run, settings = prepared(real_run, batches=8), {**SETTINGS, "learner__publish_every_steps": 3}
+    process = run.start("learn", **settings)
+    eventually(lambda: 4 in steps_of(run), 90, "step 4 of 8, and no more batches")
+    process.send_signal(signal.SIGTERM)
+    finish(run, process)
+
+    send_batches(run.kafka, run.name, [random_batch(number) for number in range(8, 16)])
+    resumed = run.start("learn", **settings)
+    finish(run, resumed)
+    assert '"steps_again": 0' in run.log_of(resumed)
+    steps = steps_of(run)
+    assert [steps[step].policy_version for step in range(9)] == [0, -1, -1, 1, -1, -1, 2, -1, -1]
+    with WeightsFollower(run.kafka, run.name) as follower:
+        version, arrays = follower.wait_for(2, 30)
+    assert (version, params_digest(arrays)) == (2, steps[6].params_digest)
+
+    # Without its checkpoints a learner begins again from the log, and what it then makes must be what is on record.
+    elsewhere = {"learner__checkpoint__directory": run.directory / "elsewhere"}
+    process = run.start("learn", **settings, **elsewhere, learner__optimizer__learning_rate=0.01)
+    assert process.wait(90) == 2
+    (line,) = printed(run.log_of(process))
+    assert "step 1 of learner 'default', executed again" in line
+    assert steps[1].params_digest[:16] in line
+    assert steps_of(run) == steps
+
+
+def test_a_batch_that_is_too_stale_is_skipped_on_record_and_replaced(real_run: RealRun) -> None:
+    """Version 0 belongs to step 0: with a lag of 2 allowed, step 4 may not use it any more."""
+    run = prepared(real_run, batches=8)
+    process = run.start("learn", **{**SETTINGS, "learner__max_steps": 4, "learner__max_policy_lag": 2})
+
+    def skipped_on_record() -> LearnerStep | None:
+        record = steps_of(run).get(4)
+        return record if record is not None and record.skipped_total else None
+
+    waiting = eventually(skipped_on_record, 90, "the skip is on record before its step is made")
+    assert (waiting.params_digest, waiting.policy_version, waiting.trained_total) == ("", -1, 96)
+    assert [use.use for use in waiting.uses] == ["skipped", "skipped"]
+    assert "policy version 0 is 3 steps old" in waiting.uses[0].reason
+
+    send_batches(run.kafka, run.name, [random_batch(number, version=3) for number in range(8, 10)])
+    finish(run, process)
+    made = steps_of(run)[4]
+    assert [(use.batch_id, use.use) for use in made.uses] == [
+        ("0-6", "skipped"),
+        ("1-7", "skipped"),
+        ("0-8", "trained"),
+        ("0-9", "trained"),
+    ]
+    assert (made.skipped_total, made.trained_total, made.policy_version) == (32, 128, 4)

@@ -1,0 +1,239 @@
+"""Weights on a real broker: a follower holds one whole version or the one before, whoever dies, whenever it joins."""
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from confluent_kafka import OFFSET_END, TopicPartition
+from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
+
+from consumers.learner.step_log import StepLog
+from consumers.weights.config import WeightsConfig
+from consumers.weights.fetcher import ChunkFetcher, ChunksGone
+from consumers.weights.follower import WeightsFollower
+from consumers.weights.layout import params_digest
+from consumers.weights.publisher import WeightsPublisher, read_manifests
+from tests.runs import RealRun
+from tests.waiting import eventually
+from topics import clients, provisioning
+from topics.config import TopicsConfig
+from topics.errors import ConfigurationError, DeadlineExceeded, TopicError
+from topics.keys import decode_key, encode_key
+from topics.records import PolicyManifest
+
+# Small chunks over two partitions: a version is a dozen records.
+SMALL = WeightsConfig(chunk_bytes=1000, keep_versions=2)
+
+
+@pytest.fixture
+def run(real_run: RealRun) -> RealRun:
+    real_run.topics = TopicsConfig(partitions=1, weights_partitions=2)
+    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
+    return real_run
+
+
+@pytest.fixture
+def log(run: RealRun) -> Iterator[StepLog]:
+    log = StepLog(run.kafka, run.name, "default")
+    yield log
+    log.close()
+
+
+def arrays(version: int) -> dict[str, np.ndarray]:
+    """Every value tells its version, so a mixture would show even without digests."""
+    return {f"layer.{i}": np.full((10, 60), version, "<f4") for i in range(5)}
+
+
+def publisher(run: RealRun, config: WeightsConfig = SMALL) -> WeightsPublisher:
+    return WeightsPublisher(run.kafka, run.name, "default", "{}", config)
+
+
+def publish(source: WeightsPublisher, log: StepLog, step: int) -> PolicyManifest:
+    manifest = source.stage(step, arrays(step))
+    log.commit([source.record(manifest)])
+    source.committed(manifest)
+    return manifest
+
+
+def delete_all_chunks(run: RealRun) -> None:
+    """Delete the records of `weights`, which the broker allows on topics that are not compacted only."""
+    topic, client = run.topic("weights"), clients.admin(run.kafka)
+    entry = ConfigEntry("cleanup.policy", "delete", incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
+    for future in client.incremental_alter_configs([resource]).values():
+        future.result(30)
+    for future in client.delete_records([TopicPartition(topic, p, OFFSET_END) for p in (0, 1)]).values():
+        future.result(30)
+
+
+def live_chunks(run: RealRun) -> set[tuple[int, str, int]]:
+    """Keys on `weights` whose last record is not a tombstone."""
+    last = {m.key(): m.value() for m in clients.read_to_end(run.kafka, run.topic("weights"))}
+    return {decode_key(key) for key, value in last.items() if value is not None}
+
+
+def test_a_follower_that_joins_late_gets_the_newest_version_at_once(run: RealRun, log: StepLog) -> None:
+    source = publisher(run)
+    for step in range(5):
+        publish(source, log, step)
+    with WeightsFollower(run.kafka, run.name) as follower:
+        version, found = follower.wait_for(0, 30)
+        assert version == 4
+        assert params_digest(found) == params_digest(arrays(4))
+        assert follower.manifest is not None
+        assert follower.manifest.step == 4
+        assert follower.get_state(4) is None
+        assert follower.get_state(3) is not None
+
+
+def test_a_reader_during_publication_never_sees_a_torn_version(run: RealRun, log: StepLog) -> None:
+    """Two readers look all the time while twelve versions of a dozen chunks each are published and retired."""
+    source = publisher(run)
+    torn: list[str] = []
+    seen: list[list[int]] = [[], []]
+    done = threading.Event()
+
+    def watch(follower: WeightsFollower, versions: list[int]) -> None:
+        while not done.is_set():
+            state = follower.get_state(versions[-1] if versions else -1)
+            if state is not None:
+                version, found = state
+                versions.append(version)
+                values = {float(value) for array in found.values() for value in np.unique(array)}
+                if values != {float(version)} or found.keys() != arrays(0).keys():
+                    torn.append(f"version {version} held {values}")
+
+    with WeightsFollower(run.kafka, run.name) as one, WeightsFollower(run.kafka, run.name) as other:
+        threads = [threading.Thread(target=watch, args=(f, v)) for f, v in zip((one, other), seen, strict=True)]
+        for thread in threads:
+            thread.start()
+        try:
+            for step in range(12):
+                publish(source, log, step)
+            for follower in (one, other):
+                assert follower.wait_for(11, 30)[0] == 11
+            eventually(lambda: all(versions and versions[-1] == 11 for versions in seen), 10, "both saw version 11")
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+    assert torn == []
+    assert all(versions == sorted(set(versions)) for versions in seen)
+
+
+def test_chunks_without_a_manifest_show_nowhere_and_are_tombstoned_at_the_next_start(
+    run: RealRun, log: StepLog
+) -> None:
+    crashed = publisher(run)
+    publish(crashed, log, 0)
+    lost = crashed.stage(1, arrays(1))
+    assert len(live_chunks(run)) == 2 * len(lost.chunks)
+
+    with WeightsFollower(run.kafka, run.name) as follower:
+        assert follower.wait_for(0, 30)[0] == 0
+        restarted = publisher(run)
+        assert {version for version, _, _ in live_chunks(run)} == {0}
+        assert restarted.latest_version == 0
+        manifest = publish(restarted, log, 1)
+        assert (manifest.version, manifest.epoch == lost.epoch) == (1, False)
+        assert follower.wait_for(1, 30)[0] == 1
+
+
+def test_a_manifest_of_an_aborted_transaction_is_never_followed(run: RealRun, log: StepLog) -> None:
+    source = publisher(run)
+    publish(source, log, 0)
+    aborted = source.stage(7, arrays(7))
+    producer = clients.transactional_producer(run.kafka, f"other-{run.name}")
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    topic, key, value = source.record(aborted)
+    producer.produce(topic, value, key)
+    producer.flush(10)
+    producer.abort_transaction(30)
+    with WeightsFollower(run.kafka, run.name) as follower:
+        assert follower.wait_for(0, 30)[0] == 0
+        publish(source, log, 1)
+        assert follower.wait_for(1, 30)[1]["layer.0"][0, 0] == 1
+
+
+def test_old_versions_lose_their_chunks_and_keep_their_manifests(run: RealRun, log: StepLog) -> None:
+    source = publisher(run)
+    for step in range(5):
+        publish(source, log, step)
+    source.close()
+    assert {version for version, _, _ in live_chunks(run)} == {3, 4}
+    assert sorted(read_manifests(run.kafka, run.name)) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("damage", ["gone", "another record"])
+def test_a_version_whose_chunks_are_not_there_is_skipped_for_a_newer_one(
+    run: RealRun, log: StepLog, damage: str
+) -> None:
+    source = publisher(run)
+    publish(source, log, 0)
+    broken = source.stage(1, arrays(1))
+    if damage == "gone":
+        delete_all_chunks(run)
+    else:
+        misplaced = dataclasses.replace(broken.chunks[0], offset=broken.chunks[0].offset - 1)
+        broken = dataclasses.replace(broken, chunks=(misplaced, *broken.chunks[1:]))
+    log.commit([source.record(broken)])
+    source.committed(broken)
+    fetcher = ChunkFetcher(run.kafka, run.name)
+    with pytest.raises(ChunksGone):
+        fetcher.fetch(broken, timeout_s=30)
+    fetcher.close()
+    with WeightsFollower(run.kafka, run.name) as follower:
+        publish(source, log, 2)
+        assert follower.wait_for(1, 30)[0] == 2
+
+
+def test_a_follower_keeps_the_version_it_has_rather_than_one_that_does_not_match(run: RealRun, log: StepLog) -> None:
+    source = publisher(run)
+    publish(source, log, 0)
+    with WeightsFollower(run.kafka, run.name) as follower:
+        follower.wait_for(0, 30)
+        lying = dataclasses.replace(source.stage(1, arrays(1)), digest="0" * 64)
+        log.commit([source.record(lying)])
+        source.committed(lying)
+        with pytest.raises(DeadlineExceeded, match=r"policy version 1 did not appear .*newest: 0"):
+            follower.wait_for(1, 2)
+        assert follower.version == 0
+
+
+def test_a_follower_refuses_to_go_back(run: RealRun, log: StepLog) -> None:
+    source = publisher(run)
+    old = publish(source, log, 0)
+    newer = publish(source, log, 1)
+    with WeightsFollower(run.kafka, run.name) as follower:
+        follower.wait_for(1, 30)
+        log.commit([source.record(old), source.record(newer)])
+        publish(source, log, 2)
+        assert follower.wait_for(2, 30)[0] == 2
+        log.commit([source.record(newer), (run.topic("policies"), encode_key(9), b"no manifest")])
+        publish(source, log, 3)
+        assert follower.wait_for(3, 30)[0] == 3
+
+
+def test_a_step_published_with_the_same_digest_is_found_and_one_with_another_digest_is_not(
+    run: RealRun, log: StepLog
+) -> None:
+    first = publisher(run)
+    manifest = publish(first, log, 6)
+    again = publisher(run)
+    assert again.published(6, params_digest(arrays(6))) == manifest
+    assert again.published(6, "other") is None
+    assert again.published(5, params_digest(arrays(6))) is None
+    assert again.stage(6, arrays(60)).version == manifest.version + 1
+
+
+def test_chunks_larger_than_a_record_are_refused_when_the_publisher_is_built(run: RealRun) -> None:
+    with pytest.raises(ConfigurationError, match=r"learner\.weights\.chunk_bytes"):
+        publisher(run, WeightsConfig(chunk_bytes=run.kafka.max_record_bytes))
+
+
+def test_following_a_run_without_topics_is_one_error_at_once(real_run: RealRun) -> None:
+    with pytest.raises(TopicError, match="topics apply"):
+        WeightsFollower(real_run.kafka, "no-such-run").start()
