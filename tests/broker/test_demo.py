@@ -14,7 +14,13 @@ import psutil
 import pytest
 
 from pipeline.config import load
+from pipeline.ledger import ledger
+from pipeline.verify import verify
 from tests.waiting import eventually
+from topics.catalogue import topic_name
+from topics.clients import read_to_end
+from topics.codec import decode
+from topics.config import KafkaConfig
 
 Start = Callable[..., subprocess.Popen[str]]
 ROOT = Path(__file__).parents[2]
@@ -60,16 +66,20 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("jax")
 
 
+def environment(compiled: Path, **more: str) -> dict[str, str]:
+    without = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLSTREAM", "KAFKA_"))}
+    return {**without, "JAX_COMPILATION_CACHE_DIR": str(compiled), **more}
+
+
 @pytest.fixture
 def start(compiled: Path) -> Iterator[Start]:
-    """Starts a demo; one that a failed test left running is killed, and its processes go with it."""
+    """Starts a command, small; one that a failed test left running is killed, and its processes go with it."""
     demos = []
 
-    def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-        without = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLSTREAM", "KAFKA_"))}
+    def start(command: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         demo = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pipeline", "demo", *SMALL, *arguments],
-            env={**without, "JAX_COMPILATION_CACHE_DIR": str(compiled), **environment},
+            [sys.executable, "-P", "-m", "pipeline", command, *arguments, *SMALL],
+            env=environment(compiled, **variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -84,7 +94,7 @@ def start(compiled: Path) -> Iterator[Start]:
 
 
 def test_a_small_loop_closes_its_books_and_can_be_asked_again(start: Start, tmp_path: Path, broker: str) -> None:
-    demo = start("--steps", "5", "--json", "--keep", "--data", str(tmp_path), KAFKA_BOOTSTRAP_SERVERS=broker)
+    demo = start("demo", "--steps", "5", "--json", "--keep", "--data", str(tmp_path), KAFKA_BOOTSTRAP_SERVERS=broker)
     output, progress = demo.communicate(timeout=110)
     # Five steps teach nothing: the one promise that may not hold is the gain.
     assert demo.returncode == 1, progress
@@ -124,7 +134,7 @@ def family(process: psutil.Process) -> Iterator[psutil.Process]:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_ctrl_c_at_any_moment_leaves_no_process_behind(seed: int, start: Start, tmp_path: Path) -> None:
-    demo = start("--data", str(tmp_path))
+    demo = start("demo", "--data", str(tmp_path))
     moment = time.monotonic() + random.Random(seed).uniform(0.5, 12.0)
     seen: dict[int, psutil.Process] = {}
     while time.monotonic() < moment:
@@ -141,7 +151,7 @@ def test_ctrl_c_at_any_moment_leaves_no_process_behind(seed: int, start: Start, 
 
 
 def test_a_killed_demo_takes_its_processes_with_it(start: Start, tmp_path: Path) -> None:
-    demo = start("--data", str(tmp_path))
+    demo = start("demo", "--data", str(tmp_path))
     parent = psutil.Process(demo.pid)
     # The broker's keeper, the broker, the learner, the inference server and two groupers.
     seen = eventually(lambda: (found := parent.children(recursive=True)) and len(found) >= 6 and found, 60, "roles")
@@ -150,6 +160,38 @@ def test_a_killed_demo_takes_its_processes_with_it(start: Start, tmp_path: Path)
     eventually(
         lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in seen), 30, "the end of all roles"
     )
+
+
+def test_a_run_goes_on_after_kill_9_of_its_parts_and_drains_when_told(
+    start: Start, tmp_path: Path, broker: str, run_name: str
+) -> None:
+    kafka, data = KafkaConfig(bootstrap_servers=broker), f"--set=data_dir={tmp_path}"
+    run = start("run", "examples/demo.toml", "--run", run_name, data, KAFKA_BOOTSTRAP_SERVERS=broker)
+    assert run.stdout is not None
+    assert "6 processes are ready" in run.stdout.readline()
+
+    def pid_of(*words: str) -> int:
+        [found] = [p for p in psutil.Process(run.pid).children() if set(words) <= set(p.cmdline())]
+        return found.pid
+
+    def steps() -> int:
+        return max((decode(m.value()).step for m in read_to_end(kafka, topic_name(run_name, "steps"))), default=0)
+
+    for number, role in enumerate((["group", "0"], ["learn"], ["env", "1"], ["infer"])):
+        before = eventually(lambda number=number: (now := steps()) > number and now, 60, "a step")  # type: ignore[misc]
+        dead = pid_of(*role)
+        os.kill(dead, signal.SIGKILL)
+        eventually(lambda role=role, dead=dead: pid_of(*role) != dead, 20, f"{role} to be started again")  # type: ignore[misc]
+        eventually(lambda before=before: steps() > before + 1, 60, f"steps after the end of {role}")  # type: ignore[misc]
+    children = psutil.Process(run.pid).children(recursive=True)
+    run.terminate()
+    errors = run.communicate(timeout=60)[1]
+    assert run.returncode == 0, errors
+    assert not [p for p in children if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    book = ledger(kafka, run_name)
+    assert book.balanced, book.problems
+    assert book.trained > 0
+    assert verify(kafka, run_name).mismatches == []
 
 
 def cmdline(process: psutil.Process) -> list[str]:
