@@ -132,7 +132,8 @@ def watch(config: RunConfig, supervisor: Supervisor, observer: RunObserver, say:
         supervisor.poll(0.05)
         observer.poll(0.2)
         recent = observer.last(WINDOW)
-        if recent.rollouts == WINDOW and recent.exact > TARGET_EXACT:
+        # Twice the window, so that it is not one lucky draw of prompts.
+        if min(recent.exact, observer.last(2 * WINDOW).exact) > TARGET_EXACT and recent.rollouts == WINDOW:
             return f"exact match over the last {WINDOW:,} rollouts passed {TARGET_EXACT} at step {observer.steps}"
         if supervisor.finished(LEARN):
             return f"the learner made its last step, {config.learner.max_steps}"

@@ -52,7 +52,8 @@ class RunObserver:
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self._rollouts, self._index, self._steps = (topic_name(run, t) for t in ("rollouts", "batch-index", "steps"))
-        self._consumer = clients.reader(kafka)
+        # Whoever watches is in no hurry: few large answers instead of one for each record.
+        self._consumer = clients.reader(kafka, **{"fetch.min.bytes": 256 * 1024, "fetch.wait.max.ms": 250})
         partitions = clients.partitions_of(kafka, self._rollouts)
         places = [*((self._rollouts, p) for p in range(partitions)), (self._index, 0), (self._steps, 0)]
         self._reached = dict.fromkeys(places, 0)

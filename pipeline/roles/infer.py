@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from consumers.models.sampler import Sampler
 
 logger = logging.getLogger(__name__)
-_ROW_BUCKETS = (16, 64)
+_ROW_BUCKETS = (64,)
+"""Row counts compiled besides inference.max_rows: small batches need not pay for the largest."""
 
 
 class FollowedPolicy:

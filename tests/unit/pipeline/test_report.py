@@ -1,0 +1,112 @@
+"""A demo passes when it learned, the ledger balances and nothing differs; the report says so to people and programs."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from pipeline.report import DemoReport, Evaluation, ledger_text, verification_text
+from pipeline.tables import bytes_text, table
+
+BOOK: dict[str, Any] = {
+    "balanced": True,
+    "produced": 110,
+    "rollouts": 100,
+    "batched": 80,
+    "trained": 64,
+    "skipped": 16,
+    "dropped": {"zero_variance": 20},
+    "dead_lettered": 0,
+    "control": 10,
+    "in_flight": 0,
+    "unread": 0,
+    "problems": [],
+}
+REPORT = DemoReport(
+    run="r",
+    task="dsort3",
+    seed=0,
+    outcome="it learned",
+    reward_first=0.1,
+    reward_last=0.95,
+    exact_first=0.0,
+    exact_last=0.9,
+    heldout_first=Evaluation(version=0, prompts=200, reward=0.1, exact=0.0),
+    heldout_last=Evaluation(version=9, prompts=200, reward=0.9, exact=0.85),
+    rollouts=100,
+    batches=5,
+    steps=9,
+    seconds=100.0,
+    training_seconds=80.0,
+    warm_start_steps=60,
+    topic_bytes={"rollouts": 1_234_567, "metrics": 0},
+    ledger=BOOK,
+    verify={"batches": 5, "drops": 20, "mismatches": 0, "differences": []},
+    kept=False,
+    places={"logs": "/somewhere/logs"},
+)
+
+
+def test_a_report_passes_when_every_promise_held() -> None:
+    assert REPORT.passed
+    assert REPORT.failures == ()
+    assert "PASSED" in REPORT.as_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"exact_last": 0.49}, "exact match rose by 0.490"),
+        ({"ledger": {**BOOK, "balanced": False}}, "the ledger does not balance"),
+        ({"verify": {"batches": 5, "mismatches": 2, "differences": ["a", "b"]}}, "verification found 2 differences"),
+    ],
+)
+def test_each_broken_promise_fails_the_demo_by_name(changes: dict[str, Any], says: str) -> None:
+    report = dataclasses.replace(REPORT, **changes)
+    assert not report.passed
+    assert len(report.failures) == 1
+    assert says in report.failures[0]
+    assert f"FAILED: {report.failures[0]}" in report.as_text()
+
+
+def test_a_program_reads_the_promised_keys() -> None:
+    report = json.loads(json.dumps(REPORT.as_dict()))
+    assert report["heldout_exact_first"] == 0.0
+    assert report["heldout_exact_last"] == 0.85
+    assert (report["heldout_version_first"], report["heldout_version_last"]) == (0, 9)
+    assert report["ledger"]["dropped"] == {"zero_variance": 20}
+    assert report["passed"] is True
+
+
+def test_the_text_fits_a_terminal() -> None:
+    assert max(map(len, REPORT.as_text().splitlines())) <= 100
+
+
+def test_a_ledger_that_does_not_balance_names_what_is_wrong() -> None:
+    text = ledger_text({**BOOK, "balanced": False, "problems": ["rollouts[3] offset 7: in two places"]})
+    assert "DOES NOT BALANCE" in text
+    assert "rollouts[3] offset 7" in text
+    assert "zero variance" in text
+
+
+def test_a_verification_names_what_differs() -> None:
+    text = verification_text({"batches": 5, "mismatches": 1, "differences": ["batch 3-7: advantages"]})
+    assert "1 difference" in text
+    assert "batch 3-7: advantages" in text
+
+
+def test_columns_are_as_wide_as_their_widest_cell() -> None:
+    assert table(("name", "n"), [("a", 1), ("long name", 1234567)]).splitlines() == [
+        "name               n",
+        "a                  1",
+        "long name  1,234,567",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (45_200_000, "45.2 MB"), (3 * 10**15, "3000.0 TB")],
+)
+def test_sizes_are_written_for_people(size: int, text: str) -> None:
+    assert bytes_text(size) == text
