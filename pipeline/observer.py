@@ -8,7 +8,7 @@ import time
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, TopicPartition
 
@@ -21,6 +21,7 @@ from topics.records import LearnerStep, Rollout
 
 EXACT = "exact"
 _TIMEOUT_S = 60.0
+_UNHURRIED: dict[str, Any] = {"fetch.min.bytes": 256 * 1024, "fetch.wait.max.ms": 250}
 
 
 class Scored(NamedTuple):
@@ -53,7 +54,7 @@ class RunObserver:
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self._rollouts, self._index, self._steps = (topic_name(run, t) for t in ("rollouts", "batch-index", "steps"))
         # Whoever watches is in no hurry: few large answers instead of one for each record.
-        self._consumer = clients.reader(kafka, **{"fetch.min.bytes": 256 * 1024, "fetch.wait.max.ms": 250})
+        self._consumer = clients.reader(kafka, **_UNHURRIED)
         partitions = clients.partitions_of(kafka, self._rollouts)
         places = [*((self._rollouts, p) for p in range(partitions)), (self._index, 0), (self._steps, 0)]
         self._reached = dict.fromkeys(places, 0)
