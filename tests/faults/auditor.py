@@ -1,0 +1,411 @@
+"""Judges a run from its topics alone, sharing no code with the consumers: what they promise, worked out a second time.
+
+Conservation (every offset of rollouts in exactly one place), exactly once, whole and pure groups with the advantages
+the formula gives, digests, and batches that are what this auditor's own model of grouping would have cut.
+"""
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tests.faults.evidence import Decoded, Evidence, Raw, collect, decode
+from tests.faults.model import GIVEN, NotModelled, refold
+
+# The digest is over these, in this order (TrainingBatch but its digest): part of the format, so written down here too.
+_DIGESTED = (
+    *("batch_id", "partition", "number", "core_version", "generation", "cut", "cut_ms", "groups", "group_index"),
+    *("source_offsets", "uids", "splits", "tokens", "loss_mask", "logprobs", "advantages", "rewards", "truncated"),
+    *("lowest_versions", "highest_versions", "temperatures", "logprobs_processed", "reference_logprobs", "metadata"),
+)
+
+
+@dataclass
+class Audit:
+    """What was found. `findings` is empty for a run that kept its promises."""
+
+    findings: list[str] = field(default_factory=list)
+    produced: int = 0
+    batches: int = 0
+    places: Counter[str] = field(default_factory=Counter)
+    """Offsets of rollouts by where they are: batched, dropped:<reason>, dead letter, control, in flight, unread."""
+    refolded: list[int] = field(default_factory=list)
+    """Partitions whose batches and drops were compared with the model's."""
+    not_modelled: dict[int, str] = field(default_factory=dict)
+    """Partitions that were not, and why."""
+
+    def found(self, promise: str, text: str) -> None:
+        """Note a broken promise."""
+        self.findings.append(f"{promise}: {text}")
+
+
+def audit(bootstrap_servers: str, run: str, *, group: str = "grouper") -> Audit:
+    """Read a run that has come to rest and judge it."""
+    return judge(collect(bootstrap_servers, run, group=group))
+
+
+@dataclass
+class _Batch:
+    raw: Raw
+    record: Decoded
+
+    @property
+    def name(self) -> str:
+        return str(self.record["batch_id"])
+
+    @property
+    def offsets(self) -> list[int]:
+        return list(map(int, self.record["source_offsets"]))
+
+
+@dataclass
+class _Journal:
+    """What the journal of one partition says, added up."""
+
+    position: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    clock: int = -1
+    finished: dict[int, str] = field(default_factory=dict)
+    drops: dict[int, str] = field(default_factory=dict)
+    in_flight: set[int] = field(default_factory=set)
+    batch_ids: list[str] = field(default_factory=list)
+
+
+def judge(evidence: Evidence) -> Audit:
+    """Judge what was read."""
+    result = Audit(produced=len(evidence.topics["rollouts"]))
+    rollouts = evidence.by_partition("rollouts")
+    batches = _batches(evidence, result)
+    journals = {
+        number: _journal(number, records, result) for number, records in evidence.by_partition("journal").items()
+    }
+    for number in rollouts.keys() - journals.keys():
+        result.found("conservation", f"partition {number} has records and no journal")
+    _check_index(evidence, batches, result)
+    _check_numbers(batches, journals, result)
+    dead = _dead_letters(evidence, result)
+    for number, journal in sorted(journals.items()):
+        records = rollouts.get(number, [])
+        own = [batch for batch in batches if batch.record["partition"] == number]
+        if evidence.committed.get(number) != journal.position:
+            result.found(
+                "exactly once",
+                f"partition {number}: offset {evidence.committed.get(number)} is committed, the journal is at "
+                f"{journal.position}",
+            )
+        _check_places(number, records, own, journal, dead[number], result)
+        _check_groups(records, own, journal.config.get("min_group_size", 0), result)
+        _check_refold(number, records, own, journal, result)
+    return result
+
+
+# ---------------------------------------------------------------------- reading the outputs
+
+
+def _batches(evidence: Evidence, result: Audit) -> list[_Batch]:
+    found = []
+    for raw in evidence.topics["batches"]:
+        record = decode(raw.value)
+        if record is None or record.name != "TrainingBatch":
+            result.found("digest", f"batches[{raw.partition}] offset {raw.offset} is no TrainingBatch")
+            continue
+        batch = _Batch(raw, record)
+        found.append(batch)
+        result.batches += 1
+        if record["partition"] != raw.partition:
+            result.found("exactly once", f"batch {batch.name} lies on partition {raw.partition}")
+        if digest_of(record.fields) != record["digest"]:
+            result.found("digest", f"batch {batch.name} does not hash to the digest it carries")
+    return found
+
+
+def digest_of(batch: dict[str, Any]) -> str:
+    """sha256 over a batch's fields: name, dtype, shape and bytes of arrays, name and sorted JSON of the rest."""
+    sha = hashlib.sha256()
+    for name in _DIGESTED:
+        value = batch[name]
+        if isinstance(value, np.ndarray):
+            sha.update(f"{name}:{value.dtype.str}({len(value)},):".encode() + value.tobytes())
+        else:
+            sha.update(f"{name}:{json.dumps(value, sort_keys=True, ensure_ascii=False)}".encode())
+    return sha.hexdigest()
+
+
+def _journal(number: int, records: list[Raw], result: Audit) -> _Journal:
+    journal = _Journal()
+    for sequence, raw in enumerate(records):
+        record = decode(raw.value)
+        if record is None or record.name != "JournalRecord":
+            result.found("conservation", f"journal[{number}] offset {raw.offset} is no JournalRecord")
+            continue
+        if sequence == 0:
+            journal.config = json.loads(record["watermark_configuration"])
+            journal.clock = record["policy_version"]
+        if (record["sequence"], record["begin"]) != (sequence, journal.position):
+            result.found(
+                "exactly once",
+                f"journal[{number}] sequence {record['sequence']} begins at {record['begin']}, sequence {sequence} at "
+                f"{journal.position} was due",
+            )
+        journal.position = record["position"]
+        journal.in_flight.update(_offsets(record["admitted"]))
+        for finished in record["finished"]:
+            for offset in _offsets(finished["runs"]):
+                if offset in journal.finished:
+                    result.found("exactly once", f"rollouts[{number}] offset {offset} finishes twice in the journal")
+                journal.finished[offset] = finished["fate"]
+                journal.in_flight.discard(offset)
+        for drop in record["drops"]:
+            journal.drops[drop["offset"]] = drop["reason"]
+        journal.batch_ids += record["batch_ids"]
+        if record["snapshot"] and set(_offsets(record["unfinished"])) != journal.in_flight:
+            result.found("conservation", f"the snapshot at journal[{number}] sequence {sequence} is not what adds up")
+    return journal
+
+
+def _offsets(runs: Iterable[Any]) -> list[int]:
+    numbers = [int(number) for number in runs]
+    return [first + n for first, count in zip(numbers[::2], numbers[1::2], strict=True) for n in range(count)]
+
+
+def _dead_letters(evidence: Evidence, result: Audit) -> dict[int, list[int]]:
+    """Offsets dead-lettered, by partition of their source; each must carry the source's own bytes, or their digest."""
+    sources = {(raw.partition, raw.offset): raw for raw in evidence.topics["rollouts"]}
+    found: dict[int, list[int]] = defaultdict(list)
+    for raw in evidence.topics["dead-letters"]:
+        try:
+            number = int(raw.headers["__streams.errors.partition"] or b"")
+            offset = int(raw.headers["__streams.errors.offset"] or b"")
+            source = sources[number, offset]
+        except (KeyError, ValueError):
+            result.found("conservation", f"the dead letter at offset {raw.offset} names no record of rollouts")
+            continue
+        found[number].append(offset)
+        digest = raw.headers.get("rollstream.value.sha256")
+        same = raw.value == source.value if digest is None else digest == _sha256(source.value)
+        if raw.key != source.key or not same:
+            result.found("conservation", f"the dead letter of rollouts[{number}] offset {offset} is not what was sent")
+    return found
+
+
+def _sha256(value: bytes | None) -> bytes:
+    return hashlib.sha256(value or b"").hexdigest().encode()
+
+
+# ---------------------------------------------------------------------- exactly once
+
+
+def _check_index(evidence: Evidence, batches: list[_Batch], result: Audit) -> None:
+    """The index has one entry a batch, and says of it what is so."""
+    lying = {(batch.raw.partition, batch.raw.offset): batch for batch in batches}
+    indexed: Counter[tuple[int, int]] = Counter()
+    last: dict[int, int] = {}
+    for raw in evidence.topics["batch-index"]:
+        entry = decode(raw.value)
+        if entry is None or entry.name != "BatchIndexEntry":
+            result.found("exactly once", f"batch-index offset {raw.offset} is no entry")
+            continue
+        place = (entry["partition"], entry["offset"])
+        indexed[place] += 1
+        batch = lying.get(place)
+        if batch is None or batch.name != entry["batch_id"]:
+            result.found("exactly once", f"the index names {entry['batch_id']} at {place}, where it is not")
+            continue
+        record = batch.record
+        true = {
+            "rollouts": len(record["uids"]),
+            "tokens": len(record["tokens"]),
+            "trained_tokens": int(np.count_nonzero(record["loss_mask"])),
+            "lowest_version": int(record["lowest_versions"].min()),
+            "highest_version": int(record["highest_versions"].max()),
+            "digest": record["digest"],
+        }
+        wrong = [name for name, value in true.items() if entry[name] != value]
+        if wrong:
+            result.found("exactly once", f"the index says of {batch.name} another {', '.join(wrong)}")
+        if record["number"] <= last.get(place[0], -1):
+            result.found("exactly once", f"the index names {batch.name} after a later batch of its partition")
+        last[place[0]] = max(last.get(place[0], -1), record["number"])
+    for place, batch in lying.items():
+        if indexed[place] != 1:
+            result.found("exactly once", f"batch {batch.name} at {place} is in the index {indexed[place]} times")
+
+
+def _check_numbers(batches: list[_Batch], journals: dict[int, _Journal], result: Audit) -> None:
+    """Each batch is there once, and they are counted without a gap, as the journal says."""
+    for name, times in Counter(batch.name for batch in batches).items():
+        if times > 1:
+            result.found("exactly once", f"batch {name} is there {times} times")
+    for number, journal in journals.items():
+        names = [batch.name for batch in batches if batch.record["partition"] == number]
+        if names != [f"{number}-{count}" for count in range(len(names))]:
+            result.found("exactly once", f"batches of partition {number} are not numbered 0 to {len(names) - 1}")
+        if names != journal.batch_ids:
+            differing = sorted(set(names) ^ set(journal.batch_ids))
+            result.found("exactly once", f"journal[{number}] names other batches than there are: {differing[:5]}")
+
+
+# ---------------------------------------------------------------------- conservation
+
+
+def _check_places(
+    number: int, records: list[Raw], batches: list[_Batch], journal: _Journal, dead: list[int], result: Audit
+) -> None:
+    """Every record in exactly one place, every place with a record."""
+    places: dict[int, list[str]] = defaultdict(list)
+    for batch in batches:
+        for offset in batch.offsets:
+            places[offset].append("batched")
+    for offset, reason in journal.drops.items():
+        places[offset].append(f"dropped:{reason}")
+    for offset in dead:
+        places[offset].append("dead letter")
+    for offset, fate in journal.finished.items():
+        if fate == "control":
+            places[offset].append("control")
+    for offset in journal.in_flight:
+        places[offset].append("in flight")
+    for raw in records:
+        if raw.offset >= journal.position:
+            places[raw.offset].append("unread")
+        found = places.pop(raw.offset, [])
+        if len(found) != 1:
+            where = " and ".join(found) or "nowhere"
+            result.found("conservation", f"rollouts[{number}] offset {raw.offset} is {where}")
+        result.places.update(found)
+        told = journal.finished.get(raw.offset, "in flight" if raw.offset < journal.position else "unread")
+        if found and found[0].partition(":")[0].replace("dead letter", "dead_lettered") != told:
+            result.found(
+                "conservation", f"rollouts[{number}] offset {raw.offset} is {found[0]}, the journal says {told}"
+            )
+    for offset, found in sorted(places.items()):
+        result.found("conservation", f"rollouts[{number}] offset {offset} is {' and '.join(found)}, and no record")
+
+
+# ---------------------------------------------------------------------- groups
+
+
+def _check_groups(records: list[Raw], batches: list[_Batch], least: int, result: Audit) -> None:
+    """Rows are what was sent, groups are whole and of one kind, advantages are leave-one-out.
+
+    `least` is the size a group may be sealed with at its deadline; 0 for its declared size.
+    """
+    sources = {raw.offset: record for raw in records if (record := decode(raw.value)) is not None}
+    shrunk = {_key(record.fields) for record in sources.values() if record.name == "GroupCancelled"}
+    seen: dict[tuple[Any, ...], str] = {}
+    for batch in batches:
+        record = batch.record
+        rows = len(record["uids"])
+        if not len(record["source_offsets"]) == len(record["group_index"]) == len(record["splits"]) - 1 == rows:
+            result.found("purity", f"batch {batch.name} has columns of different lengths")
+            continue
+        members: dict[int, list[int]] = defaultdict(list)
+        for row in range(rows):
+            members[int(record["group_index"][row])].append(row)
+            _check_row(batch, row, sources, result)
+        if sorted(members) != list(range(len(record["groups"]))):
+            result.found("purity", f"batch {batch.name} has groups without rows, or rows without a group")
+            continue
+        for index, group in enumerate(record["groups"]):
+            key = _key(group)
+            if key in seen:
+                result.found("purity", f"group {key} of batch {batch.name} is in batch {seen[key]} too")
+            seen[key] = batch.name
+            if group["size"] != len(members[index]):
+                result.found(
+                    "purity", f"group {key} of batch {batch.name} has {len(members[index])} rows of {group['size']}"
+                )
+            declared = {sources[offset]["group_size"] for offset in _sent(batch, members[index], sources)}
+            if len(declared) != 1:
+                result.found("purity", f"group {key} of batch {batch.name} declares sizes {sorted(declared)}")
+            elif not least and key not in shrunk and declared != {len(members[index])}:
+                result.found(
+                    "purity",
+                    f"group {key} of batch {batch.name} has {len(members[index])} rows, it declared {declared}",
+                )
+            _check_advantages(batch, members[index], key, result)
+
+
+def _key(fields: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(fields[name] for name in ("environment", "example_id", "policy_version", "group_id"))
+
+
+def _sent(batch: _Batch, rows: list[int], sources: dict[int, Decoded]) -> list[int]:
+    """Offsets of the rows that have a rollout behind them."""
+    offsets = [batch.offsets[row] for row in rows]
+    return [offset for offset in offsets if offset in sources and sources[offset].name == "Rollout"]
+
+
+def _check_row(batch: _Batch, row: int, sources: dict[int, Decoded], result: Audit) -> None:
+    record = batch.record
+    offset = int(record["source_offsets"][row])
+    where = f"row {row} of batch {batch.name} (offset {offset})"
+    source = sources.get(offset)
+    if source is None or source.name != "Rollout":
+        result.found("purity", f"{where} has no rollout behind it")
+        return
+    group = record["groups"][int(record["group_index"][row])]
+    for name in ("environment", "example_id", "policy_version", "group_id"):
+        if source[name] != group[name]:
+            result.found("purity", f"{where} is of {name} {source[name]!r}, its group of {group[name]!r}")
+    span = slice(int(record["splits"][row]), int(record["splits"][row + 1]))
+    for name in ("tokens", "loss_mask", "logprobs"):
+        if record[name][span].tobytes() != source[name].tobytes():
+            result.found("purity", f"{where} has other {name} than were sent")
+    scalars = {
+        "uids": "uid",
+        "rewards": "reward",
+        "truncated": "truncated",
+        "lowest_versions": "lowest_version",
+        "highest_versions": "highest_version",
+    }
+    for column, name in scalars.items():
+        if record[column][row] != source[name]:
+            result.found("purity", f"{where} has another {name} than was sent")
+
+
+def _check_advantages(batch: _Batch, rows: list[int], key: tuple[Any, ...], result: Audit) -> None:
+    """r_i less the mean of the others, (n r_i - sum) / (n - 1), on every position of the row."""
+    record = batch.record
+    rewards = record["rewards"][rows]
+    if len(set(rewards.tolist())) == 1:
+        result.found("advantage", f"group {key} of batch {batch.name} has no variance and was batched")
+    wanted = (len(rows) * rewards - rewards.sum()) / max(1, len(rows) - 1)
+    for row, advantage in zip(rows, wanted, strict=True):
+        given = record["advantages"][int(record["splits"][row]) : int(record["splits"][row + 1])]
+        if not np.allclose(given, advantage, rtol=1e-6, atol=1e-6):
+            result.found(
+                "advantage", f"row {row} of batch {batch.name} has advantage {given[:1]}, the formula gives {advantage}"
+            )
+
+
+# ---------------------------------------------------------------------- refold
+
+
+def _check_refold(number: int, records: list[Raw], batches: list[_Batch], journal: _Journal, result: Audit) -> None:
+    """Batches and drops are what the model makes of the same records."""
+    given = {offset: reason for offset, reason in journal.drops.items() if reason in GIVEN}
+    try:
+        expected = refold(records, journal.position, journal.config, journal.clock, given)
+    except NotModelled as reason:
+        result.not_modelled[number] = str(reason)
+        return
+    result.refolded.append(number)
+    cut = [(batch.record["cut"], batch.offsets) for batch in batches]
+    for count, (there, due) in enumerate(zip(cut, expected.batches, strict=False)):
+        if there != due:
+            result.found("refold", f"batch {number}-{count} is {there}, the model cuts {due}")
+            break
+    if len(cut) != len(expected.batches):
+        result.found("refold", f"partition {number} has {len(cut)} batches, the model cuts {len(expected.batches)}")
+    for offset in sorted(journal.drops.keys() | expected.drops.keys()):
+        there, due = journal.drops.get(offset), expected.drops.get(offset)
+        if there != due:
+            result.found("refold", f"rollouts[{number}] offset {offset} is dropped for {there}, by the model for {due}")
+    if journal.in_flight != expected.in_flight:
+        differing = sorted(journal.in_flight ^ expected.in_flight)
+        result.found("refold", f"rollouts[{number}] offsets {differing[:5]} are in flight here and not there")

@@ -1,0 +1,250 @@
+"""The auditor passes a run that kept its promises, and names what is wrong with one that did not."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from consumers.grouping.config import GroupingConfig
+from consumers.grouping.publisher import index_entry
+from consumers.grouping.testing import GroupingTestDriver, example_rollout
+from tests.faults.auditor import Audit, digest_of, judge
+from tests.faults.evidence import Evidence, Raw, decode
+from topics.codec import decode_as, encode
+from topics.examples import batch_digest
+from topics.records import BatchIndexEntry, JournalRecord, Rollout, TrainingBatch
+
+ROOT = Path(__file__).parents[3]
+CONFIG = GroupingConfig(batch_rollouts=8, max_batch_age_s=10.0, group_deadline_s=5.0)
+POISON = b"\xc3\x01 nothing of ours"
+
+
+def member(example: int, number: int, **fields: object) -> Rollout:
+    return example_rollout(
+        f"{example}-{number}", reward=float(number), **{"example_id": str(example), "group_size": 4, **fields}
+    )
+
+
+def driven() -> GroupingTestDriver:
+    """A log with complete groups, a repeated uid, a late one, one without variance, poison, and groups left behind."""
+    driver = GroupingTestDriver(CONFIG)
+    for example in range(6):
+        for number in range(4):
+            driver.pipe(member(example, number))
+        if example == 1:
+            driver.pipe(member(2, 0))
+            driver.pipe(POISON)
+            driver.pipe(member(1, 1))
+            driver.commit()
+    for number in range(4):
+        driver.pipe(replace(member(6, number), reward=1.0))
+    driver.pipe(member(7, 0))
+    driver.advance(6000)
+    driver.pipe(member(8, 0))
+    for number in range(4):
+        driver.pipe(member(9, number, policy_version=1))
+    driver.commit(snapshot=True)
+    driver.advance(11000)
+    driver.publish_policy_version(1)
+    for example in (10, 11):
+        for number in range(4):
+            driver.pipe(member(example, number))
+    driver.commit()
+    driver.advance(11000)
+    return driver
+
+
+def evidence_of(driver: GroupingTestDriver) -> Evidence:
+    """What a broker would hold of it."""
+    batches = driver.batches
+    return Evidence(
+        topics={
+            "rollouts": [Raw(0, r.offset, r.timestamp_ms, r.key, r.value) for r in driver.log],
+            "batches": [Raw(0, 3 * at, 0, b"", encode(batch)) for at, batch in enumerate(batches)],
+            "batch-index": [Raw(0, 2 * at, 0, b"", encode(index_entry(b, 3 * at))) for at, b in enumerate(batches)],
+            "journal": [Raw(0, at, 0, b"", encode(record)) for at, record in enumerate(driver.journal)],
+            "dead-letters": [
+                Raw(
+                    0,
+                    at,
+                    0,
+                    letter.record.key,
+                    letter.record.value,
+                    {"__streams.errors.partition": b"0", "__streams.errors.offset": b"%d" % letter.record.offset},
+                )
+                for at, letter in enumerate(driver.dead_letters)
+            ],
+        },
+        committed={0: driver.journal[-1].position},
+    )
+
+
+@pytest.fixture
+def sound() -> Evidence:
+    return evidence_of(driven())
+
+
+def change(evidence: Evidence, topic: str, at: int, alter: Callable[[object], object]) -> Evidence:
+    """The evidence with one record of a topic decoded, altered and put back."""
+    kind = {"batches": TrainingBatch, "batch-index": BatchIndexEntry, "journal": JournalRecord}[topic]
+    raw = evidence.topics[topic][at]
+    value = encode(alter(decode_as(kind, raw.value)))
+    records = [*evidence.topics[topic][:at], replace(raw, value=value), *evidence.topics[topic][at + 1 :]]
+    return replace(evidence, topics={**evidence.topics, topic: records})
+
+
+def with_digest(batch: TrainingBatch, **changes: object) -> TrainingBatch:
+    """A batch that hashes to what it says, as one would that was cut wrongly."""
+    altered = replace(batch, **changes)  # type: ignore[arg-type]
+    return replace(altered, digest=batch_digest(altered))
+
+
+def recut(evidence: Evidence, at: int, **changes: object) -> Evidence:
+    """The evidence with a batch altered and its index entry to match."""
+    altered = change(evidence, "batches", at, lambda batch: with_digest(batch, **changes))  # type: ignore[arg-type]
+    batch = decode_as(TrainingBatch, altered.topics["batches"][at].value)
+    return change(altered, "batch-index", at, lambda entry: index_entry(batch, entry.offset))  # type: ignore[attr-defined]
+
+
+def promises(audit: Audit) -> set[str]:
+    return {finding.partition(":")[0] for finding in audit.findings}
+
+
+def test_the_auditor_shares_no_code_with_what_it_audits() -> None:
+    script = "import sys, tests.faults.auditor; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    listed = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert {"fastavro", "tests"} <= set(listed.split())
+    assert not {"consumers", "producers", "pipeline", "topics", "infra"} & set(listed.split())
+
+
+def test_a_run_that_kept_its_promises_passes_and_is_modelled(sound: Evidence) -> None:
+    audit = judge(sound)
+    assert audit.findings == []
+    assert audit.refolded == [0]
+    assert audit.batches == 5
+    assert sum(audit.places.values()) == audit.produced
+    kinds = {place for place, count in audit.places.items() if count}
+    dropped = {"duplicate_uid", "late", "zero_variance", "group_too_small"}
+    assert kinds == {"batched", "dead letter", "control", *(f"dropped:{reason}" for reason in dropped)}
+
+
+def test_digests_are_worked_out_as_the_application_does(sound: Evidence) -> None:
+    for raw in sound.topics["batches"]:
+        record = decode(raw.value)
+        assert record is not None
+        assert digest_of(record.fields) == batch_digest(decode_as(TrainingBatch, raw.value))
+
+
+def test_a_batch_that_is_there_twice_is_found(sound: Evidence) -> None:
+    again = replace(sound.topics["batches"][1], offset=100)
+    sound.topics["batches"].append(again)
+    audit = judge(sound)
+    assert {"exactly once", "conservation"} <= promises(audit)
+    assert any("batch 0-1 is there 2 times" in finding for finding in audit.findings)
+    assert any("is batched and batched" in finding for finding in audit.findings)
+
+
+def test_an_index_entry_that_is_there_twice_or_missing_is_found(sound: Evidence) -> None:
+    index = sound.topics["batch-index"]
+    twice = replace(sound, topics={**sound.topics, "batch-index": [*index, replace(index[0], offset=100)]})
+    assert any("is in the index 2 times" in finding for finding in judge(twice).findings)
+    missing = replace(sound, topics={**sound.topics, "batch-index": index[1:]})
+    assert any("is in the index 0 times" in finding for finding in judge(missing).findings)
+
+
+def test_an_offset_that_is_nowhere_is_found(sound: Evidence) -> None:
+    def forget(record: JournalRecord) -> JournalRecord:
+        return replace(record, drops=record.drops[1:])
+
+    assert any("is nowhere" in finding for finding in judge(change(sound, "journal", 1, forget)).findings)  # type: ignore[arg-type]
+    sound.topics["dead-letters"].clear()
+    assert any("is nowhere" in finding for finding in judge(sound).findings)
+
+
+def test_a_lost_batch_is_found(sound: Evidence) -> None:
+    del sound.topics["batches"][2], sound.topics["batch-index"][2]
+    audit = judge(sound)
+    assert {"conservation", "exactly once", "refold"} <= promises(audit)
+
+
+def test_a_gap_in_the_journal_is_found(sound: Evidence) -> None:
+    del sound.topics["journal"][1]
+    assert "exactly once" in promises(judge(sound))
+
+
+def test_a_committed_offset_that_is_not_the_journals_is_found(sound: Evidence) -> None:
+    audit = judge(replace(sound, committed={0: 3}))
+    assert any("offset 3 is committed" in finding for finding in audit.findings)
+
+
+def test_an_advantage_the_formula_does_not_give_is_found(sound: Evidence) -> None:
+    batch = decode_as(TrainingBatch, sound.topics["batches"][0].value)
+    wrong = batch.advantages.copy()
+    wrong[batch.splits[1] : batch.splits[2]] += np.float32(0.01)
+    audit = judge(recut(sound, 0, advantages=wrong))
+    assert promises(audit) == {"advantage"}
+
+
+def test_a_group_without_its_last_member_is_found(sound: Evidence) -> None:
+    """Torn, and cut so cleanly that digest, index and columns agree."""
+    batch = decode_as(TrainingBatch, sound.topics["batches"][0].value)
+    rows, tokens = len(batch) - 1, int(batch.splits[-2])
+    groups = (*batch.groups[:-1], replace(batch.groups[-1], size=batch.groups[-1].size - 1))
+    by_row = ("group_index", "source_offsets", "uids", "rewards", "truncated", "lowest_versions", "highest_versions")
+    by_row += ("temperatures", "logprobs_processed")
+    shorter = {name: getattr(batch, name)[:rows] for name in by_row}
+    shorter |= {name: getattr(batch, name)[:tokens] for name in ("tokens", "loss_mask", "logprobs", "advantages")}
+    audit = judge(recut(sound, 0, groups=groups, splits=batch.splits[:-1], **shorter))
+    assert {"purity", "conservation", "refold"} <= promises(audit)
+    assert any("has 3 rows, it declared {4}" in finding for finding in audit.findings)
+
+
+def test_a_row_in_another_groups_place_is_found(sound: Evidence) -> None:
+    batch = decode_as(TrainingBatch, sound.topics["batches"][0].value)
+    swapped = batch.group_index.copy()
+    swapped[[0, 4]] = swapped[[4, 0]]
+    audit = judge(recut(sound, 0, group_index=swapped))
+    assert any("its group of" in finding for finding in audit.findings)
+
+
+def test_content_that_is_not_what_was_sent_is_found(sound: Evidence) -> None:
+    batch = decode_as(TrainingBatch, sound.topics["batches"][0].value)
+    audit = judge(recut(sound, 0, tokens=batch.tokens + np.int32(1)))
+    assert promises(audit) == {"purity"}
+    assert all("other tokens than were sent" in finding for finding in audit.findings)
+
+
+def test_content_that_does_not_match_its_digest_is_found(sound: Evidence) -> None:
+    altered = change(sound, "batches", 0, lambda b: replace(b, rewards=b.rewards[::-1].copy()))  # type: ignore[attr-defined,type-var]
+    assert "digest" in promises(judge(altered))
+
+
+def test_another_cut_than_the_models_is_found(sound: Evidence) -> None:
+    """Two groups change places between batches: whole, pure, once, and not in the order they sealed."""
+    first, second = (decode_as(TrainingBatch, sound.topics["batches"][at].value) for at in (0, 1))
+    moved = recut(sound, 0, **{f: getattr(second, f) for f in _CONTENT})
+    moved = recut(moved, 1, **{f: getattr(first, f) for f in _CONTENT})
+    assert promises(judge(moved)) == {"refold"}
+
+
+_CONTENT = (
+    *("groups", "group_index", "source_offsets", "uids", "splits", "tokens", "loss_mask", "logprobs", "advantages"),
+    *("rewards", "truncated", "lowest_versions", "highest_versions", "temperatures", "logprobs_processed"),
+)
+
+
+def test_a_drop_for_another_reason_is_found(sound: Evidence) -> None:
+    def relabel(record: JournalRecord) -> JournalRecord:
+        return replace(record, drops=tuple(replace(drop, reason="stale_version") for drop in record.drops))
+
+    audit = judge(change(sound, "journal", 1, relabel))  # type: ignore[arg-type]
+    assert promises(audit) == {"refold"}
+
+
+def test_a_dead_letter_with_other_bytes_is_found(sound: Evidence) -> None:
+    sound.topics["dead-letters"][0] = replace(sound.topics["dead-letters"][0], value=b"something else")
+    assert any("is not what was sent" in finding for finding in judge(sound).findings)
