@@ -1,0 +1,68 @@
+"""Commands against a real broker: what they print for programs, and one line where a topic is missing."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from topics.catalogue import CATALOGUE
+
+
+def rollstream(broker: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLSTREAM", "KAFKA_"))}
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "pipeline", *arguments, "-b", broker],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+
+def json_of(found: subprocess.CompletedProcess[str]) -> Any:
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout)
+
+
+def test_topics_are_created_once_and_kept_after(broker: str, run_name: str) -> None:
+    flags = ("--run", run_name, "--json", "--set", "topics.partitions=2")
+    planned = json_of(rollstream(broker, "topics", "plan", *flags))
+    assert {p["action"] for p in planned} == {"create"}
+    applied = json_of(rollstream(broker, "topics", "apply", *flags))
+    assert [p["topic"] for p in applied] == [f"{run_name}.{spec.name}" for spec in CATALOGUE]
+    assert {p["action"] for p in applied} == {"created"}
+    again = json_of(rollstream(broker, "topics", "apply", *flags))
+    assert {p["action"] for p in again} == {"kept"}
+    described = {d["topic"]: d for d in json_of(rollstream(broker, "topics", "describe", *flags))}
+    assert described[f"{run_name}.rollouts"]["partitions"] == 2
+    assert described[f"{run_name}.rollouts"]["settings"]["message.timestamp.type"] == "LogAppendTime"
+
+
+def test_other_partitions_than_the_runs_are_refused_in_one_line(broker: str, run_name: str) -> None:
+    flags = ("--run", run_name, "--set", "topics.partitions=2")
+    assert rollstream(broker, "topics", "apply", *flags).returncode == 0
+    found = rollstream(broker, "topics", "apply", "--run", run_name, "--set", "topics.partitions=3")
+    assert found.returncode == 2
+    assert len(found.stderr.splitlines()) == 1
+    assert "has 2 partitions, the configuration says 3" in found.stderr
+
+
+@pytest.mark.parametrize("command", ["group", "learn", "infer", "env", "ledger", "verify"])
+def test_a_missing_topic_is_one_line_with_the_remedy(broker: str, run_name: str, command: str) -> None:
+    found = rollstream(broker, command, "--run", run_name)
+    lines = [line for line in found.stderr.splitlines() if not line.startswith("{")]  # a role logs beside it
+    assert found.returncode == 2, found.stderr
+    assert len(lines) == 1, found.stderr
+    assert lines[0].startswith(f"rollstream: topic {run_name}.")
+    assert "rollstream topics apply" in lines[0]
+
+
+def test_a_run_without_records_balances(broker: str, run_name: str) -> None:
+    flags = ("--run", run_name, "--json")
+    json_of(rollstream(broker, "topics", "apply", *flags))
+    book = json_of(rollstream(broker, "ledger", *flags))
+    assert (book["balanced"], book["produced"], book["in_flight"]) == (True, 0, 0)
+    assert json_of(rollstream(broker, "verify", *flags))["batches"] == 0
