@@ -6,6 +6,7 @@ Logs come from few environments, examples, versions and uids, so that groups com
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from random import Random
 from typing import Any, Literal
 
 import numpy as np
@@ -224,96 +225,119 @@ class Log:
         return found
 
 
-_SECONDS = st.sampled_from([100.0, 100.0, 100.0, 0.001, 0.02, 0.1, 0.4])
+# Tables drawn once from a fixed seed, simplest first: a step of a log is then one draw, which keeps hypothesis fast and
+# its logs long and mixed, and has them shrink towards what is simple.
+
+_SECONDS = (0.001, 0.02, 0.1, 0.4)
+_TIGHT: dict[str, Sequence[Any]] = {
+    "batch_bytes": (300, 500, 1_000),
+    "max_batch_age_s": _SECONDS,
+    "min_group_size": (1, 2, 3),
+    "group_deadline_s": _SECONDS,
+    "max_policy_lag": (0, 1, 3),
+    "max_age_s": (0.0, 0.05, 0.2),
+    "future_deadline_s": _SECONDS,
+    "capacity_bytes": (300, 900, 1_500),
+    "horizon_s": _SECONDS,
+    "drop_superseded": (True,),
+    "allow_filtered_sampling": (True,),
+    "exclude_environments": (("a",), ("b",)),
+    "exclude_workers": (("bad",),),
+    "estimator": ("grpo",),
+    "seed": (1,),
+}
+"""Settings so narrow that they trigger within tens of records; a configuration has a few of them."""
 
 
-def configs(makers: Sequence[str] = ("fifo",), generation: int = 0) -> st.SearchStrategy[GroupingConfig]:
-    """Configurations with numbers so small that every rule triggers within tens of records."""
-    return st.builds(
-        GroupingConfig,
-        generation=st.just(generation),
-        estimator=st.sampled_from(["rloo", "grpo"]),
-        maker=st.sampled_from(makers),
-        seed=st.integers(0, 1),
-        batch_rollouts=st.integers(1, 6),
-        batch_bytes=st.sampled_from([10_000, 10_000, 10_000, 330, 500, 1_000]),
-        max_batch_age_s=_SECONDS,
-        min_group_size=st.sampled_from([0, 0, 0, 1, 2, 3]),
-        group_deadline_s=_SECONDS,
-        max_policy_lag=st.sampled_from([-1, -1, 3, 1, 0]),
-        max_age_s=st.sampled_from([-1.0, -1.0, -1.0, 0.0, 0.05, 0.2]),
-        future_deadline_s=_SECONDS,
-        capacity_bytes=st.sampled_from([100_000, 100_000, 100_000, 300, 900, 1_500]),
-        horizon_s=_SECONDS,
-        drop_superseded=st.booleans(),
-        allow_filtered_sampling=st.booleans(),
-        exclude_environments=st.sampled_from([(), (), (), (), (), (), ("b",), ("a",)]),
-        exclude_workers=st.sampled_from([(), (), (), ("bad",)]),
+def _config(random: Random, makers: Sequence[str], generation: int, tight: int) -> GroupingConfig:
+    narrow = {name: random.choice(_TIGHT[name]) for name in random.sample(list(_TIGHT), tight)}
+    wide = {"max_policy_lag": -1, "batch_bytes": 10_000, "capacity_bytes": 100_000, "max_batch_age_s": 5.0}
+    return GroupingConfig(
+        **{**wide, **narrow},
+        generation=generation,
+        maker=random.choice(makers),
+        batch_rollouts=random.choice((2, 3, 4, 6)),
     )
 
 
-_EXAMPLES = st.sampled_from(HERE)
-_VERSIONS = st.integers(0, 3)
-_GROUP_IDS = st.sampled_from(["", "", "g"])
-_FLAWS = st.sampled_from(["nan", "key", "size", "filtered", "no key"])
-
-arrivals = st.builds(
-    Arrival,
-    example=_EXAMPLES,
-    version=_VERSIONS,
-    member=st.integers(0, 2),
-    reward=st.sampled_from([0.0, 1.0, 0.5]),
-    group_id=_GROUP_IDS,
-    lag=st.sampled_from([0, 0, 1, 2]),
-    tokens=st.integers(1, 12),
-    worker=st.sampled_from(["w", "w", "w", "bad"]),
-)
-_branched = st.builds(replace, arrivals, member=st.integers(0, 5), branches=st.just(2))
-_flawed = st.builds(replace, arrivals, flaw=_FLAWS)
-_misplaced = st.builds(replace, arrivals, example=st.sampled_from(ELSEWHERE))
-_cancellations = st.builds(
-    Cancellation,
-    example=st.sampled_from([*HERE, *HERE, *HERE, *ELSEWHERE]),
-    version=_VERSIONS,
-    members=st.lists(st.integers(0, 2), max_size=2).map(tuple),
-    group_id=_GROUP_IDS,
-)
-_poison = st.builds(
-    Poison, st.one_of(st.none(), st.binary(max_size=6), st.binary(max_size=6).map(lambda tail: b"\xc3\x01" + tail))
-)
-
-
-def _marks(makers: Sequence[str]) -> st.SearchStrategy[Marked]:
-    generations = st.integers(0, 4).flatmap(lambda generation: configs(makers, generation))
-    return st.one_of(
-        st.just(Marked("deadline")),
-        st.builds(Marked, st.just("policy_version"), policy_version=st.integers(-1, 4)),
-        st.builds(Marked, st.just("policy_version"), policy_version=st.integers(-1, 4)),
-        st.just(Marked("drain")),
-        st.builds(Marked, st.just("configuration"), config=st.one_of(generations, generations, st.none())),
+def _arrival(random: Random) -> Arrival:
+    return Arrival(
+        example=random.choice(HERE),
+        version=random.choice((0, 0, 1, 1, 2, 3)),
+        member=random.choice((0, 0, 1, 1, 2)),
+        reward=random.choice((0.0, 1.0, 0.5)),
+        group_id=random.choice(("", "", "", "", "g")),
+        lag=random.choice((0, 0, 0, 1, 2)),
+        tokens=random.randint(1, 12),
+        worker=random.choice(("w", "w", "w", "w", "bad")),
     )
 
 
-def events(makers: Sequence[str] = ("fifo",)) -> st.SearchStrategy[Event]:
-    """Anything that may be appended to `rollouts`."""
-    what: list[st.SearchStrategy[Any]] = [arrivals] * 9
-    what += [_branched, _flawed, _misplaced, _cancellations, _poison, _marks(makers), _marks(makers)]
-    return st.builds(
-        Event,
-        what=st.one_of(*what),
-        wait_ms=st.sampled_from([0, 0, 0, 0, 1, 10, 30, 120, 500, -20, -300]),
-        gap=st.sampled_from([0, 0, 0, 0, 1, 3]),
+def _cancellation(random: Random) -> Cancellation:
+    return Cancellation(
+        example=random.choice((*HERE * 3, *ELSEWHERE)),
+        version=random.choice((0, 1, 2)),
+        members=tuple(random.choices((0, 1, 2), k=random.choice((0, 1, 1, 1, 2, 2)))),
+        group_id=random.choice(("", "", "g")),
     )
 
 
-def logs(makers: Sequence[str] = ("fifo",), max_size: int = 60) -> st.SearchStrategy[Log]:
+def _poison(random: Random) -> Poison:
+    return Poison(random.choice((None, b"", random.randbytes(5), codec.MAGIC + random.randbytes(12))))
+
+
+def _marked(random: Random, makers: Sequence[str]) -> Marked:
+    kind = random.choice(("deadline", "deadline", "policy_version", "policy_version", "drain", "configuration"))
+    if kind == "policy_version":
+        return Marked("policy_version", policy_version=random.choice((-1, 0, 1, 1, 2, 2, 3, 4)))
+    if kind == "configuration" and random.random() < 0.9:
+        return Marked("configuration", config=_config(random, makers, random.randint(0, 4), random.randint(0, 3)))
+    return Marked(kind)
+
+
+def _event(random: Random, makers: Sequence[str], wildness: float) -> Event:
+    """An arrival in peaceful times; the wilder, the more of what else can come."""
+    arrival = _arrival(random)
+    what: Arrival | Cancellation | Marked | Poison = arrival
+    if random.random() < wildness:
+        what = random.choice(
+            (
+                replace(arrival, member=random.randrange(6), branches=2),
+                replace(arrival, flaw=random.choice(("nan", "key", "size", "filtered", "no key"))),
+                replace(arrival, example=random.choice(ELSEWHERE)),
+                _poison(random),
+                *[_cancellation(random)] * 3,
+                *[_marked(random, makers)] * 6,
+            )
+        )
+    wait_ms = random.choice((0, 0, 0, 0, 1, 10, 30, 120, 500, -20, -300)) if random.random() < 2 * wildness else 0
+    return Event(what, wait_ms, gap=random.choice((0, 0, 0, 1, 3)) if random.random() < wildness else 0)
+
+
+@lru_cache
+def event_table(makers: tuple[str, ...]) -> list[Event]:
+    """Events that may follow each other in any order, simplest first."""
+    random = Random(0)
+    return [_event(random, makers, wildness) for wildness in (0.0, 0.4, 0.5) for _ in range(700)]
+
+
+@lru_cache
+def config_table(makers: tuple[str, ...]) -> list[GroupingConfig]:
+    """Configurations to start with, widest first."""
+    random = Random(1)
+    return [_config(random, makers, 0, tight) for tight in (0, 1, 2, 3, 4) for _ in range(100)]
+
+
+def logs(makers: tuple[str, ...] = ("fifo",), max_size: int = 60) -> st.SearchStrategy[Log]:
     """Logs, with commits, snapshots and crashes between their records."""
     then: st.SearchStrategy[Then] = st.sampled_from(["", "", "", "commit", "commit", "snapshot", "crash"])
+    step = st.tuples(st.sampled_from(event_table(makers)), then)
     return st.builds(
         lambda config, steps, version: Log(
             config, tuple(e for e, _ in steps), tuple(t for _, t in steps), policy_version=version
         ),
-        configs(makers),
-        st.lists(st.tuples(events(makers), then), max_size=max_size),
-        st.sampled_from([-1, 0, 0, 1]),
+        st.sampled_from(config_table(makers)),
+        # Left to itself, lists makes five steps on average.
+        st.integers(0, max_size).flatmap(lambda size: st.lists(step, min_size=size, max_size=size)),
+        st.sampled_from([0, 0, 1, -1]),
     )
