@@ -22,7 +22,7 @@ from topics.errors import RollstreamError
 ROWS: dict[str, Callable[[Settings], Row]] = {
     "codec": codec_row.measure,
     "produce": produce_row.measure,
-    "group": group_row.measure,
+    "group-and-batch": group_row.measure,
 }
 _WIDTH = 80
 
@@ -95,15 +95,15 @@ def report(settings: Settings, machine: dict[str, Any], rows: Sequence[Row]) -> 
         f"{machine['cores']} cores shared with the broker; load {machine['load_before']} before, "
         f"{machine['load_after']} after",
         "",
-        "         rollouts/s               ratio                    CPU us a rollout",
-        "row          ours     raw   noise  median  lowest..highest      ours      raw",
+        "                    rollouts/s              ratio                CPU us/rollout",
+        "row                 ours     raw  noise  median  lowest..highest  ours     raw",
     ]
     for row in rows:
         values = row.as_dict()
         lines.append(
-            f"{row.name:8}{values['rollouts_per_s']:>9,.0f}{values['baseline_rollouts_per_s']:>8,.0f}{row.noise:>8.0%}"
-            f"{row.ratio:>8.2f}  {min(row.ratios):>6.2f}..{max(row.ratios):<7.2f}"
-            f"{values['cpu_us_per_rollout']:>10,.0f}{values['baseline_cpu_us_per_rollout']:>9,.0f}"
+            f"{row.name:16}{values['rollouts_per_s']:>8,.0f}{values['baseline_rollouts_per_s']:>8,.0f}"
+            f"{row.noise:>7.0%}{row.ratio:>8.2f}{min(row.ratios):>8.2f}..{max(row.ratios):<7.2f}"
+            f"{values['cpu_us_per_rollout']:>6,.0f}{values['baseline_cpu_us_per_rollout']:>8,.0f}"
         )
     lines.append("")
     for row in rows:

@@ -1,4 +1,4 @@
-"""Row `group`: one grouping process catching up with a backlog, against a transactional copy loop on the same topic."""
+"""Row `group-and-batch`: a grouping process with a backlog, against a transactional copy loop on the same topic."""
 
 from tests.bench import material, produce_baseline
 from tests.bench.measure import Row, Settings, Timing, in_child
@@ -18,7 +18,7 @@ def measure(settings: Settings) -> Row:
             for module in (_COPY, _GROUP) if repetition % 2 == 0 else (_GROUP, _COPY):
                 timings[module].append(in_child(module, settings, run))
     return Row(
-        name="group",
+        name="group-and-batch",
         what=f"consume, fold, batch and commit, groups of {settings.group_size}",
         baseline="consume, produce the same bytes and commit, same cadence and clients",
         size_bytes=len(records[0][1]),

@@ -1,4 +1,4 @@
-"""The subject of `group`: the shell that `rollstream group` runs, unchanged, with its transactions timed. A process."""
+"""The subject of `group-and-batch`: a process of the shell `rollstream group` runs, its transactions timed."""
 
 import json
 import sys

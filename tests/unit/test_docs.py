@@ -84,10 +84,20 @@ def test_every_command_in_a_shell_block_parses(name: str, capsys: pytest.Capture
                 pytest.fail(f"{name}: {line}: {capsys.readouterr().err}")
         elif words[0] == "make":
             assert {word for word in words[1:] if "=" not in word} <= set(targets), line
+            for chosen in re.findall(r"-k (\w+)", line):
+                assert any(chosen in test for test in _tests_with_a_broker()), f"{line} runs nothing"
         else:
             assert words[0] in _OTHER_PROGRAMS, line
             for word in words[1:]:
                 assert not word.endswith(".py") or (ROOT / word).exists(), line
+
+
+def _tests_with_a_broker() -> list[str]:
+    return [
+        f"{path.stem}::{test}"
+        for path in (ROOT / "tests").glob("[!u]*/test_*.py")
+        for test in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
 
 
 @every_page
