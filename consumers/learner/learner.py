@@ -123,6 +123,8 @@ class _Learner:
     def run(self, stop: threading.Event) -> LearnerStep:
         """Steps until the last one or until `stop`; a checkpoint is complete when it returns."""
         reader = self._stack.enter_context(BatchReader(self._kafka, self._input_run, start=self._progress.position))
+        # While the first rollouts of this version are being made.
+        self._train_step.warm_up(self._state)
         intake = Intake(
             reader,
             rollouts_per_step=self._config.rollouts_per_step,

@@ -56,6 +56,11 @@ class TrainStep:
         rng = jax.random.key_data(jax.random.fold_in(jax.random.key(self.config.seed), 1))
         return TrainState(params, jax.jit(self._optimizer.init)(params), rng, jnp.zeros((), jnp.int32))
 
+    def warm_up(self, state: TrainState) -> None:
+        """Compile what `train` runs, on a step of padding whose result is thrown away."""
+        step = pack([], rows=self.config.microbatch_rows, sequence_length=self.config.sequence_length)
+        self.train(jax.tree.map(jnp.copy, state), step)
+
     def train(self, state: TrainState, step: PackedStep) -> tuple[TrainState, Metrics]:
         """One update. `state` is consumed. A step without a trained token updates with a zero gradient."""
         denominator = np.float32(max(step.trained_tokens, 1))

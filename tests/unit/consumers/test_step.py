@@ -60,10 +60,13 @@ def test_a_step_without_a_trained_token_leaves_the_parameters_as_they_are(train_
     assert metrics["optim/grad_norm"] == 0.0
 
 
-def test_another_number_of_microbatches_compiles_nothing(train_step: TrainStep) -> None:
-    state, _ = train_step.train(train_step.initial_state(), packed(0))
+def test_the_warm_up_changes_nothing_and_nothing_compiles_after_it(train_step: TrainStep) -> None:
+    state = train_step.initial_state()
+    before = digest(state)
+    train_step.warm_up(state)
+    assert digest(state) == before
     compiled = train_step._accumulate_policy._cache_size(), train_step._apply._cache_size()
-    for rows in (1, 8, 64, 5):
+    for rows in (32, 1, 8, 64, 5):
         state, _ = train_step.train(state, packed(1, rows=rows))
     assert (train_step._accumulate_policy._cache_size(), train_step._apply._cache_size()) == compiled
 
