@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from consumers.models.config import DecoderConfig
 from consumers.weights.config import WeightsConfig
+from topics.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,3 +105,17 @@ class LearnerConfig:
     """Checkpoints."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """Publication of policy versions."""
+
+    def __post_init__(self) -> None:
+        counts = {
+            "rollouts_per_step": self.rollouts_per_step,
+            "publish_every_steps": self.publish_every_steps,
+            "microbatch_rows": self.microbatch_rows,
+            "sequence_length": self.sequence_length,
+            "threads": self.threads,
+            "checkpoint.every_steps": self.checkpoint.every_steps,
+            "checkpoint.keep": self.checkpoint.keep,
+        }
+        for name, value in counts.items():
+            if value < 1:
+                raise ConfigurationError(f"learner.{name} is {value}; it must be at least 1")

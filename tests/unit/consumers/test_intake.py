@@ -1,0 +1,124 @@
+"""Which batches make a step: whole ones in index order, stale ones on record, and nothing by the clock."""
+
+import threading
+
+import pytest
+
+from consumers.batch_reader import ReadBatch
+from consumers.learner.intake import Intake, Taken, rows_of, trained_metrics
+from tests.batches import random_batch
+from topics.records import BatchIndexEntry, BatchUse
+
+
+class ScriptedReader:
+    """Gives the batches of a list, None where it says so, then sets `stop`."""
+
+    def __init__(self, versions: list[int | None], stop: threading.Event) -> None:
+        self._script = list(enumerate(versions))
+        self._stop = stop
+        self.position = 0
+
+    def poll(self, timeout_s: float) -> ReadBatch | None:
+        if not self._script:
+            self._stop.set()
+            return None
+        number, version = self._script.pop(0)
+        if version is None:
+            return None
+        batch = random_batch(number, version=version)
+        entry = BatchIndexEntry(
+            batch_id=batch.batch_id,
+            partition=0,
+            offset=number,
+            rollouts=len(batch),
+            tokens=len(batch.tokens),
+            trained_tokens=int(batch.loss_mask.sum()),
+            lowest_version=version,
+            highest_version=version,
+            size_bytes=1,
+            digest=batch.digest,
+        )
+        self.position = 10 * number + 1
+        return ReadBatch(entry, batch, 10 * number)
+
+
+def take(
+    versions: list[int | None], step: int = 0, steps_of_versions: dict[int, int] | None = None
+) -> tuple[Taken | None, list[tuple[BatchUse, ...]]]:
+    """A step of at least 40 rollouts, from batches of 16, with a lag of 2 allowed; and the skips reported meanwhile."""
+    stop, reported = threading.Event(), []
+    intake = Intake(
+        ScriptedReader(versions, stop),  # type: ignore[arg-type]
+        rollouts_per_step=40,
+        max_policy_lag=2,
+        read_version_steps=lambda: steps_of_versions or {0: 0},
+        skipped=reported.append,
+    )
+    return intake.take(step, stop), reported
+
+
+def test_a_step_takes_whole_batches_until_it_has_enough() -> None:
+    taken, _ = take([0, 0, None, 0, 0])
+    assert taken is not None
+    assert [(use.index_offset, use.rows, use.use) for use in taken.uses] == [
+        (0, 16, "trained"),
+        (10, 16, "trained"),
+        (30, 16, "trained"),
+    ]
+    assert taken.position == 31
+    assert rows_of(taken.uses, "trained") == 48
+
+
+def test_being_told_to_stop_abandons_the_step() -> None:
+    assert take([0, 0]) == (None, [])
+
+
+@pytest.mark.parametrize(("step", "use"), [(2, "trained"), (3, "skipped")])
+def test_a_batch_is_too_old_when_its_version_was_published_more_steps_ago_than_allowed(step: int, use: str) -> None:
+    taken, _ = take([7, 8, 8, 8], step=step, steps_of_versions={7: 0, 8: step})
+    assert taken is not None
+    assert taken.uses[0].use == use
+    assert (taken.uses[0].reason == "") == (use == "trained")
+    assert [use.use for use in taken.uses[1:]] == ["trained"] * (len(taken.uses) - 1)
+    assert taken.lags == ((2, 0, 0) if use == "trained" else (0, 0, 0))
+
+
+def test_a_version_nobody_published_is_skipped_with_that_reason() -> None:
+    taken, _ = take([5, 0, 0, 0])
+    assert taken is not None
+    assert (taken.uses[0].use, taken.uses[0].reason) == ("skipped", "policy version 5 is not on record")
+
+
+def test_manifests_are_read_again_when_a_batch_names_a_new_version() -> None:
+    published = {0: 0}
+    stop = threading.Event()
+    reads = []
+
+    def read() -> dict[int, int]:
+        reads.append(dict(published))
+        return dict(published)
+
+    intake = Intake(
+        ScriptedReader([0, 0, 0, 1, 1, 1], stop),  # type: ignore[arg-type]
+        rollouts_per_step=40,
+        max_policy_lag=2,
+        read_version_steps=read,
+        skipped=lambda _uses: None,
+    )
+    intake.take(0, stop)
+    published[1] = 1
+    taken = intake.take(1, stop)
+    assert taken is not None
+    assert rows_of(taken.uses, "trained") == 48
+    assert len(reads) == 2
+
+
+def test_figures_are_over_what_is_trained_only() -> None:
+    taken, _ = take([9, 0, 0, 0])
+    assert taken is not None
+    metrics = trained_metrics(taken)
+    batches = [random_batch(number) for number in (1, 2, 3)]
+    assert metrics["trained/rollouts"] == 48
+    assert metrics["trained/reward"] == pytest.approx(sum(batch.rewards.sum() for batch in batches) / 48)
+    trained_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
+    assert metrics["trained/completions/mean_length"] == pytest.approx(trained_tokens / 48)
