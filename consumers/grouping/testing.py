@@ -79,12 +79,14 @@ class GroupingTestDriver:
 
         Rollouts, cancellations and marks are encoded and given their key; bytes (or None) are a value as it is, without
         a key; a `Record` is taken as it is, at its own offset and time. `at_ms` moves the driver's time, to earlier
-        times too (stream time never goes back).
+        times too (stream time never goes back). Raises ValueError for a Record below the end of the log.
         """
         if not isinstance(record, Record):
             if at_ms is not None:
                 self.now_ms = at_ms
             record = Record(self.end, self.now_ms, *_key_and_value(record))
+        if record.offset < self.end:
+            raise ValueError(f"offset {record.offset} is taken: the log ends at {self.end}")
         self._log.append(record)
         self._read_on()
         return record.offset

@@ -1,0 +1,275 @@
+"""What the fold promises to batch makers, and what it holds them to; a maker that takes groups apart among them."""
+
+import gc
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from consumers.grouping.batch_maker import BatchMaker, FifoBatchMaker, MakerContext, SealedGroup
+from consumers.grouping.config import GroupingConfig
+from consumers.grouping.runs import from_runs
+from consumers.grouping.testing import GroupingTestDriver, example_rollout
+from tests.unit.consumers.grouping.pairs import pair, reasons, uids
+from tests.unit.consumers.grouping.reservoir import ReservoirMaker
+from topics.errors import StateRefused
+from topics.examples import RLExample, Source
+
+
+def driver_of(maker: type[BatchMaker], **config: Any) -> GroupingTestDriver:
+    return GroupingTestDriver(
+        GroupingConfig(**{"maker": "mine", "batch_rollouts": 2, **config}), makers={"mine": maker}
+    )
+
+
+class Recorder(FifoBatchMaker):
+    """Remembers how it was called."""
+
+    calls: list[Any]
+
+    def __init__(self, context: MakerContext) -> None:
+        super().__init__(context)
+        self.calls = []
+        Recorder.last = self
+
+    last: "Recorder"
+
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        self.calls.append((example.source.uid, float(example.advantage[0]), group))
+        super().add_rollout(example, group)
+
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        self.calls.append(batch_size)
+        return super().create_batch(batch_size)
+
+
+def test_a_maker_is_given_the_members_of_a_group_in_a_row_when_it_seals() -> None:
+    d = driver_of(Recorder, batch_rollouts=3)
+    d.pipe(example_rollout("a", 1.0))
+    d.pipe(example_rollout("x", 1.0, example_id="1"))
+    d.pipe(example_rollout("b", 0.0), at_ms=7)
+    group = SealedGroup(
+        environment="env",
+        example_id="0",
+        policy_version=0,
+        group_id="",
+        rewards=(1.0, 0.0),
+        advantages=(1.0, -1.0),
+        sealed_ms=7,
+    )
+    assert Recorder.last.calls == [3, 3, ("a", 1.0, group), ("b", -1.0, group), 3]
+
+
+def test_a_maker_is_asked_for_all_it_holds_when_a_batch_is_overdue() -> None:
+    d = driver_of(Recorder, batch_rollouts=100, max_batch_age_s=1.0)
+    pair(d)
+    Recorder.last.calls.clear()
+    d.advance(1_000)
+    assert Recorder.last.calls == [2, 100]
+    assert uids(d) == [("0a", "0b")]
+
+
+def test_a_maker_has_the_partition_the_seed_and_the_number_of_the_next_batch() -> None:
+    d = driver_of(Recorder, seed=5, batch_bytes=10_000)
+    assert Recorder.last.context == MakerContext(partition=0, seed=5, batch_bytes=10_000)
+    pair(d, "0")
+    assert Recorder.last.batch_number == 1
+    d.commit()
+    d.crash_and_restore()
+    assert Recorder.last.batch_number == 1
+    pair(d, "1")
+    assert [batch.number for batch in d.batches] == [0, 1]
+
+
+class Wrong(FifoBatchMaker):
+    """Does one thing wrong."""
+
+    def __init__(self, context: MakerContext) -> None:
+        super().__init__(context)
+        self.thrown: list[tuple[Source, str]] = []
+
+    def take_discarded(self) -> list[tuple[Source, str]]:
+        taken, self.thrown = self.thrown, []
+        return taken
+
+
+class Loses(Wrong):
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        if example.source.uid != "0a":
+            super().add_rollout(example, group)
+
+
+class Repeats(Wrong):
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        made = super().create_batch(batch_size)
+        return made and [*made, made[0]]
+
+
+class MakesNothing(Wrong):
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        return []
+
+
+class ThrowsAwayWhatItKeeps(Wrong):
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        super().add_rollout(example, group)
+        self.thrown.append((example.source, "why not"))
+
+
+class GivesNoReason(Loses):
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        self.thrown.append((example.source, ""))
+
+
+class CallsItBatched(Loses):
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        self.thrown.append((example.source, "batched"))
+
+
+@pytest.mark.parametrize(
+    ("maker", "words"),
+    [
+        (Loses, "holds 1 rollouts of 2"),
+        (Repeats, "delivered Source"),
+        (MakesNothing, "made a batch of nothing"),
+        (ThrowsAwayWhatItKeeps, "holds 2 rollouts of 0"),
+        (GivesNoReason, "threw Source"),
+        (CallsItBatched, "as 'batched'"),
+    ],
+)
+def test_a_maker_that_loses_repeats_or_invents_rollouts_stops_the_task(maker: type[BatchMaker], words: str) -> None:
+    d = driver_of(maker, batch_rollouts=2 if maker is Repeats else 3)
+    with pytest.raises(StateRefused, match=words):
+        pair(d)
+
+
+class Picky(Wrong):
+    """Throws the second member of every group away."""
+
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        if example.source.uid.endswith("b"):
+            self.thrown.append((example.source, "not mine"))
+        else:
+            super().add_rollout(example, group)
+
+
+def test_what_a_maker_throws_away_is_dropped_with_its_reason_when_the_group_is_over() -> None:
+    d = driver_of(Picky)
+    pair(d, "0")
+    assert d.drops == []
+    pair(d, "1")
+    assert uids(d) == [("0a", "1a")]
+    assert reasons(d) == {1: "not mine", 3: "not mine"}
+
+
+def test_a_group_dropped_in_parts_keeps_the_fate_of_what_was_delivered() -> None:
+    d = driver_of(ReservoirMaker, batch_rollouts=3, max_policy_lag=10)
+    pair(d, "0")
+    pair(d, "1")
+    (batch,) = d.batches
+    assert d.fold.in_flight == 2
+    d.publish_policy_version(11)
+    left = set(range(4)) - set(batch.source_offsets.tolist())
+    assert reasons(d) == dict.fromkeys(left, "stale_version")
+    assert d.fold.in_flight == 0
+
+
+def test_delivered_members_of_an_unfinished_group_are_not_offered_again_after_a_crash() -> None:
+    d = driver_of(ReservoirMaker, batch_rollouts=3)
+    pair(d, "0")
+    pair(d, "1")
+    record = d.commit(snapshot=True)
+    (half,) = from_runs(record.delivered)
+    assert half in d.batches[0].source_offsets
+    d.crash_and_restore()
+    d.drain()
+    assert sorted(offset for batch in d.batches for offset in batch.source_offsets.tolist()) == [0, 1, 2, 3]
+    assert [len(batch) for batch in d.batches] == [3, 1]
+
+
+def test_advantages_of_members_delivered_after_a_crash_are_those_of_the_whole_group() -> None:
+    def batches(crash: bool) -> list[tuple[str, ...]]:
+        d = driver_of(ReservoirMaker, batch_rollouts=5)
+        for example_id in "012":
+            for i in range(3):
+                d.pipe(example_rollout(f"{example_id}{i}", i / 3, example_id=example_id, group_size=3))
+            d.commit()
+            if crash:
+                d.crash_and_restore()
+        d.drain()
+        return [(batch.digest, *batch.uids) for batch in d.batches]
+
+    assert batches(crash=True) == batches(crash=False)
+
+
+def test_fifo_discards_from_the_middle_and_goes_on_in_order() -> None:
+    d = GroupingTestDriver(GroupingConfig(batch_rollouts=100, max_policy_lag=1), policy_version=2)
+    pair(d, "0", policy_version=2)
+    pair(d, "1", policy_version=1)
+    pair(d, "2", policy_version=2)
+    d.publish_policy_version(3)
+    d.drain()
+    assert uids(d) == [("0a", "0b", "2a", "2b")]
+
+
+def test_adding_a_group_one_by_one_gives_each_member_once() -> None:
+    d = driver_of(ReservoirMaker, batch_rollouts=100)
+    for i in range(8):
+        d.pipe(example_rollout(str(i), float(i), group_size=8))
+    d.drain()
+    assert sorted(uid for batch in d.batches for uid in batch.uids) == [str(i) for i in range(8)]
+
+
+def test_no_rollout_is_kept_in_memory_once_its_group_is_over() -> None:
+    d = GroupingTestDriver(GroupingConfig(batch_rollouts=2, group_deadline_s=1e6))
+    alive: list[weakref.ref[Any]] = []
+    read = d.fold._admit_rollout
+
+    def watched(record: Any, rollout: Any, before: Any) -> None:
+        alive.append(weakref.ref(rollout))
+        read(record, rollout, before)
+
+    d.fold._admit_rollout = watched  # type: ignore[method-assign]
+    for i in range(150):
+        pair(d, str(i), tokens=np.arange(10, dtype="<i4"))
+    gc.collect()
+    assert sum(ref() is not None for ref in alive) == 0
+    assert len(d.fold._deadlines) < 100
+
+
+class Nothing(BatchMaker):
+    """Throws everything away."""
+
+    def __init__(self, context: MakerContext) -> None:
+        super().__init__(context)
+        self._gone: list[tuple[Source, str]] = []
+
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        self._gone.append((example.source, "no use"))
+
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        return None
+
+    def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
+        return {}
+
+    def discard(self, sources: Iterable[Source]) -> None:
+        raise AssertionError("nothing is held")
+
+    @property
+    def held(self) -> int:
+        return 0
+
+    def take_discarded(self) -> list[tuple[Source, str]]:
+        taken, self._gone = self._gone, []
+        return taken
+
+
+def test_a_group_thrown_away_whole_is_over_at_once() -> None:
+    d = driver_of(Nothing)
+    pair(d)
+    assert reasons(d) == {0: "no use", 1: "no use"}
+    assert d.fold.in_flight == 0
+    assert d.fold.held_bytes == 0
