@@ -1,0 +1,86 @@
+"""Topics on a real broker: provisioning any number of times, and refusing what cannot be mended."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.runs import RealRun
+from topics import clients, provisioning
+from topics.catalogue import CATALOGUE, spec_of, topic_name
+from topics.config import KafkaConfig
+from topics.errors import BrokerUnavailable, TopicError
+
+
+def test_provisioning_twice_changes_nothing_the_second_time(real_run: RealRun) -> None:
+    kafka, topics, run = real_run.kafka, real_run.topics, real_run.name
+    first = provisioning.apply(kafka, topics, run)
+    assert all(plan.create for plan in first)
+    assert len(first) == len(CATALOGUE)
+    assert not any(plan.needed for plan in provisioning.plan(kafka, topics, run))
+    assert not any(plan.needed for plan in provisioning.apply(kafka, topics, run))
+    described = {d.topic: d for d in provisioning.describe(kafka, run)}
+    rollouts = described[topic_name(run, "rollouts")]
+    assert rollouts.partitions == 2
+    assert rollouts.settings["message.timestamp.type"] == "LogAppendTime"
+    for spec in CATALOGUE:
+        settings = described[topic_name(run, spec.name)].settings
+        # cleanup "none" is delete with endless retention: any other spelling refuses DeleteRecords.
+        assert settings["cleanup.policy"] == ("compact" if spec.cleanup == "compact" else "delete")
+        if spec.cleanup == "none":
+            assert (settings["retention.ms"], settings["retention.bytes"]) == ("-1", "-1")
+
+
+def test_a_changed_setting_is_shown_and_mended(real_run: RealRun) -> None:
+    kafka, topics, run = real_run.kafka, real_run.topics, real_run.name
+    provisioning.apply(kafka, topics, run)
+    larger = replace(kafka, max_record_bytes=2 * kafka.max_record_bytes)
+    name = topic_name(run, "batches")
+    plans = {plan.topic: plan for plan in provisioning.plan(larger, topics, run)}
+    assert plans[name].changes == {"max.message.bytes": (str(kafka.max_record_bytes), str(larger.max_record_bytes))}
+    provisioning.apply(larger, topics, run)
+    assert not any(plan.needed for plan in provisioning.plan(larger, topics, run))
+
+
+def test_partitions_of_a_run_never_change(real_run: RealRun) -> None:
+    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
+    with pytest.raises(TopicError, match="has 2 partitions, the configuration says 3; they are fixed"):
+        provisioning.plan(real_run.kafka, replace(real_run.topics, partitions=3), real_run.name)
+
+
+def test_a_missing_topic_is_named_with_the_remedy(real_run: RealRun) -> None:
+    with pytest.raises(TopicError, match=rf"{real_run.name}.rollouts is missing .*rollstream topics apply"):
+        list(clients.read_to_end(real_run.kafka, real_run.topic("rollouts")))
+
+
+def test_no_broker_at_an_address_is_one_line_with_the_remedy() -> None:
+    with pytest.raises(BrokerUnavailable, match=r"no Kafka broker answers at 127.0.0.1:1 .*rollstream broker start"):
+        clients.check_broker(KafkaConfig(bootstrap_servers="127.0.0.1:1"), timeout_s=1.0)
+
+
+def test_a_topic_is_read_to_where_it_ends_and_from_where_asked(real_run: RealRun) -> None:
+    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
+    for number in range(5):
+        real_run.send_bytes("metrics", str(number).encode(), b"k", 0)
+    topic = real_run.topic("metrics")
+    assert [m.value() for m in clients.read_to_end(real_run.kafka, topic)] == [b"0", b"1", b"2", b"3", b"4"]
+    assert [m.value() for m in clients.read_to_end(real_run.kafka, topic, start=3)] == [b"3", b"4"]
+    assert list(clients.read_to_end(real_run.kafka, real_run.topic("evals"))) == []
+    with pytest.raises(TopicError, match="position is no longer in the log"):
+        list(clients.read_to_end(real_run.kafka, topic, start=99))
+
+
+def test_records_lie_on_the_partition_their_key_says(real_run: RealRun) -> None:
+    from tests.runs import rollout
+    from topics.keys import partition_of
+
+    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
+    real_run.send([rollout(f"x{i}") for i in range(20)])
+    messages = list(clients.read_to_end(real_run.kafka, real_run.topic("rollouts")))
+    assert len(messages) == 20
+    assert {m.partition() for m in messages} == {0, 1}
+    assert all(m.partition() == partition_of(m.key() or b"", 2) for m in messages)
+
+
+def test_an_unknown_topic_name_lists_the_known_ones() -> None:
+    with pytest.raises(Exception, match="no topic is called 'rolouts'; topics are rollouts, batches"):
+        spec_of("rolouts")

@@ -1,0 +1,143 @@
+"""Records survive the wire bit for bit, and no bytes whatsoever make decoding raise anything but RecordError."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from consumers.grouping.testing import example_rollout
+from tests.strategies import any_record, rollouts
+from topics.codec import HEADER_SIZE, MAGIC, RECORD_TYPES, decode, decode_as, encode, schemas
+from topics.errors import RecordError
+from topics.records import Mark, NamedArray, Rollout, same
+
+NAMES = [cls.__name__ for cls in RECORD_TYPES]
+
+
+@pytest.mark.parametrize("cls", RECORD_TYPES, ids=NAMES)
+@given(data=st.data())
+def test_a_record_of_any_values_is_read_back_as_written(cls: type, data: st.DataObject) -> None:
+    record = data.draw(any_record(cls))
+    assert same_bits(decode(encode(record)), record)
+
+
+@given(rollout=rollouts())
+def test_a_sound_rollout_is_read_back_as_written(rollout: Rollout) -> None:
+    assert same(decode_as(Rollout, encode(rollout)), rollout)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """`same`, but for NaNs among plain floats, which compare by their bytes here."""
+    return encode(a) == encode(b) and type(a) is type(b)
+
+
+@pytest.mark.parametrize("cls", RECORD_TYPES, ids=NAMES)
+@given(data=st.data())
+def test_mutated_bytes_decode_to_a_record_or_raise_record_error(cls: type, data: st.DataObject) -> None:
+    value = bytearray(encode(data.draw(any_record(cls))))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(value)))
+        match data.draw(st.integers(0, 2)):
+            case 0:
+                value[at : at + 1] = data.draw(st.binary(min_size=1, max_size=1))
+            case 1:
+                del value[at : at + data.draw(st.integers(1, 9))]
+            case _:
+                value[at:at] = data.draw(st.binary(min_size=1, max_size=11))
+    assert_decodes_or_refuses(bytes(value))
+
+
+@pytest.mark.parametrize("cls", RECORD_TYPES, ids=NAMES)
+@given(tail=st.binary(max_size=200))
+@example(tail=b"\xff" * 100)
+@example(tail=b"\x80" * 100)
+@example(tail=b"\xfe\xff\xff\xff\xff\xff\xff\xff\xff\x01" * 10)
+def test_arbitrary_bytes_under_a_known_fingerprint_decode_or_raise_record_error(cls: type, tail: bytes) -> None:
+    assert_decodes_or_refuses(MAGIC + schemas()[cls.__name__][-1].fingerprint + tail)
+
+
+@given(value=st.one_of(st.none(), st.binary(max_size=30)))
+def test_arbitrary_bytes_raise_record_error(value: bytes | None) -> None:
+    with pytest.raises(RecordError, match="not an Avro single-object frame|unknown schema fingerprint"):
+        decode(value)
+
+
+def assert_decodes_or_refuses(value: bytes) -> None:
+    try:
+        decode(value)
+    except RecordError as error:
+        assert len(str(error)) < 500
+
+
+def test_bytes_after_a_record_are_refused() -> None:
+    with pytest.raises(RecordError, match="1 bytes follow the Mark"):
+        decode(encode(Mark(kind="drain")) + b"\x00")
+
+
+def test_a_bool_of_another_byte_than_0_and_1_is_refused() -> None:
+    value = encode(example_rollout("a", loss_mask=np.array([False, True, True, True])))
+    spoiled = value.replace(b"\x00\x01\x01\x01", b"\x00\x01\x02\x01")
+    assert spoiled != value
+    with pytest.raises(RecordError, match="neither 0 nor 1"):
+        decode(spoiled)
+
+
+def test_text_that_is_not_utf_8_is_refused_in_few_words() -> None:
+    value = encode(example_rollout("x" * 100_000)).replace(b"x" * 100_000, b"x" * 99_999 + b"\xff")
+    with pytest.raises(RecordError, match="UnicodeDecodeError") as caught:
+        decode(value)
+    assert len(str(caught.value)) < 500
+
+
+def test_arrays_are_read_only_views_of_the_bytes_read() -> None:
+    rollout = decode_as(Rollout, encode(example_rollout("a")))
+    assert not rollout.tokens.flags.owndata
+    with pytest.raises(ValueError, match="read-only"):
+        rollout.tokens[0] = 1
+
+
+@pytest.mark.parametrize(
+    "tokens", [np.array([1, 2], "<i8"), np.array([1, 2], ">i4"), np.array([[1, 2]], "<i4"), np.array([1.0, 2.0])]
+)
+def test_an_array_of_another_dtype_or_shape_is_refused_with_the_remedy(tokens: Any) -> None:
+    with pytest.raises(RecordError, match=re.escape("convert it with numpy.asarray(x, '<i4')")):
+        encode(replace(example_rollout("a"), tokens=tokens))
+
+
+@pytest.mark.parametrize("changes", [{"uid": 5}, {"group_size": 2**31}, {"policy_version": 2**63}, {"reward": "1"}])
+def test_a_value_that_does_not_fit_its_field_is_a_record_error(changes: dict[str, Any]) -> None:
+    with pytest.raises(RecordError, match="a Rollout does not fit its schema"):
+        encode(replace(example_rollout("a"), **changes))
+
+
+def test_text_with_lone_surrogates_is_a_record_error() -> None:
+    with pytest.raises(RecordError, match="does not fit its schema"):
+        encode(example_rollout("\ud800"))
+
+
+def test_what_is_no_record_is_refused() -> None:
+    with pytest.raises(RecordError, match="int is not a record of rollstream"):
+        encode(5)
+
+
+def test_another_record_than_the_one_asked_for_is_refused() -> None:
+    with pytest.raises(RecordError, match="a Mark stands where a Rollout belongs"):
+        decode_as(Rollout, encode(Mark(kind="drain")))
+
+
+def test_the_frame_is_avro_single_object_encoding() -> None:
+    value = encode(Mark(kind="drain"))
+    assert value[:2] == b"\xc3\x01"
+    assert value[2:HEADER_SIZE] == schemas()["Mark"][-1].fingerprint
+
+
+@given(data=st.binary(min_size=8, max_size=8))
+def test_a_named_array_keeps_dtype_shape_and_bits(data: bytes) -> None:
+    array = np.frombuffer(data, ">f4").reshape(2, 1)
+    named = NamedArray.of(array)
+    assert (named.dtype, named.shape) == ("<f4", (2, 1))
+    assert named.array().astype(">f4").tobytes() == data

@@ -1,0 +1,203 @@
+"""Schema files: documented, compatible over every pair of versions, told apart by fingerprint, equal to the dataclasses."""
+
+import dataclasses
+import itertools
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fastavro.schema import fingerprint, to_parsing_canonical_form
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.strategies import any_record
+from topics import records
+from topics.codec import RECORD_TYPES, Schema, decode, encode, schemas
+
+PAIRS = [
+    (older, newer)
+    for versions in schemas().values()
+    for older, newer in itertools.combinations_with_replacement(versions, 2)
+]
+ALL = [schema for versions in schemas().values() for schema in versions]
+NAMED: dict[str, Any] = {}
+
+
+def name(schema: Schema) -> str:
+    return f"{schema.record}.v{schema.version}"
+
+
+def types_in(schema: Any) -> Iterator[Any]:
+    """Every type of a schema, itself first, depth first."""
+    yield schema
+    if isinstance(schema, dict):
+        for inner in [schema.get("items"), schema.get("values"), *[f["type"] for f in schema.get("fields", ())]]:
+            if inner is not None:
+                yield from types_in(inner)
+
+
+def named_in(schema: Any) -> dict[str, Any]:
+    return {t["name"]: t for t in types_in(schema) if isinstance(t, dict) and "name" in t}
+
+
+def test_every_record_type_has_a_schema_and_every_schema_a_record_type() -> None:
+    assert set(schemas()) == {cls.__name__ for cls in RECORD_TYPES}
+
+
+@pytest.mark.parametrize("versions", schemas().values(), ids=list(schemas()))
+def test_versions_count_from_one_without_a_gap(versions: tuple[Schema, ...]) -> None:
+    assert [schema.version for schema in versions] == list(range(1, len(versions) + 1))
+
+
+@pytest.mark.parametrize("schema", ALL, ids=name)
+def test_every_record_field_and_enum_is_documented(schema: Schema) -> None:
+    for kind in named_in(schema.source).values():
+        assert kind["doc"].endswith("."), kind["name"]
+        assert kind["namespace"] == "rollstream"
+        for field in kind.get("fields", ()):
+            assert len(field["doc"]) > 5, f"{kind['name']}.{field['name']}"
+            assert field["doc"].endswith("."), f"{kind['name']}.{field['name']}"
+
+
+def test_no_two_schemas_share_a_fingerprint() -> None:
+    assert len({schema.fingerprint for schema in ALL}) == len(ALL)
+
+
+def test_the_fingerprint_is_that_of_the_avro_specification() -> None:
+    assert fingerprint(to_parsing_canonical_form("int"), "CRC-64-AVRO") == "7275d51a3f395c8f"
+
+
+def readable(writer: Any, reader: Any, writers: dict[str, Any], readers: dict[str, Any]) -> str | None:
+    """Why a reader's schema cannot take what a writer's schema wrote, by the rules of schema resolution; None if it can.
+
+    Independent of fastavro, which finds out only when it meets the data.
+    """
+    writer, reader = (
+        writers.get(writer, writer) if isinstance(writer, str) else writer,
+        (readers.get(reader, reader) if isinstance(reader, str) else reader),
+    )
+    kind = writer if isinstance(writer, str) else writer["type"]
+    wanted = reader if isinstance(reader, str) else reader["type"]
+    promotions = {"int": {"long", "float", "double"}, "long": {"float", "double"}, "float": {"double"}}
+    if kind != wanted:
+        return None if wanted in promotions.get(kind, ()) else f"{kind} is not read as {wanted}"
+    if isinstance(writer, str):
+        return None
+    if writer.get("dtype") != reader.get("dtype"):
+        return f"dtype {writer.get('dtype')} became {reader.get('dtype')}"
+    if kind in ("array", "map"):
+        inner = "items" if kind == "array" else "values"
+        return readable(writer[inner], reader[inner], writers, readers)
+    if kind == "enum":
+        lost = set(writer["symbols"]) - set(reader["symbols"])
+        return f"symbols {lost} were removed" if lost and "default" not in reader else None
+    if kind == "record":
+        written = {f["name"]: f for f in writer["fields"]}
+        for field in reader["fields"]:
+            if field["name"] in written:
+                why = readable(written[field["name"]]["type"], field["type"], writers, readers)
+                if why:
+                    return f"{field['name']}: {why}"
+            elif "default" not in field:
+                return f"field {field['name']} was added without a default"
+    return None
+
+
+@pytest.mark.parametrize(("older", "newer"), PAIRS, ids=lambda s: name(s))
+def test_every_version_reads_every_older_one(older: Schema, newer: Schema) -> None:
+    assert readable(older.source, newer.source, named_in(older.source), named_in(newer.source)) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda f: f.update(type="string"), "n: long is not read as string"),
+        (lambda f: f.update(type={"type": "bytes", "logicalType": "ndarray", "dtype": "<f4"}), "n: long"),
+        (lambda f: f.update(name="m"), "field m was added without a default"),
+    ],
+)
+def test_the_check_of_compatibility_sees_what_breaks_readers(change: Any, why: str) -> None:
+    old = {"type": "record", "name": "R", "fields": [{"name": "n", "type": "long"}]}
+    new: dict[str, Any] = {"type": "record", "name": "R", "fields": [{"name": "n", "type": "long"}]}
+    assert readable(old, new, {}, {}) is None
+    change(new["fields"][0])
+    assert (readable(old, new, {}, {}) or "").startswith(why)
+
+
+def dtypes(schema: Schema) -> dict[str, str]:
+    return {
+        f"{kind['name']}.{field['name']}": field["type"]["dtype"]
+        for kind in named_in(schema.source).values()
+        for field in kind.get("fields", ())
+        if isinstance(field["type"], dict) and field["type"].get("logicalType") == "ndarray"
+    }
+
+
+@pytest.mark.parametrize(("older", "newer"), PAIRS, ids=lambda s: name(s))
+def test_the_dtype_of_a_field_never_changes(older: Schema, newer: Schema) -> None:
+    before, after = dtypes(older), dtypes(newer)
+    assert {f: before[f] for f in before.keys() & after} == {f: after[f] for f in before.keys() & after}
+
+
+@pytest.mark.parametrize("schema", ALL, ids=name)
+def test_dtypes_are_little_endian_numbers(schema: Schema) -> None:
+    for dtype in dtypes(schema).values():
+        assert np.dtype(dtype).str == dtype
+        assert dtype[0] in "<|"
+        assert np.dtype(dtype).kind in "biuf"
+
+
+@pytest.mark.parametrize("cls", RECORD_TYPES, ids=[cls.__name__ for cls in RECORD_TYPES])
+def test_dataclasses_have_the_fields_of_the_newest_schema(cls: type) -> None:
+    for kind, schema in named_in(schemas()[cls.__name__][-1].source).items():
+        if schema["type"] != "record":
+            continue
+        ours = {field.name for field in dataclasses.fields(getattr(records, kind))}
+        assert ours == {field["name"] for field in schema["fields"]}, kind
+
+
+PLAIN = {"string": str, "int": int, "long": int, "double": float, "boolean": bool, "bytes": bytes}
+ARRAYS = {
+    "<i4": records.Int32,
+    "<i8": records.Int64,
+    "<f4": records.Float32,
+    "<f8": records.Float64,
+    "|b1": records.Bool,
+}
+
+
+@pytest.mark.parametrize("cls", RECORD_TYPES, ids=[cls.__name__ for cls in RECORD_TYPES])
+def test_types_of_dataclass_fields_are_those_of_the_schema(cls: type) -> None:
+    named = named_in(schemas()[cls.__name__][-1].source)
+
+    def expected(kind: Any) -> Any:
+        kind = named.get(kind, kind) if isinstance(kind, str) else kind
+        if isinstance(kind, str):
+            return PLAIN[kind]
+        if kind.get("logicalType") == "ndarray":
+            return ARRAYS[kind["dtype"]]
+        if kind["type"] == "array":
+            return tuple[expected(kind["items"]), ...]  # type: ignore[misc]
+        if kind["type"] == "map":
+            return typing.get_type_hints(records.Rollout)["extra"].__origin__[str, expected(kind["values"])]
+        if kind["type"] == "enum":
+            return typing.Literal[tuple(kind["symbols"])]
+        return getattr(records, kind["name"])
+
+    for kind, schema in named.items():
+        if schema["type"] == "record":
+            hints = typing.get_type_hints(getattr(records, kind))
+            assert hints == {field["name"]: expected(field["type"]) for field in schema["fields"]}, kind
+
+
+@pytest.mark.parametrize("versions", schemas().values(), ids=list(schemas()))
+@given(data=st.data())
+def test_what_an_older_version_wrote_is_read_as_the_newest_record(
+    versions: tuple[Schema, ...], data: st.DataObject
+) -> None:
+    cls = getattr(records, versions[-1].record)
+    schema = data.draw(st.sampled_from(versions))
+    written = encode(data.draw(any_record(cls)), version=schema.version)
+    assert type(decode(written)) is cls
