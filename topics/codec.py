@@ -125,7 +125,7 @@ def _builder(cls: type) -> Callable[[dict[str, Any]], Any]:
             values[name] = convert(values[name])
         # The schema has given every field, so __init__ of a frozen dataclass, which sets them one by one, adds nothing
         # but five times the time.
-        record = object.__new__(cls)
+        record: Any = object.__new__(cls)
         object.__setattr__(record, "__dict__", values)
         return record
 
