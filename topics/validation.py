@@ -20,6 +20,7 @@ REWARD_LIMIT = 1e30
 NAME_LIMIT = 512
 """Most characters of a uid, an environment and the like: names are repeated in batches, drops and counts."""
 
+_INT_MAX = 2**31 - 1
 _DTYPE = re.compile(r"(<[iufc](2|4|8|16)|\|[biu]1)")
 
 
@@ -39,9 +40,9 @@ def problems(rollout: Rollout) -> list[str]:
         found.append(
             f"lowest_version {rollout.lowest_version} and highest_version {rollout.highest_version} are no range"
         )
-    if rollout.group_size < 1:
+    if not 0 < rollout.group_size <= _INT_MAX:
         found.append(f"group_size is {rollout.group_size}")
-    if not 0 <= rollout.branch < rollout.branches:
+    if not 0 <= rollout.branch < rollout.branches <= _INT_MAX:
         found.append(f"branch {rollout.branch} is not among {rollout.branches} branches")
     if rollout.branches > 1 and not rollout.episode_uid:
         found.append(f"one of {rollout.branches} branches, of no episode_uid")
@@ -62,7 +63,7 @@ def cancellation_problems(cancelled: GroupCancelled) -> list[str]:
         found.append(f"group_id is longer than {NAME_LIMIT} characters")
     if cancelled.policy_version < 0:
         found.append(f"policy_version is {cancelled.policy_version}")
-    if cancelled.group_size < 1:
+    if not 0 < cancelled.group_size <= _INT_MAX:
         found.append(f"group_size is {cancelled.group_size}")
     if not cancelled.uids or not all(cancelled.uids):
         found.append("uids is empty, or holds an empty uid")

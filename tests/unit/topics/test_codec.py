@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from consumers.grouping.testing import example_rollout
@@ -15,10 +15,12 @@ from topics.codec import HEADER_SIZE, MAGIC, RECORD_TYPES, decode, decode_as, en
 from topics.errors import RecordError
 from topics.records import Mark, NamedArray, Rollout, same
 
+EXAMPLES = settings().max_examples // 4
 NAMES = [cls.__name__ for cls in RECORD_TYPES]
 
 
 @pytest.mark.parametrize("cls", RECORD_TYPES, ids=NAMES)
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_a_record_of_any_values_is_read_back_as_written(cls: type, data: st.DataObject) -> None:
     record = data.draw(any_record(cls))
@@ -36,6 +38,7 @@ def same_bits(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("cls", RECORD_TYPES, ids=NAMES)
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_mutated_bytes_decode_to_a_record_or_raise_record_error(cls: type, data: st.DataObject) -> None:
     value = bytearray(encode(data.draw(any_record(cls))))
@@ -48,29 +51,32 @@ def test_mutated_bytes_decode_to_a_record_or_raise_record_error(cls: type, data:
                 del value[at : at + data.draw(st.integers(1, 9))]
             case _:
                 value[at:at] = data.draw(st.binary(min_size=1, max_size=11))
-    assert_decodes_or_refuses(bytes(value))
+    assert len(refusal(bytes(value))) < 500
 
 
 @pytest.mark.parametrize("cls", RECORD_TYPES, ids=NAMES)
+@settings(max_examples=EXAMPLES)
 @given(tail=st.binary(max_size=200))
 @example(tail=b"\xff" * 100)
 @example(tail=b"\x80" * 100)
 @example(tail=b"\xfe\xff\xff\xff\xff\xff\xff\xff\xff\x01" * 10)
 def test_arbitrary_bytes_under_a_known_fingerprint_decode_or_raise_record_error(cls: type, tail: bytes) -> None:
-    assert_decodes_or_refuses(MAGIC + schemas()[cls.__name__][-1].fingerprint + tail)
+    assert len(refusal(MAGIC + schemas()[cls.__name__][-1].fingerprint + tail)) < 500
 
 
 @given(value=st.one_of(st.none(), st.binary(max_size=30)))
 def test_arbitrary_bytes_raise_record_error(value: bytes | None) -> None:
-    with pytest.raises(RecordError, match="not an Avro single-object frame|unknown schema fingerprint"):
+    with pytest.raises(RecordError, match=r"not an Avro single-object frame|unknown schema fingerprint"):
         decode(value)
 
 
-def assert_decodes_or_refuses(value: bytes) -> None:
+def refusal(value: bytes) -> str:
+    """The words of the RecordError, empty when the bytes decode; anything else raised fails the test."""
     try:
         decode(value)
     except RecordError as error:
-        assert len(str(error)) < 500
+        return str(error)
+    return ""
 
 
 def test_bytes_after_a_record_are_refused() -> None:
@@ -108,7 +114,7 @@ def test_an_array_of_another_dtype_or_shape_is_refused_with_the_remedy(tokens: A
         encode(replace(example_rollout("a"), tokens=tokens))
 
 
-@pytest.mark.parametrize("changes", [{"uid": 5}, {"group_size": 2**31}, {"policy_version": 2**63}, {"reward": "1"}])
+@pytest.mark.parametrize("changes", [{"uid": 5}, {"policy_version": 2**63}, {"reward": None}, {"turns": (1,)}])
 def test_a_value_that_does_not_fit_its_field_is_a_record_error(changes: dict[str, Any]) -> None:
     with pytest.raises(RecordError, match="a Rollout does not fit its schema"):
         encode(replace(example_rollout("a"), **changes))

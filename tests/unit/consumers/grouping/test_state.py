@@ -1,0 +1,163 @@
+"""What restoring adds up and refuses, runs of offsets, commit metadata, configuration, and deadlines without a leak."""
+
+import dataclasses
+import itertools
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from consumers.grouping import state
+from consumers.grouping.config import GroupingConfig, milliseconds
+from consumers.grouping.deadlines import Deadlines, Due
+from consumers.grouping.groups import Group, GroupKey, Stage
+from consumers.grouping.memory import Memory
+from consumers.grouping.runs import from_runs, to_runs
+from consumers.grouping.state import CommitMetadata
+from consumers.grouping.testing import GroupingTestDriver, example_rollout
+from tests.unit.consumers.grouping.pairs import driver, pair
+from topics.errors import ConfigurationError, StateRefused
+
+
+@given(offsets=st.sets(st.one_of(st.integers(0, 40), st.integers(0, 2**62))))
+def test_runs_hold_the_offsets_they_were_made_of(offsets: set[int]) -> None:
+    runs = to_runs(offsets)
+    assert list(from_runs(runs)) == sorted(offsets)
+    assert runs.dtype.str == "<i8"
+    pairs = runs.reshape(-1, 2).tolist()
+    assert all(first + count < after for (first, count), (after, _) in itertools.pairwise(pairs))
+
+
+def test_commit_metadata_is_read_back_as_written() -> None:
+    metadata = CommitMetadata(journal=2**40, snapshot=3, oldest=1)
+    assert CommitMetadata.decode(metadata.encode(), "here") == metadata
+    assert len(metadata.encode()) < 200
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "[]", "null", '{"v": 2, "journal": 1, "snapshot": 1, "oldest": 1}'])
+def test_metadata_of_another_program_is_refused_with_the_remedy(text: str | None) -> None:
+    with pytest.raises(StateRefused, match="rollstream group recover"):
+        CommitMetadata.decode(text, "rollouts[0]")
+
+
+def test_a_journal_with_a_record_missing_is_refused() -> None:
+    d = driver()
+    for i in range(3):
+        pair(d, str(i))
+        d.commit()
+    journal = d.journal
+    with pytest.raises(StateRefused, match="from sequence 1 to 3"):
+        state.restore([*journal[:2], *journal[3:]])
+
+
+def test_a_journal_without_a_snapshot_is_refused() -> None:
+    d = driver()
+    pair(d)
+    with pytest.raises(StateRefused, match="holds no snapshot"):
+        state.restore(d.journal[1:])
+    with pytest.raises(StateRefused, match="holds no snapshot"):
+        state.restore([])
+
+
+def test_a_state_restored_from_any_snapshot_on_is_the_same() -> None:
+    d = GroupingTestDriver(GroupingConfig(batch_rollouts=2, horizon_s=0.001))
+    for i in range(20):
+        d.now_ms += 10
+        pair(d, str(i))
+        d.pipe(example_rollout("x", 1.0, example_id=f"open {i}"))
+        d.commit(snapshot=i % 3 == 0)
+    whole = state.restore(d.journal)
+    for start, record in enumerate(d.journal):
+        if record.snapshot:
+            assert replace(state.restore(d.journal[start:]), finished_groups=()) == replace(whole, finished_groups=())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batch_rollouts": 0}, "grouping.batch_rollouts is 0; it must be at least 1"),
+        ({"min_group_size": -1}, "grouping.min_group_size is -1"),
+        ({"group_deadline_s": 0.0}, "grouping.group_deadline_s is 0.0; it must be above 0 seconds"),
+        ({"horizon_s": float("inf")}, "grouping.horizon_s is inf"),
+        ({"max_batch_age_s": float("nan")}, "grouping.max_batch_age_s is nan"),
+        ({"max_age_s": float("nan")}, "grouping.max_age_s is nan"),
+        ({"batch_rollouts": "64"}, "grouping.batch_rollouts is '64'; it must be of type int"),
+        ({"batch_rollouts": True}, "grouping.batch_rollouts is True; it must be of type int"),
+        ({"estimator": None}, "grouping.estimator is None; it must be of type str"),
+        ({"drop_superseded": 1}, "grouping.drop_superseded is 1; it must be of type bool"),
+        ({"exclude_workers": "w"}, "grouping.exclude_workers is 'w'; it must be a list of strings"),
+    ],
+)
+def test_a_senseless_configuration_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        GroupingConfig(**changes)
+    assert words in str(caught.value)
+
+
+def test_a_configuration_is_read_back_as_written() -> None:
+    config = GroupingConfig(generation=3, max_age_s=5, exclude_workers=("a", "b"))
+    assert GroupingConfig.from_json(config.to_json()) == config
+    assert config.max_age_s == 5.0
+    assert set(dataclasses.asdict(config)) == {f.name for f in dataclasses.fields(config)}
+
+
+def test_seconds_become_whole_milliseconds_and_never_none() -> None:
+    assert [milliseconds(s) for s in (0.29, 1.0, 1e-9, 0.0)] == [290, 1000, 1, 0]
+
+
+def group(offset: int) -> Group:
+    return Group(GroupKey("env", str(offset), 0, ""), offset, 0, 2)
+
+
+def test_deadlines_fall_due_in_order_of_time_kind_and_offset() -> None:
+    deadlines = Deadlines()
+    entries = [(5, Due.OPEN, 3), (5, Due.OPEN, 1), (4, Due.OPEN, 9), (6, Due.OPEN, 0)]
+    for due_ms, kind, offset in entries:
+        deadlines.add(due_ms, kind, group(offset))
+    assert deadlines.pop(3) is None
+    assert deadlines.next_ms == 4
+    popped = []
+    while (due := deadlines.pop(5)) is not None:
+        popped.append(due[1].opened_offset)
+    assert popped == [9, 1, 3]
+    assert deadlines.next_ms == 6
+
+
+def test_deadlines_of_groups_that_moved_on_do_not_fall_due() -> None:
+    deadlines = Deadlines()
+    sealed, over = group(0), group(1)
+    for each in (sealed, over):
+        deadlines.add(5, Due.OPEN, each)
+    sealed.stage = Stage.OFFERED
+    deadlines.forget(over)
+    assert deadlines.next_ms is None
+
+
+def test_deadlines_do_not_gather_the_dead() -> None:
+    deadlines, random = Deadlines(), Random(0)
+    for offset in range(10_000):
+        each = group(offset)
+        deadlines.add(random.randint(1, 10**6), Due.OPEN, each)
+        deadlines.forget(each)
+    assert len(deadlines) < 100
+
+
+def test_memory_forgets_for_good() -> None:
+    memory = Memory(-1)
+    key = GroupKey("env", "0", 3, "")
+    memory.finish(key, 10)
+    memory.seal(key, 9)
+    memory.forget(9)
+    assert memory.over(key)
+    assert memory.newest_sealed("env", "0") == 3
+    memory.forget(10)
+    assert memory.over(key)
+    assert memory.newest_sealed("env", "0") == -1
+    memory.forget(11)
+    assert not memory.over(key)
+    memory.forget(0)
+    assert memory.since_ms == 11
+    assert len(memory) == 0

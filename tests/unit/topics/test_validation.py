@@ -1,0 +1,121 @@
+"""What makes a rollout or a cancellation senseless, each in words that name the field."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from consumers.grouping.testing import example_rollout
+from tests.strategies import any_record, rollouts
+from topics.records import GroupCancelled, NamedArray, Rollout, SamplingParams, Turn
+from topics.validation import cancellation_problems, problems
+
+F4 = np.zeros(4, "<f4")
+
+
+def named(dtype: str, shape: tuple[int, ...], data: bytes) -> dict[str, NamedArray]:
+    return {"x": NamedArray(dtype=dtype, shape=shape, data=data)}
+
+
+@given(rollout=rollouts())
+def test_a_sound_rollout_has_no_problems(rollout: Rollout) -> None:
+    assert problems(rollout) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokens": np.array([], "<i4")}, "tokens is empty"),
+        ({"tokens": np.array([1, -1, 2, 3], "<i4")}, "tokens holds a negative id"),
+        ({"loss_mask": np.ones(3, "|b1")}, "loss_mask has 3 entries for 4 tokens"),
+        ({"logprobs": np.zeros(5, "<f4")}, "logprobs has 5 entries for 4 tokens"),
+        ({"logprobs": np.array([0, 0, np.inf, 0], "<f4")}, "logprobs holds NaN or infinity"),
+        ({"logprobs": np.array([0, 0, 0.5, 0], "<f4")}, "logprobs holds 0.5, above 0"),
+        ({"logprobs": np.array([-1, 0, 0, 0], "<f4")}, "logprobs is not 0 where loss_mask is false"),
+        ({"token_rewards": np.zeros(3, "<f4")}, "token_rewards has 3 entries for 4 tokens"),
+        ({"token_rewards": np.array([0, 0, 0, np.nan], "<f4")}, "token_rewards holds NaN or infinity"),
+        ({"reward": float("nan")}, "reward is nan"),
+        ({"reward": float("-inf")}, "reward is -inf"),
+        ({"reward": 1.1e30}, "reward is 1.1e+30"),
+        ({"reward_components": {"exact": float("inf")}}, "reward component exact is inf"),
+        ({"policy_version": -1}, "policy_version is -1"),
+        ({"lowest_version": 2, "highest_version": 1}, "lowest_version 2 and highest_version 1 are no range"),
+        ({"group_size": 0}, "group_size is 0"),
+        ({"group_size": 2**31}, "group_size is 2147483648"),
+        ({"branch": 1}, "branch 1 is not among 1 branches"),
+        ({"branches": 2**31, "episode_uid": "e"}, "branch 0 is not among 2147483648 branches"),
+        ({"branches": 2}, "one of 2 branches, of no episode_uid"),
+        ({"uid": ""}, "uid has 0 characters"),
+        ({"uid": "u" * 513}, "uid has 513 characters"),
+        ({"environment": ""}, "environment has 0 characters"),
+        ({"example_id": "x" * 600}, "example_id has 600 characters"),
+        ({"group_id": "g" * 513}, "group_id is longer than 512"),
+        ({"sampling": SamplingParams(temperature=float("nan"))}, "sampling temperature is nan"),
+        ({"sampling": SamplingParams(top_p=float("nan"))}, "sampling top_p is nan"),
+        ({"turns": (Turn(role="user", text="", start=3, stop=2),)}, "turn 0 covers tokens 3 to 2 of 4"),
+        ({"turns": (Turn(role="user", text="", start=0, stop=5),)}, "turn 0 covers tokens 0 to 5 of 4"),
+        ({"token_arrays": named("<f4", (3,), bytes(12))}, "token array x has shape (3,)"),
+        ({"token_arrays": named("<f4", (4, 2), bytes(16))}, "in 16 bytes for 4 tokens"),
+        ({"token_arrays": named("<f4", (4, -1, -1), bytes(16))}, "token array x has shape (4, -1, -1)"),
+        ({"token_arrays": named(">f4", (4,), bytes(16))}, "no little-endian number"),
+        ({"token_arrays": named("O", (4,), bytes(32))}, "no little-endian number"),
+        ({"token_arrays": named("<U1", (4,), bytes(16))}, "no little-endian number"),
+        ({"token_arrays": named("i4,,", (4,), bytes(16))}, "no little-endian number"),
+        ({"token_arrays": named("(1000000000,1000000000)f8", (4,), b"")}, "no little-endian number"),
+        ({"token_arrays": {"reference_log_probs": NamedArray.of(np.zeros((4, 2), "<f4"))}}, "one finite float32"),
+        ({"token_arrays": {"reference_log_probs": NamedArray.of(np.zeros(4, "<i4"))}}, "one finite float32"),
+        ({"token_arrays": {"reference_log_probs": NamedArray.of(np.full(4, np.nan))}}, "one finite float32"),
+        ({"token_arrays": {"reference_log_probs": NamedArray.of(np.full(4, 1e300))}}, "one finite float32"),
+    ],
+)
+def test_a_senseless_rollout_is_named_with_its_field(changes: dict[str, Any], words: str) -> None:
+    found = problems(replace(example_rollout("a"), **changes))
+    assert any(words in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logprobs": np.array([0, 0, 5e-4, 0], "<f4")},
+        {"loss_mask": np.zeros(4, "|b1"), "logprobs": F4},
+        {"loss_mask": np.ones(4, "|b1")},
+        {"token_rewards": F4},
+        {"branches": 2, "branch": 1, "episode_uid": "e"},
+        {"sampling": SamplingParams(temperature=0.0, top_k=5)},
+        {"token_arrays": {"experts": NamedArray.of(np.zeros((4, 2, 3), "<i2"))}},
+        {"token_arrays": {"reference_log_probs": NamedArray.of(np.zeros(4, "<f2"))}},
+        {"turns": (Turn(role="user", text="hi", start=0, stop=4),)},
+        {"uid": "u" * 512},
+    ],
+)
+def test_what_is_unusual_but_sound_has_no_problems(changes: dict[str, Any]) -> None:
+    assert problems(replace(example_rollout("a"), **changes)) == []
+
+
+@given(rollout=any_record(Rollout))
+def test_any_rollout_that_decodes_can_be_checked(rollout: Rollout) -> None:
+    assert all(isinstance(problem, str) for problem in problems(rollout))
+
+
+SOUND = GroupCancelled(environment="env", example_id="0", policy_version=0, group_size=2, uids=("a",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"policy_version": -1}, "policy_version is -1"),
+        ({"group_size": 0}, "group_size is 0"),
+        ({"uids": ()}, "uids is empty"),
+        ({"uids": ("a", "")}, "holds an empty uid"),
+        ({"uids": ("a" * 513,)}, "longer than 512"),
+        ({"environment": "e" * 513}, "environment has 513 characters"),
+        ({"group_id": "g" * 513}, "group_id is longer than 512"),
+    ],
+)
+def test_a_senseless_cancellation_is_named_with_its_field(changes: dict[str, Any], words: str) -> None:
+    found = cancellation_problems(replace(SOUND, **changes))
+    assert words in "; ".join(found)
+    assert bool(found) == bool(words)
