@@ -58,7 +58,7 @@ class RunObserver:
         partitions = clients.partitions_of(kafka, self._rollouts)
         places = [*((self._rollouts, p) for p in range(partitions)), (self._index, 0), (self._steps, 0)]
         self._reached = dict.fromkeys(places, 0)
-        self._consumer.assign([TopicPartition(topic, p, OFFSET_BEGINNING) for topic, p in places])
+        clients.follow(self._consumer, kafka, [TopicPartition(topic, p, OFFSET_BEGINNING) for topic, p in places])
         self.scored: list[Scored] = []
         """Every rollout so far, in order of append time, partition, offset."""
         self.batches = 0

@@ -89,7 +89,7 @@ class JournalTailer:
             for p in range(clients.partitions_of(self._kafka, self._rollouts))
         }
         positions = [self._after_last(consumer, p) for p in range(self._partitions)]
-        consumer.assign([*positions, TopicPartition(self._steps, 0, OFFSET_BEGINNING)])
+        clients.follow(consumer, self._kafka, [*positions, TopicPartition(self._steps, 0, OFFSET_BEGINNING)])
         behind = {(self._journal, p) for p in range(self._partitions)} | {(self._steps, 0)}
         while not self._stop.is_set():
             changed = False

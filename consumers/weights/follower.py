@@ -115,7 +115,7 @@ class WeightsFollower:
                 closing(clients.reader(self._kafka)) as policies,
                 closing(ChunkFetcher(self._kafka, self._run)) as fetcher,
             ):
-                policies.assign([TopicPartition(self._policies_topic, 0, OFFSET_BEGINNING)])
+                clients.follow(policies, self._kafka, [TopicPartition(self._policies_topic, 0, OFFSET_BEGINNING)])
                 while not self._stopping.is_set():
                     newest = self._newest(policies.consume(500, 0.05))
                     if newest is not None:
