@@ -93,12 +93,14 @@ def _token_problems(rollout: Rollout) -> list[str]:
         found.append(f"token_rewards has {len(rollout.token_rewards)} entries for {length} tokens")
     if length and int(rollout.tokens.min()) < 0:
         found.append("tokens holds a negative id")
-    if not np.isfinite(rollout.logprobs).all():
-        found.append("logprobs holds NaN or infinity")
-    elif len(rollout.logprobs) and float(rollout.logprobs.max()) > LOGPROB_TOLERANCE:
-        found.append(f"logprobs holds {float(rollout.logprobs.max()):g}, above 0")
-    elif len(rollout.logprobs) == len(rollout.loss_mask) and (rollout.logprobs * ~rollout.loss_mask).any():
-        found.append("logprobs is not 0 where loss_mask is false")
+    if len(rollout.logprobs):
+        least, most = float(rollout.logprobs.min()), float(rollout.logprobs.max())
+        if not (math.isfinite(least) and math.isfinite(most)):
+            found.append("logprobs holds NaN or infinity")
+        elif most > LOGPROB_TOLERANCE:
+            found.append(f"logprobs holds {most:g}, above 0")
+        elif len(rollout.logprobs) == len(rollout.loss_mask) and rollout.logprobs[~rollout.loss_mask].any():
+            found.append("logprobs is not 0 where loss_mask is false")
     if len(rollout.token_rewards) and not np.isfinite(rollout.token_rewards).all():
         found.append("token_rewards holds NaN or infinity")
     return found

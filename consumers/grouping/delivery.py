@@ -39,6 +39,8 @@ class Delivery:
         self._delivered_before = delivered_before
         self._makers = makers
         self._config = config
+        self._untouched = True
+        """Whether the maker had no batch to make, and holds the same since."""
         self._offered: dict[Group, None] = {}
         self._held: dict[int, Group] = {}
         self._maker = self._make()
@@ -46,6 +48,7 @@ class Delivery:
     def configure(self, config: GroupingConfig) -> None:
         """Go on under another configuration; another maker is given what the last one held."""
         before, self._config = self._config, config
+        self._untouched = False
         if (config.maker, config.seed, config.batch_bytes) != (before.maker, before.seed, before.batch_bytes):
             self._maker = self._make()
             for group in self._offered:
@@ -53,6 +56,7 @@ class Delivery:
 
     def offer(self, group: Group) -> None:
         """A sealed group is ready for a batch."""
+        self._untouched = False
         group.stage = Stage.OFFERED
         self._offered[group] = None
         for member in group.members.values():
@@ -68,13 +72,17 @@ class Delivery:
         self._offered.pop(group, None)
         undecided = [m.source for m in group.members.values() if self._held.pop(m.source.offset, None) is not None]
         if undecided:
+            self._untouched = False
             self._maker.discard(undecided)
 
     def cut(self, why: Literal["size", "age", "drain"], now_ms: int) -> Delivered | None:
         """The next batch: a full one for "size", of whatever is held otherwise; None when it is not time for one."""
+        if why == "size" and self._untouched:
+            return None
         size = self._config.batch_rollouts if why == "size" else self._maker.held
         examples = self._maker.create_batch(size) if size else None
         if examples is None:
+            self._untouched = True
             return None
         if not examples:
             raise self._broken("made a batch of nothing")
