@@ -43,6 +43,7 @@ class Delivery:
         """Whether the maker had no batch to make, and holds the same since."""
         self._offered: dict[Group, None] = {}
         self._held: dict[int, Group] = {}
+        self._discarded: list[Group] = []
         self._maker = self._make()
 
     def configure(self, config: GroupingConfig) -> None:
@@ -110,18 +111,13 @@ class Delivery:
 
     def take_discarded(self) -> list[Group]:
         """Groups of which the maker threw rollouts away since the last call; checks that it lost none."""
-        groups = []
-        for source, reason in self._maker.take_discarded():
-            group = self._held.pop(source.offset, None)
-            if group is None or reason in ("", BATCHED):
-                raise self._broken(f"threw {source} away as {reason!r}; it must hold it, and have a reason")
-            group.fates[source.offset] = reason
-            groups.append(group)
+        self._settle()
         if self._maker.held != len(self._held):
             raise self._broken(
                 f"holds {self._maker.held} rollouts of {len(self._held)} it neither delivered nor reported"
             )
-        return groups
+        discarded, self._discarded = self._discarded, []
+        return discarded
 
     def partly_delivered(self) -> list[int]:
         """Offsets a batch carries of groups that are not over."""
@@ -148,6 +144,16 @@ class Delivery:
         for member, advantage in zip(group.members.values(), group.advantages, strict=True):
             if member.source.offset not in group.fates:
                 self._maker.add_rollout(assemble.example(member, advantage), sealed)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Note what the maker threw away, before anything else happens to it."""
+        for source, reason in self._maker.take_discarded():
+            group = self._held.pop(source.offset, None)
+            if group is None or reason in ("", BATCHED):
+                raise self._broken(f"threw {source} away as {reason!r}; it must hold it, and have a reason")
+            group.fates[source.offset] = reason
+            self._discarded.append(group)
 
     def _broken(self, what: str) -> StateRefused:
         return StateRefused(

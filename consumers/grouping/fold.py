@@ -372,7 +372,7 @@ class Fold:
 
     def _end_decided(self, groups: Iterable[Group]) -> None:
         for group in dict.fromkeys(groups):
-            if len(group.fates) == len(group.members):
+            if group.stage is not Stage.OVER and len(group.fates) == len(group.members):
                 self._end_group(group, group.fates, "")
 
     def _drop_group(self, group: Group, verdict: Verdict) -> None:

@@ -146,7 +146,12 @@ def test_a_maker_that_loses_repeats_or_invents_rollouts_stops_the_task(maker: ty
 
 
 class Picky(Wrong):
-    """Throws the second member of every group away."""
+    """Throws the second member of every group away, and minds being told to forget what it does not hold."""
+
+    def discard(self, sources: Iterable[Source]) -> None:
+        held = self.held
+        super().discard(sources := list(sources))
+        assert self.held == held - len(sources)
 
     def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
         if example.source.uid.endswith("b"):
@@ -202,6 +207,13 @@ def test_advantages_of_members_delivered_after_a_crash_are_those_of_the_whole_gr
         return [(batch.digest, *batch.uids) for batch in d.batches]
 
     assert batches(crash=True) == batches(crash=False)
+
+
+def test_what_a_maker_throws_away_is_settled_before_its_group_is_dropped() -> None:
+    d = GroupingTestDriver(GroupingConfig(batch_rollouts=100), makers={"mine": Picky})
+    pair(d)
+    d.configure(GroupingConfig(maker="mine", batch_rollouts=100, exclude_environments=("env",)))
+    assert reasons(d) == {0: "excluded", 1: "not mine"}
 
 
 def test_fifo_discards_from_the_middle_and_goes_on_in_order() -> None:
