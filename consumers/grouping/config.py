@@ -18,7 +18,7 @@ _LONGEST_S = 1e9
 
 def milliseconds(seconds: float) -> int:
     """Stream time of a setting: whole milliseconds, at least one where it is above 0."""
-    return max(1, round(seconds * 1000)) if seconds > 0 else 0
+    return max(1, int(seconds * 1000)) if seconds > 0 else 0
 
 
 @cache
@@ -84,9 +84,9 @@ class GroupingConfig:
             if getattr(self, name) < least:
                 raise ConfigurationError(f"grouping.{name} is {getattr(self, name)}; it must be at least {least}")
         for name in ("max_batch_age_s", "group_deadline_s", "future_deadline_s", "horizon_s"):
-            if not 0 < getattr(self, name) <= _LONGEST_S:
+            if not 0.001 <= getattr(self, name) <= _LONGEST_S:
                 raise ConfigurationError(
-                    f"grouping.{name} is {getattr(self, name)}; it must be above 0 seconds, and at most {_LONGEST_S:g}"
+                    f"grouping.{name} is {getattr(self, name)}; it must be 0.001 to {_LONGEST_S:g} seconds"
                 )
         if not math.isfinite(self.max_age_s):
             raise ConfigurationError(f"grouping.max_age_s is {self.max_age_s}; no limit is a negative number")
