@@ -251,6 +251,25 @@ def test_no_rollout_is_kept_in_memory_once_its_group_is_over() -> None:
     assert len(d.fold._deadlines) < 100
 
 
+class Fickle(Wrong):
+    """Throws away what it holds when it is asked for a batch."""
+
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        made = super().create_batch(batch_size)
+        if made and made[0].source.uid == "0a":
+            self.thrown += [(example.source, "on second thoughts") for example in made]
+            return self.create_batch(batch_size)
+        return made
+
+
+def test_a_maker_may_throw_rollouts_away_when_asked_for_a_batch() -> None:
+    d = driver_of(Fickle, batch_rollouts=1)
+    pair(d, "0")
+    pair(d, "1")
+    assert reasons(d) == {0: "on second thoughts", 1: "on second thoughts"}
+    assert uids(d) == [("1a", "1b")]
+
+
 class Nothing(BatchMaker):
     """Throws everything away."""
 
@@ -277,6 +296,14 @@ class Nothing(BatchMaker):
     def take_discarded(self) -> list[tuple[Source, str]]:
         taken, self._gone = self._gone, []
         return taken
+
+
+def test_a_group_thrown_away_whole_and_then_excluded_is_over_once() -> None:
+    d = GroupingTestDriver(GroupingConfig(batch_rollouts=100), makers={"mine": Nothing})
+    pair(d)
+    d.configure(GroupingConfig(maker="mine", exclude_environments=("env",)))
+    assert reasons(d) == {0: "no use", 1: "no use"}
+    assert len(d.journal[-1].finished_groups) == 1
 
 
 def test_a_group_thrown_away_whole_is_over_at_once() -> None:

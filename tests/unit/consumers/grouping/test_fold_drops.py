@@ -84,6 +84,13 @@ def test_an_older_group_is_superseded_once_a_newer_one_of_its_example_sealed() -
     assert [batch.groups[0].policy_version for batch in d.batches] == [2]
 
 
+def test_groups_of_one_version_do_not_supersede_each_other() -> None:
+    d = driver(drop_superseded=True)
+    pair(d, group_id="g")
+    pair(d, group_id="h")
+    assert len(d.batches) == 2
+
+
 def test_by_default_nothing_is_superseded() -> None:
     d = driver(policy_version=2)
     pair(d, policy_version=2)

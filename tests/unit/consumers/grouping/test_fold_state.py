@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from consumers.grouping import state
 from consumers.grouping.config import GroupingConfig
+from consumers.grouping.fold import Fold
 from consumers.grouping.testing import example_rollout
 from tests.unit.consumers.grouping.pairs import driver, pair, reasons, uids
 from topics.errors import ConfigurationError, StateRefused
@@ -152,11 +154,25 @@ def test_a_group_kept_while_superseding_was_off_is_kept_after_a_crash() -> None:
     d = driver(policy_version=2, drop_superseded=True, batch_rollouts=100)
     pair(d, policy_version=1)
     d.configure(GroupingConfig(batch_rollouts=100))
-    pair(d, policy_version=2)
-    d.commit()
+    d.pipe(example_rollout("x", 1.0, policy_version=2))
+    d.pipe(example_rollout("y", 1.0, policy_version=2))
+    assert {drop.reason for drop in d.drops} == {"zero_variance"}
     d.crash_and_restore()
     d.drain()
-    assert [group.policy_version for group in d.batches[0].groups] == [1, 2]
+    assert [group.policy_version for group in d.batches[0].groups] == [1]
+
+
+def test_a_group_begun_again_after_it_was_forgotten_is_restored_with_all_of_the_journal() -> None:
+    d = driver(horizon_s=1.0)
+    pair(d)
+    d.advance(1_001)
+    d.pipe(example_rollout("0a", 1.0))
+    restored = state.restore(d.journal)
+    assert len(restored.finished_groups) == 1
+    fold = Fold(restored)
+    fold.replay(d.log[-1])
+    fold.resume()
+    assert fold.in_flight == 1
 
 
 def test_reading_an_offset_twice_is_refused() -> None:
