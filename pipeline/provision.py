@@ -62,7 +62,10 @@ def describe(config: RunConfig, args: argparse.Namespace) -> int:
 def provision(config: RunConfig) -> list[TopicPlan]:
     """Create what is missing, topics and first grouping state; returns the plan that was carried out. Idempotent."""
     from consumers.grouping.bootstrap import initialise
+    from consumers.grouping.fold import check_names
 
+    # What generation 0 names stays in the log: a name nobody knows is refused before anything is created.
+    check_names(config.grouping)
     plans = provisioning.apply(config.kafka, config.topics, config.run)
     initialise(config.kafka, config.run, config.grouping, config.grouper)
     return plans

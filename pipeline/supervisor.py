@@ -28,7 +28,7 @@ _TAIL_LINES = 12
 
 
 class RoleFailed(RollstreamError):
-    """A role exited more often than allowed, or before it was ever ready; the message ends with its log's tail."""
+    """A role exited more often than allowed, or before it was ever ready; the message says why, from its log."""
 
     exit_code = 1
 
@@ -114,7 +114,7 @@ class Supervisor:
             self._spawn(spec)
 
     def wait_ready(self, names: Iterable[str]) -> None:
-        """Wait until these roles are ready. Raises DeadlineExceeded or RoleFailed with the log's tail."""
+        """Wait until these roles are ready. Raises DeadlineExceeded or RoleFailed saying why."""
         pending = set(names)
         while pending:
             self.poll(0.2)
@@ -134,7 +134,7 @@ class Supervisor:
             late = now - role.started > role.spec.ready_timeout_s
             if late and not (role.ready or role.reaped or role.stopping):
                 raise DeadlineExceeded(
-                    f"role {role.spec.name} was not ready within {role.spec.ready_timeout_s:g} s; {_tail(role.log)}"
+                    f"role {role.spec.name} was not ready within {role.spec.ready_timeout_s:g} s: {_cause(role.log)}"
                 )
 
     def finished(self, name: str) -> bool:
@@ -237,7 +237,7 @@ class Supervisor:
             return
         if not role.ever_ready or role.exits >= spec.restarts:
             times = f" ({role.exits + 1} times)" if role.exits else ""
-            raise RoleFailed(f"role {spec.name} exited with {_name_exit(code)}{times}; {_tail(role.log)}")
+            raise RoleFailed(f"role {spec.name} exited with {_name_exit(code)}{times}: {_cause(role.log)}")
         pause_s = spec.backoff_s * 2**role.exits
         event(logger, "role_exited", level=logging.WARNING, role=spec.name, exit_code=code, restart_in_s=pause_s)
         role.ready, role.restart_at = False, now + pause_s
@@ -263,6 +263,12 @@ def _name_exit(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
 
 
-def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-    return "\n    ".join([f"the end of {log}:", *(line[:500] for line in lines)]) if lines else f"{log} is empty"
+def _cause(log: Path) -> str:
+    """Why a role ended: the error it printed last, else the end of its log."""
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [line for line in lines[-_TAIL_LINES:] if line.startswith("rollstream: ")]
+    if errors:
+        return f"{errors[-1].removeprefix('rollstream: ')} ({log})"
+    if not lines:
+        return f"{log} is empty"
+    return "\n    ".join([f"the end of {log}:", *(line[:500] for line in lines[-_TAIL_LINES:])])
