@@ -169,6 +169,9 @@ COMMON: Mapping[str, str] = {
     "group.min.session.timeout.ms": "1000",
     "group.consumer.min.session.timeout.ms": "1000",
     "group.consumer.min.heartbeat.interval.ms": "100",
+    # Under the consumer protocol (KIP-848) the broker decides them: by default 45 s until a killed member is missed.
+    "group.consumer.session.timeout.ms": "6000",
+    "group.consumer.heartbeat.interval.ms": "1000",
     # Readers stall behind the open transaction of a killed producer until the broker aborts it.
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
     # After kill -9 the same node is refused until its old session ends: by default nine seconds.

@@ -100,6 +100,8 @@ def _consumer_limits(config: KafkaConfig) -> dict[str, Any]:
         "receive.message.max.bytes": max(size, 16 * _MIB) + _MIB,
         "queued.max.messages.kbytes": max(2 * size, 32 * _MIB) // 1024,
         "fetch.queue.backoff.ms": 10,
+        # How soon the record after an unreadable one is asked for.
+        "fetch.error.backoff.ms": 50,
         "fetch.wait.max.ms": 100,
     }
 
@@ -139,7 +141,6 @@ def group_member(config: KafkaConfig, group: str, instance: str, **overrides: An
     """A member of a consumer group, static where the protocol is classic; offsets travel in transactions only."""
     settings: dict[str, Any] = {
         "group.id": group,
-        "group.instance.id": instance,
         "enable.auto.commit": "false",
         "enable.auto.offset.store": "false",
         "auto.offset.reset": "error",
@@ -151,6 +152,8 @@ def group_member(config: KafkaConfig, group: str, instance: str, **overrides: An
         **overrides,
     }
     if config.group_protocol == "classic":
+        # Under the consumer protocol a restart as the same instance is refused, fatally, until the session ends.
+        settings.setdefault("group.instance.id", instance)
         settings.setdefault("session.timeout.ms", int(config.session_timeout_s * 1000))
         settings.setdefault("heartbeat.interval.ms", int(config.session_timeout_s * 1000 / 4))
         settings.setdefault("partition.assignment.strategy", "range")
@@ -224,9 +227,10 @@ def read_to_end(
         begins = start if isinstance(start, dict) else dict.fromkeys(numbers, start)
         follow(consumer, config, [TopicPartition(topic, p, begins.get(p, OFFSET_BEGINNING)) for p in numbers])
         pending = set(numbers)
+        position = {p: begins.get(p, 0) for p in numbers}
         deadline = time.monotonic() + timeout_s
         while pending:
-            messages = consumer.consume(500, 0.05)
+            messages = with_unreadable(consumer, consumer.consume(500, 0.05), position)
             for message in messages:
                 error = message.error()
                 if error is None:
@@ -245,6 +249,45 @@ def read_to_end(
                 )
     finally:
         consumer.close()
+
+
+def with_unreadable(consumer: Consumer, messages: list[Message], position: dict[int, int]) -> list[Message]:
+    """What one `consume` call returned, with a stand-in for each record that cannot be decompressed within the client's
+    limit (a few hundred bytes of zstd may be gigabytes): same partition and offset, no key, no value, timestamp -1.
+
+    `position` holds the next offset wanted of each partition, and is advanced. Without this the client would report
+    the same batch for ever. One record is passed at a time, as nothing says how many a batch has that cannot be read;
+    that the next is one too is known only from a fetch that began there.
+    """
+    passed: set[int] = set()
+    found = []
+    for message in messages:
+        error, partition, offset = message.error(), message.partition(), message.offset()
+        if partition is None or offset is None:
+            found.append(message)
+        elif error is None:
+            position[partition] = offset + 1
+            found.append(message)
+        elif error.code() != KafkaError._BAD_COMPRESSION:
+            found.append(message)
+        elif partition not in passed:
+            passed.add(partition)
+            # The event names the first record of its batch, whichever of them was asked for.
+            unreadable = max(offset, position.get(partition, 0))
+            position[partition] = unreadable + 1
+            consumer.seek(TopicPartition(message.topic() or "", partition, unreadable + 1))
+            event(
+                logger,
+                "record_unreadable",
+                level=logging.WARNING,
+                topic=message.topic(),
+                partition=partition,
+                offset=unreadable,
+                error=error.str(),
+            )
+            # Its constructor is meant for tests: nothing of this goes back into the client.
+            found.append(Message(topic=message.topic(), partition=partition, offset=unreadable, timestamp=(0, -1)))
+    return found
 
 
 _COORDINATOR_MOVING = (

@@ -1,7 +1,7 @@
 """One transaction of a grouping process: batches, dead letters, journal, offsets, and the index entries last.
 
 Errors are taken in the order fatal, abortable, retriable. After an abort with ownership intact the same outputs are
-sent again; a fatal error ends the process, since another one has taken its place.
+sent again. The transactional id decides who is who: whoever finds it taken over ends.
 """
 
 import hashlib
@@ -30,12 +30,19 @@ _NOT_OURS = (
     KafkaError.ILLEGAL_GENERATION,
     KafkaError.UNKNOWN_MEMBER_ID,
     KafkaError.REBALANCE_IN_PROGRESS,
+    KafkaError.FENCED_MEMBER_EPOCH,
+    KafkaError.STALE_MEMBER_EPOCH,
+    # Of a static member that is joining anew, too: if it is a rival's doing, the abort that follows is fenced.
+    KafkaError.FENCED_INSTANCE_ID,
     KafkaError._ASSIGNMENT_LOST,
 )
+_TAKEN_OVER = (KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH)
+UNREADABLE = "its batch cannot be decompressed within the consumer's limit (receive.message.max.bytes)"
+"""Reason of a dead letter for a record nobody could read."""
 
 
 class OwnershipLost(RollstreamError):
-    """The transaction was aborted because partitions may belong to another process by now; tasks must restore."""
+    """The transaction was aborted, and partitions may belong to another process by now: tasks must restore."""
 
 
 class Part(NamedTuple):
@@ -49,9 +56,11 @@ class Part(NamedTuple):
 class TransactionPublisher:
     """Publishes outputs of tasks, exactly once."""
 
-    def __init__(self, kafka: KafkaConfig, run: str, transactional_id: str, consumer: Consumer) -> None:
+    def __init__(self, kafka: KafkaConfig, run: str, group: str, transactional_id: str, consumer: Consumer) -> None:
+        """`group` is the full name of the consumer group `consumer` is a member of."""
         self._kafka = kafka
         self._run = run
+        self._group = group
         self._id = transactional_id
         self._consumer = consumer
         self._producer = clients.transactional_producer(kafka, transactional_id)
@@ -60,6 +69,24 @@ class TransactionPublisher:
     def start(self) -> None:
         """Fence whoever used the transactional id before, and abort what it left open."""
         self._retry(lambda: self._producer.init_transactions(30.0), "init_transactions")
+
+    def assert_ours(self, consumer: Consumer) -> None:
+        """Go on with another consumer, unless the transactional id was taken over since: then raises Fenced.
+
+        An aborted transaction asks the coordinator, who compares epochs; the offset in it is nobody's.
+        """
+        self._consumer = consumer
+        outsider = clients.reader(self._kafka, group=self._group)
+        try:
+            self._producer.begin_transaction()
+            nobodys = [TopicPartition(topic_name(self._run, "rollouts"), 0, 0)]
+            metadata = outsider.consumer_group_metadata()
+            self._retry(lambda: self._producer.send_offsets_to_transaction(nobodys, metadata, 15.0), "assert_ours")
+        except KafkaException as exception:
+            self._raise_if_fatal(exception.args[0])
+        finally:
+            outsider.close()
+        self._abort()
 
     def publish(self, parts: Sequence[Part]) -> None:
         """Commit outputs and the offsets they lead to. Raises OwnershipLost or Fenced when that is not ours to do."""
@@ -113,7 +140,7 @@ class TransactionPublisher:
             lambda: self._producer.send_offsets_to_transaction(commits, self._consumer.consumer_group_metadata(), 15.0),
             "send_offsets_to_transaction",
         )
-        self._retry(lambda: self._producer.commit_transaction(15.0), "commit_transaction")
+        self._retry(lambda: self._producer.commit_transaction(15.0), "commit_transaction", may_abort=False)
 
     def _produce(
         self, topic: str, value: bytes, key: bytes, partition: int, name: object, offsets: dict[tuple[str, object], int]
@@ -136,7 +163,7 @@ class TransactionPublisher:
         value = letter.record.value
         headers: dict[str, str | bytes | None] = {
             "__streams.errors.exception": "topics.errors.RecordError",
-            "__streams.errors.message": letter.error,
+            "__streams.errors.message": letter.error if letter.record.timestamp_ms >= 0 else UNREADABLE,
             "__streams.errors.stacktrace": "",
             "__streams.errors.topic": topic_name(self._run, "rollouts"),
             "__streams.errors.partition": str(partition),
@@ -180,8 +207,10 @@ class TransactionPublisher:
         if len(self._producer):
             raise KafkaException(KafkaError(KafkaError._MSG_TIMED_OUT, "batches were not acknowledged in time"))
 
-    def _retry(self, call: Callable[[], Any], name: str) -> None:
-        """Call until it returns. A retriable error means the same call again: a commit that timed out may be done."""
+    def _retry(self, call: Callable[[], Any], name: str, *, may_abort: bool = True) -> None:
+        """Call until it returns. A retriable error means the same call again: a commit that timed out may be done, and
+        `may_abort` is false for it: nobody may abort then, so this process gives up instead.
+        """
         deadline = time.monotonic() + _RETRY_FOR_S
         while True:
             try:
@@ -190,19 +219,40 @@ class TransactionPublisher:
             except KafkaException as exception:
                 error: KafkaError = exception.args[0]
                 self._raise_if_fatal(error)
-                if error.txn_requires_abort() or not error.retriable() or time.monotonic() > deadline:
+                if error.txn_requires_abort() or not error.retriable():
                     raise
+                if time.monotonic() > deadline:
+                    if may_abort:
+                        raise
+                    raise self._given_up(f"{name} had no answer for {_RETRY_FOR_S:g} s", error) from exception
                 event(logger, "transaction_call_retried", level=logging.WARNING, call=name, error=error.str())
 
     def _abort(self) -> None:
-        self._retry(lambda: self._producer.abort_transaction(15.0), "abort_transaction")
+        try:
+            self._retry(lambda: self._producer.abort_transaction(15.0), "abort_transaction", may_abort=False)
+        except KafkaException as exception:
+            raise self._given_up("it cannot be aborted", exception.args[0]) from exception
 
     def _raise_if_fatal(self, error: KafkaError) -> None:
-        if error.fatal() or error.code() in (KafkaError._FENCED, KafkaError.FENCED_INSTANCE_ID):
+        if error.code() in _TAKEN_OVER:
             raise Fenced(
                 f"transactional id {self._id} was taken over, or its transaction outlived kafka.transaction_timeout_s "
                 f"({error.name()}: {error.str()}); only one process may run under an ordinal, this one stops"
             )
+        if error.fatal() and error.code() == KafkaError.INVALID_TXN_STATE:
+            # An abort of what the coordinator never heard of, as after a broker's restart. It compares epochs first: no
+            # rival is behind it, and another producer under the same id may go on.
+            self._producer = clients.transactional_producer(self._kafka, self._id)
+            self.start()
+            raise OwnershipLost(f"the producer was renewed after {error.name()}: {error.str()}")
+        if error.fatal():
+            raise self._given_up("it cannot go on", error)
+
+    def _given_up(self, what: str, error: KafkaError) -> DeliveryError:
+        return DeliveryError(
+            f"transaction of {self._id}: {what} ({error.name()}: {error.str()}); start this process again, it goes on "
+            f"from what was committed"
+        )
 
 
 def index_entry(batch: TrainingBatch, offset: int) -> BatchIndexEntry:

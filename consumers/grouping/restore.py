@@ -138,8 +138,9 @@ def _range(
     try:
         clients.follow(consumer, kafka, [TopicPartition(topic, partition, start)])
         deadline = time.monotonic() + timeout_s
+        position = {partition: start}
         while True:
-            for message in consumer.consume(500, 0.05):
+            for message in clients.with_unreadable(consumer, consumer.consume(500, 0.05), position):
                 error = message.error()
                 if error is None:
                     offset = message.offset()

@@ -22,7 +22,7 @@ from topics import clients, provisioning
 from topics.catalogue import topic_name
 from topics.codec import decode_as
 from topics.config import KafkaConfig
-from topics.errors import ConfigurationError, Fenced
+from topics.errors import ConfigurationError
 from topics.logs import event
 from topics.records import PolicyManifest
 
@@ -69,8 +69,9 @@ class GroupingProcess:
         self._topic = topic_name(run, "rollouts")
         self._partitions = clients.partitions_of(kafka, self._topic)
         self._topic_id = provisioning.topic_ids(kafka, [self._topic])[self._topic]
-        self._consumer: Consumer = clients.group_member(kafka, grouper.group_id(run), self._name)
-        self._publisher = TransactionPublisher(kafka, run, self._name, self._consumer)
+        self._group = grouper.group_id(run)
+        self._consumer: Consumer = clients.group_member(kafka, self._group, self._name)
+        self._publisher = TransactionPublisher(kafka, run, self._group, self._name, self._consumer)
         self._marks = MarkWriter(kafka, run, self._mark_failed)
         self._policies = clients.reader(kafka)
         self._tasks: dict[int, GroupingTask] = {}
@@ -85,9 +86,7 @@ class GroupingProcess:
         self._publisher.start()
         policies = topic_name(self._run, "policies")
         clients.follow(self._policies, self._kafka, [TopicPartition(policies, 0, OFFSET_BEGINNING)])
-        self._consumer.subscribe(
-            [self._topic], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
-        )
+        self._join()
         try:
             while not stop.is_set():
                 messages = self._consumer.consume(self._grouper.max_poll_records, self._grouper.commit_interval_s)
@@ -108,7 +107,8 @@ class GroupingProcess:
     # ------------------------------------------------------------------ records
 
     def _take_in(self, messages: list[Message]) -> None:
-        for message in messages:
+        position = {task.partition: task.fold.position for task in self._tasks.values()}
+        for message in clients.with_unreadable(self._consumer, messages, position):
             task = self._tasks.get(-1 if (partition := message.partition()) is None else partition)
             error = message.error()
             if error is None:
@@ -117,14 +117,32 @@ class GroupingProcess:
             elif error.code() == KafkaError._PARTITION_EOF:
                 if task is not None:
                     task.at_end = True
-            elif error.code() == KafkaError.FENCED_INSTANCE_ID:
-                raise Fenced(
-                    f"another process joined as {self._name}; only one may run under an ordinal, this one stops"
-                )
+            elif error.code() == KafkaError.FENCED_INSTANCE_ID or (error.fatal() and "fenced" in error.str()):
+                # The client tells the cause of a fatal error in its text only.
+                self._join_anew(error.str())
+                return
             elif error.code() == KafkaError._MAX_POLL_EXCEEDED:
                 event(logger, "max_poll_exceeded", level=logging.WARNING, error=error.str())
             else:
                 clients.raise_for(error, f"reading {self._topic}")
+
+    def _join(self) -> None:
+        self._consumer.subscribe(
+            [self._topic], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
+        )
+
+    def _join_anew(self, reason: str) -> None:
+        """Another consumer joined under our name: a rival's, or a zombie's, or our own, whose session ended while no
+        broker answered. The transactional id tells who is to stay. Raises Fenced where that is not us.
+        """
+        event(logger, "member_fenced", level=logging.WARNING, error=reason)
+        self._tasks.clear()
+        self._suspended.clear()
+        self._to_restore.clear()
+        self._consumer.close()
+        self._consumer = clients.group_member(self._kafka, self._group, self._name)
+        self._publisher.assert_ours(self._consumer)
+        self._join()
 
     def _follow_policies(self) -> None:
         for message in self._policies.consume(50, 0):
@@ -220,6 +238,7 @@ class GroupingProcess:
                 self._tasks[partition] = suspended
             else:
                 self._tasks[partition] = self._restore(partition)
+            self._seek(self._tasks[partition])
         self._to_restore.clear()
         self._suspended.clear()
         self._ready()
@@ -233,16 +252,20 @@ class GroupingProcess:
         owned = {tp.partition for tp in self._consumer.assignment()}
         self._tasks.clear()
         for partition in sorted(owned - self._to_restore):
-            task = self._restore(partition)
-            self._tasks[partition] = task
-            try:
-                self._consumer.seek(TopicPartition(self._topic, partition, task.fold.position))
-            except KafkaException as error:
-                # The partition went away meanwhile; its revocation is on its way.
-                event(logger, "seek_failed", level=logging.WARNING, partition=partition, error=str(error))
+            self._tasks[partition] = self._restore(partition)
+            self._seek(self._tasks[partition])
+
+    def _seek(self, task: GroupingTask) -> None:
+        """Have the client read on where the fold is, whatever it thought the position was."""
+        try:
+            self._consumer.seek(TopicPartition(self._topic, task.partition, task.fold.position))
+        except KafkaException as error:
+            # The partition went away meanwhile; its revocation is on its way.
+            event(logger, "seek_failed", level=logging.WARNING, partition=task.partition, error=str(error))
 
     def _last_journal(self, partition: int) -> int:
-        committed = self._consumer.committed([TopicPartition(self._topic, partition)], 30.0)[0]
+        wanted = [TopicPartition(self._topic, partition)]
+        committed = clients.retrying(lambda: self._consumer.committed(wanted, 10.0), "reading committed offsets")[0]
         return CommitMetadata.decode(committed.metadata, f"{self._topic}[{partition}]").journal
 
     def _ready(self) -> None:

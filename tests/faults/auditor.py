@@ -7,8 +7,8 @@ the formula gives, digests, and batches that are what this auditor's own model o
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,10 @@ _DIGESTED = (
     *("source_offsets", "uids", "splits", "tokens", "loss_mask", "logprobs", "advantages", "rewards", "truncated"),
     *("lowest_versions", "highest_versions", "temperatures", "logprobs_processed", "reference_logprobs", "metadata"),
 )
+
+
+READABLE_BYTES = 8 * 1024 * 1024
+"""Values up to the record limit can always be read."""
 
 
 @dataclass
@@ -99,8 +103,17 @@ def judge(evidence: Evidence) -> Audit:
             )
         _check_places(number, records, own, journal, dead[number], result)
         _check_groups(records, own, journal.config.get("min_group_size", 0), result)
-        _check_refold(number, records, own, journal, result)
+        # Nobody saw the time of a record that could not be read.
+        timeless = {offset for partition, offset in _unread_times(evidence) if partition == number}
+        timed = [replace(raw, timestamp_ms=-1) if raw.offset in timeless else raw for raw in records]
+        _check_refold(number, timed, own, journal, result)
     return result
+
+
+def _unread_times(evidence: Evidence) -> Iterator[tuple[int, int]]:
+    for letter in filter(_unreadable, evidence.topics["dead-letters"]):
+        headers = letter.headers
+        yield int(headers["__streams.errors.partition"] or b""), int(headers["__streams.errors.offset"] or b"")
 
 
 # ---------------------------------------------------------------------- reading the outputs
@@ -173,7 +186,7 @@ def _offsets(runs: Iterable[Any]) -> list[int]:
 
 
 def _dead_letters(evidence: Evidence, result: Audit) -> dict[int, list[int]]:
-    """Offsets dead-lettered, by partition of their source; each must carry the source's own bytes, or their digest."""
+    """Offsets dead-lettered, by partition of their source; each must carry what was sent."""
     sources = {(raw.partition, raw.offset): raw for raw in evidence.topics["rollouts"]}
     found: dict[int, list[int]] = defaultdict(list)
     for raw in evidence.topics["dead-letters"]:
@@ -185,15 +198,23 @@ def _dead_letters(evidence: Evidence, result: Audit) -> dict[int, list[int]]:
             result.found("conservation", f"the dead letter at offset {raw.offset} names no record of rollouts")
             continue
         found[number].append(offset)
-        digest = raw.headers.get("rollstream.value.sha256")
-        same = raw.value == source.value if digest is None else digest == _sha256(source.value)
-        if raw.key != source.key or not same:
+        if not _is_what_was_sent(raw, source):
             result.found("conservation", f"the dead letter of rollouts[{number}] offset {offset} is not what was sent")
     return found
 
 
-def _sha256(value: bytes | None) -> bytes:
-    return hashlib.sha256(value or b"").hexdigest().encode()
+def _is_what_was_sent(letter: Raw, source: Raw) -> bool:
+    """The same bytes; of one too large their digest; of one that is too large decompressed nothing."""
+    if _unreadable(letter):
+        return letter.value is None and letter.key is None and len(source.value or b"") > READABLE_BYTES
+    digest = letter.headers.get("rollstream.value.sha256")
+    if digest is None:
+        return (letter.key, letter.value) == (source.key, source.value)
+    return letter.key == source.key and digest == hashlib.sha256(source.value or b"").hexdigest().encode()
+
+
+def _unreadable(letter: Raw) -> bool:
+    return (letter.headers.get("__streams.errors.message") or b"").startswith(b"its batch cannot be decompressed")
 
 
 # ---------------------------------------------------------------------- exactly once

@@ -73,7 +73,8 @@ def collect(bootstrap_servers: str, run: str, *, group: str = "grouper", timeout
             "isolation.level": "read_committed",
             "auto.offset.reset": "error",
             "fetch.max.bytes": 64 * 1024 * 1024,
-            "receive.message.max.bytes": 128 * 1024 * 1024,
+            # Also what a batch may hold decompressed: this reader sees what the application's must pass over.
+            "receive.message.max.bytes": 1024 * 1024 * 1024,
             "max.partition.fetch.bytes": 32 * 1024 * 1024,
         }
     )

@@ -212,10 +212,11 @@ def refold(
     Raises NotModelled for a log this model has no idea of.
     """
     partition = _Partition(config, clock, given)
-    times = [raw.timestamp_ms for raw in records]
+    times = [raw.timestamp_ms for raw in records if raw.timestamp_ms >= 0]
     if times and max(times) - min(times) > config["horizon_s"] * 1000:
         raise NotModelled("groups older than the horizon are forgotten")
-    if sum(len(raw.value or b"") for raw in records if raw.offset not in given) > config["capacity_bytes"]:
+    rollouts = (raw for raw in records if raw.offset not in given and decode(raw.value) is not None)
+    if sum(len(raw.value or b"") for raw in rollouts) > config["capacity_bytes"]:
         raise NotModelled("more bytes than the partition may hold")
     for raw in records:
         if raw.offset < position:

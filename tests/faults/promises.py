@@ -1,0 +1,47 @@
+"""What must hold after every fault, whatever broke: the books close, the auditor finds nothing, every batch refolds."""
+
+import signal
+import subprocess
+
+from pipeline.ledger import Ledger, ledger
+from pipeline.verify import verify
+from tests.faults.auditor import Audit, audit
+from tests.faults.load import Load
+from tests.runs import RealRun
+from tests.waiting import eventually
+
+
+def settle(run: RealRun, timeout_s: float = 90.0) -> Ledger:
+    """Wait until everything is read and nothing is in flight; groups are complete, their age gets them batched."""
+
+    def settled() -> Ledger | None:
+        result = ledger(run.kafka, run.name)
+        return result if result.produced and not result.unread and not result.in_flight else None
+
+    return eventually(settled, timeout_s, f"every record of run {run.name} in a place", every_s=0.5)
+
+
+def stop(*processes: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, and an orderly end."""
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    assert [process.wait(60) for process in processes] == [0] * len(processes)
+
+
+def assert_promises(run: RealRun, load: Load | None = None) -> Audit:
+    """Judge a run whose processes have ended."""
+    result = ledger(run.kafka, run.name)
+    assert result.balanced, result.problems
+    found = audit(run.kafka.bootstrap_servers, run.name)
+    assert found.findings == []
+    assert found.not_modelled == {}
+    check = verify(run.kafka, run.name)
+    assert check.mismatches == []
+    assert check.batches == found.batches == result.batches
+    places = {place: count for place, count in found.places.items() if count}
+    print(f"produced {found.produced}, batches {found.batches}, {places}")
+    if load is not None:
+        assert found.places["batched"] == load.rollouts
+        assert found.places["dead letter"] == load.poison
+        assert found.places["dropped:late"] + found.places["dropped:duplicate_uid"] == load.repeated
+    return found

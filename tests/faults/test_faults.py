@@ -1,0 +1,352 @@
+"""Faults on a real broker, under load: whatever is killed, stopped or sent, every rollout ends in one place, once."""
+
+import random
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from confluent_kafka import ConsumerGroupState, KafkaException
+
+from consumers.grouping.shell import GroupingProcess
+from infra.broker import LocalBroker
+from tests.faults.conftest import SESSION_S
+from tests.faults.load import Load
+from tests.faults.promises import assert_promises, settle, stop
+from tests.runs import RealRun, rollout
+from tests.waiting import eventually
+from topics import clients
+from topics.keys import encode_key
+
+SEED = 20
+TRANSACTION_S = 4.0
+
+
+def grouper(run: RealRun, ordinal: int, **kafka: object) -> subprocess.Popen[bytes]:
+    values = {"session_timeout_s": SESSION_S, "transaction_timeout_s": TRANSACTION_S, **kafka}
+    return run.start("group", f"--ordinal={ordinal}", **{f"kafka__{name}": value for name, value in values.items()})
+
+
+def await_logged(run: RealRun, process: subprocess.Popen[bytes], text: str, timeout_s: float = 60.0) -> None:
+    """Wait until a process has logged something; fails at once where it ends without."""
+
+    def said() -> bool:
+        return text in run.log_of(process)
+
+    eventually(lambda: said() or process.poll() is not None, timeout_s, f"{text} in the log of process {process.pid}")
+    assert said(), f"process {process.pid} ended (exit {process.returncode}) and never logged {text}"
+
+
+def await_restored(run: RealRun, *processes: subprocess.Popen[bytes]) -> None:
+    for process in processes:
+        await_logged(run, process, '"event": "task_restored"')
+
+
+ALL = '"event": "assigned", "partitions": [0, 1, 2, 3]'
+
+
+@contextmanager
+def taking_all_partitions(run: RealRun, process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """What is done inside leaves every partition to `process`: waits until it has been given them."""
+    before = run.log_of(process).count(ALL)
+    yield
+    eventually(lambda: run.log_of(process).count(ALL) > before, 60, f"every partition assigned to {process.pid}")
+
+
+# ---------------------------------------------------------------------- processes
+
+
+def kill_at_random(run: RealRun, kills: int, seed: int, protocol: str) -> None:
+    """Two groupers under load; one after another is killed at a random moment and started again."""
+    print(f"seed {seed}, group protocol {protocol}")
+    rng = random.Random(seed)
+    run.prepare()
+    running = {ordinal: grouper(run, ordinal, group_protocol=protocol) for ordinal in (0, 1)}
+    with Load(run, seed) as load:
+        await_restored(run, *running.values())
+        for _ in range(kills):
+            ordinal = rng.choice((0, 1))
+            # Half of them while it is starting, restoring or joining, half while it works.
+            if rng.random() < 0.5:
+                await_logged(run, running[ordinal], '"event": "batch"')
+            load.await_more(rng.randrange(10, 150))
+            running[ordinal].send_signal(signal.SIGKILL)
+            running[ordinal].wait()
+            running[ordinal] = grouper(run, ordinal, group_protocol=protocol)
+    settle(run)
+    stop(*running.values())
+    assert_promises(run, load)
+
+
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+def test_killing_groupers_at_random_moments_loses_and_repeats_nothing(fault_run: RealRun, protocol: str) -> None:
+    kill_at_random(fault_run, 4, SEED, protocol)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+def test_killing_groupers_twenty_times_loses_and_repeats_nothing(fault_run: RealRun, protocol: str) -> None:
+    kill_at_random(fault_run, 20, random.randrange(2**32), protocol)
+
+
+def test_two_groupers_become_four_become_one_under_load(fault_run: RealRun) -> None:
+    run = fault_run.prepare()
+    first = [grouper(run, ordinal) for ordinal in (0, 1)]
+    with Load(run, SEED) as load:
+        await_restored(run, *first)
+        more = [grouper(run, ordinal) for ordinal in (2, 3)]
+        await_restored(run, *more)
+        load.await_more(50)
+        with taking_all_partitions(run, first[0]):
+            stop(first[1], *more)
+        load.await_more(50)
+    settle(run)
+    stop(first[0])
+    assert_promises(run, load)
+
+
+def test_a_grouper_stopped_past_its_session_is_fenced_by_its_replacement(fault_run: RealRun) -> None:
+    run = fault_run.prepare()
+    zombie, other = grouper(run, 0), grouper(run, 1)
+    with Load(run, SEED) as load:
+        await_restored(run, zombie, other)
+        await_logged(run, zombie, '"event": "batch"')
+        # Its session ends, the other takes over, and somebody starts it anew.
+        with taking_all_partitions(run, other):
+            zombie.send_signal(signal.SIGSTOP)
+        replacement = grouper(run, 0)
+        await_restored(run, replacement)
+        load.await_more(50)
+        zombie.send_signal(signal.SIGCONT)
+        assert zombie.wait(30) == 3
+        last = run.log_of(zombie).strip().splitlines()[-1]
+        assert last.startswith("rollstream: ")
+        assert "only one" in last
+        assert f"grouper-{run.name}-0" in last
+    settle(run)
+    stop(replacement, other)
+    assert_promises(run, load)
+
+
+def test_a_grouper_stopped_past_its_session_and_not_replaced_doubles_nothing(fault_run: RealRun) -> None:
+    run = fault_run.prepare()
+    zombie, other = grouper(run, 0), grouper(run, 1)
+    with Load(run, SEED) as load:
+        await_restored(run, zombie, other)
+        await_logged(run, zombie, '"event": "batch"')
+        with taking_all_partitions(run, other):
+            zombie.send_signal(signal.SIGSTOP)
+        load.await_more(50)
+        before = run.log_of(zombie).count('"event": "task_restored"')
+        zombie.send_signal(signal.SIGCONT)
+        # It was stopped between transactions and takes part again, or in one, which has run out: then it says so.
+        eventually(
+            lambda: zombie.poll() == 3 or run.log_of(zombie).count('"event": "task_restored"') > before,
+            60,
+            "the one that was stopped takes part again, or ends",
+        )
+        load.await_more(50)
+    settle(run)
+    stop(*(process for process in (zombie, other) if process.poll() is None))
+    assert_promises(run, load)
+
+
+# ---------------------------------------------------------------------- rebalances
+
+
+class Interposed:
+    """A transactional producer that lets something happen once, between a transaction's records and its offsets."""
+
+    def __init__(self, producer: Any, meanwhile: Callable[[], None]) -> None:
+        self._producer = producer
+        self._meanwhile: Callable[[], None] | None = meanwhile
+        self.happened = threading.Event()
+        self.errors: list[str] = []
+        """Names of what sending offsets raised."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._producer, name)
+
+    def __len__(self) -> int:
+        return len(self._producer)
+
+    def send_offsets_to_transaction(self, *arguments: Any) -> None:
+        meanwhile, self._meanwhile = self._meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+            self.happened.set()
+        try:
+            self._producer.send_offsets_to_transaction(*arguments)
+        except KafkaException as error:
+            self.errors.append(error.args[0].name())
+            raise
+
+
+@contextmanager
+def grouper_in_here(run: RealRun, meanwhile: Callable[[], None], **client: str) -> Iterator[Interposed]:
+    """Grouper 0 as a thread of this process, whose first transaction is interrupted by `meanwhile`."""
+    kafka = replace(
+        run.kafka, session_timeout_s=SESSION_S, transaction_timeout_s=30.0, client={**run.kafka.client, **client}
+    )
+    process = GroupingProcess(kafka, run.name, run.grouping, run.grouper, 0, lambda: None)
+    interposed = Interposed(process._publisher._producer, meanwhile)
+    process._publisher._producer = interposed  # type: ignore[assignment]
+    stopping, failures = threading.Event(), []
+
+    def work() -> None:
+        try:
+            process.run(stopping)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work, name="grouper-0")
+    thread.start()
+    try:
+        yield interposed
+    finally:
+        stopping.set()
+        thread.join(60)
+    assert not thread.is_alive()
+    assert failures == []
+
+
+def test_a_rebalance_that_begins_in_the_middle_of_a_commit_waits_for_it(fault_run: RealRun) -> None:
+    run = fault_run.prepare()
+    joined: list[subprocess.Popen[bytes]] = []
+    admin = clients.admin(run.kafka)
+    group = run.grouper.group_id(run.name)
+
+    def join() -> None:
+        joined.append(grouper(run, 1))
+
+        def rebalancing() -> bool:
+            description = admin.describe_consumer_groups([group])[group].result(10)
+            return bool(description.state == ConsumerGroupState.PREPARING_REBALANCING)
+
+        eventually(rebalancing, 60, "the group prepares to rebalance")
+
+    with Load(run, SEED) as load:
+        with grouper_in_here(run, join) as interposed:
+            assert interposed.happened.wait(60)
+            await_restored(run, *joined)
+            load.await_more(50)
+        assert interposed.errors == []
+    settle(run)
+    stop(*joined)
+    assert_promises(run, load)
+
+
+EXPELLED_SOON = {"max.poll.interval.ms": "2500", "session.timeout.ms": "2000"}
+
+
+def test_a_grouper_expelled_in_the_middle_of_a_commit_aborts_and_restores(fault_run: RealRun) -> None:
+    run = fault_run.prepare()
+    taking_over: list[subprocess.Popen[bytes]] = []
+
+    def lose_everything() -> None:
+        taking_over.append(grouper(run, 1))
+        await_logged(run, taking_over[0], ALL)
+
+    with Load(run, SEED) as load:
+        with grouper_in_here(run, lose_everything, **EXPELLED_SOON) as interposed:
+            assert interposed.happened.wait(60)
+            # It comes back, and the partitions are shared.
+            await_logged(run, taking_over[0], '"event": "revoked"')
+            load.await_more(50)
+        assert interposed.errors
+        assert set(interposed.errors) <= {"UNKNOWN_MEMBER_ID", "ILLEGAL_GENERATION", "FENCED_INSTANCE_ID"}
+    settle(run)
+    stop(*taking_over)
+    assert_promises(run, load)
+
+
+# ---------------------------------------------------------------------- brokers
+
+
+def kill_the_broker(run: RealRun, broker: LocalBroker, times: int) -> None:
+    run.prepare()
+    # With sessions and transactions as they are by default, which a broker's restart fits into.
+    patient = {"session_timeout_s": 6.0, "transaction_timeout_s": 15.0}
+    running = [grouper(run, ordinal, **patient) for ordinal in (0, 1)]
+    with Load(run, SEED) as load:
+        await_restored(run, *running)
+        for _ in range(times):
+            load.await_more(100)
+            broker.kill()
+            broker.restart()
+            load.await_more(100)
+    settle(run)
+    stop(*running)
+    assert_promises(run, load)
+
+
+def test_killing_the_broker_under_load_loses_and_repeats_nothing(fault_run: RealRun, breakable: LocalBroker) -> None:
+    kill_the_broker(fault_run, breakable, 1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_killing_the_broker_five_times_loses_and_repeats_nothing(fault_run: RealRun, breakable: LocalBroker) -> None:
+    kill_the_broker(fault_run, breakable, 5)
+
+
+# ---------------------------------------------------------------------- input
+
+
+def test_poison_bombs_and_oversized_records_between_good_ones_stop_nobody(fault_run: RealRun) -> None:
+    run = fault_run.prepare()
+    process = grouper(run, 0)
+    limit = run.kafka.max_record_bytes
+    # zstd makes a few hundred bytes of millions of zeros, and the topic's limit is on what is sent.
+    producer = clients.producer(run.kafka, **{"message.max.bytes": 100_000_000, "queue.buffering.max.kbytes": 400_000})
+    key = encode_key("env", "x0")
+    refused: list[str] = []
+
+    def send(value: bytes) -> None:
+        producer.produce(
+            run.topic("rollouts"), value, key, on_delivery=lambda e, _: refused.append(e.name()) if e else None
+        )
+        assert producer.flush(60) == 0
+
+    bombs = [bytes(8_000_000), bytes(limit + 1), bytes(64_000_000)]
+    long_tokens = np.zeros(400_000, "<i4")
+    oversized = [
+        rollout(
+            "huge",
+            member,
+            tokens=long_tokens,
+            loss_mask=np.ones(len(long_tokens), bool),
+            logprobs=np.zeros(len(long_tokens), "<f4"),
+        )
+        for member in range(4)
+    ]
+    with Load(run, SEED, rollouts_per_s=100) as load:
+        for number, bomb in enumerate(bombs):
+            load.await_more(20)
+            send(bomb)
+            run.send(oversized[number : number + 1])
+        run.send(oversized[3:])
+        # What does not compress is refused where it is produced; nothing of it is on the log.
+        send(np.random.default_rng(SEED).bytes(limit + 1000))
+        assert refused == ["MSG_SIZE_TOO_LARGE"]
+        load.await_more(20)
+    settle(run)
+    stop(process)
+    found = assert_promises(run)
+    assert found.places["batched"] == load.rollouts
+    assert found.places["dead letter"] == load.poison + len(bombs)
+    assert found.places["dropped:too_large"] == len(oversized)
+    letters = [
+        m for m in clients.read_to_end(run.kafka, run.topic("dead-letters")) if b"poison" not in (m.value() or b"")
+    ]
+    kept = [len(m.value()) for m in letters if m.value() is not None and len(m.value()) > 100]
+    digests = [dict(m.headers() or []).get("rollstream.value.size_bytes") for m in letters if m.value() is None]
+    assert kept == [8_000_000]
+    # Larger than a record may be: its digest. More than a client decompresses: nobody read it, its place is on record.
+    assert set(digests) == {b"%d" % (limit + 1), None}
