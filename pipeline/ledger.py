@@ -120,6 +120,7 @@ class _Partition:
 
 def ledger(kafka: KafkaConfig, run: str) -> Ledger:
     """Read a run's topics and prove, or disprove, that every record is in one place."""
+    clients.check_broker(kafka)
     result = Ledger()
     steps = _read_steps(kafka, run)
     partitions = {p: _Partition(p) for p in range(clients.partitions_of(kafka, topic_name(run, "rollouts")))}

@@ -39,6 +39,7 @@ class Verification:
 
 def verify(kafka: KafkaConfig, run: str) -> Verification:
     """Refold a run and compare. Raises StateRefused when the log was cut by another core version than this."""
+    clients.check_broker(kafka)
     result = Verification()
     journals: dict[int, list[JournalRecord]] = {}
     for message in clients.read_to_end(kafka, topic_name(run, "journal")):

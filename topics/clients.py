@@ -51,7 +51,16 @@ def _built(client: Callable[[dict[str, Any]], C], settings: dict[str, Any]) -> C
         raise ConfigurationError(f"kafka.client: {error.args[0].str()}") from error
 
 
+_REPEAT_AFTER_S = 10.0
+_said: dict[str, float] = {}
+
+
 def _on_error(error: KafkaError) -> None:
+    """Log what a client reports; the same error, which comes with each attempt to connect, every ten seconds."""
+    now = time.monotonic()
+    if now - _said.get(error.str(), -_REPEAT_AFTER_S) < _REPEAT_AFTER_S:
+        return
+    _said[error.str()] = now
     hint = {}
     if error.code() == KafkaError._ALL_BROKERS_DOWN:
         hint = {"remedy": "check the address, and security.protocol in kafka.client when the broker wants TLS or SASL"}
