@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import event, given, settings, target
 
 from consumers.grouping import state
-from consumers.grouping.batch_maker import MAKERS
+from consumers.grouping.batch_maker import MAKERS, group_bytes, row_bytes
 from consumers.grouping.changes import DROP_REASONS
 from consumers.grouping.runs import from_runs
 from consumers.grouping.state import TaskState
@@ -206,6 +207,10 @@ def test_batches_hold_each_rollout_once_with_its_own_tokens_and_whole_groups(log
             assert batch.tokens[span].tolist() == rollout.tokens.tolist()
             key = (rollout.environment, rollout.example_id, rollout.policy_version, rollout.group_id)
             assert key == (group.environment, group.example_id, group.policy_version, group.group_id)
+        rows = zip(batch.uids, np.diff(batch.splits).tolist(), strict=True)
+        most = sum(group_bytes(g.environment, g.example_id, g.group_id) for g in batch.groups)
+        most += sum(row_bytes(tokens, uid, reference=False) for uid, tokens in rows)
+        assert len(codec.encode(batch)) <= most + 512
         if batch.metadata.count("fifo"):
-            rows = Counter(batch.group_index.tolist())
-            assert [rows[i] for i in range(len(batch.groups))] == [g.size for g in batch.groups]
+            sizes = Counter(batch.group_index.tolist())
+            assert [sizes[i] for i in range(len(batch.groups))] == [g.size for g in batch.groups]
