@@ -7,7 +7,7 @@ that a broker answers. Read_committed unless a function says otherwise.
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from confluent_kafka import (
     OFFSET_BEGINNING,
@@ -16,13 +16,16 @@ from confluent_kafka import (
     KafkaException,
     Message,
     Producer,
+    TopicCollection,
     TopicPartition,
 )
-from confluent_kafka.admin import AdminClient
 
 from topics.config import KafkaConfig
 from topics.errors import BrokerUnavailable, ConfigurationError, TopicError
 from topics.logs import event
+
+if TYPE_CHECKING:
+    from confluent_kafka.admin import AdminClient
 
 logger = logging.getLogger(__name__)
 _MIB = 1024 * 1024
@@ -169,15 +172,17 @@ def group_member(config: KafkaConfig, group: str, instance: str, **overrides: An
     return _built(Consumer, settings)
 
 
-def admin(config: KafkaConfig) -> AdminClient:
+def admin(config: KafkaConfig, **overrides: Any) -> "AdminClient":
     """An admin client. Keep a reference while futures of it are pending."""
-    return _built(AdminClient, _common(config))
+    # Imported late: it costs a quarter of what the core may, and most processes need none.
+    from confluent_kafka.admin import AdminClient
+
+    return _built(AdminClient, {**_common(config), **overrides})
 
 
 def check_broker(config: KafkaConfig, timeout_s: float = 10.0) -> None:
     """Raise BrokerUnavailable unless a broker answers within `timeout_s`."""
-    settings: dict[str, Any] = {**_common(config), "error_cb": lambda _error: None}
-    client = _built(AdminClient, settings)
+    client = admin(config, error_cb=lambda _error: None)
     try:
         client.list_topics(timeout=timeout_s)
     except KafkaException as error:
@@ -197,7 +202,7 @@ def follow(consumer: Consumer, config: KafkaConfig, partitions: list[TopicPartit
     consumer.assign(partitions)
 
 
-def partitions_of(config: KafkaConfig, topic: str, client: AdminClient | Consumer | None = None) -> int:
+def partitions_of(config: KafkaConfig, topic: str, client: "AdminClient | Consumer | None" = None) -> int:
     """Partitions of a topic, by a client at hand or one made for it; `client` knows the leaders afterwards.
 
     Raises TopicError when the topic does not exist, BrokerUnavailable when nobody answers.
@@ -213,6 +218,20 @@ def partitions_of(config: KafkaConfig, topic: str, client: AdminClient | Consume
             f"topic {topic} is missing ({metadata.error.name()}); create it with `rollstream topics apply`"
         )
     return len(metadata.partitions)
+
+
+def topic_ids(kafka: KafkaConfig, names: list[str]) -> dict[str, str]:
+    """Kafka's id of each topic, which one created again does not keep. Raises TopicError when missing."""
+    client = admin(kafka)
+    ids = {}
+    for name, future in client.describe_topics(TopicCollection(names)).items():
+        try:
+            ids[name] = str(future.result(30.0).topic_id)
+        except KafkaException as error:
+            if error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+                raise TopicError(f"topic {name} is missing; create it with `rollstream topics apply`") from error
+            raise BrokerUnavailable(f"topic {name} cannot be described: {error.args[0].str()}") from error
+    return ids
 
 
 def read_to_end(

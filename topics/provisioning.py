@@ -7,7 +7,7 @@ topic with P partitions never change, since keys would move.
 import time
 from dataclasses import dataclass, field
 
-from confluent_kafka import KafkaError, KafkaException, TopicCollection
+from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
 from confluent_kafka.admin._resource import ResourceType
@@ -123,7 +123,7 @@ def describe(kafka: KafkaConfig, run: str) -> list[TopicDescription]:
         names = [name for spec in CATALOGUE if (name := topic_name(run, spec.name)) in present]
         if not names:
             return []
-        ids = topic_ids(kafka, names)
+        ids = clients.topic_ids(kafka, names)
         found = []
         resources = [ConfigResource(ResourceType.TOPIC, name) for name in names]
         for resource, future in client.describe_configs(resources).items():
@@ -133,17 +133,3 @@ def describe(kafka: KafkaConfig, run: str) -> list[TopicDescription]:
         return found
     except KafkaException as error:
         raise BrokerUnavailable(f"topics of run {run} cannot be described: {error.args[0].str()}") from error
-
-
-def topic_ids(kafka: KafkaConfig, names: list[str]) -> dict[str, str]:
-    """Kafka's id of each topic, which one created again does not keep. Raises TopicError when missing."""
-    client = clients.admin(kafka)
-    ids = {}
-    for name, future in client.describe_topics(TopicCollection(names)).items():
-        try:
-            ids[name] = str(future.result(_TIMEOUT_S).topic_id)
-        except KafkaException as error:
-            if error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
-                raise TopicError(f"topic {name} is missing; create it with `rollstream topics apply`") from error
-            raise BrokerUnavailable(f"topic {name} cannot be described: {error.args[0].str()}") from error
-    return ids

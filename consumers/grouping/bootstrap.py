@@ -17,7 +17,7 @@ from confluent_kafka import (
 from consumers.grouping import state
 from consumers.grouping.config import GrouperConfig, GroupingConfig
 from consumers.grouping.state import CommitMetadata
-from topics import clients, provisioning
+from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as, encode
 from topics.config import KafkaConfig
@@ -51,7 +51,7 @@ def initialise(kafka: KafkaConfig, run: str, grouping: GroupingConfig, grouper: 
         )
     if _members(kafka, group):
         raise StateRefused(f"group {group} has members and no offsets; stop them before `rollstream topics apply`")
-    topic_id = provisioning.topic_ids(kafka, [rollouts])[rollouts]
+    topic_id = clients.topic_ids(kafka, [rollouts])[rollouts]
     records = [state.initial(p, partitions, topic_id, grouping) for p in range(partitions)]
     _commit(kafka, run, group, {r.partition: (r, None) for r in records})
     event(logger, "grouping_initialised", run=run, partitions=partitions, generation=grouping.generation)

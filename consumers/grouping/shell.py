@@ -18,7 +18,7 @@ from consumers.grouping.publisher import OwnershipLost, Part, TransactionPublish
 from consumers.grouping.restore import records_of, restore_task
 from consumers.grouping.state import CommitMetadata
 from consumers.grouping.task import GroupingTask
-from topics import clients, provisioning
+from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as
 from topics.config import KafkaConfig
@@ -68,7 +68,7 @@ class GroupingProcess:
         self._name = f"grouper-{run}-{ordinal}"
         self._topic = topic_name(run, "rollouts")
         self._partitions = clients.partitions_of(kafka, self._topic)
-        self._topic_id = provisioning.topic_ids(kafka, [self._topic])[self._topic]
+        self._topic_id = clients.topic_ids(kafka, [self._topic])[self._topic]
         self._group = grouper.group_id(run)
         self._consumer: Consumer = clients.group_member(kafka, self._group, self._name)
         self._publisher = TransactionPublisher(kafka, run, self._group, self._name, self._consumer)

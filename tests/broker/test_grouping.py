@@ -60,7 +60,6 @@ def test_a_batch_appears_only_when_its_transaction_commits(real_run: RealRun) ->
     """An open transaction holds a batch, journal and index record; none of it is read before the commit."""
     from consumers.grouping.publisher import Part, TransactionPublisher
     from consumers.grouping.restore import records_of, restore_task
-    from topics import provisioning
 
     real_run.topics = type(real_run.topics)(partitions=1)
     real_run.prepare()
@@ -72,7 +71,7 @@ def test_a_batch_appears_only_when_its_transaction_commits(real_run: RealRun) ->
     )
     publisher.start()
     fold, journal = restore_task(
-        real_run.kafka, real_run.name, 0, 1, provisioning.topic_ids(real_run.kafka, [topic])[topic], real_run.grouper
+        real_run.kafka, real_run.name, 0, 1, clients.topic_ids(real_run.kafka, [topic])[topic], real_run.grouper
     )
     for message in clients.read_to_end(real_run.kafka, topic):
         fold.apply(records_of(message))
