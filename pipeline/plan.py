@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.config import BOOTSTRAP_VARIABLE, ENVIRONMENT_PREFIX, RunConfig, inference_url, to_toml
+from pipeline.config import RunConfig, inference_url, to_toml
+from pipeline.settings import BOOTSTRAP_VARIABLE, ENVIRONMENT_PREFIX
 from pipeline.supervisor import RoleSpec
 
 LEARN = "learn"

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import RunConfig, known_keys, load, to_toml
+from pipeline.config import RunConfig, load, to_toml
+from pipeline.settings import known_keys
 from topics.errors import ConfigurationError
 
 
@@ -158,7 +159,7 @@ def test_any_key_and_text_survives_toml(client: dict[str, str], tmp_path_factory
 
 
 def test_every_setting_is_documented_and_known_by_its_dotted_key() -> None:
-    keys = known_keys()
+    keys = known_keys(RunConfig)
     assert "kafka.bootstrap_servers" in keys
     assert "kafka.client.*" in keys
     assert len(set(keys)) == len(keys)
