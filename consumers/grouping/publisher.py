@@ -8,10 +8,11 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
+from consumers.grouping.bounded import BoundedCalls, Stalled
 from consumers.grouping.changes import DeadLetter, Output
 from consumers.grouping.restore import Journal
 from topics import clients
@@ -64,11 +65,22 @@ class TransactionPublisher:
         self._id = transactional_id
         self._consumer = consumer
         self._producer = clients.transactional_producer(kafka, transactional_id)
+        self._calls = BoundedCalls()
+        self._call_timeout_s = 0.8 * kafka.transaction_timeout_s
+        """Within the transaction's own timeout, so that a new producer comes before the old one is fenced."""
         self._failed: KafkaError | None = None
 
     def start(self) -> None:
         """Fence whoever used the transactional id before, and abort what it left open."""
-        self._retry(lambda: self._producer.init_transactions(30.0), "init_transactions")
+        deadline = time.monotonic() + _RETRY_FOR_S
+        while True:
+            try:
+                self._retry(lambda: self._producer.init_transactions(self._call_timeout_s), "init_transactions")
+                return
+            except Stalled as stalled:
+                if time.monotonic() > deadline:
+                    raise DeliveryError(f"{stalled}; are the brokers up?") from stalled
+                self._replace_producer()
 
     def assert_ours(self, consumer: Consumer) -> None:
         """Go on with another consumer, unless the transactional id was taken over since: then raises Fenced.
@@ -81,15 +93,40 @@ class TransactionPublisher:
             self._producer.begin_transaction()
             nobodys = [TopicPartition(topic_name(self._run, "rollouts"), 0, 0)]
             metadata = outsider.consumer_group_metadata()
-            self._retry(lambda: self._producer.send_offsets_to_transaction(nobodys, metadata, 15.0), "assert_ours")
+            self._retry(
+                lambda: self._producer.send_offsets_to_transaction(nobodys, metadata, self._call_timeout_s),
+                "assert_ours",
+            )
         except KafkaException as exception:
             self._raise_if_fatal(exception.args[0])
+        except Stalled as stalled:
+            raise self._given_up(str(stalled), KafkaError(KafkaError._TIMED_OUT)) from stalled
         finally:
             outsider.close()
         self._abort()
 
     def publish(self, parts: Sequence[Part]) -> None:
         """Commit outputs and the offsets they lead to. Raises OwnershipLost or Fenced when that is not ours to do."""
+        try:
+            self._publish(parts)
+        except Stalled as stalled:
+            self._renew(str(stalled))
+
+    def _renew(self, reason: str) -> NoReturn:
+        """Leave the producer and what it has begun, and start another under the same id, which aborts that: what was
+        committed tells how far it came. Raises OwnershipLost.
+        """
+        event(logger, "producer_renewed", level=logging.WARNING, reason=reason)
+        self._replace_producer()
+        self.start()
+        raise OwnershipLost(f"the producer was renewed ({reason})")
+
+    def _replace_producer(self) -> None:
+        self._producer = clients.transactional_producer(self._kafka, self._id)
+        self._calls.close()
+        self._calls = BoundedCalls()
+
+    def _publish(self, parts: Sequence[Part]) -> None:
         deadline = time.monotonic() + _RETRY_FOR_S
         while True:
             try:
@@ -135,12 +172,16 @@ class TransactionPublisher:
             metadata = part.journal.written(offsets["journal", journal.partition], journal, part.horizon_ms)
             topic = topic_name(self._run, "rollouts")
             commits.append(TopicPartition(topic, journal.partition, journal.position, metadata.encode()))
-        # Stale group metadata is refused, so it is asked for just before it is used.
+
+        def send_offsets() -> None:
+            # Stale group metadata is refused, so it is asked for just before it is used.
+            metadata = self._consumer.consumer_group_metadata()
+            self._producer.send_offsets_to_transaction(commits, metadata, self._call_timeout_s)
+
+        self._retry(send_offsets, "send_offsets_to_transaction")
         self._retry(
-            lambda: self._producer.send_offsets_to_transaction(commits, self._consumer.consumer_group_metadata(), 15.0),
-            "send_offsets_to_transaction",
+            lambda: self._producer.commit_transaction(self._call_timeout_s), "commit_transaction", may_abort=False
         )
-        self._retry(lambda: self._producer.commit_transaction(15.0), "commit_transaction", may_abort=False)
 
     def _produce(
         self, topic: str, value: bytes, key: bytes, partition: int, name: object, offsets: dict[tuple[str, object], int]
@@ -214,7 +255,7 @@ class TransactionPublisher:
         deadline = time.monotonic() + _RETRY_FOR_S
         while True:
             try:
-                call()
+                self._calls.run(call, name, self._call_timeout_s + 1.0)
                 return
             except KafkaException as exception:
                 error: KafkaError = exception.args[0]
@@ -229,7 +270,9 @@ class TransactionPublisher:
 
     def _abort(self) -> None:
         try:
-            self._retry(lambda: self._producer.abort_transaction(15.0), "abort_transaction", may_abort=False)
+            self._retry(
+                lambda: self._producer.abort_transaction(self._call_timeout_s), "abort_transaction", may_abort=False
+            )
         except KafkaException as exception:
             raise self._given_up("it cannot be aborted", exception.args[0]) from exception
 
@@ -242,9 +285,7 @@ class TransactionPublisher:
         if error.fatal() and error.code() == KafkaError.INVALID_TXN_STATE:
             # An abort of what the coordinator never heard of, as after a broker's restart. It compares epochs first: no
             # rival is behind it, and another producer under the same id may go on.
-            self._producer = clients.transactional_producer(self._kafka, self._id)
-            self.start()
-            raise OwnershipLost(f"the producer was renewed after {error.name()}: {error.str()}")
+            self._renew(f"{error.name()}: {error.str()}")
         if error.fatal():
             raise self._given_up("it cannot go on", error)
 

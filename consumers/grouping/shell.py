@@ -117,8 +117,10 @@ class GroupingProcess:
             elif error.code() == KafkaError._PARTITION_EOF:
                 if task is not None:
                     task.at_end = True
-            elif error.code() == KafkaError.FENCED_INSTANCE_ID or (error.fatal() and "fenced" in error.str()):
+            elif error.code() == KafkaError.FENCED_INSTANCE_ID or (
                 # The client tells the cause of a fatal error in its text only.
+                error.code() == KafkaError._FATAL and "fenced" in error.str()
+            ):
                 self._join_anew(error.str())
                 return
             elif error.code() == KafkaError._MAX_POLL_EXCEEDED:
