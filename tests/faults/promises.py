@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+from collections.abc import Callable
 
 from pipeline.ledger import Ledger, ledger
 from pipeline.verify import verify
@@ -11,10 +12,11 @@ from tests.runs import RealRun
 from tests.waiting import eventually
 
 
-def settle(run: RealRun, timeout_s: float = 90.0) -> Ledger:
+def settle(run: RealRun, timeout_s: float = 90.0, *, meanwhile: Callable[[], None] = lambda: None) -> Ledger:
     """Wait until everything is read and nothing is in flight; groups are complete, their age gets them batched."""
 
     def settled() -> Ledger | None:
+        meanwhile()
         result = ledger(run.kafka, run.name)
         return result if result.produced and not result.unread and not result.in_flight else None
 
