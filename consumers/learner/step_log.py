@@ -3,6 +3,7 @@
 One learner per name: building a StepLog fences every earlier one of that name, whose next commit then raises Fenced.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -77,7 +78,9 @@ class StepLog:
 
     def close(self) -> None:
         """Nothing is left open between commits; only the client's own queue is emptied."""
-        self._producer.flush(5.0)
+        # A fenced client raises here again; what ended the learner is on its way already, and must not be hidden.
+        with contextlib.suppress(KafkaException):
+            self._producer.flush(5.0)
 
     def _retry(self, doing: str, call: Any) -> None:
         """Call until it neither times out nor fails in a way that passes by itself."""
