@@ -178,8 +178,10 @@ def test_a_state_file_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 STARTER = """
+import signal
 import sys
 from infra.broker import LocalBroker
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a shell
 broker = LocalBroker.start(sys.argv[1], bound_to_parent=True)
 print(broker.pid, flush=True)
 sys.stdin.read()
