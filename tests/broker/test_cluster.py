@@ -67,6 +67,7 @@ def test_a_cluster_survives_the_loss_of_any_node_and_leaves_no_process(tmp_path:
     assert LocalCluster.find(tmp_path) is None
 
 
+@pytest.mark.long
 def test_the_command_starts_nodes_that_outlive_it_and_stops_them_all(tmp_path: Path) -> None:
     data = tmp_path / "data"
     started = command("start", "--nodes", "2", "--port", "0", "--json", "--data", str(data))

@@ -101,6 +101,7 @@ def test_a_second_learner_of_a_name_fences_the_first_which_exits_with_one_line(r
     assert sorted(steps_of(run)) == list(range(9))
 
 
+@pytest.mark.long
 def test_sigterm_saves_a_checkpoint_and_steps_executed_again_must_come_out_as_recorded(real_run: RealRun) -> None:
     run, settings = prepared(real_run, batches=8), {**SETTINGS, "learner__publish_every_steps": 3}
     process = run.start("learn", **settings)
