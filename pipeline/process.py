@@ -53,9 +53,9 @@ def announce_ready(environment: Mapping[str, str] = os.environ) -> None:
         pipe.write(b"ready\n")
 
 
-def stop_on_signals() -> threading.Event:
-    """For a role: an event that SIGTERM and SIGINT set; a second SIGINT interrupts at once."""
-    stop = threading.Event()
+def stop_on_signals(stop: threading.Event | None = None) -> threading.Event:
+    """For a role: an event (`stop`, or a new one) that SIGTERM and SIGINT set; a second SIGINT interrupts at once."""
+    stop = stop or threading.Event()
 
     def ask(number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and stop.is_set():

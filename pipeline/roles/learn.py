@@ -1,6 +1,7 @@
 """The role `learn`: one learner, warm-started on what the task teaches of its format."""
 
 import argparse
+import threading
 
 import numpy as np
 
@@ -10,13 +11,13 @@ from pipeline.process import announce_ready, stop_on_signals
 from pipeline.roles.jax_runtime import prepare_jax
 from producers.tasks import create_task
 from topics import clients
+from topics.records import LearnerStep
 
 WARM_START_EXAMPLES = 2048
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Train until the last step or until told to stop; a checkpoint is on disk afterwards."""
-    stop = stop_on_signals()
     task = create_task(config.task)
     clients.check_broker(config.kafka)
     prepare_jax(config)
@@ -29,13 +30,23 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
             for prompt, answer in task.warm_start_examples(config.seed, WARM_START_EXAMPLES)
         ]
 
+    stop = threading.Event()
+
+    def committed(step: LearnerStep) -> None:
+        # Before its first step is on record there is nothing to drain, and a signal ends the process at once.
+        if not ready.is_set():
+            ready.set()
+            stop_on_signals(stop)
+            announce_ready()
+
+    ready = threading.Event()
     learn(
         config.learner,
         config.kafka,
         config.run,
         warm_start_examples=examples,
         stop=stop,
-        on_step=lambda _step: announce_ready(),
+        on_step=committed,
     )
     return 0
 
