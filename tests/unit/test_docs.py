@@ -13,7 +13,8 @@ from consumers.grouping.batch_maker import MAKERS
 from consumers.grouping.changes import DROP_REASONS
 from consumers.grouping.estimators import ESTIMATORS, rloo, rloo_normalized
 from pipeline.cli import build_parser
-from pipeline.config import known_keys
+from pipeline.config import RunConfig
+from pipeline.settings import known_keys
 from tests.documentation import ROOT, pages, rendered
 from topics.codec import schemas
 from topics.errors import RollstreamError
@@ -127,7 +128,7 @@ def test_python_blocks_compile_and_import_what_exists(name: str) -> None:
 
 @every_page
 def test_settings_named_in_prose_exist(name: str) -> None:
-    keys = set(known_keys())
+    keys = set(known_keys(RunConfig))
     sections = {key.rpartition(".")[0] for key in keys}
     for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?: = [^`]+)?`", prose(name)):
         owner = key.rpartition(".")[0]
