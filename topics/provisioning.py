@@ -5,7 +5,7 @@ topic with P partitions never change, since keys would move.
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
@@ -82,7 +82,7 @@ def apply(kafka: KafkaConfig, config: TopicsConfig, run: str) -> list[TopicPlan]
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise TopicError(f"topic {topic} cannot be created: {error.args[0].str()}") from error
-    _await_leaders(client, {p.topic for p in plans if p.create})
+    _await_leaders(kafka, client, {p.topic for p in plans if p.create})
     changed = [
         ConfigResource(
             ResourceType.TOPIC,
@@ -103,15 +103,23 @@ def apply(kafka: KafkaConfig, config: TopicsConfig, run: str) -> list[TopicPlan]
     return plans
 
 
-def _await_leaders(client: AdminClient, created: set[str]) -> None:
-    """Wait until the brokers know the topics: a creation is answered by the controller, which may be ahead of them."""
+def _await_leaders(kafka: KafkaConfig, client: AdminClient, created: set[str]) -> None:
+    """Wait until every broker knows the topics: the controller, which answers a creation, may be ahead of them."""
     deadline = time.monotonic() + _TIMEOUT_S
-    while created:
-        present = client.list_topics(timeout=_TIMEOUT_S).topics
-        created = {t for t in created if t not in present or any(p.leader < 0 for p in present[t].partitions.values())}
-        if created and time.monotonic() > deadline:
-            raise BrokerUnavailable(f"topics {sorted(created)} were created and have no leader after {_TIMEOUT_S:g} s")
-        time.sleep(0.02 if created else 0)
+    brokers = client.list_topics(timeout=_TIMEOUT_S).brokers.values() if created else ()
+    for broker in brokers:
+        # A client that knows one address asks that broker; one that knows several asks any.
+        asking = clients.admin(replace(kafka, bootstrap_servers=f"{broker.host}:{broker.port}"))
+        missing = created
+        while missing:
+            known = asking.list_topics(timeout=_TIMEOUT_S).topics
+            missing = {t for t in missing if t not in known or any(p.leader < 0 for p in known[t].partitions.values())}
+            if missing and time.monotonic() > deadline:
+                raise BrokerUnavailable(
+                    f"topics {sorted(missing)} were created and have no leader after {_TIMEOUT_S:g} s as "
+                    f"{broker.host}:{broker.port} sees it"
+                )
+            time.sleep(0.02 if missing else 0)
 
 
 def describe(kafka: KafkaConfig, run: str) -> list[TopicDescription]:

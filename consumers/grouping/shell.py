@@ -78,6 +78,9 @@ class GroupingProcess:
         self._suspended: dict[int, GroupingTask] = {}
         """Tasks whose partition was taken away, kept in case it comes back unchanged."""
         self._to_restore: set[int] = set()
+        self._to_seek: set[int] = set()
+        """Partitions whose task is restored while the client is not yet sent to its position: nothing is taken from
+        them until it is."""
         self._newest_version = -1
         self._on_ready: Callable[[], None] | None = on_ready
 
@@ -91,6 +94,7 @@ class GroupingProcess:
             while not stop.is_set():
                 messages = self._consumer.consume(self._grouper.max_poll_records, self._grouper.commit_interval_s)
                 self._restore_assigned()
+                self._seek_restored()
                 self._take_in(messages)
                 self._follow_policies()
                 self._write_marks()
@@ -109,7 +113,8 @@ class GroupingProcess:
     def _take_in(self, messages: list[Message]) -> None:
         position = {task.partition: task.fold.position for task in self._tasks.values()}
         for message in clients.with_unreadable(self._consumer, messages, position):
-            task = self._tasks.get(-1 if (partition := message.partition()) is None else partition)
+            partition = -1 if (number := message.partition()) is None else number
+            task = None if partition in self._to_seek else self._tasks.get(partition)
             error = message.error()
             if error is None:
                 if task is not None:
@@ -141,6 +146,7 @@ class GroupingProcess:
         self._tasks.clear()
         self._suspended.clear()
         self._to_restore.clear()
+        self._to_seek.clear()
         self._consumer.close()
         self._consumer = clients.group_member(self._kafka, self._group, self._name)
         self._publisher.assert_ours(self._consumer)
@@ -222,12 +228,14 @@ class GroupingProcess:
             tasks = []
         for partition in numbers:
             self._tasks.pop(partition, None)
+            self._to_seek.discard(partition)
         self._suspended = {task.partition: task for task in tasks}
 
     def _on_lost(self, _consumer: Consumer, partitions: list[TopicPartition]) -> None:
         event(logger, "lost", level=logging.WARNING, partitions=[tp.partition for tp in partitions])
         for tp in partitions:
             self._to_restore.discard(tp.partition)
+            self._to_seek.discard(tp.partition)
             self._tasks.pop(tp.partition, None)
 
     def _restore_assigned(self) -> None:
@@ -240,7 +248,7 @@ class GroupingProcess:
                 self._tasks[partition] = suspended
             else:
                 self._tasks[partition] = self._restore(partition)
-            self._seek(self._tasks[partition])
+        self._to_seek |= self._to_restore
         self._to_restore.clear()
         self._suspended.clear()
         self._ready()
@@ -255,15 +263,20 @@ class GroupingProcess:
         self._tasks.clear()
         for partition in sorted(owned - self._to_restore):
             self._tasks[partition] = self._restore(partition)
-            self._seek(self._tasks[partition])
+        self._to_seek = set(self._tasks)
+        self._seek_restored()
 
-    def _seek(self, task: GroupingTask) -> None:
-        """Have the client read on where the fold is, whatever it thought the position was."""
-        try:
-            self._consumer.seek(TopicPartition(self._topic, task.partition, task.fold.position))
-        except KafkaException as error:
-            # The partition went away meanwhile; its revocation is on its way.
-            event(logger, "seek_failed", level=logging.WARNING, partition=task.partition, error=str(error))
+    def _seek_restored(self) -> None:
+        """Have the client read on where the folds are, whatever it thought the position was."""
+        for partition in sorted(self._to_seek):
+            task = self._tasks.get(partition)
+            try:
+                if task is not None:
+                    self._consumer.seek(TopicPartition(self._topic, partition, task.fold.position))
+                self._to_seek.discard(partition)
+            except KafkaException as error:
+                # It has not begun to fetch, or has lost the partition, whose revocation is on its way.
+                event(logger, "seek_put_off", partition=partition, error=str(error))
 
     def _last_journal(self, partition: int) -> int:
         wanted = [TopicPartition(self._topic, partition)]
