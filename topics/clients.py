@@ -109,7 +109,9 @@ def _consumer_limits(config: KafkaConfig) -> dict[str, Any]:
     return {
         "max.partition.fetch.bytes": size,
         "fetch.max.bytes": max(size, 16 * _MIB),
-        "receive.message.max.bytes": max(size, 16 * _MIB) + _MIB,
+        # It also bounds what a batch may be decompressed to, and by thrice as much as needed: the client guesses, and
+        # triples a guess that was too small. Whatever a producer of ours may send must be readable for sure.
+        "receive.message.max.bytes": 4 * max(size, 8 * _MIB),
         "queued.max.messages.kbytes": max(2 * size, 32 * _MIB) // 1024,
         "fetch.queue.backoff.ms": 10,
         # How soon the record after an unreadable one is asked for.

@@ -72,6 +72,9 @@ def collect(bootstrap_servers: str, run: str, *, group: str = "grouper", timeout
             "enable.partition.eof": "true",
             "isolation.level": "read_committed",
             "auto.offset.reset": "error",
+            # The ends of quiet topics are what is waited for.
+            "fetch.wait.max.ms": 10,
+            "fetch.queue.backoff.ms": 10,
             "fetch.max.bytes": 64 * 1024 * 1024,
             # Also what a batch may hold decompressed: this reader sees what the application's must pass over.
             "receive.message.max.bytes": 1024 * 1024 * 1024,

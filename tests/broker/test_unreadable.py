@@ -1,0 +1,77 @@
+"""Records that no client decompresses within its limit: passed over one by one, on record, and never the next ones."""
+
+import numpy as np
+import pytest
+from confluent_kafka.admin import NewTopic
+
+from topics import clients
+from topics.config import KafkaConfig
+
+
+@pytest.fixture
+def kafka(broker: str, run_name: str) -> KafkaConfig:
+    config = KafkaConfig(bootstrap_servers=broker)
+    client = clients.admin(config)
+    settings = {"max.message.bytes": str(config.max_record_bytes), "message.timestamp.type": "LogAppendTime"}
+    client.create_topics([NewTopic(run_name, 1, 1, config=settings)])[run_name].result(30)
+    return config
+
+
+def send(kafka: KafkaConfig, topic: str, values: list[bytes]) -> None:
+    """One batch: some kilobytes on the wire, whatever they are when decompressed."""
+    producer = clients.producer(
+        kafka,
+        **{
+            "linger.ms": "1000",
+            "batch.size": 100_000_000,
+            "message.max.bytes": 100_000_000,
+            "queue.buffering.max.kbytes": 200_000,
+        },
+    )
+    for value in values:
+        producer.produce(topic, value, partition=0)
+    assert producer.flush(60) == 0
+
+
+def test_a_batch_that_cannot_be_read_is_as_many_records_as_it_has_and_no_more(
+    kafka: KafkaConfig, run_name: str
+) -> None:
+    bomb = [bytes(4_000_000)] * 9
+    send(kafka, run_name, [b"first"])
+    send(kafka, run_name, bomb)
+    send(kafka, run_name, [b"between"])
+    send(kafka, run_name, [bytes(40_000_000)])
+    send(kafka, run_name, bomb[:2])
+    send(kafka, run_name, [b"last"])
+    read = list(clients.read_to_end(kafka, run_name))
+    assert [message.offset() for message in read] == list(range(15))
+    values = [message.value() for message in read]
+    assert values == [b"first", *[None] * 9, b"between", None, *bomb[:2], b"last"]
+    assert [message.timestamp()[1] == -1 for message in read] == [value is None for value in values]
+    assert all(message.key() is None and message.headers() is None for message in read if message.value() is None)
+
+
+def test_a_log_that_ends_with_what_cannot_be_read_ends(kafka: KafkaConfig, run_name: str) -> None:
+    send(kafka, run_name, [b"first"])
+    send(kafka, run_name, [bytes(40_000_000)])
+    assert [message.value() for message in clients.read_to_end(kafka, run_name)] == [b"first", None]
+
+
+def test_reading_from_the_middle_of_such_a_batch_begins_there(kafka: KafkaConfig, run_name: str) -> None:
+    send(kafka, run_name, [bytes(4_000_000)] * 9)
+    send(kafka, run_name, [b"last"])
+    read = list(clients.read_to_end(kafka, run_name, start=7))
+    assert [(message.offset(), message.value()) for message in read] == [(7, None), (8, None), (9, b"last")]
+
+
+def test_whatever_a_record_may_be_can_be_read_however_it_compresses(kafka: KafkaConfig, run_name: str) -> None:
+    """The client doubles what came and triples that until it fits: a third of its limit is all it is sure to read."""
+    noise = np.random.default_rng(0).bytes(6_200_000)
+    values = [
+        noise[:size] + bytes(7_500_000 - size) for size in (0, 350_000, 1_040_000, 2_000_000, 3_100_000, 6_200_000)
+    ]
+    send(kafka, run_name, values[:1])
+    for value in values[1:]:
+        send(kafka, run_name, [value])
+    # Not compared whole: a difference would be shown, megabytes of it.
+    assert [hash(message.value()) for message in clients.read_to_end(kafka, run_name)] == [hash(v) for v in values]
