@@ -173,6 +173,7 @@ def examine(config: RunConfig, played: Played, *, kept: bool, began: float) -> D
         verify=found,
         kept=kept,
         places=workspace.places(config, kept=kept),
+        next=workspace.next_commands(config, kept=kept),
     )
 
 

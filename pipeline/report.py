@@ -53,6 +53,8 @@ class DemoReport:
     kept: bool
     places: Mapping[str, str] = field(default_factory=dict)
     """Where what remains lies: logs, checkpoints, report, data."""
+    next: tuple[str, ...] = ()
+    """Commands worth trying after this."""
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -112,6 +114,7 @@ class DemoReport:
 
     def _places(self) -> str:
         lines = [f"{name}: {place}" for name, place in self.places.items()]
+        lines += ["", "what to try next:", *(f"    {command}" for command in self.next)]
         lines += ["", "PASSED" if self.passed else "FAILED: " + "; ".join(self.failures)]
         return "\n".join(lines)
 

@@ -78,3 +78,22 @@ def places(config: RunConfig, *, kept: bool) -> dict[str, str]:
     if kept and config.broker.data_dir.is_relative_to(config.run_dir):
         found["topics"] = str(config.broker.data_dir)
     return found
+
+
+def next_commands(config: RunConfig, *, kept: bool) -> tuple[str, ...]:
+    """What to try after this demo: with its data kept, asking it again; else keeping it, another seed, another task."""
+    if not kept:
+        task = "add" if config.task != "add" else "dsort3"
+        return ("rollstream demo --keep", f"rollstream demo --seed {config.seed + 1}", f"rollstream demo --task {task}")
+    configuration = config.run_dir / "run.toml"
+    asking = tuple(
+        f"rollstream {command} --config {configuration}" for command in ("ledger", "verify", "topics describe")
+    )
+    broker = config.broker.data_dir
+    if not broker.is_relative_to(config.run_dir):
+        return asking
+    return (
+        f"rollstream broker start --port 0 --data {broker}",
+        *asking,
+        f"rollstream broker stop --data {broker}",
+    )

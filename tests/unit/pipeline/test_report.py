@@ -45,6 +45,7 @@ REPORT = DemoReport(
     verify={"batches": 5, "drops": 20, "mismatches": 0, "differences": []},
     kept=False,
     places={"logs": "/somewhere/logs"},
+    next=("rollstream demo --keep",),
 )
 
 
@@ -52,6 +53,7 @@ def test_a_report_passes_when_every_promise_held() -> None:
     assert REPORT.passed
     assert REPORT.failures == ()
     assert "PASSED" in REPORT.as_text()
+    assert "what to try next:\n    rollstream demo --keep" in REPORT.as_text()
 
 
 @pytest.mark.parametrize(
