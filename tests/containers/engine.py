@@ -98,19 +98,9 @@ def _install() -> None:
         pytest.fail(f"Docker is not installed: {REMEDY}", pytrace=False)
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     last = ""
-    for command in (["apt-get", "install"], ["apt-get", "update"], ["apt-get", "install"]):
-        answer = subprocess.run(
-            [
-                *command,
-                "--quiet",
-                "--yes",
-                *(("--no-install-recommends", "docker.io") if command[1] == "install" else ()),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            env=environment,
-        )
+    install = ["apt-get", "install", "--quiet", "--yes", "docker.io"]
+    for command in (install, ["apt-get", "update", "--quiet"], install):
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
         last = (answer.stderr.strip().splitlines() or [f"exit {answer.returncode}"])[-1]
         if shutil.which("dockerd"):
             return
