@@ -19,6 +19,9 @@ from tests.waiting import eventually
 from topics.config import KafkaConfig
 from topics.errors import BrokerUnavailable
 
+# Needs a container engine, and installs one as root: of the long form.
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def contained_run(kafka_image: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:

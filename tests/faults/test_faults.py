@@ -25,6 +25,9 @@ from tests.waiting import eventually
 from topics import clients
 from topics.keys import encode_key
 
+# Minutes on a busy machine, so of the long form; the short form kills groupers and learners too (tests/broker).
+pytestmark = pytest.mark.long
+
 SEED = 20
 TRANSACTION_S = 4.0
 
