@@ -3,15 +3,18 @@
 Nothing is skipped where no engine can be had: the test that asked fails, with the remedy.
 """
 
+import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+import infra.keeper
 from infra.config import BrokerConfig
 from infra.image.build import TAG, build
 from tests.waiting import eventually
@@ -47,16 +50,21 @@ def docker_engine(folder: Path) -> Iterator[None]:
             yield
             return
     host, log = f"unix://{folder}/docker.sock", folder / "dockerd.log"
-    with log.open("wb") as out:
-        engine = subprocess.Popen(
-            [
-                *("dockerd", "--host", host, "--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec"),
-                *("--pidfile", f"{folder}/dockerd.pid"),
-            ],
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
+    command = ["dockerd", "--host", host, "--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec"]
+    task = {
+        "command": [*command, "--pidfile", f"{folder}/dockerd.pid"],
+        "kill_command": [],
+        "log": str(log),
+        "cwd": str(folder),
+        "stop_timeout_s": 30,
+    }
+    # Under a keeper, as brokers are: the engine ends with these tests, however they end.
+    engine = subprocess.Popen(
+        [sys.executable, "-I", "-S", infra.keeper.__file__, json.dumps(task)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     before = os.environ.get("DOCKER_HOST")
     try:
         eventually(lambda: engine.poll() is not None or answers(host), 60, "the Docker engine answers", every_s=0.2)
@@ -70,12 +78,9 @@ def docker_engine(folder: Path) -> Iterator[None]:
             os.environ.pop("DOCKER_HOST", None)
         else:
             os.environ["DOCKER_HOST"] = before
-        engine.terminate()
-        try:
-            engine.wait(30)
-        except subprocess.TimeoutExpired:
-            engine.kill()
-            engine.wait()
+        assert engine.stdin is not None
+        engine.stdin.close()
+        engine.wait(60)
         shutil.rmtree(folder / "data", ignore_errors=True)
 
 
