@@ -4,6 +4,7 @@ librdkafka's sending of offsets to a transaction ignores its timeout where the g
 back (its issues 5456 and 5511). Each call runs on one daemon thread; who waits too long leaves it there and goes on.
 """
 
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from topics.errors import RollstreamError
+
+_SLICE_S = 0.25
 
 
 class Stalled(RollstreamError):
@@ -27,15 +30,20 @@ class BoundedCalls:
         threading.Thread(target=self._serve, name="bounded-calls", daemon=True).start()
 
     def run(self, call: Callable[[], Any], name: str, timeout_s: float) -> Any:
-        """What `call` returns or raises. Raises Stalled when that takes more than `timeout_s`."""
+        """What `call` returns or raises. Raises Stalled when that takes more than `timeout_s` of running.
+
+        Time in which the process was stopped does not count: a zombie that wakes up must hear that it was replaced, and
+        not take its place back because a call took so long.
+        """
         future: Future[Any] = Future()
         self._waiting.put((call, future))
-        try:
-            return future.result(timeout_s)
-        except FutureTimeoutError:
-            if future.done():
-                raise
-            raise Stalled(f"{name} did not come back within {timeout_s:g} s") from None
+        for _ in range(math.ceil(timeout_s / _SLICE_S)):
+            try:
+                return future.result(min(_SLICE_S, timeout_s))
+            except FutureTimeoutError:
+                if future.done():
+                    raise
+        raise Stalled(f"{name} did not come back within {timeout_s:g} s")
 
     def close(self) -> None:
         """Let the thread end, once it is back."""

@@ -132,6 +132,10 @@ class TransactionPublisher:
             try:
                 self._attempt(parts)
                 return
+            except SystemError as lost:
+                # The client's way of losing the exception for a fatal error; aborting says which it was.
+                self._abort()
+                raise DeliveryError(f"transaction of {self._id}: {lost}; start this process again") from lost
             except KafkaException as exception:
                 error: KafkaError = exception.args[0]
                 self._raise_if_fatal(error)
@@ -260,7 +264,8 @@ class TransactionPublisher:
             except KafkaException as exception:
                 error: KafkaError = exception.args[0]
                 self._raise_if_fatal(error)
-                if error.txn_requires_abort() or not error.retriable():
+                # After a fatal error another call is a conflict, which is called retriable, and never ends.
+                if error.txn_requires_abort() or not error.retriable() or error.code() == KafkaError._CONFLICT:
                     raise
                 if time.monotonic() > deadline:
                     if may_abort:

@@ -92,7 +92,7 @@ class GroupingProcess:
         self._join()
         try:
             while not stop.is_set():
-                messages = self._consumer.consume(self._grouper.max_poll_records, self._grouper.commit_interval_s)
+                messages = self._consume()
                 self._restore_assigned()
                 self._seek_restored()
                 self._take_in(messages)
@@ -110,6 +110,21 @@ class GroupingProcess:
 
     # ------------------------------------------------------------------ records
 
+    def _consume(self) -> list[Message]:
+        try:
+            return list(self._consumer.consume(self._grouper.max_poll_records, self._grouper.commit_interval_s))
+        except KafkaException as exception:
+            # A fatal error is raised, or comes as a message, as the client happens to learn of it.
+            error: KafkaError = exception.args[0]
+            if not _fenced(error):
+                clients.raise_for(error, f"reading {self._topic}")
+                return []
+            self._join_anew(error.str())
+        except SystemError as error:
+            # The client lost the exception on its way; what it was matters less than that this consumer is done.
+            self._join_anew(str(error))
+        return []
+
     def _take_in(self, messages: list[Message]) -> None:
         position = {task.partition: task.fold.position for task in self._tasks.values()}
         for message in clients.with_unreadable(self._consumer, messages, position):
@@ -122,10 +137,7 @@ class GroupingProcess:
             elif error.code() == KafkaError._PARTITION_EOF:
                 if task is not None:
                     task.at_end = True
-            elif error.code() == KafkaError.FENCED_INSTANCE_ID or (
-                # The client tells the cause of a fatal error in its text only.
-                error.code() == KafkaError._FATAL and "fenced" in error.str()
-            ):
+            elif _fenced(error):
                 self._join_anew(error.str())
                 return
             elif error.code() == KafkaError._MAX_POLL_EXCEEDED:
@@ -287,3 +299,10 @@ class GroupingProcess:
         if self._on_ready is not None:
             self._on_ready()
             self._on_ready = None
+
+
+def _fenced(error: KafkaError) -> bool:
+    """Whether another consumer joined under our name. As a message a fatal error tells its cause in its text only."""
+    return bool(
+        error.code() == KafkaError.FENCED_INSTANCE_ID or (error.code() == KafkaError._FATAL and "fenced" in error.str())
+    )

@@ -129,7 +129,7 @@ def test_a_grouper_stopped_past_its_session_is_fenced_by_its_replacement(fault_r
         await_restored(run, replacement)
         load.await_more(50)
         zombie.send_signal(signal.SIGCONT)
-        assert zombie.wait(30) == 3
+        assert zombie.wait(60) == 3
         last = run.log_of(zombie).strip().splitlines()[-1]
         assert last.startswith("rollstream: ")
         assert "only one" in last

@@ -1,10 +1,27 @@
 """Calls that may never come back: what they return or raise comes through, and nobody waits for them for ever."""
 
+import signal
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 
 from consumers.grouping.bounded import BoundedCalls, Stalled
+from tests.waiting import eventually
+
+STOPPED = """
+import sys
+from consumers.grouping.bounded import BoundedCalls
+calls = BoundedCalls()
+
+def wait():
+    print("waiting", flush=True)
+    return sys.stdin.readline()
+
+print(calls.run(wait, "wait", 1.0), flush=True)
+"""
 
 
 def test_what_a_call_returns_or_raises_comes_through() -> None:
@@ -33,3 +50,20 @@ def test_a_call_that_does_not_come_back_is_left() -> None:
     calls.close()
     release.set()
     assert left.wait(30)
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGSTOP)
+        since = time.monotonic()
+        eventually(lambda: time.monotonic() - since > 1.5, 5, "it was stopped for longer than it waits")
+        process.stdin.write("came back\n")
+        process.stdin.flush()
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.read().startswith("came back")
+    assert process.returncode == 0
