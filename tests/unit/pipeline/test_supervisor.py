@@ -150,8 +150,8 @@ with Supervisor(Path("logs"), interrupts=interrupts) as supervisor:
     for n, script in enumerate(sys.argv[1:]):
         supervisor.start(RoleSpec(name=f"a-{n}", arguments=("-c", script), stop_timeout_s=30))
     supervisor.wait_ready(f"a-{n}" for n in range(len(sys.argv) - 1))
-    print(*supervisor.pids.values(), flush=True)
     try:
+        print(*supervisor.pids.values(), flush=True)  # inside: a test may interrupt as soon as it has read this
         while True:
             supervisor.poll(0.05)
     finally:
