@@ -19,8 +19,8 @@ from tests.waiting import eventually
 from topics.config import KafkaConfig
 from topics.errors import BrokerUnavailable
 
-# Needs a container engine, and installs one as root: of the long form.
-pytestmark = pytest.mark.long
+# The first of them may install Docker, start an engine and build the image: some 30 s, minutes where downloads are slow.
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
@@ -86,7 +86,6 @@ def test_the_docker_provider_of_the_local_broker_keeps_its_data(kafka_image: str
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_two_builds_of_the_image_are_one_image(kafka_image: str, tmp_path: Path) -> None:
     assert kafka_image
     first, second = build(output=tmp_path / "first.tar"), build(output=tmp_path / "second.tar")
