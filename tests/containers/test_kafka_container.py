@@ -19,7 +19,7 @@ from tests.waiting import eventually
 from topics.config import KafkaConfig
 from topics.errors import BrokerUnavailable
 
-# The first of them may install Docker, start an engine and build the image: some 30 s, minutes where downloads are slow.
+# The first may install Docker, start an engine and build the image: some 30 s, minutes where downloads are slow.
 pytestmark = pytest.mark.timeout(600)
 
 
