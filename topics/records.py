@@ -251,6 +251,11 @@ class FateCount:
     fate: str
     rollouts: int
     tokens: int
+    measured: int = 0
+    sampled_tokens: int = 0
+    sampled_tokens_squared: float = 0.0
+    reward: float = 0.0
+    reward_squared: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +287,8 @@ class JournalRecord:
     snapshot: bool = False
     unfinished: Int64 = field(default_factory=lambda: NO_OFFSETS)
     delivered: Int64 = field(default_factory=lambda: NO_OFFSETS)
+    part: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

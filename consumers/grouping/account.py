@@ -17,13 +17,14 @@ from consumers.grouping.changes import (
     Output,
     Record,
 )
+from consumers.grouping.counts import Counts
 from consumers.grouping.groups import Group
 from consumers.grouping.judging import Clocks, Verdict
+from consumers.grouping.parts import in_parts
 from consumers.grouping.runs import to_runs
 from consumers.grouping.state import TaskState
 from topics.records import (
     Drop,
-    FateCount,
     FinishedGroup,
     FinishedOffsets,
     GroupCancelled,
@@ -34,6 +35,8 @@ from topics.records import (
 from topics.validation import NAME_LIMIT
 
 _DETAIL_LIMIT = 300
+_REASON_LIMIT = 64
+"""Batch makers may make up reasons."""
 
 
 def clip(text: str, limit: int) -> str:
@@ -49,8 +52,8 @@ class Account:
         self._partitions = state.partitions
         self._topic_id = state.topic_id
         self._sequence = state.sequence
-        self._counts = dict(state.counts)
-        self._produced = dict(state.produced)
+        self._counts = Counts(state.counts)
+        self._produced = Counts(state.produced)
         self._unfinished: dict[int, Clocks] = {}
         self._order: deque[int] = deque()
         self.changes = Changes(begin=state.position)
@@ -69,9 +72,7 @@ class Account:
 
     def read(self, environment: str, tokens: int) -> None:
         """A record that was meant as a rollout was read for the first time."""
-        environment = clip(environment, NAME_LIMIT)
-        rollouts, total = self._produced.get(environment, (0, 0))
-        self._produced[environment] = (rollouts + 1, total + tokens)
+        self._produced.add(clip(environment, NAME_LIMIT), "read", tokens)
 
     def admit(self, offset: int, before: Clocks) -> None:
         """An offset opened or joined a group; `before` are the clocks as they were before it was read."""
@@ -81,19 +82,22 @@ class Account:
 
     def control(self, offset: int, environment: str = "") -> None:
         """An offset has done what it was for."""
-        self._finish(offset, CONTROL, environment, 0)
+        self._finish(offset, CONTROL, environment)
 
     def dead_letter(self, record: Record, error: str) -> None:
         """A record means nothing."""
         self.changes.dead_letters.append(DeadLetter(record, clip(error, _DETAIL_LIMIT)))
-        self._finish(record.offset, DEAD_LETTERED, "", 0)
+        self._finish(record.offset, DEAD_LETTERED, "")
 
     def drop(self, offset: int, verdict: Verdict, value: object = None, age_ms: int = 0) -> None:
         """An offset leaves with a reason; `value` is what it held, where it could be decoded."""
+        measured = None
         if isinstance(value, Rollout):
+            # What is invalid may hold numbers that are none.
+            measured = value if verdict.reason != "invalid" else None
             drop = Drop(
                 offset=offset,
-                reason=verdict.reason,
+                reason=clip(verdict.reason, _REASON_LIMIT),
                 detail=clip(verdict.detail, _DETAIL_LIMIT),
                 uid=clip(value.uid, NAME_LIMIT),
                 environment=clip(value.environment, NAME_LIMIT),
@@ -107,7 +111,7 @@ class Account:
             detail = clip(verdict.detail, _DETAIL_LIMIT)
             drop = Drop(offset=offset, reason=verdict.reason, detail=detail, environment=environment, age_ms=age_ms)
         self.changes.drops.append(drop)
-        self._finish(offset, DROPPED, drop.environment, drop.tokens, f"{DROPPED}:{drop.reason}")
+        self._finish(offset, DROPPED, drop.environment, drop.tokens, measured, f"{DROPPED}:{drop.reason}")
 
     def end(self, group: Group, fates: dict[int, str], detail: str, now_ms: int) -> None:
         """Every record of a group has its fate: `fates` by offset for members, batched or a drop reason."""
@@ -115,7 +119,7 @@ class Account:
         for member in group.members.values():
             offset, rollout = member.source.offset, member.rollout
             if fates[offset] == BATCHED:
-                self._finish(offset, BATCHED, key.environment, len(rollout.tokens))
+                self._finish(offset, BATCHED, key.environment, len(rollout.tokens), rollout)
             else:
                 self.drop(offset, Verdict(fates[offset], detail), rollout, now_ms - member.append_ms)
         for member in group.cancelled_members:
@@ -139,19 +143,25 @@ class Account:
         self.changes.batches.append(batch)
         self.changes.delivered += batch.source_offsets.tolist()
 
-    def _finish(self, offset: int, fate: str, environment: str, tokens: int, counted_as: str = "") -> None:
+    def _finish(
+        self,
+        offset: int,
+        fate: str,
+        environment: str,
+        tokens: int = 0,
+        measured: Rollout | None = None,
+        counted_as: str = "",
+    ) -> None:
         self._unfinished.pop(offset, None)
         self.changes.finished.setdefault(fate, []).append(offset)
-        key = (environment, counted_as or fate)
-        rollouts, total = self._counts.get(key, (0, 0))
-        self._counts[key] = (rollouts + 1, total + tokens)
+        self._counts.add(environment, counted_as or fate, tokens, measured)
 
     # ------------------------------------------------------------------ the journal
 
     def take(
         self, position: int, now: Clocks, batch_number: int, remembered_since_ms: int, snapshot: Iterable[int] | None
     ) -> Output:
-        """The changes since the last call, and their journal record.
+        """The changes since the last call, and their journal record or records.
 
         `snapshot` holds the offsets batched of groups not over, where the record shall be a snapshot.
         """
@@ -184,17 +194,12 @@ class Account:
             drops=tuple(changes.drops),
             finished_groups=tuple(changes.finished_groups),
             batch_ids=tuple(b.batch_id for b in changes.batches),
-            counts=tuple(
-                FateCount(environment=e, fate=f, rollouts=n, tokens=t)
-                for (e, f), (n, t) in sorted(self._counts.items())
-            ),
-            produced=tuple(
-                FateCount(environment=e, fate="read", rollouts=n, tokens=t)
-                for e, (n, t) in sorted(self._produced.items())
-            ),
+            counts=self._counts.records(),
+            produced=self._produced.records(),
             snapshot=snapshot is not None,
             unfinished=to_runs(self._unfinished if snapshot is not None else ()),
             delivered=to_runs(delivered),
         )
-        self._sequence += 1
-        return Output(journal, tuple(changes.batches), tuple(changes.dead_letters))
+        records = in_parts(journal)
+        self._sequence += len(records)
+        return Output(journal, tuple(changes.batches), tuple(changes.dead_letters), records)

@@ -79,7 +79,7 @@ def recover(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> dict[int, i
         assert offset is not None
         record = decode_as(JournalRecord, message.value())
         oldest.setdefault(partition, offset)
-        if record.snapshot:
+        if record.snapshot and record.part == 0:
             snapshots[partition] = offset
         if partition in snapshots:
             last[partition] = (record, CommitMetadata(offset, snapshots[partition], oldest[partition]))

@@ -75,5 +75,8 @@ class Output:
     """One task's part of a transaction."""
 
     journal: JournalRecord
+    """All of it in one record, of whatever size."""
     batches: tuple[TrainingBatch, ...]
     dead_letters: tuple[DeadLetter, ...]
+    records: tuple[JournalRecord, ...]
+    """The journal as it is written: the same, or its parts where it would be too large."""

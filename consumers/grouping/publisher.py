@@ -51,7 +51,6 @@ class Part(NamedTuple):
 
     output: Output
     journal: Journal
-    horizon_ms: int
 
 
 class TransactionPublisher:
@@ -165,7 +164,9 @@ class TransactionPublisher:
             for letter in output.dead_letters:
                 self._produce_dead_letter(output.journal.partition, letter)
             partition = output.journal.partition
-            self._produce("journal", encode(output.journal), encode_key(partition), partition, partition, offsets)
+            for record in output.records:
+                name = f"{partition}-{record.sequence}"
+                self._produce("journal", encode(record), encode_key(partition), partition, name, offsets)
         self._flush()
         commits = []
         for part in parts:
@@ -173,7 +174,11 @@ class TransactionPublisher:
             for batch in part.output.batches:
                 entry = index_entry(batch, offsets["batches", batch.batch_id])
                 self._produce("batch-index", encode(entry), encode_key(batch.batch_id), 0, batch.batch_id, offsets)
-            metadata = part.journal.written(offsets["journal", journal.partition], journal, part.horizon_ms)
+            # The last of them tells; the list is never empty.
+            [*_, metadata] = [
+                part.journal.written(offsets["journal", f"{record.partition}-{record.sequence}"], record)
+                for record in part.output.records
+            ]
             topic = topic_name(self._run, "rollouts")
             commits.append(TopicPartition(topic, journal.partition, journal.position, metadata.encode()))
 

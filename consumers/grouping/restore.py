@@ -26,6 +26,7 @@ from topics.logs import event
 from topics.records import JournalRecord
 
 logger = logging.getLogger(__name__)
+_COARSE_MS = 1000
 
 
 @dataclass
@@ -37,20 +38,30 @@ class Journal:
 
     newest: int
     snapshot: int
-    horizon: deque[tuple[int, int]] = field(default_factory=deque)
-    """(last finishing time, offset) of records that say which groups finished, oldest first."""
+    horizon: deque[tuple[int, int, int]] = field(default_factory=deque)
+    """Where the groups still remembered are told of, oldest first: first and last finishing time, and first offset, of
+    up to a second of stream time. Coarse, so that it stays small whatever the rate of transactions."""
 
-    def written(self, offset: int, record: JournalRecord, horizon_ms: int) -> CommitMetadata:
+    def written(self, offset: int, record: JournalRecord) -> CommitMetadata:
         """Note a record just written at `offset`; returns the metadata to commit with it."""
         self.newest = offset
-        if record.snapshot:
+        if record.snapshot and record.part == 0:
             self.snapshot = offset
-        if record.finished_groups:
-            self.horizon.append((record.finished_groups[-1].finished_ms, offset))
-        while self.horizon and self.horizon[0][0] < record.stream_time_ms - horizon_ms:
-            self.horizon.popleft()
-        oldest = self.horizon[0][1] if self.horizon else offset
+        self.note(offset, record)
+        oldest = self.horizon[0][2] if self.horizon else offset
         return CommitMetadata(self.newest, self.snapshot, min(oldest, self.snapshot))
+
+    def note(self, offset: int, record: JournalRecord) -> None:
+        """Keep in mind which groups the record says are finished, and forget with it what it forgets."""
+        if record.finished_groups:
+            first_ms, last_ms = record.finished_groups[0].finished_ms, record.finished_groups[-1].finished_ms
+            if self.horizon and last_ms - self.horizon[-1][0] < _COARSE_MS:
+                began_ms, _, first_offset = self.horizon[-1]
+                self.horizon[-1] = (began_ms, last_ms, first_offset)
+            else:
+                self.horizon.append((first_ms, last_ms, offset))
+        while self.horizon and self.horizon[0][1] < record.remembered_since_ms:
+            self.horizon.popleft()
 
 
 def records_of(message: Message) -> Record:
@@ -85,8 +96,7 @@ def restore_task(
     ):
         record = decode_as(JournalRecord, message.value())
         records.append(record)
-        if record.finished_groups:
-            journal.horizon.append((record.finished_groups[-1].finished_ms, message.offset() or 0))
+        journal.note(message.offset() or 0, record)
     restored = state.restore(records)
     if restored.position != committed.offset:
         raise StateRefused(

@@ -6,7 +6,7 @@ adds them up. The commit metadata of the group's offset names the journal record
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from consumers.grouping.changes import CORE_VERSION
@@ -38,8 +38,8 @@ class TaskState:
     """Sequence of the next journal record."""
     unfinished: frozenset[int] = frozenset()
     delivered: frozenset[int] = frozenset()
-    counts: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
-    produced: dict[str, tuple[int, int]] = field(default_factory=dict)
+    counts: tuple[FateCount, ...] = ()
+    produced: tuple[FateCount, ...] = ()
     finished_groups: tuple[FinishedGroup, ...] = ()
     """Groups that finished within the horizon, in the order they did."""
 
@@ -113,7 +113,11 @@ def restore(journal: Iterable[JournalRecord]) -> TaskState:
             )
         groups += record.finished_groups
         if record.snapshot:
-            unfinished, delivered = set(from_runs(record.unfinished)), set(from_runs(record.delivered))
+            if record.part == 0:
+                unfinished, delivered = set(), set()
+            if unfinished is not None:
+                unfinished.update(from_runs(record.unfinished))
+                delivered.update(from_runs(record.delivered))
         elif unfinished is not None:
             unfinished.update(from_runs(record.admitted))
             delivered.update(from_runs(record.delivered))
@@ -122,6 +126,11 @@ def restore(journal: Iterable[JournalRecord]) -> TaskState:
         last = record
     if last is None or unfinished is None:
         raise StateRefused("the journal holds no snapshot to restore from; it was deleted or never written")
+    if last.part != last.parts - 1:
+        raise StateRefused(
+            f"journal[{last.partition}] ends at sequence {last.sequence}, part {last.part + 1} of {last.parts} of its "
+            f"transaction; the rest was deleted, start a new run"
+        )
     return TaskState(
         partition=last.partition,
         partitions=last.partitions,
@@ -139,12 +148,7 @@ def restore(journal: Iterable[JournalRecord]) -> TaskState:
         sequence=last.sequence + 1,
         unfinished=frozenset(unfinished),
         delivered=frozenset(delivered & unfinished),
-        counts={(c.environment, c.fate): (c.rollouts, c.tokens) for c in last.counts},
-        produced={c.environment: (c.rollouts, c.tokens) for c in last.produced},
+        counts=last.counts,
+        produced=last.produced,
         finished_groups=tuple(groups),
     )
-
-
-def total(counts: Iterable[FateCount], prefix: str = "") -> int:
-    """Records among counts whose fate starts with `prefix`."""
-    return sum(c.rollouts for c in counts if c.fate.startswith(prefix))

@@ -46,7 +46,7 @@ class GroupingTask:
         if snapshot:
             self._records_since_snapshot = 0
         output = self.fold.take(snapshot=snapshot)
-        return Part(output, self._journal, int(self.fold.config.horizon_s * 1000))
+        return Part(output, self._journal)
 
     def due_marks(self, now_ms: int, newest_version: int, wanted: GroupingConfig) -> list[Mark]:
         """Marks to append now: for a new policy version, a higher configuration generation, an overdue deadline."""

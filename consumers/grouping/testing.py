@@ -115,7 +115,7 @@ class GroupingTestDriver:
     def commit(self, *, snapshot: bool = False) -> JournalRecord:
         """End a transaction: what happened since the last one becomes visible and survives a crash."""
         output = self.fold.take(snapshot=snapshot)
-        self._journal.append(decode_as(JournalRecord, encode(output.journal)))
+        self._journal += [decode_as(JournalRecord, encode(record)) for record in output.records]
         self._batches += [decode_as(TrainingBatch, encode(batch)) for batch in output.batches]
         self._dead_letters += output.dead_letters
         return output.journal
@@ -136,7 +136,7 @@ class GroupingTestDriver:
         """The least of the journal that restores: from the newest snapshot, or the oldest group still remembered."""
         records = self._journal
         since = records[-1].remembered_since_ms
-        snapshot = max(i for i, record in enumerate(records) if record.snapshot)
+        snapshot = max(i for i, record in enumerate(records) if record.snapshot and record.part == 0)
         remembered = (i for i, r in enumerate(records) if any(g.finished_ms >= since for g in r.finished_groups))
         return records[min(snapshot, next(remembered, snapshot)) :]
 

@@ -76,7 +76,7 @@ def test_a_batch_appears_only_when_its_transaction_commits(real_run: RealRun) ->
     for message in clients.read_to_end(real_run.kafka, topic):
         fold.apply(records_of(message))
     fold.apply(records_of_mark(fold.position, fold.stream_time_ms, version=0))
-    part = Part(fold.take(), journal, 1000)
+    part = Part(fold.take(), journal)
     assert part.output.batches
     commit = publisher._producer.commit_transaction
     seen: list[int] = []

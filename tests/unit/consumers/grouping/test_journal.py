@@ -1,0 +1,298 @@
+"""The journal: sums that stay the same bits, counts and records that stay small, and what a commit points at."""
+
+import math
+import statistics
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from consumers.grouping import account, counts, state
+from consumers.grouping.config import GroupingConfig
+from consumers.grouping.counts import OTHERS, Counts
+from consumers.grouping.fold import Fold
+from consumers.grouping.parts import in_parts
+from consumers.grouping.restore import Journal
+from consumers.grouping.runs import from_runs, to_runs
+from consumers.grouping.state import CommitMetadata
+from consumers.grouping.testing import GroupingTestDriver, example_rollout
+from tests.unit.consumers.grouping.pairs import driver, pair
+from topics.codec import decode_as, encode
+from topics.errors import StateRefused
+from topics.examples import batch_digest
+from topics.records import Drop, FateCount, FinishedGroup, FinishedOffsets, JournalRecord, same
+
+# ---------------------------------------------------------------------- sums
+
+
+def sums(d: GroupingTestDriver) -> dict[tuple[str, str], FateCount]:
+    return {(count.environment, count.fate): count for count in d.journal[-1].counts}
+
+
+def scored(d: GroupingTestDriver, example_id: str, *rewards: float) -> None:
+    for member, reward in enumerate(rewards):
+        d.pipe(example_rollout(f"{example_id}-{member}", reward, example_id=example_id))
+
+
+def test_lengths_and_rewards_are_summed_by_environment_and_fate() -> None:
+    d = driver()
+    d.pipe(example_rollout("a", 0.25, tokens=np.arange(10, dtype="<i4"), loss_mask=np.arange(10) > 3))
+    d.pipe(example_rollout("b", -1.5))
+    d.pipe(example_rollout("a", 1.0))
+    d.pipe(example_rollout("c", 4.0, example_id="1", environment="other"))
+    d.pipe(example_rollout("d", 4.0, example_id="1", environment="other"))
+    found = sums(d)
+    assert found["env", "batched"] == FateCount(
+        environment="env",
+        fate="batched",
+        rollouts=2,
+        tokens=14,
+        measured=2,
+        sampled_tokens=8,
+        sampled_tokens_squared=40.0,
+        reward=-1.25,
+        reward_squared=2.3125,
+    )
+    assert (found["env", "dropped:late"].measured, found["env", "dropped:late"].reward) == (1, 1.0)
+    assert found["other", "dropped:zero_variance"].reward_squared == 32.0
+
+
+def test_what_is_no_sound_rollout_is_counted_and_not_measured() -> None:
+    d = driver()
+    d.pipe(b"poison")
+    d.pipe(example_rollout("a", math.nan))
+    d.pipe(example_rollout("b", math.inf))
+    d.advance(1)
+    found = sums(d)
+    assert found["env", "dropped:invalid"].rollouts == 2
+    assert all(count.measured == count.reward == count.sampled_tokens_squared == 0 for count in found.values())
+    assert all(count.measured == 0 for count in d.journal[-1].produced)
+
+
+def test_sums_are_the_same_bits_however_often_the_task_is_restored() -> None:
+    random = Random(5)
+
+    def run(crashes: bool) -> tuple[FateCount, ...]:
+        rewards = Random(7)
+        d = driver()
+        for example in range(60):
+            scored(d, str(example), rewards.random() / 3, -rewards.random() * 1e9)
+            if random.random() < 0.4:
+                d.commit()
+            if crashes and random.random() < 0.4:
+                d.crash_and_restore()
+        return d.journal[-1].counts
+
+    first = run(crashes=False)
+    assert first == run(crashes=True)
+    assert first[0].measured == 120
+
+
+def test_a_journal_of_the_first_schema_leaves_sums_unmeasured_until_more_is_counted() -> None:
+    d = driver()
+    pair(d)
+    old = decode_as(JournalRecord, encode(d.commit(snapshot=True), version=1))
+    [before] = old.counts
+    assert (before.rollouts, before.measured, before.reward, old.part, old.parts) == (2, 0, 0.0, 0, 1)
+    fold = Fold(state.restore([old]))
+    for number, reward in enumerate((3.0, 5.0)):
+        record = d.log[0]._replace(offset=old.position + number, value=encode(example_rollout(f"n{number}", reward)))
+        fold.apply(record._replace(key=d.log[0].key))
+    [late] = [count for count in fold.take().journal.counts if count.fate == "dropped:late"]
+    assert (late.rollouts, late.measured, late.reward) == (2, 2, 8.0)
+
+
+def test_counts_of_more_environments_than_the_journal_holds_are_kept_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counts, "COUNTED_BYTES", 1_000)
+    found = Counts()
+    for number in range(500):
+        found.add(f"environment {number}", "batched", 2)
+        found.add("é" * 400, f"dropped:reason {number}", 2)
+    records = found.records()
+    assert sum(count.rollouts for count in records) == 1_000
+    assert sum(count.tokens for count in records) == 2_000
+    assert [(c.fate, c.rollouts) for c in records if c.environment == OTHERS] == [
+        ("batched", 491),
+        ("dropped:other", 500),
+    ]
+    assert Counts(records).records() == records
+    bare = journal()
+    assert len(encode(replace(bare, counts=records))) - len(encode(bare)) < 1_000 + 2 * 100
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def journal(**fields: object) -> JournalRecord:
+    return replace(state.initial(0, 1, "id", GroupingConfig()), **fields)
+
+
+TEXT = st.text(max_size=30)
+RUNS = st.sets(st.integers(0, 300), max_size=60).map(to_runs)
+FULL = st.builds(
+    journal,
+    sequence=st.integers(0, 10),
+    begin=st.just(7),
+    position=st.just(1_000),
+    admitted=RUNS,
+    unfinished=RUNS,
+    delivered=RUNS,
+    snapshot=st.booleans(),
+    finished=st.dictionaries(st.sampled_from(["batched", "dropped", "control"]), RUNS.filter(len)).map(
+        lambda runs: tuple(FinishedOffsets(fate=fate, runs=found) for fate, found in sorted(runs.items()))
+    ),
+    drops=st.lists(st.builds(Drop, offset=st.integers(0, 2**60), reason=TEXT, uid=TEXT, detail=TEXT)).map(tuple),
+    finished_groups=st.lists(
+        st.builds(
+            FinishedGroup,
+            environment=TEXT,
+            example_id=TEXT,
+            group_id=TEXT,
+            policy_version=st.just(3),
+            sealed_ms=st.just(4),
+            finished_ms=st.just(5),
+        )
+    ).map(tuple),
+    batch_ids=st.lists(TEXT).map(tuple),
+)
+
+
+@given(record=FULL, limit=st.integers(1, 2_000))
+def test_parts_hold_what_the_record_held_and_no_more_than_they_may(record: JournalRecord, limit: int) -> None:
+    parts = in_parts(record, limit)
+    assert [part.sequence for part in parts] == list(range(record.sequence, record.sequence + len(parts)))
+    assert [part.begin for part in parts] == [record.begin, *[record.position] * (len(parts) - 1)]
+    assert [(part.part, part.parts) for part in parts] == [(number, len(parts)) for number in range(len(parts))]
+    for name in ("drops", "finished_groups", "batch_ids"):
+        assert tuple(item for part in parts for item in getattr(part, name)) == getattr(record, name)
+    for name in ("admitted", "unfinished", "delivered"):
+        assert same(np.concatenate([getattr(part, name) for part in parts]), getattr(record, name))
+    finished: dict[str, list[int]] = {}
+    for part in parts:
+        for found in part.finished:
+            finished.setdefault(found.fate, []).extend(from_runs(found.runs))
+    assert finished == {found.fate: list(from_runs(found.runs)) for found in record.finished}
+    empty = len(encode(journal(sequence=10, begin=7, position=1_000, snapshot=True)))
+    for part in parts:
+        items = len(part.drops) + len(part.finished_groups) + len(part.batch_ids) + len(part.finished)
+        alone = items + sum(len(getattr(part, name)) > 0 for name in ("admitted", "unfinished", "delivered")) == 1
+        # A few bytes for counts of entries, which grow from one byte to three.
+        assert alone or len(encode(part)) <= empty + limit + 30
+
+
+def test_a_state_is_restored_from_the_parts_of_its_transactions(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = GroupingConfig(batch_rollouts=2, exclude_environments=("gone",), horizon_s=1_000.0)
+
+    def run() -> GroupingTestDriver:
+        d = GroupingTestDriver(config)
+        for example in range(40):
+            pair(d, f"e{example}", environment="gone" if example % 3 == 0 else "env")
+            d.pipe(example_rollout("x", 1.0, example_id=f"open {example}"))
+            d.pipe(example_rollout("late", 1.0, example_id=f"e{example}", environment="env"))
+            if example % 10 == 9:
+                d.commit(snapshot=example == 29)
+                d.crash_and_restore()
+        return d
+
+    whole = run()
+    monkeypatch.setattr(account, "in_parts", lambda record: in_parts(record, 300))
+    parted = run()
+    assert max(record.parts for record in parted.journal) > 5
+    assert any(record.snapshot and record.part for record in parted.journal)
+    assert [record.sequence for record in parted.journal] == list(range(len(parted.journal)))
+    assert parted.drops == whole.drops
+    assert [batch_digest(batch) for batch in parted.batches] == [batch_digest(batch) for batch in whole.batches]
+    assert replace(state.restore(parted.journal), sequence=0) == replace(state.restore(whole.journal), sequence=0)
+    snapshot = max(n for n, record in enumerate(parted.journal) if record.snapshot and not record.part)
+    since = state.restore(parted.journal[snapshot:])
+    assert since.unfinished == state.restore(whole.journal).unfinished
+    # The oldest record still wanted may be a part of an older snapshot.
+    assert state.restore(parted.journal[1:]).unfinished == since.unfinished
+    with pytest.raises(StateRefused, match=r"part \d+ of \d+ of its transaction; the rest was deleted"):
+        state.restore(parted.journal[: snapshot + 1])
+
+
+def test_a_hundred_thousand_drops_of_one_transaction_fit_the_smallest_topic() -> None:
+    drops = tuple(
+        Drop(
+            offset=offset,
+            reason="excluded",
+            detail="environment env is excluded",
+            uid=f"a rollout of some worker, of some length {offset}",
+            environment="env",
+            policy_version=3,
+            lowest_version=3,
+        )
+        for offset in range(100_000)
+    )
+    record = journal(position=100_000, drops=drops)
+    assert len(encode(record)) > 8 * 1024 * 1024
+    sizes = [len(encode(part)) for part in in_parts(record)]
+    assert max(sizes) < 600 * 1024
+    assert len(sizes) < 40
+
+
+def test_a_snapshot_of_every_second_offset_is_written_in_parts() -> None:
+    offsets = np.arange(0, 400_000, 2)
+    record = journal(position=400_000, snapshot=True, unfinished=to_runs(offsets), delivered=to_runs(offsets[::2]))
+    parts = in_parts(record)
+    assert max(len(encode(part)) for part in parts) < 600 * 1024
+    assert state.restore(parts).unfinished == frozenset(offsets.tolist())
+    assert state.restore(parts).delivered == frozenset(offsets[::2].tolist())
+
+
+# ---------------------------------------------------------------------- what a commit points at
+
+
+def finished(sequence: int, *times_ms: int, since_ms: int = -1, **fields: object) -> JournalRecord:
+    groups = tuple(
+        FinishedGroup(environment="e", example_id="", policy_version=0, group_id="", sealed_ms=at, finished_ms=at)
+        for at in times_ms
+    )
+    fields.setdefault("snapshot", False)
+    return journal(sequence=sequence, finished_groups=groups, remembered_since_ms=since_ms, **fields)
+
+
+def test_a_commit_points_at_the_oldest_record_of_a_group_still_remembered() -> None:
+    places = Journal(newest=0, snapshot=0)
+    assert places.written(10, finished(1, 1_000, snapshot=True)) == CommitMetadata(10, 10, 10)
+    assert places.written(11, finished(2, 2_500)) == CommitMetadata(11, 10, 10)
+    # It goes by what the record says is remembered, whatever the horizon is set to now.
+    assert places.written(12, finished(3, since_ms=1_001, snapshot=True)) == CommitMetadata(12, 12, 11)
+    assert places.written(13, finished(4, since_ms=2_501)) == CommitMetadata(13, 12, 12)
+
+
+def test_a_snapshot_in_parts_is_pointed_at_where_it_begins() -> None:
+    places = Journal(newest=0, snapshot=0)
+    places.written(20, finished(1, 5, snapshot=True, part=0, parts=2))
+    assert places.written(21, finished(2, 5, snapshot=True, part=1, parts=2)) == CommitMetadata(21, 20, 20)
+
+
+@given(spans=st.lists(st.tuples(st.integers(0, 1_500), st.integers(0, 3_000)), max_size=80), horizon=st.just(5_000))
+def test_the_places_remembered_are_few_and_never_too_new(spans: list[tuple[int, int]], horizon: int) -> None:
+    places = Journal(newest=0, snapshot=0)
+    now, told = 0, []
+    for offset, (wait, length) in enumerate(spans):
+        first = now + wait
+        now = first + length
+        told.append((now, offset))
+        metadata = places.written(offset, finished(offset, first, now, since_ms=now - horizon, snapshot=True))
+        remembered = [at for last, at in told if last >= now - horizon]
+        assert metadata.oldest <= remembered[0]
+        # At most a second more is read again than must be.
+        assert all(last >= now - horizon - 1_000 for last, at in told if at >= metadata.oldest)
+        assert len(places.horizon) <= horizon // 1_000 + 2
+
+
+def test_means_and_spreads_follow_from_the_sums() -> None:
+    d = driver()
+    rewards = [number / 7 for number in range(20)]
+    for number in range(0, 20, 2):
+        scored(d, str(number), *rewards[number : number + 2])
+    count = sums(d)["env", "batched"]
+    assert count.reward / count.measured == pytest.approx(statistics.mean(rewards))
+    spread = count.reward_squared / count.measured - (count.reward / count.measured) ** 2
+    assert spread == pytest.approx(statistics.pvariance(rewards))
