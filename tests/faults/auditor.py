@@ -77,6 +77,10 @@ class _Journal:
     drops: dict[int, str] = field(default_factory=dict)
     in_flight: set[int] = field(default_factory=set)
     batch_ids: list[str] = field(default_factory=list)
+    counts: list[dict[str, Any]] = field(default_factory=list)
+    """As the last record has them: by environment and fate."""
+    sums: bool = False
+    """Whether lengths and rewards were summed up from the first record on."""
 
 
 def judge(evidence: Evidence) -> Audit:
@@ -102,6 +106,7 @@ def judge(evidence: Evidence) -> Audit:
                 f"{journal.position}",
             )
         _check_places(number, records, own, journal, dead[number], result)
+        _check_counts(number, records, journal, result)
         _check_groups(records, own, journal.config.get("min_group_size", 0), result)
         # Nobody saw the time of a record that could not be read.
         timeless = {offset for partition, offset in _unread_times(evidence) if partition == number}
@@ -150,6 +155,7 @@ def digest_of(batch: dict[str, Any]) -> str:
 
 def _journal(number: int, records: list[Raw], result: Audit) -> _Journal:
     journal = _Journal()
+    parts: list[Decoded] = []
     for sequence, raw in enumerate(records):
         record = decode(raw.value)
         if record is None or record.name != "JournalRecord":
@@ -165,7 +171,28 @@ def _journal(number: int, records: list[Raw], result: Audit) -> _Journal:
                 f"{journal.position} was due",
             )
         journal.position = record["position"]
+        # Before version 2 of its schema a transaction had one record, and no sums.
+        part, of = record.fields.get("part", 0), record.fields.get("parts", 1)
+        journal.sums = "part" in record.fields and (journal.sums or sequence == 0)
+        if part != len(parts) or {one["position"] for one in parts} - {record["position"]}:
+            result.found(
+                "exactly once",
+                f"journal[{number}] sequence {sequence} is part {part} of {of} after {len(parts)} others",
+            )
+        parts.append(record)
+        if part == of - 1:
+            _transaction(number, parts, journal, result)
+            parts = []
+    if parts:
+        result.found("exactly once", f"journal[{number}] ends in the middle of a transaction")
+    return journal
+
+
+def _transaction(number: int, parts: list[Decoded], journal: _Journal, result: Audit) -> None:
+    """Add what one transaction changed; its lists may go on over several records."""
+    for record in parts:
         journal.in_flight.update(_offsets(record["admitted"]))
+    for record in parts:
         for finished in record["finished"]:
             for offset in _offsets(finished["runs"]):
                 if offset in journal.finished:
@@ -175,9 +202,10 @@ def _journal(number: int, records: list[Raw], result: Audit) -> _Journal:
         for drop in record["drops"]:
             journal.drops[drop["offset"]] = drop["reason"]
         journal.batch_ids += record["batch_ids"]
-        if record["snapshot"] and set(_offsets(record["unfinished"])) != journal.in_flight:
-            result.found("conservation", f"the snapshot at journal[{number}] sequence {sequence} is not what adds up")
-    return journal
+    if parts[-1]["snapshot"] and {o for record in parts for o in _offsets(record["unfinished"])} != journal.in_flight:
+        where = f"journal[{number}] sequence {parts[-1]['sequence']}"
+        result.found("conservation", f"the snapshot at {where} is not what adds up")
+    journal.counts = parts[-1]["counts"]
 
 
 def _offsets(runs: Iterable[Any]) -> list[int]:
@@ -305,6 +333,35 @@ def _check_places(
             )
     for offset, found in sorted(places.items()):
         result.found("conservation", f"rollouts[{number}] offset {offset} is {' and '.join(found)}, and no record")
+
+
+def _check_counts(number: int, records: list[Raw], journal: _Journal, result: Audit) -> None:
+    """What the journal counted and summed up of rollouts, by environment and fate."""
+    if any(count["environment"] == "(others)" for count in journal.counts):
+        return
+    true: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * 6)
+    for raw in records:
+        fate = journal.finished.get(raw.offset)
+        record = decode(raw.value)
+        if fate not in ("batched", "dropped") or record is None or record.name != "Rollout":
+            continue
+        reason = journal.drops.get(raw.offset)
+        sums = true[record["environment"], fate if reason is None else f"{fate}:{reason}"]
+        length, reward = int(np.count_nonzero(record["loss_mask"])), record["reward"]
+        # What is invalid may hold numbers that are none.
+        measured = [0.0] * 4 if reason == "invalid" else [length, length * length, reward, reward * reward]
+        sums[:] = [a + b for a, b in zip(sums, [1, len(record["tokens"]), *measured], strict=True)]
+    names = ("rollouts", "tokens", "sampled_tokens", "sampled_tokens_squared", "reward", "reward_squared")
+    given = {
+        (count["environment"], count["fate"]): [float(count.get(name, 0)) for name in names]
+        for count in journal.counts
+        if count["fate"] == "batched" or count["fate"].startswith("dropped:")
+    }
+    for key in sorted(true.keys() | given.keys()):
+        there, due = (counts.get(key, [0.0] * 6) for counts in (given, true))
+        if not np.allclose(there[: None if journal.sums else 2], due[: None if journal.sums else 2], rtol=1e-9):
+            sums_of = dict(zip(names, zip(there, due, strict=True), strict=True))
+            result.found("conservation", f"journal[{number}] counts of {key} (there, due): {sums_of}")
 
 
 # ---------------------------------------------------------------------- groups

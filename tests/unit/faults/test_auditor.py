@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from consumers.grouping.config import GroupingConfig
+from consumers.grouping.parts import in_parts
 from consumers.grouping.publisher import index_entry
 from consumers.grouping.testing import GroupingTestDriver, example_rollout
 from tests.faults.auditor import Audit, digest_of, judge
@@ -242,7 +243,48 @@ def test_a_drop_for_another_reason_is_found(sound: Evidence) -> None:
         return replace(record, drops=tuple(replace(drop, reason="stale_version") for drop in record.drops))
 
     audit = judge(change(sound, "journal", 1, relabel))  # type: ignore[arg-type]
-    assert promises(audit) == {"refold"}
+    assert promises(audit) == {"refold", "conservation"}
+    assert any("the model for" in finding for finding in audit.findings)
+    assert any("counts of" in finding for finding in audit.findings)
+
+
+@pytest.mark.parametrize("name", ["rollouts", "tokens", "sampled_tokens", "reward", "reward_squared"])
+def test_a_count_or_a_sum_that_is_not_so_is_found(sound: Evidence, name: str) -> None:
+    def miscount(record: JournalRecord) -> JournalRecord:
+        batched = next(count for count in record.counts if count.fate == "batched")
+        others = tuple(count for count in record.counts if count is not batched)
+        return replace(record, counts=(*others, replace(batched, **{name: getattr(batched, name) + 1})))
+
+    audit = judge(change(sound, "journal", len(sound.topics["journal"]) - 1, miscount))  # type: ignore[arg-type]
+    assert promises(audit) == {"conservation"}
+    assert all("counts of ('env', 'batched')" in finding for finding in audit.findings)
+
+
+@pytest.fixture
+def in_pieces(sound: Evidence) -> Evidence:
+    """The same run, whose transactions wrote several journal records each."""
+    pieces: list[JournalRecord] = []
+    for raw in sound.topics["journal"]:
+        whole = decode_as(JournalRecord, raw.value)
+        pieces += in_parts(replace(whole, sequence=len(pieces)), 200)
+    assert len(pieces) > 2 * len(sound.topics["journal"])
+    journal = [Raw(0, at, 0, b"", encode(record)) for at, record in enumerate(pieces)]
+    return replace(sound, topics={**sound.topics, "journal": journal})
+
+
+def test_transactions_that_wrote_several_journal_records_are_added_up(in_pieces: Evidence) -> None:
+    audit = judge(in_pieces)
+    assert audit.findings == []
+    assert audit.refolded == [0]
+
+
+def test_a_part_of_a_transaction_that_is_missing_is_found(in_pieces: Evidence) -> None:
+    journal = in_pieces.topics["journal"]
+    last = max(at for at, raw in enumerate(journal) if decode_as(JournalRecord, raw.value).part > 0)
+    del journal[last:]
+    assert any("ends in the middle of a transaction" in finding for finding in judge(in_pieces).findings)
+    del journal[1]
+    assert any("after 1 others" in finding for finding in judge(in_pieces).findings)
 
 
 def test_a_dead_letter_with_other_bytes_is_found(sound: Evidence) -> None:
