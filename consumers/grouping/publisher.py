@@ -5,6 +5,7 @@ sent again. The transactional id decides who is who: whoever finds it taken over
 """
 
 import hashlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -89,6 +90,18 @@ class TransactionPublisher:
         self._consumer = consumer
         outsider = clients.reader(self._kafka, group=self._group)
         try:
+            self._ask_whose(outsider)
+        except OwnershipLost:
+            # Renewed, with no rival behind it; nothing is held that would have to be restored.
+            return
+        except Stalled as stalled:
+            # No answer is no permission to take the id over.
+            raise self._given_up(str(stalled), KafkaError(KafkaError._TIMED_OUT)) from stalled
+        finally:
+            outsider.close()
+
+    def _ask_whose(self, outsider: Consumer) -> None:
+        try:
             self._producer.begin_transaction()
             nobodys = [TopicPartition(topic_name(self._run, "rollouts"), 0, 0)]
             metadata = outsider.consumer_group_metadata()
@@ -98,10 +111,6 @@ class TransactionPublisher:
             )
         except KafkaException as exception:
             self._raise_if_fatal(exception.args[0])
-        except Stalled as stalled:
-            raise self._given_up(str(stalled), KafkaError(KafkaError._TIMED_OUT)) from stalled
-        finally:
-            outsider.close()
         self._abort()
 
     def publish(self, parts: Sequence[Part]) -> None:
@@ -257,12 +266,16 @@ class TransactionPublisher:
         if len(self._producer):
             raise KafkaException(KafkaError(KafkaError._MSG_TIMED_OUT, "batches were not acknowledged in time"))
 
-    def _retry(self, call: Callable[[], Any], name: str, *, may_abort: bool = True) -> None:
+    def _retry(
+        self, call: Callable[[], Any], name: str, *, may_abort: bool = True, for_s: float = _RETRY_FOR_S
+    ) -> None:
         """Call until it returns. A retriable error means the same call again: a commit that timed out may be done, and
-        `may_abort` is false for it: nobody may abort then, so this process gives up instead.
+        `may_abort` is false for it: nobody may abort then. Raises Stalled after `for_s`: another producer finds out.
+
+        It calls twice at least: a zombie may have been stopped during the first, and hears in the second who it is.
         """
-        deadline = time.monotonic() + _RETRY_FOR_S
-        while True:
+        deadline = time.monotonic() + for_s
+        for attempt in itertools.count(1):
             try:
                 self._calls.run(call, name, self._call_timeout_s + 1.0)
                 return
@@ -272,16 +285,20 @@ class TransactionPublisher:
                 # After a fatal error another call is a conflict, which is called retriable, and never ends.
                 if error.txn_requires_abort() or not error.retriable() or error.code() == KafkaError._CONFLICT:
                     raise
-                if time.monotonic() > deadline:
+                if attempt > 1 and time.monotonic() > deadline:
                     if may_abort:
                         raise
-                    raise self._given_up(f"{name} had no answer for {_RETRY_FOR_S:g} s", error) from exception
+                    raise Stalled(f"{name} had no answer for {for_s:g} s") from exception
                 event(logger, "transaction_call_retried", level=logging.WARNING, call=name, error=error.str())
 
     def _abort(self) -> None:
         try:
+            # The client may wait for ever for an abort; past this time the coordinator has aborted by itself.
             self._retry(
-                lambda: self._producer.abort_transaction(self._call_timeout_s), "abort_transaction", may_abort=False
+                lambda: self._producer.abort_transaction(self._call_timeout_s),
+                "abort_transaction",
+                may_abort=False,
+                for_s=self._kafka.transaction_timeout_s,
             )
         except KafkaException as exception:
             raise self._given_up("it cannot be aborted", exception.args[0]) from exception
