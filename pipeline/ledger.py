@@ -12,11 +12,12 @@ import numpy as np
 
 from consumers.grouping.changes import BATCHED, CONTROL, DEAD_LETTERED, DROPPED
 from consumers.grouping.runs import from_runs
+from pipeline.selection import Selection, selections
 from topics import clients, codec
 from topics.catalogue import topic_name
 from topics.codec import decode_as
 from topics.config import KafkaConfig
-from topics.records import JournalRecord, LearnerStep, TrainingBatch
+from topics.records import FateCount, JournalRecord, LearnerStep, TrainingBatch
 
 _UNFINISHED = "in_flight"
 _FATES = (_UNFINISHED, BATCHED, DROPPED, DEAD_LETTERED, CONTROL)
@@ -42,6 +43,8 @@ class Ledger:
     in_flight: int = 0
     unread: int = 0
     evals: int = 0
+    selection: dict[str, Selection] = field(default_factory=dict)
+    """Lengths and rewards by environment, of what was batched and of what was not."""
     problems: list[str] = field(default_factory=list)
     """What does not add up; the first twenty."""
 
@@ -68,6 +71,7 @@ class Ledger:
             "in_flight": self.in_flight,
             "unread": self.unread,
             "evals": self.evals,
+            "selection": {environment: found.as_dict() for environment, found in self.selection.items()},
             "problems": self.problems,
         }
 
@@ -87,6 +91,7 @@ class _Partition:
         self.fates = np.full(1024, -1, "<i1")
         self.reasons: dict[int, str] = {}
         self.batch_ids: list[str] = []
+        self.counts: tuple[FateCount, ...] = ()
 
     def read(self, record: JournalRecord, ledger: Ledger) -> None:
         """Take in the next journal record."""
@@ -106,6 +111,7 @@ class _Partition:
         for drop in record.drops:
             self.reasons[drop.offset] = drop.reason
         self.batch_ids += record.batch_ids
+        self.counts = record.counts
 
     def _set(self, offset: int, fate: str, ledger: Ledger) -> None:
         now = self.fates[offset]
@@ -127,6 +133,7 @@ def ledger(kafka: KafkaConfig, run: str) -> Ledger:
     for message in clients.read_to_end(kafka, topic_name(run, "journal")):
         record = decode_as(JournalRecord, message.value())
         partitions[record.partition].read(record, result)
+    result.selection = selections(count for partition in partitions.values() for count in partition.counts)
     rows = _check_batches(kafka, run, partitions, result)
     _check_dead_letters(kafka, run, partitions, result)
     _check_records(kafka, run, partitions, result)

@@ -1,9 +1,11 @@
-"""Watches a run from its topics while it goes on: rewards of what is produced, steps and batches so far.
+"""Watches a run from its topics while it goes on: rewards of what is produced, steps and batches so far, and whether
+what grouping loses is of another kind than what it keeps.
 
 For progress lines, stop rules and reports; it reads in no group and changes nothing. Only `rollouts` shows every
 rollout produced: the learner sees what grouping kept.
 """
 
+import logging
 import time
 from bisect import insort
 from collections.abc import Sequence
@@ -12,12 +14,16 @@ from typing import Any, NamedTuple
 
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, TopicPartition
 
+from pipeline.selection import selections, warning
 from topics import clients
 from topics.catalogue import topic_name
-from topics.codec import decode
+from topics.codec import decode, decode_as
 from topics.config import KafkaConfig
 from topics.errors import DeadlineExceeded, RecordError
-from topics.records import LearnerStep, Rollout
+from topics.logs import event
+from topics.records import FateCount, JournalRecord, LearnerStep, Rollout
+
+logger = logging.getLogger(__name__)
 
 EXACT = "exact"
 _TIMEOUT_S = 60.0
@@ -49,14 +55,19 @@ class Means:
 
 
 class RunObserver:
-    """What a run's `rollouts`, `batch-index` and `steps` say so far. `poll` reads on, from the beginning at first."""
+    """What a run's `rollouts`, `batch-index`, `steps` and `journal` say so far. `poll` reads on, from the beginning at
+    first.
+    """
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
-        self._rollouts, self._index, self._steps = (topic_name(run, t) for t in ("rollouts", "batch-index", "steps"))
+        self._rollouts, self._index, self._steps, self._journal = (
+            topic_name(run, topic) for topic in ("rollouts", "batch-index", "steps", "journal")
+        )
         # Whoever watches is in no hurry: few large answers instead of one for each record.
         self._consumer = clients.reader(kafka, **_UNHURRIED)
         partitions = clients.partitions_of(kafka, self._rollouts)
-        places = [*((self._rollouts, p) for p in range(partitions)), (self._index, 0), (self._steps, 0)]
+        of_partitions = [(topic, p) for topic in (self._rollouts, self._journal) for p in range(partitions)]
+        places = [*of_partitions, (self._index, 0), (self._steps, 0)]
         self._reached = dict.fromkeys(places, 0)
         clients.follow(self._consumer, kafka, [TopicPartition(topic, p, OFFSET_BEGINNING) for topic, p in places])
         self.scored: list[Scored] = []
@@ -65,11 +76,16 @@ class RunObserver:
         self.steps = 0
         self.policy_version = -1
         """Newest policy version a step published."""
+        self._counts: dict[int, tuple[FateCount, ...]] = {}
+        self._counts_moved = False
+        self._warned: set[tuple[str, str]] = set()
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Take in what arrived, waiting at most `timeout_s` for the first record."""
         for message in self._consumer.consume(1000, timeout_s):
             self._take(message)
+        if self._counts_moved:
+            self._watch_selection()
 
     def catch_up(self) -> None:
         """Read on to where every topic ends now. Call once nothing writes any more."""
@@ -109,8 +125,28 @@ class RunObserver:
             if isinstance(step, LearnerStep) and step.step >= self.steps:
                 self.steps = step.step
                 self.policy_version = max(self.policy_version, step.policy_version)
+        elif topic == self._journal:
+            self._counts[message.partition() or 0] = decode_as(JournalRecord, message.value()).counts
+            self._counts_moved = True
         else:
             self._score(message)
+
+    def _watch_selection(self) -> None:
+        """Warn once of each environment and figure that what was lost has shifted."""
+        self._counts_moved = False
+        for environment, selection in selections(c for counts in self._counts.values() for c in counts).items():
+            for figure in selection.alerts():
+                if (environment, figure) not in self._warned:
+                    self._warned.add((environment, figure))
+                    event(
+                        logger,
+                        "selection_biased",
+                        level=logging.WARNING,
+                        environment=environment,
+                        figure=figure,
+                        shift=round(selection.shift(figure), 3),
+                        what=warning(environment, figure, selection.as_dict()),
+                    )
 
     def _score(self, message: Message) -> None:
         try:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from pipeline.selection import FIGURES, TOLERANCE, warning
 from pipeline.tables import bytes_text, table
 
 NEEDED_GAIN = 0.5
@@ -82,6 +83,7 @@ class DemoReport:
             for key, value in evaluation.items():
                 values[f"heldout_{key}_{name}"] = value
             values[f"heldout_exact_{name}"] = evaluation["exact"]
+        values["selection"] = self.ledger["selection"]
         return {**values, "passed": self.passed, "failures": list(self.failures)}
 
     def as_text(self) -> str:
@@ -128,7 +130,29 @@ def ledger_text(book: Mapping[str, Any]) -> str:
         (f"  {name.replace('_', ' ')}", book[name]) for name in ("dead_lettered", "control", "in_flight", "unread")
     ]
     verdict = "every record is in exactly one place" if book["balanced"] else "THE LEDGER DOES NOT BALANCE"
-    return "\n".join([table(("ledger of rollouts", "records"), rows), verdict, *book.get("problems", ())])
+    books = "\n".join([table(("ledger of rollouts", "records"), rows), verdict, *book.get("problems", ())])
+    return f"{books}\n\n{selection_text(book['selection'])}" if book["selection"] else books
+
+
+def selection_text(found: Mapping[str, Any]) -> str:
+    """Mean length and reward by environment and kind, and whether what was lost biases what is trained on."""
+    rows: list[tuple[object, ...]] = []
+    lines = []
+    for environment, selection in found.items():
+        for name in ("produced", "batched", "without_gradient", "lost"):
+            kind = selection[name]
+            unknown = "unknown" if kind["rollouts"] else ""
+            means = (unknown if kind[f"mean_{f}"] is None else f"{kind[f'mean_{f}']:.4g}" for f in FIGURES)
+            # Journals of earlier releases measured nothing: a mean is over what was counted since.
+            of_these = kind["measured"] if kind["measured"] < kind["rollouts"] else "all"
+            label = environment if name == "produced" else f"  {name.replace('_', ' ')}"
+            rows.append((label, kind["rollouts"], of_these if kind["rollouts"] else "", *means))
+        lines += [warning(environment, figure, selection) for figure in selection["alerts"]]
+    verdict = [f"WARNING: {line}" for line in lines] or [
+        f"what was lost shifts no mean by more than {TOLERANCE} standard deviations, beyond chance"
+    ]
+    header = ("environment", "rollouts", "measured", *(f"mean {figure}" for figure in FIGURES))
+    return "\n".join([table(header, rows), *verdict])
 
 
 def verification_text(found: Mapping[str, Any]) -> str:

@@ -1,8 +1,11 @@
 """Grouping on a real broker: exactly once through kills, nothing visible before its commit, bad input on record."""
 
+import logging
 import random
 import signal
+from contextlib import closing
 
+import numpy as np
 import pytest
 
 from consumers.batch_reader import BatchReader
@@ -10,6 +13,7 @@ from consumers.grouping.bootstrap import committed_offsets, initialise, recover
 from consumers.grouping.changes import DROPPED
 from consumers.grouping.marks import drain
 from pipeline.ledger import ledger
+from pipeline.observer import RunObserver
 from pipeline.verify import verify
 from tests.runs import RealRun, rollout
 from tests.waiting import eventually
@@ -214,3 +218,33 @@ def test_generation_0_is_written_once_and_lost_offsets_are_refused_until_recover
     real_run.send(groups(8, 8))
     read_batches(real_run, 64)
     assert ledger(real_run.kafka, real_run.name).balanced
+
+
+def test_losing_the_longest_is_reported_while_it_happens_and_in_the_ledger(
+    real_run: RealRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    real_run.grouping = type(real_run.grouping)(batch_rollouts=64, max_batch_age_s=1.0, group_deadline_s=1.0)
+    real_run.prepare()
+    real_run.start("group")
+
+    def of_length(length: int) -> dict[str, object]:
+        tokens = np.zeros(length, "<i4")
+        return {"tokens": tokens, "loss_mask": np.ones(length, bool), "logprobs": tokens.astype("<f4") - 1}
+
+    for wave in range(4):
+        # One member in ten is ten times as long, and does not come before the deadline: its group is lost.
+        short = [rollout(f"{wave}-{n}", m, **of_length(10)) for n in range(60) for m in range(4)]
+        torn = [rollout(f"{wave}-t{n}", m, **of_length(100)) for n in range(12) for m in range(3)]
+        real_run.send(short + torn)
+    eventually(lambda: ledger(real_run.kafka, real_run.name).in_flight == 0, 60, "the deadlines to pass")
+    result = ledger(real_run.kafka, real_run.name)
+    assert (result.batched, result.dropped) == (960, {"group_too_small": 144})
+    assert result.selection["env"].alerts() == ("length",)
+    assert result.as_dict()["selection"]["env"]["lost"]["mean_length"] == 100.0
+    with closing(RunObserver(real_run.kafka, real_run.name)) as observer, caplog.at_level(logging.WARNING):
+        observer.catch_up()
+        for _ in range(3):
+            observer.poll(0.1)
+    [warned] = [r for r in caplog.records if r.getMessage() == "selection_biased"]
+    assert warned.levelno == logging.WARNING
+    assert (warned.rollstream_fields["environment"], warned.rollstream_fields["figure"]) == ("env", "length")  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ BOOK: dict[str, Any] = {
     "control": 10,
     "in_flight": 0,
     "unread": 0,
+    "selection": {},
     "problems": [],
 }
 REPORT = DemoReport(
@@ -78,6 +79,7 @@ def test_a_program_reads_the_promised_keys() -> None:
     assert report["heldout_exact_last"] == 0.85
     assert (report["heldout_version_first"], report["heldout_version_last"]) == (0, 9)
     assert report["ledger"]["dropped"] == {"zero_variance": 20}
+    assert report["selection"] == report["ledger"]["selection"]
     assert report["passed"] is True
 
 
