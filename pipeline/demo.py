@@ -149,7 +149,7 @@ def examine(config: RunConfig, played: Played, *, kept: bool, began: float) -> D
     """Ask the topics what happened."""
     observer = played.observer
     book = ledger(config.kafka, config.run).as_dict()
-    found = verify(config.kafka, config.run).as_dict()
+    found = verify(config.kafka, config.run, config.grouper.makers).as_dict()
     first, last = observer.first(WINDOW), observer.last(WINDOW)
     return DemoReport(
         run=config.run,

@@ -62,10 +62,11 @@ def describe(config: RunConfig, args: argparse.Namespace) -> int:
 def provision(config: RunConfig) -> list[TopicPlan]:
     """Create what is missing, topics and first grouping state; returns the plan that was carried out. Idempotent."""
     from consumers.grouping.bootstrap import initialise
-    from consumers.grouping.fold import check_names
+    from consumers.grouping.configuring import check_names
+    from consumers.grouping.makers import makers_of
 
     # What generation 0 names stays in the log: a name nobody knows is refused before anything is created.
-    check_names(config.grouping)
+    check_names(config.grouping, makers_of(config.grouper.makers))
     plans = provisioning.apply(config.kafka, config.topics, config.run)
     initialise(config.kafka, config.run, config.grouping, config.grouper)
     return plans

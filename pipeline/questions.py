@@ -23,6 +23,6 @@ def show_verification(config: RunConfig, args: argparse.Namespace) -> int:
     """Compute every batch again and print what differs; 1 when one does."""
     from pipeline.verify import verify
 
-    found = verify(config.kafka, config.run).as_dict()
+    found = verify(config.kafka, config.run, config.grouper.makers).as_dict()
     print(json.dumps(found) if args.json else verification_text(found))
     return 0 if not found["mismatches"] else 1

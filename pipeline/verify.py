@@ -1,11 +1,13 @@
 """Verification: fold the recorded log again, from its first record, and compare every batch and drop bit for bit."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from consumers.grouping import state
 from consumers.grouping.changes import CORE_VERSION
 from consumers.grouping.fold import Fold
+from consumers.grouping.makers import MakerFactory, makers_of
 from consumers.grouping.restore import records_of
 from topics import clients
 from topics.catalogue import topic_name
@@ -37,22 +39,26 @@ class Verification:
         }
 
 
-def verify(kafka: KafkaConfig, run: str) -> Verification:
-    """Refold a run and compare. Raises StateRefused when the log was cut by another core version than this."""
+def verify(kafka: KafkaConfig, run: str, makers: Iterable[str] = ()) -> Verification:
+    """Refold a run and compare. `makers` are the batch makers of yours its configurations name (grouper.makers).
+
+    Raises StateRefused when the log was cut by a newer core version than this.
+    """
     clients.check_broker(kafka)
+    known = makers_of(makers)
     result = Verification()
     journals: dict[int, list[JournalRecord]] = {}
     for message in clients.read_to_end(kafka, topic_name(run, "journal")):
         record = decode_as(JournalRecord, message.value())
         journals.setdefault(record.partition, []).append(record)
-    other = {r.core_version for records in journals.values() for r in records} - {CORE_VERSION}
-    if other:
+    newest = max((r.core_version for records in journals.values() for r in records), default=CORE_VERSION)
+    if newest > CORE_VERSION:
         raise StateRefused(
-            f"run {run} was cut by core versions {sorted(other)}, this is {CORE_VERSION}; verify with the release that "
-            f"cut it"
+            f"run {run} was cut by core version {newest}, this release knows versions up to {CORE_VERSION}; verify "
+            f"with the release that cut it"
         )
     recorded = _recorded(kafka, run, journals, result)
-    folded, drops = _refold(kafka, run, journals)
+    folded, drops = _refold(kafka, run, journals, known)
     for batch_id in sorted(recorded.keys() | folded.keys()):
         result.mismatches += _differences(batch_id, recorded.get(batch_id), folded.get(batch_id))
     for partition, records in journals.items():
@@ -86,9 +92,9 @@ def _recorded(
 
 
 def _refold(
-    kafka: KafkaConfig, run: str, journals: dict[int, list[JournalRecord]]
+    kafka: KafkaConfig, run: str, journals: dict[int, list[JournalRecord]], makers: Mapping[str, MakerFactory]
 ) -> tuple[dict[str, TrainingBatch], dict[int, list[Drop]]]:
-    folds = {partition: Fold(state.restore(records[:1])) for partition, records in journals.items()}
+    folds = {partition: Fold(state.restore(records[:1]), makers) for partition, records in journals.items()}
     ends = {partition: records[-1].position for partition, records in journals.items()}
     for message in clients.read_to_end(kafka, topic_name(run, "rollouts")):
         partition = message.partition() or 0

@@ -13,7 +13,12 @@ import numpy as np
 from consumers.grouping.batch_maker import group_bytes, row_bytes
 from consumers.grouping.groups import Group, Member
 from topics.examples import REFERENCE, RLExample, batch_digest
-from topics.records import BatchGroup, TrainingBatch
+from topics.records import BatchGroup, Float32, TrainingBatch
+
+
+def advantage_array(advantage: float, length: int) -> Float32:
+    """A scalar advantage on every position, float32 [T]."""
+    return np.full(length, advantage, "<f4")
 
 
 def example(member: Member, advantage: float) -> RLExample:
@@ -23,7 +28,7 @@ def example(member: Member, advantage: float) -> RLExample:
     return RLExample(
         tokens=rollout.tokens,
         loss_mask=rollout.loss_mask,
-        advantage=np.full(len(rollout.tokens), advantage, "<f4"),
+        advantage=advantage_array(advantage, len(rollout.tokens)),
         generator_log_probs=rollout.logprobs,
         segment_ids=np.ones(len(rollout.tokens), "<i4"),
         source=member.source,
@@ -31,10 +36,14 @@ def example(member: Member, advantage: float) -> RLExample:
     )
 
 
+def name_bytes(group: Group) -> int:
+    """Most bytes a group takes in a batch besides its rows."""
+    return group_bytes(group.key.environment, group.key.example_id, group.key.group_id)
+
+
 def batch_bytes(group: Group) -> int:
     """Most bytes a sealed group takes in a batch, as makers count them."""
-    key = group.key
-    return group_bytes(key.environment, key.example_id, key.group_id) + sum(
+    return name_bytes(group) + sum(
         row_bytes(len(m.rollout.tokens), uid, REFERENCE in m.rollout.token_arrays) for uid, m in group.members.items()
     )
 

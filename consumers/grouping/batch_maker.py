@@ -6,11 +6,10 @@ number). Every rollout given to it is delivered in a batch, reported as discarde
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from topics.errors import ConfigurationError
 from topics.examples import RLExample, Source
 
 
@@ -33,6 +32,11 @@ class SealedGroup:
     def size(self) -> int:
         return len(self.rewards)
 
+    @property
+    def name_bytes(self) -> int:
+        """Most bytes the group takes in a batch besides its rows."""
+        return group_bytes(self.environment, self.example_id, self.group_id)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MakerContext:
@@ -50,6 +54,9 @@ class BatchMaker(ABC):
     remembers: after a restart it is given again what was held, in the same order, and must do the same.
     """
 
+    latest_version_only: ClassVar[bool] = False
+    """Whether groups go as soon as a newer version of their example has sealed, whatever grouping.drop_superseded says.
+    The fold sees to it, also for versions whose rollouts have long been delivered."""
     batch_number: int = 0
     """Number the next batch gets, set by the fold; seeds of random choices are made of it."""
 
@@ -63,6 +70,9 @@ class BatchMaker(ABC):
     @abstractmethod
     def create_batch(self, batch_size: int) -> list[RLExample] | None:
         """Remove and return the examples of the next batch, or None when it is not time for one.
+
+        A batch holds at least one example and at most `context.batch_bytes`, as example_bytes and the name_bytes of its
+        groups count them; rows leave in the order given, each as it was added.
 
         Called with the configured batch size after every sealing, and with the number of rollouts held when what is
         waiting must go out (its age, or a drain).
@@ -96,14 +106,18 @@ def group_bytes(environment: str, example_id: str, group_id: str) -> int:
     return 64 + len(environment.encode()) + len(example_id.encode()) + len(group_id.encode())
 
 
+def example_bytes(example: RLExample) -> int:
+    """Most bytes an example takes in an encoded batch besides its group's."""
+    return row_bytes(len(example.tokens), example.source.uid, example.reference_log_probs is not None)
+
+
 class _Waiting(NamedTuple):
     group: SealedGroup
     examples: list[RLExample]
 
     @property
     def size_bytes(self) -> int:
-        rows = (row_bytes(len(e.tokens), e.source.uid, e.reference_log_probs is not None) for e in self.examples)
-        return group_bytes(self.group.environment, self.group.example_id, self.group.group_id) + sum(rows)
+        return self.group.name_bytes + sum(map(example_bytes, self.examples))
 
 
 class FifoBatchMaker(BatchMaker):
@@ -121,7 +135,7 @@ class FifoBatchMaker(BatchMaker):
             self._held_bytes += self._waiting[-1].size_bytes
         self._waiting[-1].examples.append(example)
         self._held += 1
-        self._held_bytes += row_bytes(len(example.tokens), example.source.uid, example.reference_log_probs is not None)
+        self._held_bytes += example_bytes(example)
 
     def create_batch(self, batch_size: int) -> list[RLExample] | None:
         if not self._held or (self._held < batch_size and self._held_bytes < self.context.batch_bytes):
@@ -151,14 +165,3 @@ class FifoBatchMaker(BatchMaker):
     @property
     def held(self) -> int:
         return self._held
-
-
-MakerFactory = Callable[[MakerContext], BatchMaker]
-MAKERS: dict[str, MakerFactory] = {"fifo": FifoBatchMaker}
-
-
-def batch_maker(name: str, context: MakerContext, makers: Mapping[str, MakerFactory] = MAKERS) -> BatchMaker:
-    """A maker by name, among `makers`. Raises ConfigurationError for an unknown one."""
-    if name not in makers:
-        raise ConfigurationError(f"grouping.maker is {name!r}; makers are {', '.join(makers)}")
-    return makers[name](context)

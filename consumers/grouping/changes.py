@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from topics.records import Drop, FinishedGroup, JournalRecord, TrainingBatch
 
-CORE_VERSION = 1
-"""Version of the fold's behaviour; batches of one version are a function of the log alone."""
+CORE_VERSION = 2
+"""Newest version of the fold's behaviour this code knows; it knows all before it, too. Which one is in force, the
+configuration in the log says (`grouping.core_version`). A new key, estimator or maker needs a new version as well."""
 
 BATCHED, DROPPED, DEAD_LETTERED, CONTROL = "batched", "dropped", "dead_lettered", "control"
 
@@ -21,6 +22,7 @@ DROP_REASONS = (
     "too_old",
     "group_too_small",
     "zero_variance",
+    "zero_advantage",
     "superseded_version",
     "late",
     "capacity",

@@ -10,9 +10,17 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, get_type_hints
 
-from topics.errors import ConfigurationError
+from consumers.grouping.changes import CORE_VERSION
+from topics.errors import ConfigurationError, StateRefused
 
-_LEAST = {"generation": 0, "batch_rollouts": 1, "batch_bytes": 1, "min_group_size": 0, "capacity_bytes": 1}
+_LEAST = {
+    "generation": 0,
+    "core_version": 1,
+    "batch_rollouts": 1,
+    "batch_bytes": 1,
+    "min_group_size": 0,
+    "capacity_bytes": 1,
+}
 _LONGEST_S = 1e9
 
 
@@ -35,10 +43,12 @@ class GroupingConfig:
 
     generation: int = 0
     """Counts configurations of a run; a configuration whose generation is not higher than the current is ignored."""
+    core_version: int = CORE_VERSION
+    """Version of the fold's behaviour; a run keeps the one it started with until a higher generation says otherwise."""
     estimator: str = "rloo"
     """Advantage estimator, one of consumers.grouping.estimators.ESTIMATORS."""
     maker: str = "fifo"
-    """Batch maker, one of consumers.grouping.batch_maker.MAKERS."""
+    """Batch maker: fifo, reservoir, or one of yours that grouper.makers names."""
     seed: int = 0
     """Seed of makers that choose at random."""
     batch_rollouts: int = 64
@@ -83,6 +93,10 @@ class GroupingConfig:
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ConfigurationError(f"grouping.{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.core_version > CORE_VERSION:
+            raise ConfigurationError(
+                f"grouping.core_version is {self.core_version}; this release knows versions up to {CORE_VERSION}"
+            )
         for name in ("max_batch_age_s", "group_deadline_s", "future_deadline_s", "horizon_s"):
             if not 0.001 <= getattr(self, name) <= _LONGEST_S:
                 raise ConfigurationError(
@@ -97,17 +111,27 @@ class GroupingConfig:
 
     @classmethod
     def from_json(cls, text: str) -> "GroupingConfig":
-        """Read it back. Raises ConfigurationError for unknown keys, wrong types or senseless values."""
+        """Read it back; a text that names no core version is of version 1, which had no such key.
+
+        Raises StateRefused for a text of newer code (a newer core version, or keys that are unknown here) and
+        ConfigurationError for what no code can have run.
+        """
         try:
-            values: dict[str, Any] = json.loads(text)
-            for name in ("exclude_environments", "exclude_workers"):
-                if isinstance(values.get(name, []), list):
-                    values[name] = tuple(values.get(name, ()))
-            return cls(**values)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigurationError(
-                f"the log holds a grouping configuration this version cannot read: {error}"
-            ) from error
+            values: dict[str, Any] = {"core_version": 1, **json.loads(text)}
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ConfigurationError(f"the log holds a grouping configuration that is none: {error}") from error
+        unknown = sorted(set(values) - set(_types()))
+        version = values["core_version"]
+        if unknown or (type(version) is int and version > CORE_VERSION):
+            what = f"keys {', '.join(unknown[:5])}" if unknown else f"core version {version}"
+            raise StateRefused(
+                f"the log holds a grouping configuration with {what}, which this release (core version {CORE_VERSION}) "
+                f"does not know: upgrade rollstream"
+            )
+        for name in ("exclude_environments", "exclude_workers"):
+            if isinstance(values.get(name), list):
+                values[name] = tuple(values[name])
+        return cls(**values)
 
 
 @lru_cache(maxsize=64)
@@ -132,6 +156,8 @@ class GrouperConfig:
     """Records between full snapshots of a task's unfinished offsets in the journal."""
     mark_interval_s: float = 0.25
     """Least time between two deadline marks of one task."""
+    makers: tuple[str, ...] = ()
+    """Batch makers of yours that grouping.maker may name, as package.module:Class. Only these are ever imported."""
 
     def group_id(self, run: str) -> str:
         """Full name of the consumer group of a run."""

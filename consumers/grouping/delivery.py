@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from consumers.grouping import assemble
-from consumers.grouping.batch_maker import BatchMaker, MakerContext, MakerFactory, SealedGroup, batch_maker
-from consumers.grouping.changes import BATCHED, CORE_VERSION
+from consumers.grouping.advantages import over_batch
+from consumers.grouping.batch_maker import BatchMaker, MakerContext, SealedGroup, example_bytes
+from consumers.grouping.changes import BATCHED
 from consumers.grouping.config import GroupingConfig
 from consumers.grouping.groups import Group, Stage
+from consumers.grouping.makers import MakerFactory, batch_maker
 from topics.errors import StateRefused
 from topics.records import TrainingBatch
 
@@ -55,6 +57,11 @@ class Delivery:
             for group in self._offered:
                 self._give(group)
 
+    @property
+    def latest_version_only(self) -> bool:
+        """Whether older versions of an example go once a newer one sealed."""
+        return self._config.drop_superseded or self._maker.latest_version_only
+
     def offer(self, group: Group) -> None:
         """A sealed group is ready for a batch."""
         self._untouched = False
@@ -94,16 +101,20 @@ class Delivery:
                 raise self._broken(f"delivered {example.source}, which it does not hold")
             group.fates[example.source.offset] = BATCHED
             groups.append(group)
+        most = sum(map(example_bytes, examples)) + sum(map(assemble.name_bytes, dict.fromkeys(groups)))
+        if most > self._config.batch_bytes:
+            raise self._broken(f"made a batch of {most} bytes, grouping.batch_bytes is {self._config.batch_bytes}")
+        finished = over_batch(examples, groups)
         batch = assemble.batch(
-            examples,
+            finished,
             groups,
             partition=self._partition,
             number=self.batch_number,
-            core_version=CORE_VERSION,
+            core_version=self._config.core_version,
             generation=self._config.generation,
             cut=why,
             cut_ms=now_ms,
-            metadata=self._maker.get_batch_metadata(examples),
+            metadata=self._maker.get_batch_metadata(finished),
         )
         self.batch_number += 1
         self._maker.batch_number = self.batch_number
@@ -138,10 +149,10 @@ class Delivery:
             policy_version=key.policy_version,
             group_id=key.group_id,
             rewards=tuple(m.rollout.reward for m in group.members.values()),
-            advantages=group.advantages,
+            advantages=tuple(worth.share for worth in group.worths.values()),
             sealed_ms=group.sealed_ms,
         )
-        for member, advantage in zip(group.members.values(), group.advantages, strict=True):
+        for member, advantage in zip(group.members.values(), sealed.advantages, strict=True):
             if member.source.offset not in group.fates:
                 self._maker.add_rollout(assemble.example(member, advantage), sealed)
         self._settle()

@@ -1,30 +1,51 @@
-"""Advantage estimators: small pure functions from a group's rewards to one number a member, in float64.
+"""Advantage estimators: small pure functions from what a group's episodes came to, to a number for each, in float64.
 
 Sums are math.fsum, correctly rounded whatever the order, so that a batch has the same bits on every machine.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from topics.errors import ConfigurationError
 
-Estimator = Callable[[Sequence[float]], list[float]]
 EPSILON = 1e-8
-"""Added to a standard deviation before dividing by it."""
+"""Added to a standard deviation before dividing by it; also the least variance a batch is normalised by."""
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+@dataclass(frozen=True, kw_only=True)
+class Outcomes:
+    """The episodes of a sealed group, in the order they began; N of them."""
+
+    rewards: tuple[float, ...]
+    """Reward of each, [N]: the mean of its branches'."""
+    lengths: tuple[int, ...]
+    """Sampled tokens of each, [N]: those in the loss mask, of all its branches."""
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """How advantages come about: within each group when it seals, and for some again over the batch it is cut into."""
+
+    within_group: Callable[[Outcomes], list[float]]
+    over_batch: Callable[[Sequence[float], Sequence[float]], list[float]] | None = None
+    """From the advantages of a batch's rows and their weights to other advantages."""
+
+
+def mean(values: Sequence[float]) -> float:
+    """Mean of at least one value; of equal values exactly that value."""
+    return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
 
 
 def _std(values: Sequence[float]) -> float:
     """Population standard deviation."""
-    mean = _mean(values)
-    return math.sqrt(math.fsum((v - mean) * (v - mean) for v in values) / len(values))
+    middle = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((v - middle) * (v - middle) for v in values) / len(values))
 
 
-def rloo(rewards: Sequence[float]) -> list[float]:
+def rloo(outcomes: Outcomes) -> list[float]:
     """r_i minus the mean of the other members; 0 for a group of one. REINFORCE Leave-One-Out, arXiv:2402.14740."""
+    rewards = outcomes.rewards
     count = len(rewards)
     if count < 2:
         return [0.0] * count
@@ -32,29 +53,57 @@ def rloo(rewards: Sequence[float]) -> list[float]:
     return [r - (total - r) / (count - 1) for r in rewards]
 
 
-def rloo_normalized(rewards: Sequence[float]) -> list[float]:
+def rloo_normalized(outcomes: Outcomes) -> list[float]:
     """rloo divided by the standard deviation of the whole group plus EPSILON."""
-    scale = _std(rewards) + EPSILON
-    return [a / scale for a in rloo(rewards)]
+    scale = _std(outcomes.rewards) + EPSILON
+    return [a / scale for a in rloo(outcomes)]
 
 
-def grpo(rewards: Sequence[float]) -> list[float]:
+def grpo(outcomes: Outcomes) -> list[float]:
     """(r_i - mean) / (std + EPSILON) over the whole group. GRPO, arXiv:2402.03300."""
-    mean, scale = _mean(rewards), _std(rewards) + EPSILON
-    return [(r - mean) / scale for r in rewards]
+    scale = _std(outcomes.rewards) + EPSILON
+    return [a / scale for a in dr_grpo(outcomes)]
 
 
-def dr_grpo(rewards: Sequence[float]) -> list[float]:
+def dr_grpo(outcomes: Outcomes) -> list[float]:
     """r_i - mean: GRPO without the division that favours questions of low variance. Dr. GRPO, arXiv:2503.20783."""
-    mean = _mean(rewards)
-    return [r - mean for r in rewards]
+    middle = math.fsum(outcomes.rewards) / len(outcomes.rewards)
+    return [r - middle for r in outcomes.rewards]
+
+
+def opo(outcomes: Outcomes) -> list[float]:
+    """r_i - sum(l_j r_j) / sum(l_j): the baseline of least variance where a gradient's norm grows with length. OPO,
+    arXiv:2505.23585. Where nothing was sampled the baseline is the plain mean."""
+    total = math.fsum(outcomes.lengths)
+    if not total:
+        return dr_grpo(outcomes)
+    weighted = (length * r for length, r in zip(outcomes.lengths, outcomes.rewards, strict=True))
+    baseline = math.fsum(weighted) / total
+    return [r - baseline for r in outcomes.rewards]
+
+
+def standardized(advantages: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """(a_i - mean) / sqrt(max(variance, EPSILON)), both weighted; as they are where all weights are 0.
+
+    With the number of a row's sampled tokens for its weight this is the normalisation over the tokens of a batch in
+    REINFORCE++, arXiv:2501.03262.
+    """
+    total = math.fsum(weights)
+    if not total:
+        return list(advantages)
+    middle = math.fsum(w * a for w, a in zip(weights, advantages, strict=True)) / total
+    squares = (w * (a - middle) * (a - middle) for w, a in zip(weights, advantages, strict=True))
+    scale = math.sqrt(max(math.fsum(squares) / total, EPSILON))
+    return [(a - middle) / scale for a in advantages]
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "rloo": rloo,
-    "rloo_normalized": rloo_normalized,
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
+    "rloo": Estimator(rloo),
+    "rloo_normalized": Estimator(rloo_normalized),
+    "grpo": Estimator(grpo),
+    "dr_grpo": Estimator(dr_grpo),
+    "opo": Estimator(opo),
+    "reinforce_pp": Estimator(dr_grpo, standardized),
 }
 
 

@@ -14,20 +14,20 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Literal
 
-from consumers.grouping import assemble
+from consumers.grouping import advantages, assemble
 from consumers.grouping.account import Account
-from consumers.grouping.batch_maker import MAKERS, MakerContext, MakerFactory, batch_maker
 from consumers.grouping.changes import CORE_VERSION, Output, Record
 from consumers.grouping.config import GroupingConfig, milliseconds
+from consumers.grouping.configuring import to_put_in_force
 from consumers.grouping.deadlines import Deadlines, Due
 from consumers.grouping.delivery import Delivery
-from consumers.grouping.estimators import estimator
 from consumers.grouping.groups import Group, GroupKey, Member, Stage
 from consumers.grouping.judging import Clocks, Verdict, judge_content, judge_record, judge_sealed
+from consumers.grouping.makers import MAKERS, MakerFactory
 from consumers.grouping.memory import Memory
 from consumers.grouping.state import TaskState
 from topics import codec
-from topics.errors import ConfigurationError, RecordError, StateRefused
+from topics.errors import RecordError, StateRefused
 from topics.examples import Source
 from topics.records import GroupCancelled, Mark, Rollout
 
@@ -35,12 +35,6 @@ from topics.records import GroupCancelled, Mark, Rollout
 @cache
 def _mark_frames() -> tuple[bytes, ...]:
     return tuple(codec.MAGIC + schema.fingerprint for schema in codec.schemas()["Mark"])
-
-
-def check_names(config: GroupingConfig, makers: Mapping[str, MakerFactory] = MAKERS) -> None:
-    """Raise ConfigurationError unless the estimator and the maker of a configuration exist."""
-    estimator(config.estimator)
-    batch_maker(config.maker, MakerContext(partition=0, seed=config.seed, batch_bytes=config.batch_bytes), makers)
 
 
 class Fold:
@@ -252,12 +246,8 @@ class Fold:
             self._cut("drain")
 
     def _configure(self, mark: Mark) -> None:
-        try:
-            config = GroupingConfig.from_json(mark.configuration)
-            check_names(config, self._makers)
-        except ConfigurationError:
-            return  # Whoever wrote it cannot have run it: tasks check what they write.
-        if mark.generation <= self.config.generation or config.generation != mark.generation:
+        config = to_put_in_force(mark, self.config, self._makers)
+        if config is None:
             return
         self.config = config
         self._forget()
@@ -265,6 +255,8 @@ class Fold:
         for group in self._sealed.values():
             self._watch_age(group)
         self._judge_sealed()
+        if config.core_version >= 2:
+            self._supersede_sealed()
 
     def _forget(self) -> None:
         self._memory.forget(self.stream_time_ms - milliseconds(self.config.horizon_s))
@@ -305,15 +297,20 @@ class Fold:
         group.stage = Stage.WAITING
         group.sealed_ms = self.stream_time_ms
         group.batch_bytes = assemble.batch_bytes(group)
-        if self.config.drop_superseded:
+        if self._delivery.latest_version_only:
             self._supersede(key)
-        verdict = judge_sealed(group, self._clocks) or self._superseded(key) or judge_content(group, self.config)
+        found = advantages.judged(group, self.config.core_version)
+        verdict = (
+            judge_sealed(group, self._clocks)
+            or self._superseded(key)
+            or judge_content(group, found.outcomes, self.config)
+        )
         self._memory.seal(key, self.stream_time_ms)
         if verdict is not None:
             self._drop_group(group, verdict)
             return
-        rewards = [member.rollout.reward for member in group.members.values()]
-        group.advantages = tuple(estimator(self.config.estimator)(rewards))
+        group.estimator = self.config.estimator
+        group.worths = advantages.worths(group, found, group.estimator, self.config.core_version)
         self._sealed[key] = group
         self._sealed_by_example.setdefault(key[:2], {})[key] = group
         self._watch_age(group)
@@ -331,12 +328,18 @@ class Fold:
 
     def _superseded(self, key: GroupKey) -> Verdict | None:
         """Whether a newer group of the example sealed before; not asked of groups read again, which were kept."""
-        if not self.config.drop_superseded or self._replaying:
+        if not self._delivery.latest_version_only or self._replaying:
             return None
         newest = self._memory.newest_sealed(key.environment, key.example_id)
         if newest <= key.policy_version:
             return None
         return Verdict("superseded_version", f"version {newest} of it sealed before")
+
+    def _supersede_sealed(self) -> None:
+        """Older versions go from now on, maybe: those go that sealed while they did not."""
+        for group in list(self._sealed.values()):
+            if (verdict := self._superseded(group.key)) is not None:
+                self._drop_group(group, verdict)
 
     def _judge_sealed(self) -> None:
         for group in list(self._sealed.values()):

@@ -47,6 +47,20 @@ class Member(NamedTuple):
     """Stream time when it was read."""
 
 
+class Worth(NamedTuple):
+    """What a member of a sealed group is worth."""
+
+    advantage: float
+    """Advantage of its episode, in float64, before any stage over a batch."""
+    branches: int
+    """Declared branches of the episode, which share it."""
+
+    @property
+    def share(self) -> float:
+        """Advantage of the member."""
+        return self.advantage / self.branches
+
+
 def episode_of(rollout: Rollout) -> str:
     """The episode a rollout counts for: itself, unless it is one of several branches."""
     return rollout.episode_uid if rollout.branches > 1 else rollout.uid
@@ -85,7 +99,10 @@ class Group:
     sealed_ms: int = -1
     fates: dict[int, str] = field(default_factory=dict)
     """Offsets already decided in a group that is not over: delivered to a batch, or thrown away by the maker."""
-    advantages: tuple[float, ...] = ()
+    estimator: str = ""
+    """Estimator in force when it sealed."""
+    worths: dict[str, Worth] = field(default_factory=dict)
+    """What each member is worth, by uid in the order they came; known once it is sealed."""
     complete_episodes: int = 0
     _episodes: dict[str, "_Episode"] = field(default_factory=dict)
     """Episodes begun."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from consumers.grouping.changes import Record
 from consumers.grouping.config import GroupingConfig, milliseconds
+from consumers.grouping.estimators import Outcomes
 from consumers.grouping.groups import Group
 from topics.keys import encode_key, partition_of
 from topics.records import GroupCancelled, Rollout
@@ -75,11 +76,11 @@ def judge_sealed(group: Group, clocks: Clocks) -> Verdict | None:
     return None
 
 
-def judge_content(group: Group, config: GroupingConfig) -> Verdict | None:
-    """A sealed group by what it holds, which no longer changes."""
+def judge_content(group: Group, outcomes: Outcomes, config: GroupingConfig) -> Verdict | None:
+    """A sealed group by what it holds and what its episodes came to, which no longer changes."""
     if group.complete_episodes < config.min_group_size:
         return Verdict("group_too_small", f"{group.complete_episodes} of {config.min_group_size} members")
-    rewards = [member.rollout.reward for member in group.members.values()]
+    rewards = outcomes.rewards
     if max(rewards) == min(rewards):
         return Verdict("zero_variance", f"every reward is {rewards[0]:g}")
     return None

@@ -16,6 +16,7 @@ from consumers.grouping.bootstrap import committed_offsets
 from consumers.grouping.changes import CORE_VERSION, Record
 from consumers.grouping.config import GrouperConfig
 from consumers.grouping.fold import Fold
+from consumers.grouping.makers import makers_of
 from consumers.grouping.state import CommitMetadata
 from topics import clients
 from topics.catalogue import topic_name
@@ -118,7 +119,7 @@ def restore_task(
             f"the journal of {where} was written by core version {records[-1].core_version}, this is {CORE_VERSION}; "
             f"upgrade rollstream"
         )
-    fold = Fold(restored)
+    fold = Fold(restored, makers_of(grouper.makers))
     read = 0
     if fold.replaying:
         for message in _range(kafka, rollouts, partition, restored.watermark, restored.position):

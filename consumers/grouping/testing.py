@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from consumers.grouping import state
-from consumers.grouping.batch_maker import MAKERS, MakerFactory
 from consumers.grouping.changes import DeadLetter, Record
 from consumers.grouping.config import GroupingConfig
 from consumers.grouping.fold import Fold
+from consumers.grouping.makers import MAKERS, MakerFactory
 from topics.codec import decode_as, encode
 from topics.keys import encode_key
 from topics.records import Drop, GroupCancelled, JournalRecord, Mark, Rollout, TrainingBatch

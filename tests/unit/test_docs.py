@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from consumers.grouping.batch_maker import MAKERS
 from consumers.grouping.changes import DROP_REASONS
-from consumers.grouping.estimators import ESTIMATORS, rloo, rloo_normalized
+from consumers.grouping.estimators import ESTIMATORS, Outcomes, rloo, rloo_normalized
+from consumers.grouping.makers import MAKERS
 from pipeline.cli import build_parser
 from pipeline.config import RunConfig
 from pipeline.settings import known_keys
@@ -175,17 +175,19 @@ def test_the_table_of_marks_has_every_kind_once() -> None:
 def test_the_table_of_estimators_and_the_makers_named_are_those_that_exist() -> None:
     advantages = section("docs/grouping.md", "Advantages")
     assert [cell.strip("`") for cell in first_cells(advantages)[1:]] == list(ESTIMATORS)
-    assert list(MAKERS) == ["fifo"], "name the other makers in docs/grouping.md"
+    makers = PAGES["docs/batch-makers.md"].split("\n## ")[0]
+    assert [cell.strip("`") for cell in first_cells(makers)[1:]] == list(MAKERS)
 
 
 def test_the_figures_of_the_trap_are_right() -> None:
     text = " ".join(section("docs/grouping.md", "Advantages").split())
     one, two = [1.0] + [0.0] * 7, [1.0] * 2 + [0.0] * 6
     of_others = statistics.pstdev(two[1:])
+    alone, both = (Outcomes(rewards=tuple(rewards), lengths=(1,) * 8) for rewards in (one, two))
     assert statistics.pstdev(one[1:]) == 0
-    assert rloo(one)[0] == 1.0
-    assert f"deviate by {of_others:.2f}, and each gets {rloo(two)[0] / of_others:.2f}" in text
-    assert f"it is {rloo_normalized(one)[0]:.2f} and {rloo_normalized(two)[0]:.2f}" in text
+    assert rloo(alone)[0] == 1.0
+    assert f"deviate by {of_others:.2f}, and each gets {rloo(both)[0] / of_others:.2f}" in text
+    assert f"it is {rloo_normalized(alone)[0]:.2f} and {rloo_normalized(both)[0]:.2f}" in text
 
 
 def test_the_table_of_exit_codes_has_the_code_of_every_error() -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from consumers.grouping.batch_maker import BatchMaker, FifoBatchMaker, MakerContext, SealedGroup
 from consumers.grouping.config import GroupingConfig
+from consumers.grouping.reservoir import ReservoirBatchMaker
 from consumers.grouping.runs import from_runs
 from consumers.grouping.testing import GroupingTestDriver, example_rollout
 from tests.unit.consumers.grouping.pairs import pair, reasons, uids
-from tests.unit.consumers.grouping.reservoir import ReservoirMaker
 from topics.errors import StateRefused
 from topics.examples import RLExample, Source
 
@@ -112,6 +112,12 @@ class MakesNothing(Wrong):
         return []
 
 
+class MakesTooMuch(Wrong):
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        self.context = MakerContext(partition=0, seed=0, batch_bytes=10**9)
+        return super().create_batch(batch_size)
+
+
 class ThrowsAwayWhatItKeeps(Wrong):
     def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
         super().add_rollout(example, group)
@@ -170,7 +176,7 @@ def test_what_a_maker_throws_away_is_dropped_with_its_reason_when_the_group_is_o
 
 
 def test_a_group_dropped_in_parts_keeps_the_fate_of_what_was_delivered() -> None:
-    d = driver_of(ReservoirMaker, batch_rollouts=3, max_policy_lag=10)
+    d = driver_of(ReservoirBatchMaker, batch_rollouts=3, max_policy_lag=10)
     pair(d, "0")
     pair(d, "1")
     (batch,) = d.batches
@@ -182,7 +188,7 @@ def test_a_group_dropped_in_parts_keeps_the_fate_of_what_was_delivered() -> None
 
 
 def test_delivered_members_of_an_unfinished_group_are_not_offered_again_after_a_crash() -> None:
-    d = driver_of(ReservoirMaker, batch_rollouts=3)
+    d = driver_of(ReservoirBatchMaker, batch_rollouts=3)
     pair(d, "0")
     pair(d, "1")
     record = d.commit(snapshot=True)
@@ -196,7 +202,7 @@ def test_delivered_members_of_an_unfinished_group_are_not_offered_again_after_a_
 
 def test_advantages_of_members_delivered_after_a_crash_are_those_of_the_whole_group() -> None:
     def batches(crash: bool) -> list[tuple[str, ...]]:
-        d = driver_of(ReservoirMaker, batch_rollouts=5)
+        d = driver_of(ReservoirBatchMaker, batch_rollouts=5)
         for example_id in "012":
             for i in range(3):
                 d.pipe(example_rollout(f"{example_id}{i}", i / 3, example_id=example_id, group_size=3))
@@ -224,14 +230,6 @@ def test_fifo_discards_from_the_middle_and_goes_on_in_order() -> None:
     d.publish_policy_version(3)
     d.drain()
     assert uids(d) == [("0a", "0b", "2a", "2b")]
-
-
-def test_adding_a_group_one_by_one_gives_each_member_once() -> None:
-    d = driver_of(ReservoirMaker, batch_rollouts=100)
-    for i in range(8):
-        d.pipe(example_rollout(str(i), float(i), group_size=8))
-    d.drain()
-    assert sorted(uid for batch in d.batches for uid in batch.uids) == [str(i) for i in range(8)]
 
 
 def test_no_rollout_is_kept_in_memory_once_its_group_is_over() -> None:
@@ -312,3 +310,11 @@ def test_a_group_thrown_away_whole_is_over_at_once() -> None:
     assert reasons(d) == {0: "no use", 1: "no use"}
     assert d.fold.in_flight == 0
     assert d.fold.held_bytes == 0
+
+
+def test_a_batch_beyond_batch_bytes_stops_the_task() -> None:
+    d = driver_of(MakesTooMuch, batch_rollouts=100, batch_bytes=500)
+    pair(d, "0")
+    pair(d, "1")
+    with pytest.raises(StateRefused, match=r"made a batch of 608 bytes, grouping\.batch_bytes is 500"):
+        d.drain()

@@ -15,28 +15,25 @@ import pytest
 from hypothesis import event, given, settings, target
 
 from consumers.grouping import state
-from consumers.grouping.batch_maker import MAKERS, group_bytes, row_bytes
+from consumers.grouping.batch_maker import group_bytes, row_bytes
 from consumers.grouping.changes import DROP_REASONS
+from consumers.grouping.makers import MAKERS
 from consumers.grouping.runs import from_runs
 from consumers.grouping.state import TaskState
 from consumers.grouping.testing import GroupingTestDriver
 from tests import strategies as draw
 from tests.strategies import Log, Then
-from tests.unit.consumers.grouping.reservoir import ReservoirMaker
 from topics import codec
 from topics.errors import RecordError
 from topics.records import JournalRecord, Rollout
 
-BOTH = {**MAKERS, "reservoir": ReservoirMaker}
 EXAMPLES = settings().max_examples
-logs = draw.logs(tuple(BOTH))
+logs = draw.logs(tuple(MAKERS))
 
 
 def fold(log: Log, then: Sequence[Then] | None = None) -> GroupingTestDriver:
     """The driver after the log, with `then` after each record (default: the log's own)."""
-    driver = GroupingTestDriver(
-        log.config, draw.PARTITION, draw.PARTITIONS, policy_version=log.policy_version, makers=BOTH
-    )
+    driver = GroupingTestDriver(log.config, draw.PARTITION, draw.PARTITIONS, policy_version=log.policy_version)
     for record, act in zip(log.records(), log.then if then is None else then, strict=True):
         driver.pipe(record)
         if act == "crash":
@@ -106,8 +103,8 @@ def test_logs_of_these_tables_meet_every_fate() -> None:
     random = Random(0)
     missing = {*DROP_REASONS, "batched", "dead_lettered", "control", "delivered in parts"}
     for _ in range(400):
-        steps = random.choices(draw.event_table(tuple(BOTH)), k=50)
-        log = Log(random.choice(draw.config_table(tuple(BOTH))), tuple(steps), ("",) * len(steps))
+        steps = random.choices(draw.event_table(tuple(MAKERS)), k=50)
+        log = Log(random.choice(draw.config_table(tuple(MAKERS))), tuple(steps), ("",) * len(steps))
         reached = outcome(uncut(log))
         missing -= {drop.reason for drop in reached.drops}
         missing -= set(reached.finished.values())

@@ -55,7 +55,6 @@ def test_a_generation_not_higher_than_the_current_is_ignored() -> None:
         '{"generation": 1, "exclude_workers": [1]}',
         '{"generation": 1, "drop_superseded": "false"}',
         '{"generation": 2}',
-        '{"generation": 1, "unknown": 1}',
     ],
 )
 def test_a_configuration_nobody_can_run_changes_nothing(text: str) -> None:
@@ -268,5 +267,5 @@ def test_the_digest_changes_with_any_field_of_a_batch() -> None:
 
 
 def test_an_unknown_estimator_or_maker_of_the_first_configuration_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="makers are fifo"):
+    with pytest.raises(ConfigurationError, match="makers are fifo, reservoir"):
         driver(maker="none such")

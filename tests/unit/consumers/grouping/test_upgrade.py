@@ -1,11 +1,25 @@
 """State and logs of earlier core versions: gone on with, refolded bit for bit, or refused with the remedy."""
 
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
 from consumers.grouping import state
-from consumers.grouping.changes import Output, Record
+from consumers.grouping.batch_maker import FifoBatchMaker
+from consumers.grouping.changes import CORE_VERSION, Output, Record
+from consumers.grouping.config import GroupingConfig
+from consumers.grouping.configuring import check_names
 from consumers.grouping.fold import Fold
+from consumers.grouping.makers import MAKERS
 from consumers.grouping.runs import from_runs
+from consumers.grouping.testing import GroupingTestDriver
 from tests import upgrade
-from topics.records import JournalRecord, TrainingBatch, same
+from topics import codec
+from topics.errors import ConfigurationError, StateRefused
+from topics.keys import encode_key
+from topics.records import JournalRecord, Mark, TrainingBatch, same
 
 RECORDED = upgrade.load(1)
 
@@ -70,3 +84,78 @@ def test_today_s_code_folds_the_log_of_core_version_1_bit_for_bit() -> None:
     assert list(output.journal.drops) == RECORDED.drops
     assert [letter.record.offset for letter in output.dead_letters] == RECORDED.dead_letters
     assert {batch.core_version for batch in output.batches} == {1}
+
+
+# ---------------------------------------------------------------------- a higher version by a mark
+
+
+def raised(fold: Fold, offset: int, **settings: Any) -> Record:
+    """A mark that puts today's core version in force."""
+    config = replace(fold.config, generation=fold.config.generation + 1, core_version=CORE_VERSION, **settings)
+    mark = Mark(kind="configuration", generation=config.generation, configuration=config.to_json())
+    return Record(offset, fold.stream_time_ms, encode_key("mark", mark.kind), codec.encode(mark))
+
+
+def test_a_state_of_core_version_1_keeps_it_until_a_higher_generation_raises_it() -> None:
+    fold = restored(RECORDED.journal_records(), RECORDED.log)
+    assert fold.config.core_version == 1
+    fold.apply(raised(fold, fold.position))
+    assert fold.config.core_version == CORE_VERSION
+    for record in RECORDED.log[RECORDED.position :]:
+        fold.apply(record._replace(offset=record.offset + 1))
+    ours = {uid: batch for batch in fold.take().batches for uid in batch.uids}
+    theirs = {uid: batch for batch in RECORDED.batches for uid in batch.uids}
+    assert {batch.core_version for batch in ours.values()} == {CORE_VERSION}
+    uid = "branched-after-g0"
+    # Episodes have rewards 1 and 0.5; by branches they were 1, 0, 1, 1.
+    assert advantage(ours[uid], uid) == pytest.approx(1.0, rel=1e-6)
+    assert advantage(theirs[uid], uid) == pytest.approx(0.7698, rel=1e-4)
+
+
+def advantage(batch: TrainingBatch, uid: str) -> float:
+    return float(batch.advantages[batch.splits[batch.uids.index(uid)]])
+
+
+# ---------------------------------------------------------------------- what newer code left
+
+
+NEWER = [
+    json.dumps({**json.loads(GroupingConfig(generation=1).to_json()), "core_version": CORE_VERSION + 1}),
+    json.dumps({**json.loads(GroupingConfig(generation=1).to_json()), "a_key_of_tomorrow": 1}),
+]
+
+
+@pytest.mark.parametrize("text", NEWER)
+def test_a_configuration_mark_of_newer_code_stops_the_task_and_names_the_remedy(text: str) -> None:
+    driver = GroupingTestDriver()
+    with pytest.raises(StateRefused, match="does not know: upgrade rollstream"):
+        driver.pipe(Mark(kind="configuration", generation=1, configuration=text))
+
+
+@pytest.mark.parametrize("text", NEWER)
+def test_a_configuration_mark_of_newer_code_that_is_not_higher_is_passed_over(text: str) -> None:
+    driver = GroupingTestDriver(GroupingConfig(generation=1))
+    driver.pipe(Mark(kind="configuration", generation=1, configuration=text))
+    assert driver.fold.config == GroupingConfig(generation=1)
+
+
+@pytest.mark.parametrize("text", NEWER)
+def test_a_state_under_a_configuration_of_newer_code_is_refused_with_the_remedy(text: str) -> None:
+    first = state.initial(0, 1, "test", GroupingConfig())
+    with pytest.raises(StateRefused, match="does not know: upgrade rollstream"):
+        Fold(state.restore([replace(first, watermark_configuration=text)]))
+
+
+def test_names_that_came_later_are_senseless_under_an_earlier_core_version() -> None:
+    for settings in ({"estimator": "opo"}, {"estimator": "reinforce_pp"}, {"maker": "reservoir"}, {"maker": "my:Own"}):
+        config = GroupingConfig(core_version=1, **settings)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="came with core version 2"):
+            check_names(config, {**MAKERS, "my:Own": FifoBatchMaker})
+        driver = GroupingTestDriver(makers={"my:Own": FifoBatchMaker})
+        driver.configure(config)
+        assert driver.fold.config.generation == 0
+
+
+def test_a_core_version_this_release_does_not_know_cannot_be_configured() -> None:
+    with pytest.raises(ConfigurationError, match="knows versions up to"):
+        GroupingConfig(core_version=CORE_VERSION + 1)

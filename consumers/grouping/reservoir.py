@@ -1,0 +1,96 @@
+"""A batch maker that takes groups apart: batches drawn at random from single rollouts, of each prompt's latest version.
+
+The draw is counter-based: a function of (seed, partition, batch number) and of what is held in the order it came, so a
+restarted task draws what the uncrashed one would have drawn.
+"""
+
+import hashlib
+import math
+import struct
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from consumers.grouping.batch_maker import BatchMaker, MakerContext, SealedGroup, example_bytes
+from topics.examples import RLExample, Source
+
+
+class _Held(NamedTuple):
+    example: RLExample
+    group: SealedGroup
+
+
+class ReservoirBatchMaker(BatchMaker):
+    """Rollouts whose advantage is not zero, shuffled; the fold drops those of superseded versions.
+
+    Holding more costs a rollout no more, but for the eight bytes of each rollout held that a removal moves.
+    """
+
+    latest_version_only = True
+
+    def __init__(self, context: MakerContext) -> None:
+        super().__init__(context)
+        self._arrivals = 0
+        self._order: list[int] = []
+        """Arrival numbers of what is held, ascending."""
+        self._held: dict[int, _Held] = {}
+        self._numbers: dict[Source, int] = {}
+        self._discarded: list[tuple[Source, str]] = []
+
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        if not example.advantage.any():
+            self._discarded.append((example.source, "zero_advantage"))
+            return
+        self._order.append(self._arrivals)
+        self._held[self._arrivals] = _Held(example, group)
+        self._numbers[example.source] = self._arrivals
+        self._arrivals += 1
+
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        if len(self._order) < batch_size:
+            return None
+        batch: list[RLExample] = []
+        groups: set[int] = set()
+        size_bytes = 0
+        for draw in draws(self.context.seed, self.context.partition, self.batch_number, batch_size):
+            at = draw % len(self._order)
+            example, group = self._held[self._order[at]]
+            size_bytes += example_bytes(example)
+            if id(group) not in groups:
+                groups.add(id(group))
+                size_bytes += group.name_bytes
+            if batch and size_bytes > self.context.batch_bytes:
+                break  # Looking for a smaller one that fits would favour short rollouts.
+            self._remove(at)
+            batch.append(example)
+        return batch
+
+    def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
+        """Batch size, and mean, population standard deviation, largest and smallest of the rows' advantages."""
+        values = [float(example.advantage[0]) if len(example.advantage) else 0.0 for example in batch]
+        mean = math.fsum(values) / len(values)
+        std = math.sqrt(math.fsum((v - mean) * (v - mean) for v in values) / len(values))
+        stats = {"mean": mean, "std": std, "max": max(values), "min": min(values)}
+        return {"maker": "reservoir", "batch_size": len(batch), "advantage_stats": stats}
+
+    def discard(self, sources: Iterable[Source]) -> None:
+        for source in sources:
+            self._remove(bisect_left(self._order, self._numbers[source]))
+
+    @property
+    def held(self) -> int:
+        return len(self._order)
+
+    def take_discarded(self) -> list[tuple[Source, str]]:
+        taken, self._discarded = self._discarded, []
+        return taken
+
+    def _remove(self, at: int) -> None:
+        gone = self._held.pop(self._order.pop(at))
+        del self._numbers[gone.example.source]
+
+
+def draws(seed: int, partition: int, batch_number: int, count: int) -> tuple[int, ...]:
+    """`count` numbers, uniform below 2**64: SHAKE-256 of "seed/partition/batch_number", little-endian."""
+    stream = hashlib.shake_256(f"{seed}/{partition}/{batch_number}".encode()).digest(8 * count)
+    return struct.unpack(f"<{count}Q", stream)
