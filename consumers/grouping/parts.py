@@ -16,6 +16,8 @@ from topics.records import FinishedOffsets, Int64, JournalRecord
 
 PART_BYTES = 512 * 1024
 """What the lists of one part may take; counts and configuration come on top."""
+LEAST_RECORD_BYTES = 1024 * 1024
+"""What the record limit must be at least: a part, twice the counts, a configuration."""
 _RUN_BYTES = 16
 _NUMBERS_BYTES = 60
 """At most what the numbers of a drop or a finished group take."""

@@ -9,6 +9,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple, NoReturn
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -69,6 +70,8 @@ class TransactionPublisher:
         self._call_timeout_s = 0.8 * kafka.transaction_timeout_s
         """Within the transaction's own timeout, so that a new producer comes before the old one is fenced."""
         self._failed: KafkaError | None = None
+        self._thread = BoundedCalls()
+        self._begun: Future[None] | None = None
 
     def start(self) -> None:
         """Fence whoever used the transactional id before, and abort what it left open."""
@@ -112,6 +115,21 @@ class TransactionPublisher:
         except KafkaException as exception:
             self._raise_if_fatal(exception.args[0])
         self._abort()
+
+    def begin(self, parts: Sequence[Part]) -> None:
+        """Publish on a thread of its own, while the caller reads on; `settle` tells how it went. One at a time."""
+        self._begun = self._thread.submit(lambda: self.publish(parts))
+
+    @property
+    def done(self) -> bool:
+        """Whether `settle` would not wait."""
+        return self._begun is None or self._begun.done()
+
+    def settle(self) -> None:
+        """Wait for what was begun. Raises what `publish` raises; whoever asks again hears of nothing."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.result()
 
     def publish(self, parts: Sequence[Part]) -> None:
         """Commit outputs and the offsets they lead to. Raises OwnershipLost or Fenced when that is not ours to do."""
@@ -219,7 +237,8 @@ class TransactionPublisher:
         self._enqueue(topic_name(self._run, topic), value, key, partition, {}, delivered)
 
     def _produce_dead_letter(self, partition: int, letter: DeadLetter) -> None:
-        value = letter.record.value
+        key, value = letter.record.key, letter.record.value
+        room = self._kafka.max_record_bytes - 2048
         headers: dict[str, str | bytes | None] = {
             "__streams.errors.exception": "topics.errors.RecordError",
             "__streams.errors.message": letter.error if letter.record.timestamp_ms >= 0 else UNREADABLE,
@@ -228,8 +247,12 @@ class TransactionPublisher:
             "__streams.errors.partition": str(partition),
             "__streams.errors.offset": str(letter.record.offset),
         }
-        if value is not None and len(value) + len(letter.record.key or b"") + 2048 > self._kafka.max_record_bytes:
-            # It may have been compressed below the limit on its way in; what would not fit keeps its digest and place.
+        # It may have been compressed below the limit on its way in; what would not fit keeps its digest and place.
+        if key is not None and len(key) > room // 2:
+            headers["rollstream.key.sha256"] = hashlib.sha256(key).hexdigest()
+            headers["rollstream.key.size_bytes"] = str(len(key))
+            key = None
+        if value is not None and len(value) + len(key or b"") > room:
             headers["rollstream.value.sha256"] = hashlib.sha256(value).hexdigest()
             headers["rollstream.value.size_bytes"] = str(len(value))
             value = None
@@ -238,7 +261,7 @@ class TransactionPublisher:
             if error is not None:
                 self._failed = error
 
-        self._enqueue(topic_name(self._run, "dead-letters"), value, letter.record.key, 0, headers, delivered)
+        self._enqueue(topic_name(self._run, "dead-letters"), value, key, 0, headers, delivered)
 
     def _enqueue(
         self,

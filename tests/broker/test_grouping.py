@@ -1,9 +1,11 @@
 """Grouping on a real broker: exactly once through kills, nothing visible before its commit, bad input on record."""
 
+import hashlib
 import logging
 import random
 import signal
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,9 +20,10 @@ from pipeline.verify import verify
 from tests.runs import RealRun, rollout
 from tests.waiting import eventually
 from topics import clients
+from topics.codec import encode
 from topics.errors import StateRefused
 from topics.keys import encode_key
-from topics.records import JournalRecord, TrainingBatch
+from topics.records import JournalRecord, Mark, TrainingBatch
 
 
 def groups(first: int, count: int) -> list:
@@ -109,8 +112,6 @@ def test_a_batch_appears_only_when_its_transaction_commits(real_run: RealRun) ->
 
 def records_of_mark(offset: int, time_ms: int, version: int):
     from consumers.grouping.changes import Record
-    from topics.codec import encode
-    from topics.records import Mark
 
     return Record(offset, time_ms, None, encode(Mark(kind="policy_version", policy_version=version)))
 
@@ -248,3 +249,78 @@ def test_losing_the_longest_is_reported_while_it_happens_and_in_the_ledger(
     [warned] = [r for r in caplog.records if r.getMessage() == "selection_biased"]
     assert warned.levelno == logging.WARNING
     assert (warned.rollstream_fields["environment"], warned.rollstream_fields["figure"]) == ("env", "length")  # type: ignore[attr-defined]
+
+
+def test_a_dead_letter_that_would_not_fit_keeps_headers_digest_and_source_offset(real_run: RealRun) -> None:
+    """zstd made it small enough for rollouts; as it is, key or value is larger than any record may be."""
+    real_run.topics = type(real_run.topics)(partitions=1)
+    real_run.prepare()
+    limit = real_run.kafka.max_record_bytes
+    large, key = bytes(limit - 1000), encode_key("env", "x")
+    producer = clients.producer(real_run.kafka, **{"message.max.bytes": 4 * limit})
+    for value, its_key in ((large, key), (b"small", large), (large[:-5000], key)):
+        producer.produce(real_run.topic("rollouts"), value, its_key, 0)
+        assert producer.flush(30) == 0
+    real_run.start("group")
+    real_run.send(groups(0, 8))
+    read_batches(real_run, 32)
+    letters = {}
+    for message in clients.read_to_end(real_run.kafka, real_run.topic("dead-letters")):
+        headers = {name: (value or b"").decode() for name, value in message.headers() or []}
+        letters[int(headers["__streams.errors.offset"])] = (message.key(), message.value(), headers)
+    assert letters.keys() == {0, 1, 2}
+    assert letters[0][:2] == (key, None)
+    assert letters[0][2] == {
+        "__streams.errors.exception": "topics.errors.RecordError",
+        "__streams.errors.message": letters[0][2]["__streams.errors.message"],
+        "__streams.errors.stacktrace": "",
+        "__streams.errors.topic": real_run.topic("rollouts"),
+        "__streams.errors.partition": "0",
+        "__streams.errors.offset": "0",
+        "rollstream.value.sha256": hashlib.sha256(large).hexdigest(),
+        "rollstream.value.size_bytes": str(len(large)),
+    }
+    assert "not an Avro single-object frame" in letters[0][2]["__streams.errors.message"]
+    assert letters[1][:2] == (None, b"small")
+    assert letters[1][2]["rollstream.key.sha256"] == hashlib.sha256(large).hexdigest()
+    assert letters[2][:2] == (key, large[:-5000])
+    result = ledger(real_run.kafka, real_run.name)
+    assert result.balanced, result.problems
+    assert result.dead_lettered == 3
+
+
+def test_drops_of_one_transaction_that_no_record_holds_are_journaled_in_parts(real_run: RealRun) -> None:
+    """The smallest record limit there may be; ten thousand drops at once take twice that, in one record."""
+    real_run.topics = type(real_run.topics)(partitions=1)
+    real_run.kafka = replace(real_run.kafka, max_record_bytes=1024 * 1024)
+    real_run.grouping = replace(real_run.grouping, batch_bytes=100_000)
+    real_run.prepare()
+    settings = {"kafka__max_record_bytes": 1024 * 1024, "learner__weights__chunk_bytes": 500_000}
+    process = real_run.start("group", **settings)
+    # Sealed, they wait for the policy clock, and for whoever excludes their environment.
+    waiting = [
+        rollout(f"an example of a name of some length {n}", m, policy_version=1, highest_version=1, lowest_version=1)
+        for n in range(2_500)
+        for m in range(4)
+    ]
+    real_run.send(waiting)
+    eventually(lambda: ledger(real_run.kafka, real_run.name).in_flight == 10_000, 60, "all of them to be waiting")
+    config = replace(real_run.grouping, generation=1, exclude_environments=("env",))
+    mark = Mark(kind="configuration", generation=1, configuration=config.to_json())
+    real_run.send_bytes("rollouts", encode(mark), encode_key("mark", "configuration"), 0)
+    eventually(lambda: ledger(real_run.kafka, real_run.name).in_flight == 0, 60, "all of them to be dropped")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    real_run.start("group", **settings)
+    real_run.send([rollout(f"y{n}", m, environment="other") for n in range(4) for m in range(4)])
+    read_batches(real_run, 16)
+    result = ledger(real_run.kafka, real_run.name)
+    assert result.balanced, result.problems
+    assert (result.dropped, result.batched) == ({"excluded": 10_000}, 16)
+    journal = [record for record in real_run.read("journal") if isinstance(record, JournalRecord)]
+    parted = [record for record in journal if record.parts > 1]
+    assert len(parted) == parted[0].parts > 2
+    assert sum(len(record.drops) for record in parted) == 10_000
+    assert sum(len(encode(record)) for record in parted) > 1024 * 1024
+    assert [record.sequence for record in journal] == list(range(len(journal)))
+    assert verify(real_run.kafka, real_run.name).mismatches == []

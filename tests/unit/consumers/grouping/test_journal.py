@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import threading
 from dataclasses import replace
 from random import Random
 
@@ -11,17 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from consumers.grouping import account, counts, state
-from consumers.grouping.config import GroupingConfig
+from consumers.grouping.config import GrouperConfig, GroupingConfig
 from consumers.grouping.counts import OTHERS, Counts
 from consumers.grouping.fold import Fold
 from consumers.grouping.parts import in_parts
 from consumers.grouping.restore import Journal
 from consumers.grouping.runs import from_runs, to_runs
+from consumers.grouping.shell import run_grouping
 from consumers.grouping.state import CommitMetadata
 from consumers.grouping.testing import GroupingTestDriver, example_rollout
 from tests.unit.consumers.grouping.pairs import driver, pair
 from topics.codec import decode_as, encode
-from topics.errors import StateRefused
+from topics.config import KafkaConfig
+from topics.errors import ConfigurationError, StateRefused
 from topics.examples import batch_digest
 from topics.records import Drop, FateCount, FinishedGroup, FinishedOffsets, JournalRecord, same
 
@@ -296,3 +299,15 @@ def test_means_and_spreads_follow_from_the_sums() -> None:
     assert count.reward / count.measured == pytest.approx(statistics.mean(rewards))
     spread = count.reward_squared / count.measured - (count.reward / count.measured) ** 2
     assert spread == pytest.approx(statistics.pvariance(rewards))
+
+
+def test_a_record_limit_below_what_the_journal_needs_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="max_record_bytes 1000000 leaves no room for the journal"):
+        run_grouping(
+            KafkaConfig(max_record_bytes=1_000_000),
+            "run",
+            GroupingConfig(batch_bytes=1_000),
+            GrouperConfig(),
+            ordinal=0,
+            stop=threading.Event(),
+        )
