@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from tests.faults.evidence import Decoded, Evidence, Raw, collect, decode
+from tests.faults.findings import Audit, Batch
 from tests.faults.model import GIVEN, NotModelled, refold
+from tests.faults.purity import check_groups
 
 # The digest is over these, in this order (TrainingBatch but its digest): part of the format, so written down here too.
 _DIGESTED = (
@@ -28,42 +30,9 @@ READABLE_BYTES = 8 * 1024 * 1024
 """Values up to the record limit can always be read."""
 
 
-@dataclass
-class Audit:
-    """What was found. `findings` is empty for a run that kept its promises."""
-
-    findings: list[str] = field(default_factory=list)
-    produced: int = 0
-    batches: int = 0
-    places: Counter[str] = field(default_factory=Counter)
-    """Offsets of rollouts by where they are: batched, dropped:<reason>, dead letter, control, in flight, unread."""
-    refolded: list[int] = field(default_factory=list)
-    """Partitions whose batches and drops were compared with the model's."""
-    not_modelled: dict[int, str] = field(default_factory=dict)
-    """Partitions that were not, and why."""
-
-    def found(self, promise: str, text: str) -> None:
-        """Note a broken promise."""
-        self.findings.append(f"{promise}: {text}")
-
-
 def audit(bootstrap_servers: str, run: str, *, group: str = "grouper") -> Audit:
     """Read a run that has come to rest and judge it."""
     return judge(collect(bootstrap_servers, run, group=group))
-
-
-@dataclass
-class _Batch:
-    raw: Raw
-    record: Decoded
-
-    @property
-    def name(self) -> str:
-        return str(self.record["batch_id"])
-
-    @property
-    def offsets(self) -> list[int]:
-        return list(map(int, self.record["source_offsets"]))
 
 
 @dataclass
@@ -107,7 +76,11 @@ def judge(evidence: Evidence) -> Audit:
             )
         _check_places(number, records, own, journal, dead[number], result)
         _check_counts(number, records, journal, result)
-        _check_groups(records, own, journal.config.get("min_group_size", 0), result)
+        try:
+            check_groups(records, own, _configurations(records, journal), result)
+        except NotModelled as reason:
+            result.not_modelled[number] = str(reason)
+            continue
         # Nobody saw the time of a record that could not be read.
         timeless = {offset for partition, offset in _unread_times(evidence) if partition == number}
         timed = [replace(raw, timestamp_ms=-1) if raw.offset in timeless else raw for raw in records]
@@ -124,14 +97,14 @@ def _unread_times(evidence: Evidence) -> Iterator[tuple[int, int]]:
 # ---------------------------------------------------------------------- reading the outputs
 
 
-def _batches(evidence: Evidence, result: Audit) -> list[_Batch]:
+def _batches(evidence: Evidence, result: Audit) -> list[Batch]:
     found = []
     for raw in evidence.topics["batches"]:
         record = decode(raw.value)
         if record is None or record.name != "TrainingBatch":
             result.found("digest", f"batches[{raw.partition}] offset {raw.offset} is no TrainingBatch")
             continue
-        batch = _Batch(raw, record)
+        batch = Batch(raw, record)
         found.append(batch)
         result.batches += 1
         if record["partition"] != raw.partition:
@@ -248,7 +221,7 @@ def _unreadable(letter: Raw) -> bool:
 # ---------------------------------------------------------------------- exactly once
 
 
-def _check_index(evidence: Evidence, batches: list[_Batch], result: Audit) -> None:
+def _check_index(evidence: Evidence, batches: list[Batch], result: Audit) -> None:
     """The index has one entry a batch, and says of it what is so."""
     lying = {(batch.raw.partition, batch.raw.offset): batch for batch in batches}
     indexed: Counter[tuple[int, int]] = Counter()
@@ -284,7 +257,7 @@ def _check_index(evidence: Evidence, batches: list[_Batch], result: Audit) -> No
             result.found("exactly once", f"batch {batch.name} at {place} is in the index {indexed[place]} times")
 
 
-def _check_numbers(batches: list[_Batch], journals: dict[int, _Journal], result: Audit) -> None:
+def _check_numbers(batches: list[Batch], journals: dict[int, _Journal], result: Audit) -> None:
     """Each batch is there once, and they are counted without a gap, as the journal says."""
     for name, times in Counter(batch.name for batch in batches).items():
         if times > 1:
@@ -302,7 +275,7 @@ def _check_numbers(batches: list[_Batch], journals: dict[int, _Journal], result:
 
 
 def _check_places(
-    number: int, records: list[Raw], batches: list[_Batch], journal: _Journal, dead: list[int], result: Audit
+    number: int, records: list[Raw], batches: list[Batch], journal: _Journal, dead: list[int], result: Audit
 ) -> None:
     """Every record in exactly one place, every place with a record."""
     places: dict[int, list[str]] = defaultdict(list)
@@ -364,107 +337,24 @@ def _check_counts(number: int, records: list[Raw], journal: _Journal, result: Au
             result.found("conservation", f"journal[{number}] counts of {key} (there, due): {sums_of}")
 
 
-# ---------------------------------------------------------------------- groups
-
-
-def _check_groups(records: list[Raw], batches: list[_Batch], least: int, result: Audit) -> None:
-    """Rows are what was sent, groups are whole and of one kind, advantages are leave-one-out.
-
-    `least` is the size a group may be sealed with at its deadline; 0 for its declared size.
-    """
-    sources = {raw.offset: record for raw in records if (record := decode(raw.value)) is not None}
-    shrunk = {_key(record.fields) for record in sources.values() if record.name == "GroupCancelled"}
-    seen: dict[tuple[Any, ...], str] = {}
-    for batch in batches:
-        record = batch.record
-        rows = len(record["uids"])
-        if not len(record["source_offsets"]) == len(record["group_index"]) == len(record["splits"]) - 1 == rows:
-            result.found("purity", f"batch {batch.name} has columns of different lengths")
-            continue
-        members: dict[int, list[int]] = defaultdict(list)
-        for row in range(rows):
-            members[int(record["group_index"][row])].append(row)
-            _check_row(batch, row, sources, result)
-        if sorted(members) != list(range(len(record["groups"]))):
-            result.found("purity", f"batch {batch.name} has groups without rows, or rows without a group")
-            continue
-        for index, group in enumerate(record["groups"]):
-            key = _key(group)
-            if key in seen:
-                result.found("purity", f"group {key} of batch {batch.name} is in batch {seen[key]} too")
-            seen[key] = batch.name
-            if group["size"] != len(members[index]):
-                result.found(
-                    "purity", f"group {key} of batch {batch.name} has {len(members[index])} rows of {group['size']}"
-                )
-            declared = {sources[offset]["group_size"] for offset in _sent(batch, members[index], sources)}
-            if len(declared) != 1:
-                result.found("purity", f"group {key} of batch {batch.name} declares sizes {sorted(declared)}")
-            elif not least and key not in shrunk and declared != {len(members[index])}:
-                result.found(
-                    "purity",
-                    f"group {key} of batch {batch.name} has {len(members[index])} rows, it declared {declared}",
-                )
-            _check_advantages(batch, members[index], key, result)
-
-
-def _key(fields: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(fields[name] for name in ("environment", "example_id", "policy_version", "group_id"))
-
-
-def _sent(batch: _Batch, rows: list[int], sources: dict[int, Decoded]) -> list[int]:
-    """Offsets of the rows that have a rollout behind them."""
-    offsets = [batch.offsets[row] for row in rows]
-    return [offset for offset in offsets if offset in sources and sources[offset].name == "Rollout"]
-
-
-def _check_row(batch: _Batch, row: int, sources: dict[int, Decoded], result: Audit) -> None:
-    record = batch.record
-    offset = int(record["source_offsets"][row])
-    where = f"row {row} of batch {batch.name} (offset {offset})"
-    source = sources.get(offset)
-    if source is None or source.name != "Rollout":
-        result.found("purity", f"{where} has no rollout behind it")
-        return
-    group = record["groups"][int(record["group_index"][row])]
-    for name in ("environment", "example_id", "policy_version", "group_id"):
-        if source[name] != group[name]:
-            result.found("purity", f"{where} is of {name} {source[name]!r}, its group of {group[name]!r}")
-    span = slice(int(record["splits"][row]), int(record["splits"][row + 1]))
-    for name in ("tokens", "loss_mask", "logprobs"):
-        if record[name][span].tobytes() != source[name].tobytes():
-            result.found("purity", f"{where} has other {name} than were sent")
-    scalars = {
-        "uids": "uid",
-        "rewards": "reward",
-        "truncated": "truncated",
-        "lowest_versions": "lowest_version",
-        "highest_versions": "highest_version",
-    }
-    for column, name in scalars.items():
-        if record[column][row] != source[name]:
-            result.found("purity", f"{where} has another {name} than was sent")
-
-
-def _check_advantages(batch: _Batch, rows: list[int], key: tuple[Any, ...], result: Audit) -> None:
-    """r_i less the mean of the others, (n r_i - sum) / (n - 1), on every position of the row."""
-    record = batch.record
-    rewards = record["rewards"][rows]
-    if len(set(rewards.tolist())) == 1:
-        result.found("advantage", f"group {key} of batch {batch.name} has no variance and was batched")
-    wanted = (len(rows) * rewards - rewards.sum()) / max(1, len(rows) - 1)
-    for row, advantage in zip(rows, wanted, strict=True):
-        given = record["advantages"][int(record["splits"][row]) : int(record["splits"][row + 1])]
-        if not np.allclose(given, advantage, rtol=1e-6, atol=1e-6):
-            result.found(
-                "advantage", f"row {row} of batch {batch.name} has advantage {given[:1]}, the formula gives {advantage}"
-            )
-
-
 # ---------------------------------------------------------------------- refold
 
 
-def _check_refold(number: int, records: list[Raw], batches: list[_Batch], journal: _Journal, result: Audit) -> None:
+def _configurations(records: list[Raw], journal: _Journal) -> dict[int, dict[str, Any]]:
+    """Configurations by the offset from which they held: the first, and each mark's of a higher generation."""
+    found = {-1: journal.config}
+    generation = journal.config.get("generation", 0)
+    for raw in records:
+        mark = decode(raw.value)
+        if raw.offset >= journal.position or mark is None or mark.name != "Mark" or mark["kind"] != "configuration":
+            continue
+        if mark["generation"] > generation:
+            generation = mark["generation"]
+            found[raw.offset] = json.loads(mark["configuration"])
+    return found
+
+
+def _check_refold(number: int, records: list[Raw], batches: list[Batch], journal: _Journal, result: Audit) -> None:
     """Batches and drops are what the model makes of the same records."""
     given = {offset: reason for offset, reason in journal.drops.items() if reason in GIVEN}
     try:

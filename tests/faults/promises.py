@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 from pipeline.ledger import Ledger, ledger
 from pipeline.verify import verify
-from tests.faults.auditor import Audit, audit
+from tests.faults.auditor import audit
+from tests.faults.findings import Audit
 from tests.faults.load import Load
 from tests.runs import RealRun
 from tests.waiting import eventually
 
 
-def settle(run: RealRun, timeout_s: float = 90.0, *, meanwhile: Callable[[], None] = lambda: None) -> Ledger:
+def settle(run: RealRun, timeout_s: float = 150.0, *, meanwhile: Callable[[], None] = lambda: None) -> Ledger:
     """Wait until everything is read and nothing is in flight; groups are complete, their age gets them batched."""
 
     def settled() -> Ledger | None:

@@ -13,8 +13,10 @@ from consumers.grouping.config import GroupingConfig
 from consumers.grouping.parts import in_parts
 from consumers.grouping.publisher import index_entry
 from consumers.grouping.testing import GroupingTestDriver, example_rollout
-from tests.faults.auditor import Audit, digest_of, judge
+from tests import upgrade
+from tests.faults.auditor import digest_of, judge
 from tests.faults.evidence import Evidence, Raw, decode
+from tests.faults.findings import Audit
 from topics.codec import decode_as, encode
 from topics.examples import batch_digest
 from topics.records import BatchIndexEntry, JournalRecord, Rollout, TrainingBatch
@@ -201,7 +203,7 @@ def test_a_group_without_its_last_member_is_found(sound: Evidence) -> None:
     shorter |= {name: getattr(batch, name)[:tokens] for name in ("tokens", "loss_mask", "logprobs", "advantages")}
     audit = judge(recut(sound, 0, groups=groups, splits=batch.splits[:-1], **shorter))
     assert {"purity", "conservation", "refold"} <= promises(audit)
-    assert any("has 3 rows, it declared {4}" in finding for finding in audit.findings)
+    assert any("has 3 episodes, it declared {4}" in finding for finding in audit.findings)
 
 
 def test_a_row_in_another_groups_place_is_found(sound: Evidence) -> None:
@@ -290,3 +292,41 @@ def test_a_part_of_a_transaction_that_is_missing_is_found(in_pieces: Evidence) -
 def test_a_dead_letter_with_other_bytes_is_found(sound: Evidence) -> None:
     sound.topics["dead-letters"][0] = replace(sound.topics["dead-letters"][0], value=b"something else")
     assert any("is not what was sent" in finding for finding in judge(sound).findings)
+
+
+@pytest.fixture
+def of_core_1() -> Evidence:
+    """What core version 1 left behind: branches, cancellations, another configuration half-way."""
+    recorded = upgrade.load(1)
+    letters = [
+        Raw(
+            0,
+            at,
+            0,
+            record.key,
+            record.value,
+            {"__streams.errors.partition": b"0", "__streams.errors.offset": b"%d" % o},
+        )
+        for at, o in enumerate(recorded.dead_letters)
+        for record in [recorded.log[o]]
+    ]
+    return Evidence(
+        topics={
+            "rollouts": [Raw(0, r.offset, r.timestamp_ms, r.key, r.value) for r in recorded.log],
+            "batches": [Raw(0, at, 0, b"", encode(batch)) for at, batch in enumerate(recorded.committed())],
+            "batch-index": [
+                Raw(0, at, 0, b"", encode(index_entry(b, at))) for at, b in enumerate(recorded.committed())
+            ],
+            "journal": [Raw(0, at, 0, b"", value) for at, value in enumerate(recorded.journal)],
+            "dead-letters": letters,
+        },
+        committed={0: recorded.position},
+    )
+
+
+def test_a_run_of_core_version_1_passes(of_core_1: Evidence) -> None:
+    audit = judge(of_core_1)
+    assert audit.findings == []
+    assert audit.not_modelled.keys() == {0}
+    assert audit.places["unread"] == len(upgrade.load(1).log) - upgrade.load(1).position
+    assert audit.places["in flight"] > 0
