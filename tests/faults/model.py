@@ -5,6 +5,7 @@ of rollouts, by the age of the oldest, or by a drain. What it does not know it s
 """
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +44,12 @@ class _Group:
     opened_offset: int
     members: dict[str, int] = field(default_factory=dict)
     """Offset by uid."""
-    rewards: list[float] = field(default_factory=list)
+    rewards: dict[str, list[float]] = field(default_factory=dict)
+    """Of the branches that came, by what is compared: episodes, or before core version 2 each branch by itself."""
+    branches: dict[str, set[int]] = field(default_factory=dict)
+    """That came, by episode."""
+    complete: int = 0
+    """Episodes of which all branches came."""
     lowest: int = 2**62
     size_bytes: int = 0
     state: str = "open"
@@ -89,7 +95,7 @@ class _Partition:
         group = self.groups.get(_key(rollout))
         if group is None or (group.state == "open" and rollout["uid"] not in group.members):
             group = self._take(raw, rollout)
-            if len(group.members) >= group.size:
+            if group.complete >= group.size:
                 self._seal(group)
         elif group.state == "given" and rollout["uid"] not in group.members:
             self.expected.drops[raw.offset] = "late"
@@ -100,15 +106,17 @@ class _Partition:
             self.expected.drops[raw.offset] = "late" if over or rollout["uid"] not in group.members else "duplicate_uid"
 
     def _take(self, raw: Raw, rollout: Decoded) -> _Group:
-        if rollout["branches"] != 1:
-            raise NotModelled("branches")
         key = _key(rollout)
         group = self.groups.get(key)
         if group is None:
             group = self.groups[key] = _Group(key, rollout["group_size"], self.time, raw.offset)
             self._later(self.config["group_deadline_s"], _OPEN, group)
         group.members[rollout["uid"]] = raw.offset
-        group.rewards.append(rollout["reward"])
+        came = group.branches.setdefault(episode(rollout), set())
+        came.add(rollout["branch"])
+        group.complete += len(came) == rollout["branches"]
+        unit = episode(rollout) if self.config.get("core_version", 1) > 1 else rollout["uid"]
+        group.rewards.setdefault(unit, []).append(rollout["reward"])
         group.lowest = min(group.lowest, rollout["lowest_version"])
         group.size_bytes += len(raw.value or b"")
         return group
@@ -133,7 +141,9 @@ class _Partition:
     def _seal(self, group: _Group) -> None:
         if self._stale(group):
             self._drop(group, "stale_version")
-        elif len(set(group.rewards)) == 1:
+        elif group.complete < self.config["min_group_size"]:
+            self._drop(group, "group_too_small")
+        elif len({mean(rewards) for rewards in group.rewards.values()}) == 1:
             self._drop(group, "zero_variance")
         elif group.key[2] > self.clock:
             group.state = "waiting"
@@ -184,7 +194,7 @@ class _Partition:
                 continue
             if kind == _OPEN and group.state == "open":
                 least = self.config["min_group_size"] or group.size
-                if len(group.members) >= least:
+                if group.complete >= least:
                     self._seal(group)
                 else:
                     self._drop(group, "group_too_small")
@@ -198,6 +208,16 @@ class _Partition:
             if group.state not in ("over", "given"):
                 self.expected.in_flight.update(group.members.values())
         return self.expected
+
+
+def episode(rollout: Decoded) -> str:
+    """What a rollout counts for: its episode, where that has several branches."""
+    return str(rollout["episode_uid"] if rollout["branches"] > 1 else rollout["uid"])
+
+
+def mean(values: Sequence[float]) -> float:
+    """Mean, correctly rounded before the division; of equal values that value."""
+    return values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
 
 
 def _key(rollout: Decoded) -> Key:

@@ -2,19 +2,15 @@
 give; worked out from the description of the format, sharing no code with the consumers.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tests.faults.evidence import Decoded, Raw, decode
 from tests.faults.findings import Audit, Batch
-from tests.faults.model import NotModelled
-
-
-def _episode(rollout: Decoded) -> str:
-    """What a rollout counts for: its episode, where that has several branches."""
-    return str(rollout["episode_uid"] if rollout["branches"] > 1 else rollout["uid"])
+from tests.faults.model import NotModelled, episode, mean
 
 
 def check_groups(
@@ -22,8 +18,11 @@ def check_groups(
 ) -> None:
     """Rows are what was sent, groups are whole and of one kind, advantages are what the formula gives.
 
-    A group is judged under the configurations that held between its last member and its batch.
+    A group is judged under the configurations that held between its last member and its batch. Raises NotModelled for a
+    maker that takes groups apart.
     """
+    if {config["maker"] for config in configurations.values()} != {"fifo"}:
+        raise NotModelled("another maker")
     sources = {raw.offset: record for raw in records if (record := decode(raw.value)) is not None}
     least = any(config.get("min_group_size", 0) for config in configurations.values())
     shrunk = {_key(record.fields) for record in sources.values() if record.name == "GroupCancelled"}
@@ -60,16 +59,16 @@ def check_groups(
                     for offset, c in configurations.items()
                     if offset >= before and c["generation"] <= record["generation"]
                 ]
-                _check_advantages(batch, members[index], sent, key, {c["estimator"] for c in held}, result)
+                _check_advantages(batch, members[index], sent, key, held, result)
 
 
 def _check_whole(where: str, sent: list[Decoded], may_lack: bool, result: Audit) -> None:
     """As many episodes as each member declares, each with all of its branches."""
     branches: dict[str, list[int]] = defaultdict(list)
     for rollout in sent:
-        branches[_episode(rollout)].append(rollout["branch"])
-        if len(branches[_episode(rollout)]) > rollout["branches"]:
-            result.found("purity", f"{where} has branches of episode {_episode(rollout)} twice")
+        branches[episode(rollout)].append(rollout["branch"])
+        if len(branches[episode(rollout)]) > rollout["branches"]:
+            result.found("purity", f"{where} has branches of episode {episode(rollout)} twice")
     declared = {rollout["group_size"] for rollout in sent}
     if len(declared) != 1:
         result.found("purity", f"{where} declares sizes {sorted(declared)}")
@@ -78,8 +77,8 @@ def _check_whole(where: str, sent: list[Decoded], may_lack: bool, result: Audit)
     elif declared != {len(branches)}:
         result.found("purity", f"{where} has {len(branches)} episodes, it declared {declared}")
     for rollout in sent:
-        if sorted(branches[_episode(rollout)]) != list(range(rollout["branches"])):
-            result.found("purity", f"{where} has branches {branches[_episode(rollout)]} of {rollout['branches']}")
+        if sorted(branches[episode(rollout)]) != list(range(rollout["branches"])):
+            result.found("purity", f"{where} has branches {branches[episode(rollout)]} of {rollout['branches']}")
             break
 
 
@@ -122,42 +121,63 @@ def _check_row(batch: Batch, row: int, sources: dict[int, Decoded], result: Audi
 
 
 def _check_advantages(
-    batch: Batch, rows: list[int], sent: list[Decoded], key: tuple[Any, ...], estimators: set[str], result: Audit
+    batch: Batch,
+    rows: list[int],
+    sent: list[Decoded],
+    key: tuple[Any, ...],
+    held: list[dict[str, Any]],
+    result: Audit,
 ) -> None:
-    """One of the formulas, on every position of each row.
-
-    Since core version 2 what is compared are episodes: their rewards are the means of their branches', which share the
-    advantage. Before it every branch was compared by itself.
-    """
+    """What the formula of one of the configurations gives, on every position of each row."""
     record = batch.record
-    rewards, lengths, shares = _compared(sent, by_episode=record["core_version"] > 1)
-    if len(set(rewards)) == 1:
+    if "reinforce_pp" in {config["estimator"] for config in held}:
+        raise NotModelled("an estimator that looks at whole batches")
+    found = [(_compared(sent, config.get("core_version", 1)), config["estimator"]) for config in held]
+    if all(len(set(compared.rewards)) == 1 for compared, _ in found):
         result.found("advantage", f"group {key} of batch {batch.name} has no variance and was batched")
-    wanted = [_formula(name, np.array(rewards), np.array(lengths)) for name in sorted(estimators)]
-    for row, (unit, share) in zip(rows, shares, strict=True):
+    wanted = [(compared, _formula(name, compared)) for compared, name in found]
+    for at, row in enumerate(rows):
         given = record["advantages"][int(record["splits"][row]) : int(record["splits"][row + 1])]
-        due = [advantages[unit] / share for advantages in wanted]
+        due = [advantages[compared.unit_of[at]] / compared.shared_by[at] for compared, advantages in wanted]
         if not any(np.allclose(given, advantage, rtol=1e-6, atol=1e-6) for advantage in due):
             result.found(
                 "advantage", f"row {row} of batch {batch.name} has advantage {given[:1]}, the formula gives {due}"
             )
 
 
-def _compared(sent: list[Decoded], *, by_episode: bool) -> tuple[list[float], list[float], list[tuple[int, int]]]:
-    """Rewards and lengths of what is compared; for each row which of them it is, and among how many it is shared."""
-    names = [_episode(rollout) if by_episode else rollout["uid"] for rollout in sent]
+@dataclass(frozen=True)
+class _Compared:
+    """What is compared within a group, N of them."""
+
+    rewards: list[float]
+    """Of each, [N]."""
+    lengths: list[int]
+    """Sampled tokens of each, [N]."""
+    unit_of: list[int]
+    """Which of them each row is."""
+    shared_by: list[int]
+    """Among how many branches each row's advantage is shared."""
+
+
+def _compared(sent: list[Decoded], core_version: int) -> _Compared:
+    """Since core version 2 episodes are compared: the reward is the mean of its branches', which share the advantage.
+    Before it every branch was compared by itself.
+    """
+    by_episode = core_version > 1
+    names = [episode(rollout) if by_episode else rollout["uid"] for rollout in sent]
     units = list(dict.fromkeys(names))
-    count = Counter(names)
-    rewards, lengths = [], []
-    for unit in units:
-        own = [rollout for name, rollout in zip(names, sent, strict=True) if name == unit]
-        rewards.append(sum(rollout["reward"] for rollout in own) / len(own))
-        lengths.append(float(sum(np.count_nonzero(rollout["loss_mask"]) for rollout in own)))
-    return rewards, lengths, [(units.index(name), count[name]) for name in names]
+    branches = [[r for name, r in zip(names, sent, strict=True) if name == unit] for unit in units]
+    return _Compared(
+        rewards=[mean([rollout["reward"] for rollout in own]) for own in branches],
+        lengths=[sum(int(np.count_nonzero(rollout["loss_mask"])) for rollout in own) for own in branches],
+        unit_of=[units.index(name) for name in names],
+        shared_by=[rollout["branches"] if by_episode else 1 for rollout in sent],
+    )
 
 
-def _formula(estimator: str, rewards: Any, lengths: Any) -> Any:
-    """Advantages by the papers' formulas, in float64, [n]."""
+def _formula(estimator: str, compared: _Compared) -> Any:
+    """Advantages by the papers' formulas, in float64, [N]."""
+    rewards, lengths = np.array(compared.rewards), np.array(compared.lengths, float)
     count, deviation = len(rewards), np.std(rewards) + 1e-8
     left_out = (count * rewards - rewards.sum()) / max(1, count - 1)
     formulas = {
@@ -165,7 +185,7 @@ def _formula(estimator: str, rewards: Any, lengths: Any) -> Any:
         "rloo_normalized": left_out / deviation,
         "grpo": (rewards - rewards.mean()) / deviation,
         "dr_grpo": rewards - rewards.mean(),
-        "opo": rewards - (lengths * rewards).sum() / max(1.0, lengths.sum()),
+        "opo": rewards - np.average(rewards, weights=lengths if lengths.any() else None),
     }
     if estimator not in formulas:
         raise NotModelled(f"estimator {estimator}")

@@ -295,6 +295,53 @@ def test_a_dead_letter_with_other_bytes_is_found(sound: Evidence) -> None:
 
 
 @pytest.fixture
+def branched() -> Evidence:
+    """Groups of two episodes with two branches each, their rewards far apart within an episode; one without variance
+    between its episodes, one that never completes."""
+    driver = GroupingTestDriver(CONFIG)
+    rewards = {"a": (1.0, 0.0, 0.25, 0.0), "b": (0.75, 0.25, 0.5, 0.0), "even": (1.0, 0.0, 0.25, 0.75), "open": (1.0,)}
+    for branch, episode in ((0, "e"), (0, "f"), (1, "f"), (1, "e")):
+        for example, of in rewards.items():
+            number = 2 * "ef".index(episode) + branch
+            if number < len(of):
+                fields = {"episode_uid": episode, "branch": branch, "branches": 2, "group_size": 2}
+                driver.pipe(example_rollout(f"{example}{number}", of[number], example_id=example, **fields))
+    driver.commit()
+    driver.advance(11000)
+    return evidence_of(driver)
+
+
+def test_branches_share_what_their_episode_is_worth(branched: Evidence) -> None:
+    audit = judge(branched)
+    assert audit.findings == []
+    assert audit.refolded == [0]
+    assert (audit.places["batched"], audit.places["dropped:zero_variance"]) == (8, 4)
+
+
+def test_advantages_as_if_branches_were_episodes_are_found(branched: Evidence) -> None:
+    batch = decode_as(TrainingBatch, branched.topics["batches"][0].value)
+    rewards = batch.rewards[batch.group_index == 0]
+    wrong = batch.advantages.copy()
+    for row, advantage in zip(
+        np.flatnonzero(batch.group_index == 0), rewards - (rewards.sum() - rewards) / 3, strict=True
+    ):
+        wrong[batch.splits[row] : batch.splits[row + 1]] = advantage
+    assert promises(judge(recut(branched, 0, advantages=wrong))) == {"advantage"}
+
+
+@pytest.mark.parametrize("estimator", ["rloo_normalized", "grpo", "dr_grpo", "opo"])
+def test_other_estimators_are_known(estimator: str) -> None:
+    driver = GroupingTestDriver(replace(CONFIG, estimator=estimator))
+    for number in range(4):
+        driver.pipe(member(0, number))
+    driver.commit()
+    driver.advance(11000)
+    audit = judge(evidence_of(driver))
+    assert audit.findings == []
+    assert audit.places["batched"] == 4
+
+
+@pytest.fixture
 def of_core_1() -> Evidence:
     """What core version 1 left behind: branches, cancellations, another configuration half-way."""
     recorded = upgrade.load(1)
