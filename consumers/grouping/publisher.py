@@ -1,6 +1,6 @@
 """One transaction of a grouping process: batches, dead letters, journal, offsets, and the index entries last.
 
-Errors are taken in the order fatal, abortable, retriable. After an abort with ownership intact the same outputs are
+Errors are taken in the order fatal, abortable, retriable (see `decisions`). After an abort with ownership intact the same outputs are
 sent again. The transactional id decides who is who: whoever finds it taken over ends.
 """
 
@@ -15,6 +15,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 
 from consumers.grouping.bounded import BoundedCalls, Stalled
 from consumers.grouping.changes import DeadLetter, Output
+from consumers.grouping.decisions import Decision, decide
 from consumers.grouping.restore import Journal
 from topics import clients
 from topics.catalogue import topic_name
@@ -27,18 +28,6 @@ from topics.records import BatchIndexEntry, TrainingBatch
 
 logger = logging.getLogger(__name__)
 _RETRY_FOR_S = 60.0
-
-_NOT_OURS = (
-    KafkaError.ILLEGAL_GENERATION,
-    KafkaError.UNKNOWN_MEMBER_ID,
-    KafkaError.REBALANCE_IN_PROGRESS,
-    KafkaError.FENCED_MEMBER_EPOCH,
-    KafkaError.STALE_MEMBER_EPOCH,
-    # Of a static member that is joining anew, too: if it is a rival's doing, the abort that follows is fenced.
-    KafkaError.FENCED_INSTANCE_ID,
-    KafkaError._ASSIGNMENT_LOST,
-)
-_TAKEN_OVER = (KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH)
 UNREADABLE = "its batch cannot be decompressed within the consumer's limit (receive.message.max.bytes)"
 """Reason of a dead letter for a record nobody could read."""
 
@@ -148,7 +137,7 @@ class TransactionPublisher:
                 error: KafkaError = exception.args[0]
                 self._raise_if_fatal(error)
                 self._abort()
-                if error.code() in _NOT_OURS:
+                if decide(error, patient=False) is Decision.RESTORE:
                     raise OwnershipLost(
                         f"a rebalance came before the commit ({error.name()}); restoring"
                     ) from exception
@@ -287,8 +276,7 @@ class TransactionPublisher:
             except KafkaException as exception:
                 error: KafkaError = exception.args[0]
                 self._raise_if_fatal(error)
-                # After a fatal error another call is a conflict, which is called retriable, and never ends.
-                if error.txn_requires_abort() or not error.retriable() or error.code() == KafkaError._CONFLICT:
+                if decide(error) is not Decision.CALL_AGAIN:
                     raise
                 if attempt > 1 and time.monotonic() > deadline:
                     if may_abort:
@@ -309,16 +297,15 @@ class TransactionPublisher:
             raise self._given_up("it cannot be aborted", exception.args[0]) from exception
 
     def _raise_if_fatal(self, error: KafkaError) -> None:
-        if error.code() in _TAKEN_OVER:
+        decision = decide(error)
+        if decision is Decision.LEAVE:
             raise Fenced(
                 f"transactional id {self._id} was taken over, or its transaction outlived kafka.transaction_timeout_s "
                 f"({error.name()}: {error.str()}); only one process may run under an ordinal, this one stops"
             )
-        if error.fatal() and error.code() == KafkaError.INVALID_TXN_STATE:
-            # An abort of what the coordinator never heard of, as after a broker's restart. It compares epochs first: no
-            # rival is behind it, and another producer under the same id may go on.
+        if decision is Decision.RENEW:
             self._renew(f"{error.name()}: {error.str()}")
-        if error.fatal():
+        if decision is Decision.GIVE_UP:
             raise self._given_up("it cannot go on", error)
 
     def _given_up(self, what: str, error: KafkaError) -> DeliveryError:
