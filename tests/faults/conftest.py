@@ -14,7 +14,7 @@ from topics.config import KafkaConfig, TopicsConfig
 SESSION_S = 2.0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def breakable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
     """A broker of these tests' own, to kill and to restart."""
     properties = {"group.consumer.session.timeout.ms": "2000", "group.consumer.heartbeat.interval.ms": "300"}
