@@ -22,7 +22,7 @@ from topics.errors import BrokerUnavailable
 
 REMEDY = (
     "install Docker and start it (or run the tests as root on Linux, then they do), name an engine in DOCKER_HOST, or "
-    "deselect these tests by name: --ignore=tests/containers"
+    'deselect these tests by name: make test ARGS="--ignore=tests/containers"'
 )
 _PULL_TIMEOUT_S = 300
 
