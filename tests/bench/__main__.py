@@ -14,16 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from infra.broker import LocalBroker
-from tests.bench import codec_row, group_row, produce_row
-from tests.bench.measure import Row, Settings
+from tests.bench import codec_row, fold_row, group_row, latency_row, produce_row, restore_row
+from tests.bench.measure import LatencyRow, Row, Settings
 from topics.config import KafkaConfig
 from topics.errors import RollstreamError
 
-ROWS: dict[str, Callable[[Settings], Row]] = {
+ROWS: dict[str, Callable[[Settings], Row | LatencyRow]] = {
     "codec": codec_row.measure,
     "produce": produce_row.measure,
+    "fold-1k": fold_row.row("fold-1k", 1_000),
+    "fold-10k": fold_row.row("fold-10k", 10_000),
+    "fold-100k": fold_row.row("fold-100k", 100_000),
     "group-and-batch": group_row.measure,
+    "latency-100": latency_row.row("latency-100", 100),
+    "latency-1000": latency_row.row("latency-1000", 1_000),
+    "restore": restore_row.measure,
 }
+_NO_BROKER = {"codec", "fold-1k", "fold-10k", "fold-100k"}
 _WIDTH = 80
 
 
@@ -69,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
 @contextmanager
 def _broker(folder: Path, names: Sequence[str]) -> Iterator[str]:
     """Address of a broker where a row needs one. Never KAFKA_BOOTSTRAP_SERVERS: it would measure others' load too."""
-    if not set(names) - {"codec"}:
+    if set(names) <= _NO_BROKER:
         yield ""
         return
     broker = LocalBroker.start(folder / "broker", bound_to_parent=True)
@@ -88,26 +95,43 @@ def _machine(load_before: float) -> dict[str, Any]:
     }
 
 
-def report(settings: Settings, machine: dict[str, Any], rows: Sequence[Row]) -> str:
-    """A plain table no wider than 80 columns, and what the columns mean."""
+def report(settings: Settings, machine: dict[str, Any], rows: Sequence[Row | LatencyRow]) -> str:
+    """Plain tables no wider than 80 columns, and what the columns mean."""
     lines = [
         f"{settings.rollouts:,} rollouts of {settings.tokens:,} tokens, {settings.repetitions} repetitions, medians",
         f"{machine['cores']} cores shared with the broker; load {machine['load_before']} before, "
         f"{machine['load_after']} after",
-        "",
-        "                    rollouts/s              ratio                CPU us/rollout",
-        "row                 ours     raw  noise  median  lowest..highest  ours     raw",
     ]
-    for row in rows:
+    rates = [row for row in rows if isinstance(row, Row)]
+    latencies = [row for row in rows if isinstance(row, LatencyRow)]
+    if rates:
+        lines += [
+            "",
+            "                    rollouts/s              ratio                CPU us/rollout",
+            "row                 ours     raw  noise  median  lowest..highest  ours     raw",
+        ]
+    for row in rates:
         values = row.as_dict()
         lines.append(
             f"{row.name:16}{values['rollouts_per_s']:>8,.0f}{values['baseline_rollouts_per_s']:>8,.0f}"
             f"{row.noise:>7.0%}{row.ratio:>8.2f}{min(row.ratios):>8.2f}..{max(row.ratios):<7.2f}"
             f"{values['cpu_us_per_rollout']:>6,.0f}{values['baseline_cpu_us_per_rollout']:>8,.0f}"
         )
+    if latencies:
+        lines += [
+            "",
+            "                    ours, ms        raw, ms         ratio of p99",
+            "row                 p50     p99     p50     p99     median  lowest..highest",
+        ]
+    for late in latencies:
+        values = late.as_dict()
+        lines.append(
+            f"{late.name:16}{values['p50_ms']:>7,.1f}{values['p99_ms']:>8,.1f}{values['baseline_p50_ms']:>8,.1f}"
+            f"{values['baseline_p99_ms']:>8,.1f}{late.ratio:>11.2f}{min(late.ratios):>8.2f}..{max(late.ratios):<7.2f}"
+        )
     lines.append("")
-    for row in rows:
-        lines += textwrap.wrap(f"{row.name}: {row.what}; raw: {row.baseline}", _WIDTH, subsequent_indent="  ")
+    for each in rows:
+        lines += textwrap.wrap(f"{each.name}: {each.what}; raw: {each.baseline}", _WIDTH, subsequent_indent="  ")
     lines.append("ratio: ours over raw in the same repetition; noise: how far raw alone varied.")
     return "\n".join(lines)
 

@@ -25,7 +25,7 @@ def copy(arguments: dict[str, Any]) -> Timing:
     consumer = clients.group_member(kafka, f"{run}.copy", "copy", **{"auto.offset.reset": "earliest"})
     producer = clients.transactional_producer(kafka, f"grouper-{run}-copy")
     producer.init_transactions(30)
-    consumer.subscribe([source])
+    consumer.subscribe([source], on_assign=lambda *_: print("ready", flush=True))
     done = threading.Event()
     timer = TransactionTimer(arguments["rollouts"] + arguments["partitions"], done)
     limit, wait_s = arguments["poll_records"], arguments["commit_interval_s"]

@@ -31,7 +31,7 @@ def group(arguments: dict[str, Any]) -> Timing:
         commit_interval_s=arguments["commit_interval_s"],
     )
     kafka = KafkaConfig(bootstrap_servers=arguments["bootstrap_servers"])
-    shell.run_grouping(kafka, arguments["run"], GroupingConfig(), grouper, 0, done)
+    shell.run_grouping(kafka, arguments["run"], GroupingConfig(), grouper, 0, done, lambda: print("ready", flush=True))
     return timer.timing
 
 

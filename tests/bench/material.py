@@ -4,6 +4,7 @@ Groups arrive as several workers send them: a window of groups is in flight and 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -60,6 +61,7 @@ def rollout(rng: np.random.Generator, length: int, example: str, member: int, gr
     )
 
 
-def encoded(settings: Settings, seed: int = 0) -> list[tuple[bytes, bytes]]:
-    """Keys and values of `rollouts`."""
-    return [(encode_key(r.environment, r.example_id), encode(r)) for r in rollouts(settings, seed)]
+def encoded(settings: Settings, seed: int = 0, *, incomplete: bool = False) -> list[tuple[bytes, bytes]]:
+    """Keys and values of `rollouts`; `incomplete` has each group miss a member for ever."""
+    subjects = (replace(r, group_size=r.group_size + incomplete) for r in rollouts(settings, seed))
+    return [(encode_key(r.environment, r.example_id), encode(r)) for r in subjects]

@@ -1,10 +1,12 @@
 """Measuring ours and a baseline in turn, so that a machine that slows down slows both; medians over the repetitions."""
 
 import json
+import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -109,6 +111,49 @@ class Row:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatencyRow:
+    """One measurement of latencies, in seconds: those of each side, by repetition."""
+
+    name: str
+    what: str
+    baseline: str
+    ours: tuple[tuple[float, ...], ...]
+    raw: tuple[tuple[float, ...], ...]
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Our 99th percentile over the baseline's of the same repetition; 1 is as soon as raw."""
+        return tuple(percentile(ours, 99) / percentile(raw, 99) for ours, raw in zip(self.ours, self.raw, strict=True))
+
+    @property
+    def ratio(self) -> float:
+        """Median of the ratios."""
+        return median(self.ratios)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row as programs read it; percentiles are medians over the repetitions, in milliseconds."""
+        percentiles = {
+            f"{side}p{p}_ms": 1000 * median(percentile(values, p) for values in repetitions)
+            for side, repetitions in (("", self.ours), ("baseline_", self.raw))
+            for p in (50, 99)
+        }
+        return {
+            "name": self.name,
+            "what": self.what,
+            "baseline": self.baseline,
+            "ratio": self.ratio,
+            "ratios": list(self.ratios),
+            "measured": min(len(values) for values in self.ours),
+            **percentiles,
+        }
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The smallest value that `percent` of a hundred of them do not exceed (nearest rank)."""
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
+
+
 def interleaved(
     repetitions: int, ours: Callable[[], Timing], raw: Callable[[], Timing]
 ) -> tuple[tuple[Timing, ...], tuple[Timing, ...]]:
@@ -121,7 +166,18 @@ def interleaved(
 
 
 def in_child(module: str, settings: Settings, run: str) -> Timing:
-    """Run a module of this package as a process of its own, as roles run; it prints a timing as JSON.
+    """Run a module of this package as a process of its own, as roles run, to its end; it prints a timing as JSON.
+
+    Raises RuntimeError with the end of its log when it fails.
+    """
+    with ready_child(module, settings, run) as child:
+        output, _ = child.communicate(timeout=CHILD_TIMEOUT_S)
+    return Timing(**json.loads(output.splitlines()[-1]))
+
+
+@contextmanager
+def ready_child(module: str, settings: Settings, run: str) -> Iterator[subprocess.Popen[str]]:
+    """Such a process while it runs, from when it says that it is ready; at the end it must end by itself.
 
     Raises RuntimeError with the end of its log when it fails.
     """
@@ -134,15 +190,22 @@ def in_child(module: str, settings: Settings, run: str) -> Timing:
         "poll_records": settings.poll_records,
         "commit_interval_s": settings.commit_interval_s,
     }
-    with log.open("wb") as errors:
-        child = subprocess.run(
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(
             [sys.executable, "-m", f"tests.bench.{module}", json.dumps(arguments)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=errors,
-            timeout=CHILD_TIMEOUT_S,
-            check=False,
-        )
-    if child.returncode:
-        raise RuntimeError(f"tests.bench.{module} exited with {child.returncode}: {log.read_text()[-2000:]}")
-    return Timing(**json.loads(child.stdout.splitlines()[-1]))
+            text=True,
+        ) as child,
+    ):
+        try:
+            assert child.stdout is not None
+            if child.stdout.readline() == "ready\n":
+                yield child
+            code = child.wait(CHILD_TIMEOUT_S)
+        finally:
+            child.kill()
+    if code:
+        raise RuntimeError(f"tests.bench.{module} exited with {code}: {log.read_text()[-2000:]}")

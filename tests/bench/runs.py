@@ -16,11 +16,11 @@ from topics.records import Mark
 
 
 @contextmanager
-def prepared(settings: Settings, name: str) -> Iterator[str]:
-    """A run of that name, whose policy clock stands at version 0 before the first rollout."""
+def prepared(settings: Settings, name: str, grouping: GroupingConfig | None = None) -> Iterator[str]:
+    """A run of that name, grouped as `grouping` says, with its policy clock at version 0 before the first rollout."""
     run = f"bench-{name}-{uuid.uuid4().hex[:6]}"
     provisioning.apply(settings.kafka, TopicsConfig(partitions=settings.partitions), run)
-    initialise(settings.kafka, run, GroupingConfig(), GrouperConfig())
+    initialise(settings.kafka, run, grouping or GroupingConfig(), GrouperConfig())
     producer = clients.producer(settings.kafka)
     mark = encode(Mark(kind="policy_version", policy_version=0, author="bench"))
     for partition in range(settings.partitions):

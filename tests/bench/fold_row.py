@@ -1,0 +1,84 @@
+"""Rows `fold-1k`, `fold-10k`, `fold-100k`: the fold alone with that many groups open, against decoding the records."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from consumers.grouping import state
+from consumers.grouping.changes import Record
+from consumers.grouping.config import GroupingConfig
+from consumers.grouping.fold import Fold
+from consumers.grouping.testing import example_rollout
+from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
+from topics.codec import decode_as, encode
+from topics.keys import encode_key
+from topics.records import Rollout
+
+_TOKENS = np.arange(64, dtype="<i4")
+_TAKE_EVERY = 250
+
+
+def row(name: str, open_groups: int) -> Callable[[Settings], Row]:
+    """The row with `open_groups` groups open all the while: each second record closes one, the others open new ones."""
+
+    def measure(settings: Settings) -> Row:
+        waiting = min(open_groups, settings.rollouts * 100)
+        fold = _fold_with(waiting)
+        last = waiting
+
+        def ours() -> Timing:
+            nonlocal last
+            steps = _steps(last, waiting, settings.rollouts)
+            last += settings.rollouts
+            watch = Stopwatch()
+            for i, step in enumerate(steps):
+                fold.apply(step)
+                if i % _TAKE_EVERY == 0:
+                    fold.take()
+            timing = watch.timing(len(steps))
+            if fold.open_groups != waiting:
+                raise RuntimeError(f"{fold.open_groups} groups are open instead of {waiting}")
+            return timing
+
+        sample = _steps(0, waiting, settings.rollouts)
+
+        def raw() -> Timing:
+            watch = Stopwatch()
+            for step in sample:
+                decode_as(Rollout, step.value)
+            return watch.timing(len(sample))
+
+        rates, baseline = interleaved(settings.repetitions, ours, raw)
+        return Row(
+            name=name,
+            what=f"fold rollouts of {len(_TOKENS)} tokens into groups of 2 while {waiting:,} are open, and batch them",
+            baseline="decode the same records",
+            size_bytes=len(sample[0].value or b""),
+            ours=rates,
+            raw=baseline,
+        )
+
+    return measure
+
+
+def _fold_with(open_groups: int) -> Fold:
+    first = state.initial(0, 1, "bench", GroupingConfig(capacity_bytes=10**12))
+    fold = Fold(state.restore([replace(first, policy_version=0, watermark_policy_version=0)]))
+    for group in range(open_groups):
+        fold.apply(_record(group, group, 0))
+    fold.take()
+    return fold
+
+
+def _steps(offset: int, open_groups: int, count: int) -> list[Record]:
+    """`count` records from `offset` on: the second member of the oldest group, then the first of a new one, in turn."""
+    oldest = (offset - open_groups) // 2
+    pairs = ((_record(offset + 2 * i, oldest + i, 1), _record(offset + 2 * i + 1, oldest + open_groups + i, 0))
+             for i in range(count // 2))  # fmt: skip
+    return [record for pair in pairs for record in pair]
+
+
+def _record(offset: int, group: int, member: int) -> Record:
+    rollout = example_rollout(str(member), float(member), example_id=str(group), tokens=_TOKENS)
+    return Record(offset, offset, encode_key("env", str(group)), encode(rollout))

@@ -1,0 +1,78 @@
+"""Row `restore`: restoring the tasks of a run with all its rollouts in flight, against reading the same range raw."""
+
+import time
+
+from confluent_kafka import TopicPartition
+
+from consumers.grouping.config import GrouperConfig, GroupingConfig
+from consumers.grouping.fold import Fold
+from consumers.grouping.restore import records_of, restore_task
+from tests.bench import material, produce_baseline
+from tests.bench.measure import Row, Settings, Stopwatch, Timing, in_child, interleaved
+from tests.bench.runs import prepared
+from topics import clients
+from topics.catalogue import topic_name
+
+_SPARE_S = 60.0
+
+
+def measure(settings: Settings) -> Row:
+    """Members of groups that never become complete, read and committed by a grouping process, then restored here."""
+    records = material.encoded(settings, incomplete=True)
+    grouping = GroupingConfig(capacity_bytes=1 << 40)
+    with prepared(settings, "restore", grouping) as run:
+        topic = topic_name(run, "rollouts")
+        produce_baseline.measure(settings.kafka, topic, records)
+        in_child("grouping_process", settings, run)
+        topic_id = clients.topic_ids(settings.kafka, [topic])[topic]
+
+        def ours() -> Timing:
+            watch = Stopwatch()
+            folds = [
+                restore_task(settings.kafka, run, partition, settings.partitions, topic_id, GrouperConfig())[0]
+                for partition in range(settings.partitions)
+            ]
+            timing = watch.timing(len(records))
+            _check(folds, len(records))
+            return timing
+
+        def raw() -> Timing:
+            watch = Stopwatch()
+            read = sum(_read(settings, topic, partition) for partition in range(settings.partitions))
+            if read < len(records):
+                raise RuntimeError(f"{read} of {len(records)} records were read")
+            return watch.timing(len(records))
+
+        restored, read_raw = interleaved(settings.repetitions, ours, raw)
+    return Row(
+        name="restore",
+        what="restore tasks with all of these rollouts in flight: offsets, journal, log",
+        baseline="read the same range of the log, partition after partition, and decode nothing",
+        size_bytes=len(records[0][1]),
+        ours=restored,
+        raw=read_raw,
+    )
+
+
+def _check(folds: list[Fold], rollouts: int) -> None:
+    in_flight = sum(fold.in_flight for fold in folds)
+    if in_flight != rollouts:
+        raise RuntimeError(f"{in_flight} rollouts are in flight after restoring, {rollouts} were before")
+
+
+def _read(settings: Settings, topic: str, partition: int) -> int:
+    """Read a partition from its beginning to its end as restoring does, without a look at the records."""
+    consumer = clients.reader(settings.kafka, fetch_wait_ms=10)
+    try:
+        clients.follow(consumer, settings.kafka, [TopicPartition(topic, partition, 0)])
+        deadline = time.monotonic() + _SPARE_S
+        read = 0
+        while time.monotonic() < deadline:
+            for message in consumer.consume(500, 0.05):
+                if message.error() is not None:
+                    return read
+                records_of(message)
+                read += 1
+        raise RuntimeError(f"{topic}[{partition}] did not end within {_SPARE_S:g} s")
+    finally:
+        consumer.close()
