@@ -35,8 +35,7 @@ class BoundedCalls:
         Time in which the process was stopped does not count: a zombie that wakes up must hear that it was replaced, and
         not take its place back because a call took so long.
         """
-        future: Future[Any] = Future()
-        self._waiting.put((call, future))
+        future = self.submit(call)
         for _ in range(math.ceil(timeout_s / _SLICE_S)):
             try:
                 return future.result(min(_SLICE_S, timeout_s))
@@ -44,6 +43,12 @@ class BoundedCalls:
                 if future.done():
                     raise
         raise Stalled(f"{name} did not come back within {timeout_s:g} s")
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        """Have `call` run after those before it."""
+        future: Future[Any] = Future()
+        self._waiting.put((call, future))
+        return future
 
     def close(self) -> None:
         """Let the thread end, once it is back."""

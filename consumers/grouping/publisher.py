@@ -1,7 +1,7 @@
 """One transaction of a grouping process: batches, dead letters, journal, offsets, and the index entries last.
 
-Errors are taken in the order fatal, abortable, retriable (see `decisions`). After an abort with ownership intact the same outputs are
-sent again. The transactional id decides who is who: whoever finds it taken over ends.
+What errors mean is said in `decisions`. After an abort with ownership intact the same outputs are sent again. The
+transactional id decides who is who: whoever finds it taken over ends.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple, NoReturn
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -58,6 +59,8 @@ class TransactionPublisher:
         self._call_timeout_s = 0.8 * kafka.transaction_timeout_s
         """Within the transaction's own timeout, so that a new producer comes before the old one is fenced."""
         self._failed: KafkaError | None = None
+        self._thread = BoundedCalls()
+        self._begun: Future[None] | None = None
 
     def start(self) -> None:
         """Fence whoever used the transactional id before, and abort what it left open."""
@@ -101,6 +104,21 @@ class TransactionPublisher:
         except KafkaException as exception:
             self._raise_if_fatal(exception.args[0])
         self._abort()
+
+    def begin(self, parts: Sequence[Part]) -> None:
+        """Publish on a thread of its own, while the caller reads on; `settle` tells how it went. One at a time."""
+        self._begun = self._thread.submit(lambda: self.publish(parts))
+
+    @property
+    def done(self) -> bool:
+        """Whether `settle` would not wait."""
+        return self._begun is None or self._begun.done()
+
+    def settle(self) -> None:
+        """Wait for what was begun. Raises what `publish` raises; whoever asks again hears of nothing."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.result()
 
     def publish(self, parts: Sequence[Part]) -> None:
         """Commit outputs and the offsets they lead to. Raises OwnershipLost or Fenced when that is not ours to do."""

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
@@ -80,6 +81,8 @@ class GroupingProcess:
         self._publisher = TransactionPublisher(kafka, run, self._group, self._name, self._consumer)
         self._marks = MarkWriter(kafka, run, self._mark_failed)
         self._policies = clients.reader(kafka)
+        self._publishing: list[Part] = []
+        """What the transaction that was begun consists of."""
         self._tasks: dict[int, GroupingTask] = {}
         self._suspended: dict[int, GroupingTask] = {}
         """Tasks whose partition was taken away, kept in case it comes back unchanged."""
@@ -100,8 +103,8 @@ class GroupingProcess:
             while not stop.is_set():
                 messages = self._consume()
                 self._restore_assigned()
-                self._seek_restored()
                 self._take_in(messages)
+                self._seek_restored()
                 self._follow_policies()
                 self._write_marks()
                 self._commit()
@@ -161,6 +164,8 @@ class GroupingProcess:
         broker answered. The transactional id tells who is to stay. Raises Fenced where that is not us.
         """
         event(logger, "member_fenced", level=logging.WARNING, error=reason)
+        with suppress(OwnershipLost):
+            self._settle()
         self._tasks.clear()
         self._suspended.clear()
         self._to_restore.clear()
@@ -194,17 +199,27 @@ class GroupingProcess:
     # ------------------------------------------------------------------ commits
 
     def _commit(self, *, closing: bool = False) -> None:
-        tasks = [task for task in self._tasks.values() if task.fold.changed or closing]
-        if not tasks:
+        """Begin a transaction with what has changed; one at a time, and records are read on meanwhile."""
+        changed = closing or any(task.fold.changed for task in self._tasks.values())
+        if not changed and not self._publisher.done:
             return
         try:
-            self._publish([task.take(closing=closing) for task in tasks])
+            self._settle()
+            self._begin([task.take(closing=closing) for task in self._tasks.values() if task.fold.changed or closing])
+            if closing:
+                self._settle()
         except OwnershipLost as error:
-            event(logger, "ownership_lost", level=logging.WARNING, error=str(error))
-            self._restore_all()
+            self._ownership_lost(error)
 
-    def _publish(self, parts: list[Part]) -> None:
-        self._publisher.publish(parts)
+    def _begin(self, parts: list[Part]) -> None:
+        if parts:
+            self._publishing = parts
+            self._publisher.begin(parts)
+
+    def _settle(self) -> None:
+        """Wait for the transaction that was begun. Raises OwnershipLost or Fenced as publishing does."""
+        parts, self._publishing = self._publishing, []
+        self._publisher.settle()
         for part in parts:
             output = part.output
             for batch in output.batches:
@@ -218,6 +233,13 @@ class GroupingProcess:
                     offset=letter.record.offset,
                     error=letter.error,
                 )
+
+    def _ownership_lost(self, error: OwnershipLost) -> None:
+        """What was begun came to nothing: every task starts again from what is committed."""
+        event(logger, "ownership_lost", level=logging.WARNING, error=str(error))
+        self._tasks.clear()
+        self._suspended.clear()
+        self._to_restore.update(tp.partition for tp in self._consumer.assignment())
 
     def _close(self) -> None:
         self._commit(closing=True)
@@ -235,19 +257,15 @@ class GroupingProcess:
     def _on_revoke(self, _consumer: Consumer, partitions: list[TopicPartition]) -> None:
         numbers = [tp.partition for tp in partitions]
         event(logger, "revoked", partitions=numbers)
-        self._to_restore.difference_update(numbers)
-        tasks = [self._tasks[p] for p in numbers if p in self._tasks]
-        changed = [task for task in tasks if task.fold.changed]
         try:
-            if changed:
-                self._publish([task.take() for task in changed])
+            self._settle()
+            self._begin([self._tasks[p].take() for p in numbers if p in self._tasks and self._tasks[p].fold.changed])
+            self._settle()
         except OwnershipLost as error:
-            event(logger, "ownership_lost", level=logging.WARNING, error=str(error))
-            tasks = []
-        for partition in numbers:
-            self._tasks.pop(partition, None)
-            self._to_seek.discard(partition)
-        self._suspended = {task.partition: task for task in tasks}
+            self._ownership_lost(error)
+        self._suspended = {p: self._tasks.pop(p) for p in numbers if p in self._tasks}
+        self._to_restore.difference_update(numbers)
+        self._to_seek.difference_update(numbers)
 
     def _on_lost(self, _consumer: Consumer, partitions: list[TopicPartition]) -> None:
         event(logger, "lost", level=logging.WARNING, partitions=[tp.partition for tp in partitions])
@@ -259,6 +277,10 @@ class GroupingProcess:
     def _restore_assigned(self) -> None:
         if not self._to_restore:
             return
+        try:
+            self._settle()
+        except OwnershipLost as error:
+            self._ownership_lost(error)
         for partition in sorted(self._to_restore):
             suspended = self._suspended.pop(partition, None)
             if suspended is not None and self._last_journal(partition) == suspended.journal_offset:
@@ -274,15 +296,6 @@ class GroupingProcess:
     def _restore(self, partition: int) -> GroupingTask:
         fold, journal = restore_task(self._kafka, self._run, partition, self._partitions, self._topic_id, self._grouper)
         return GroupingTask(fold, journal, self._grouper, self._name)
-
-    def _restore_all(self) -> None:
-        """Start again from what is committed, for every partition still ours."""
-        owned = {tp.partition for tp in self._consumer.assignment()}
-        self._tasks.clear()
-        for partition in sorted(owned - self._to_restore):
-            self._tasks[partition] = self._restore(partition)
-        self._to_seek = set(self._tasks)
-        self._seek_restored()
 
     def _seek_restored(self) -> None:
         """Have the client read on where the folds are, whatever it thought the position was."""
