@@ -3,10 +3,9 @@
 Pure; the order of rows is the maker's, the order of groups that of their first row.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -58,9 +57,9 @@ def batch(
     generation: int,
     cut: Literal["size", "age", "drain"],
     cut_ms: int,
-    metadata: dict[str, Any],
+    metadata: str,
 ) -> TrainingBatch:
-    """The batch of R examples; `groups[r]` is the group of `examples[r]`."""
+    """The batch of R examples; `groups[r]` is the group of `examples[r]`, `metadata` JSON of the maker's."""
     index = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     rollouts = [g.members[e.source.uid].rollout for e, g in zip(examples, groups, strict=True)]
     lengths = [len(e.tokens) for e in examples]
@@ -103,6 +102,6 @@ def batch(
         highest_versions=np.array([r.highest_version for r in rollouts], "<i8"),
         temperatures=np.array([r.sampling.temperature for r in rollouts], "<f8"),
         logprobs_processed=np.array([r.logprobs_mode == "processed" for r in rollouts], "|b1"),
-        metadata=json.dumps(metadata, sort_keys=True),
+        metadata=metadata,
     )
     return replace(made, digest=batch_digest(made))

@@ -80,7 +80,7 @@ class BatchMaker(ABC):
 
     @abstractmethod
     def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
-        """What is worth saying of a batch, as JSON-compatible values."""
+        """What is worth saying of a batch, as JSON-compatible values: at most 4,096 characters."""
 
     @abstractmethod
     def discard(self, sources: Iterable[Source]) -> None:

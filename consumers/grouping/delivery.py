@@ -3,6 +3,7 @@
 Every rollout offered is held by the maker, delivered in a batch, or reported as thrown away; anything else is an error.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -14,7 +15,11 @@ from consumers.grouping.config import GroupingConfig
 from consumers.grouping.groups import Group, Stage
 from consumers.grouping.makers import MakerFactory, batch_maker
 from topics.errors import StateRefused
+from topics.examples import RLExample
 from topics.records import TrainingBatch
+
+_METADATA_LIMIT = 4096
+"""Characters of metadata, all ASCII: what a batch may take besides the rows that grouping.batch_bytes counts."""
 
 
 class Delivered(NamedTuple):
@@ -94,13 +99,7 @@ class Delivery:
             return None
         if not examples:
             raise self._broken("made a batch of nothing")
-        groups = []
-        for example in examples:
-            group = self._held.pop(example.source.offset, None)
-            if group is None:
-                raise self._broken(f"delivered {example.source}, which it does not hold")
-            group.fates[example.source.offset] = BATCHED
-            groups.append(group)
+        groups = [self._deliver(example) for example in examples]
         most = sum(map(example_bytes, examples)) + sum(map(assemble.name_bytes, dict.fromkeys(groups)))
         if most > self._config.batch_bytes:
             raise self._broken(f"made a batch of {most} bytes, grouping.batch_bytes is {self._config.batch_bytes}")
@@ -114,11 +113,29 @@ class Delivery:
             generation=self._config.generation,
             cut=why,
             cut_ms=now_ms,
-            metadata=self._maker.get_batch_metadata(finished),
+            metadata=self._metadata(finished),
         )
         self.batch_number += 1
         self._maker.batch_number = self.batch_number
         return Delivered(batch, groups)
+
+    def _deliver(self, example: RLExample) -> Group:
+        """Note that a batch carries an example; returns its group. Only an advantage may be another than was given."""
+        group = self._held.pop(example.source.offset, None)
+        if group is None:
+            raise self._broken(f"delivered {example.source}, which it does not hold")
+        member = group.members.get(example.source.uid)
+        rollout = member.rollout if member is not None and member.source == example.source else None
+        if (
+            rollout is None
+            or example.tokens is not rollout.tokens
+            or example.loss_mask is not rollout.loss_mask
+            or example.generator_log_probs is not rollout.logprobs
+            or example.advantage.shape != rollout.tokens.shape
+        ):
+            raise self._broken(f"delivered {example.source} otherwise than it was given it")
+        group.fates[example.source.offset] = BATCHED
+        return group
 
     def take_discarded(self) -> list[Group]:
         """Groups of which the maker threw rollouts away since the last call; checks that it lost none."""
@@ -129,6 +146,16 @@ class Delivery:
             )
         discarded, self._discarded = self._discarded, []
         return discarded
+
+    def _metadata(self, examples: list[RLExample]) -> str:
+        """What the maker says of a batch, as canonical JSON."""
+        try:
+            text = json.dumps(self._maker.get_batch_metadata(examples), sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise self._broken(f"said of a batch what is no JSON ({error})") from error
+        if len(text) > _METADATA_LIMIT:
+            raise self._broken(f"said {len(text)} characters of a batch, of which {_METADATA_LIMIT} fit")
+        return text
 
     def partly_delivered(self) -> list[int]:
         """Offsets a batch carries of groups that are not over."""

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,28 @@ class ThrowsAwayWhatItKeeps(Wrong):
         self.thrown.append((example.source, "why not"))
 
 
+class Renames(Wrong):
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        made = super().create_batch(batch_size)
+        return made and [replace(e, source=e.source._replace(uid="other")) for e in made]
+
+
+class Rewrites(Wrong):
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        made = super().create_batch(batch_size)
+        return made and [replace(e, tokens=e.tokens + 1) for e in made]
+
+
+class TalksTooMuch(Wrong):
+    def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
+        return {"uids": [e.source.uid for e in batch] * 1_000}
+
+
+class TalksNonsense(Wrong):
+    def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
+        return {"examples": batch}
+
+
 class GivesNoReason(Loses):
     def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
         self.thrown.append((example.source, ""))
@@ -132,6 +155,22 @@ class GivesNoReason(Loses):
 class CallsItBatched(Loses):
     def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
         self.thrown.append((example.source, "batched"))
+
+
+@pytest.mark.parametrize(
+    ("maker", "words"),
+    [
+        (Renames, "otherwise than it was given it"),
+        (Rewrites, "otherwise than it was given it"),
+        (TalksTooMuch, "characters of a batch"),
+        (TalksNonsense, "what is no JSON"),
+    ],
+)
+def test_a_maker_that_changes_rollouts_or_fills_a_batch_with_talk_stops_the_task(
+    maker: type[BatchMaker], words: str
+) -> None:
+    with pytest.raises(StateRefused, match=words):
+        pair(driver_of(maker))
 
 
 @pytest.mark.parametrize(
