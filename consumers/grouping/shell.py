@@ -14,6 +14,8 @@ from contextlib import suppress
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from consumers.grouping.config import GrouperConfig, GroupingConfig
+from consumers.grouping.configuring import check_names
+from consumers.grouping.makers import makers_of
 from consumers.grouping.marks import MarkWriter
 from consumers.grouping.parts import LEAST_RECORD_BYTES
 from consumers.grouping.publisher import OwnershipLost, Part, TransactionPublisher
@@ -43,8 +45,9 @@ def run_grouping(
     """Group rollouts until `stop` is set; `on_ready` is called at the first assignment.
 
     Raises Fenced when another process runs under the same ordinal, StateRefused when stored state and log disagree,
-    TopicError when a topic is missing.
+    TopicError when a topic is missing, ConfigurationError for an estimator or maker that does not exist.
     """
+    check_names(grouping, makers_of(grouper.makers))
     if grouping.batch_bytes * 5 // 4 > kafka.max_record_bytes:
         raise ConfigurationError(
             f"grouping.batch_bytes {grouping.batch_bytes} leaves no room in kafka.max_record_bytes "
