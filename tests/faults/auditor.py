@@ -115,8 +115,9 @@ def _batches(evidence: Evidence, result: Audit) -> list[Batch]:
 
 
 def digest_of(batch: dict[str, Any]) -> str:
-    """sha256 over a batch's fields: name, dtype, shape and bytes of arrays, name and sorted JSON of the rest."""
-    sha = hashlib.sha256()
+    """Over a batch's fields: name, dtype, shape and bytes of arrays, name and sorted JSON of the rest."""
+    # Core version 1 had another algorithm.
+    sha: Any = hashlib.sha256() if batch["core_version"] == 1 else hashlib.blake2b(digest_size=32)
     for name in _DIGESTED:
         value = batch[name]
         if isinstance(value, np.ndarray):
