@@ -80,4 +80,4 @@ def batch_digest(batch: TrainingBatch) -> str:
         else:
             plain = [g.__dict__ for g in value] if field.name == "groups" else value
             digest.update(f"{field.name}:{json.dumps(plain, sort_keys=True, ensure_ascii=False)}".encode())
-    return digest.hexdigest()
+    return str(digest.hexdigest())
