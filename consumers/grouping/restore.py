@@ -1,33 +1,34 @@
 """Restoring a task from Kafka: committed offset and metadata, the journal it names, then the log from the watermark.
 
-Refuses, with the remedy, whatever contradicts itself; never guesses a position.
+Goes on a little at a time, so that whoever restores can keep polling, and can say how far it is. Refuses, with the
+remedy, whatever contradicts itself; never guesses a position.
 """
 
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator
+from dataclasses import asdict, dataclass, field
 
 from confluent_kafka import KafkaError, Message, TopicPartition
 
-from consumers.grouping import state
 from consumers.grouping.bootstrap import committed_offsets
 from consumers.grouping.changes import CORE_VERSION, Record
 from consumers.grouping.config import GrouperConfig
 from consumers.grouping.fold import Fold
 from consumers.grouping.makers import makers_of
-from consumers.grouping.state import CommitMetadata
+from consumers.grouping.state import CommitMetadata, JournalSum, TaskState
 from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as
 from topics.config import KafkaConfig
-from topics.errors import DeadlineExceeded, StateRefused
+from topics.errors import DeadlineExceeded, RecordError, StateRefused
 from topics.logs import event
 from topics.records import JournalRecord
 
 logger = logging.getLogger(__name__)
 _COARSE_MS = 1000
+_TELL_EVERY_S = 5.0
 
 
 @dataclass
@@ -72,79 +73,162 @@ def records_of(message: Message) -> Record:
     return Record(offset, message.timestamp()[1], message.key(), message.value())
 
 
+@dataclass
+class Progress:
+    """How far a restore is; what is to be read is known once offsets were asked for, and counts offsets."""
+
+    journal_read: int = 0
+    journal_to_read: int = 0
+    records_read: int = 0
+    records_to_read: int = 0
+    seconds: float = 0.0
+
+
+class Restoration:
+    """Restores the fold of a partition as its last committed transaction left it."""
+
+    def __init__(
+        self, kafka: KafkaConfig, run: str, partition: int, partitions: int, topic_id: str, grouper: GrouperConfig
+    ) -> None:
+        self.partition = partition
+        self.progress = Progress()
+        self.restored: tuple[Fold, Journal] | None = None
+        """The fold, and where its journal stands; set at the end."""
+        self._kafka, self._run, self._grouper = kafka, run, grouper
+        self._partitions, self._topic_id = partitions, topic_id
+        self._began = self._told = time.monotonic()
+        self._reading = self._read()
+
+    def step(self, for_s: float) -> bool:
+        """Go on for about `for_s` seconds; whether it is done.
+
+        Raises StateRefused when offsets, journal and log do not belong together, with the remedy.
+        """
+        until = time.monotonic() + for_s
+        for _ in self._reading:
+            now = time.monotonic()
+            self.progress.seconds = now - self._began
+            if now - self._told >= _TELL_EVERY_S:
+                self._told = now
+                event(logger, "task_restoring", partition=self.partition, **asdict(self.progress))
+            if now >= until:
+                return False
+        return True
+
+    def close(self) -> None:
+        """Give up, where it is not done."""
+        self._reading.close()
+
+    def _read(self) -> Generator[None]:
+        journal, added = yield from self._read_journal()
+        restored = added.state()
+        self._check(restored, added)
+        fold = Fold(restored, makers_of(self._grouper.makers))
+        if fold.replaying:
+            self.progress.records_to_read = restored.position - restored.watermark
+            topic = topic_name(self._run, "rollouts")
+            for message in _range(self._kafka, topic, self.partition, restored.watermark, restored.position):
+                if message is not None:
+                    fold.replay(records_of(message))
+                    self.progress.records_read += 1
+                yield
+            fold.resume()
+        event(
+            logger,
+            "task_restored",
+            partition=self.partition,
+            position=restored.position,
+            watermark=restored.watermark,
+            unfinished=len(restored.unfinished),
+            journal_records=self.progress.journal_read,
+            records_read_again=self.progress.records_read,
+            seconds=round(time.monotonic() - self._began, 3),
+        )
+        self.restored = fold, journal
+
+    def _read_journal(self) -> Generator[None, None, tuple[Journal, JournalSum]]:
+        committed = committed_offsets(self._kafka, self._group, self._rollouts, self._partitions)[self.partition]
+        if committed.offset < 0:
+            raise StateRefused(
+                f"no offset is committed for {self._where}; a new run is prepared by `rollstream topics apply`, an old "
+                f"one whose offsets expired by `rollstream group recover`"
+            )
+        metadata = CommitMetadata.decode(committed.metadata, self._where)
+        journal, added = Journal(metadata.journal, metadata.snapshot), JournalSum()
+        start, stop = min(metadata.oldest, metadata.snapshot), metadata.journal + 1
+        self.progress.journal_to_read = stop - start
+        for message in _range(self._kafka, topic_name(self._run, "journal"), self.partition, start, stop):
+            if message is not None:
+                record = self._decoded(message)
+                added.add(record)
+                journal.note(message.offset() or 0, record)
+                self.progress.journal_read += 1
+            yield
+        if added.last is not None and added.last.position != committed.offset:
+            raise StateRefused(
+                f"offset {committed.offset} is committed for {self._where}, its journal record says "
+                f"{added.last.position}; another program committed it: commit again with `rollstream group recover`"
+            )
+        return journal, added
+
+    def _decoded(self, message: Message) -> JournalRecord:
+        try:
+            return decode_as(JournalRecord, message.value())
+        except RecordError as error:
+            raise StateRefused(
+                f"journal[{self.partition}] offset {message.offset()} cannot be read ({error}); where a newer release "
+                f"wrote it, run that release: grouping processes of one run must read each other's journal"
+            ) from error
+
+    def _check(self, restored: TaskState, added: JournalSum) -> None:
+        if restored.topic_id != self._topic_id:
+            raise StateRefused(
+                f"{self._rollouts} was deleted and created again since the journal was written (id {self._topic_id}, "
+                f"was {restored.topic_id}); its rollouts are gone: start a run of another name"
+            )
+        if restored.partitions != self._partitions:
+            raise StateRefused(
+                f"{self._rollouts} has {self._partitions} partitions, the journal was written for "
+                f"{restored.partitions}; keys have moved: start a run of another name"
+            )
+        if added.last is not None and added.last.core_version > CORE_VERSION:
+            raise StateRefused(
+                f"the journal of {self._where} was written by core version {added.last.core_version}, this is "
+                f"{CORE_VERSION}; upgrade rollstream"
+            )
+
+    @property
+    def _group(self) -> str:
+        return self._grouper.group_id(self._run)
+
+    @property
+    def _rollouts(self) -> str:
+        return topic_name(self._run, "rollouts")
+
+    @property
+    def _where(self) -> str:
+        return f"{self._rollouts}[{self.partition}] by group {self._group}"
+
+
 def restore_task(
     kafka: KafkaConfig, run: str, partition: int, partitions: int, topic_id: str, grouper: GrouperConfig
 ) -> tuple[Fold, Journal]:
-    """The fold of a partition as its last committed transaction left it, and where its journal stands.
-
-    Raises StateRefused when offsets, journal and log do not belong together, with the remedy.
-    """
-    began = time.monotonic()
-    rollouts, journal_topic = topic_name(run, "rollouts"), topic_name(run, "journal")
-    group = grouper.group_id(run)
-    where = f"{rollouts}[{partition}] by group {group}"
-    committed = committed_offsets(kafka, group, rollouts, partitions)[partition]
-    if committed.offset < 0:
-        raise StateRefused(
-            f"no offset is committed for {where}; a new run is prepared by `rollstream topics apply`, an old one whose "
-            f"offsets expired by `rollstream group recover`"
-        )
-    metadata = CommitMetadata.decode(committed.metadata, where)
-    journal = Journal(metadata.journal, metadata.snapshot)
-    records: list[JournalRecord] = []
-    for message in _range(
-        kafka, journal_topic, partition, min(metadata.oldest, metadata.snapshot), metadata.journal + 1
-    ):
-        record = decode_as(JournalRecord, message.value())
-        records.append(record)
-        journal.note(message.offset() or 0, record)
-    restored = state.restore(records)
-    if restored.position != committed.offset:
-        raise StateRefused(
-            f"offset {committed.offset} is committed for {where}, its journal record says {restored.position}; another "
-            f"program committed it: commit again with `rollstream group recover`"
-        )
-    if restored.topic_id != topic_id:
-        raise StateRefused(
-            f"{rollouts} was deleted and created again since the journal was written (id {topic_id}, was "
-            f"{restored.topic_id}); its rollouts are gone: start a run of another name"
-        )
-    if restored.partitions != partitions:
-        raise StateRefused(
-            f"{rollouts} has {partitions} partitions, the journal was written for {restored.partitions}; keys "
-            f"have moved: start a run of another name"
-        )
-    if records[-1].core_version > CORE_VERSION:
-        raise StateRefused(
-            f"the journal of {where} was written by core version {records[-1].core_version}, this is {CORE_VERSION}; "
-            f"upgrade rollstream"
-        )
-    fold = Fold(restored, makers_of(grouper.makers))
-    read = 0
-    if fold.replaying:
-        for message in _range(kafka, rollouts, partition, restored.watermark, restored.position):
-            fold.replay(records_of(message))
-            read += 1
-        fold.resume()
-    event(
-        logger,
-        "task_restored",
-        partition=partition,
-        position=restored.position,
-        watermark=restored.watermark,
-        unfinished=len(restored.unfinished),
-        journal_records=len(records),
-        records_read_again=read,
-        seconds=round(time.monotonic() - began, 3),
-    )
-    return fold, journal
+    """Restore a partition's fold in one go. Raises StateRefused as `Restoration` does."""
+    restoration = Restoration(kafka, run, partition, partitions, topic_id, grouper)
+    while not restoration.step(_TELL_EVERY_S):
+        pass
+    assert restoration.restored is not None
+    return restoration.restored
 
 
 def _range(
     kafka: KafkaConfig, topic: str, partition: int, start: int, stop: int, timeout_s: float = 60.0
-) -> Iterator[Message]:
-    """Committed records at offsets start to stop - 1. A transaction shows on its partitions at different instants, so
-    an end of partition before `stop` is waited out. Raises DeadlineExceeded when nothing comes for `timeout_s`."""
+) -> Iterator[Message | None]:
+    """Committed records at offsets start to stop - 1, and None while none comes.
+
+    A transaction shows on its partitions at different instants, so an end of partition before `stop` is waited out.
+    Raises DeadlineExceeded when nothing comes for `timeout_s`.
+    """
     consumer = clients.reader(kafka, fetch_wait_ms=10)
     try:
         clients.follow(consumer, kafka, [TopicPartition(topic, partition, start)])
@@ -166,6 +250,7 @@ def _range(
                         return
                 else:
                     clients.raise_for(error, f"restoring from {topic}[{partition}]")
+            yield None
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"{topic}[{partition}] did not show offset {stop - 1} within {timeout_s:g} s; a transaction may be "

@@ -96,59 +96,75 @@ def initial(partition: int, partitions: int, topic_id: str, config: GroupingConf
     )
 
 
-def restore(journal: Iterable[JournalRecord]) -> TaskState:
-    """The state after the last of `journal`: consecutive records of one partition, a snapshot among them.
+class JournalSum:
+    """Adds up consecutive journal records of one partition, a snapshot among them.
 
-    Records before the snapshot only tell which groups finished. Raises StateRefused when records are missing.
+    Records before the snapshot only tell which groups finished.
     """
-    unfinished: set[int] | None = None
-    delivered: set[int] = set()
-    groups: list[FinishedGroup] = []
-    last: JournalRecord | None = None
-    for record in journal:
-        if last is not None and record.sequence != last.sequence + 1:
+
+    def __init__(self) -> None:
+        self.last: JournalRecord | None = None
+        self._unfinished: set[int] | None = None
+        self._delivered: set[int] = set()
+        self._groups: list[FinishedGroup] = []
+
+    def add(self, record: JournalRecord) -> None:
+        """Take in the next record. Raises StateRefused when one is missing before it."""
+        if self.last is not None and record.sequence != self.last.sequence + 1:
             raise StateRefused(
-                f"journal[{record.partition}] goes from sequence {last.sequence} to {record.sequence}; "
+                f"journal[{record.partition}] goes from sequence {self.last.sequence} to {record.sequence}; "
                 f"records between were deleted, start a new run"
             )
-        groups += record.finished_groups
+        self._groups += record.finished_groups
         if record.snapshot:
             if record.part == 0:
-                unfinished, delivered = set(), set()
-            if unfinished is not None:
-                unfinished.update(from_runs(record.unfinished))
-                delivered.update(from_runs(record.delivered))
-        elif unfinished is not None:
-            unfinished.update(from_runs(record.admitted))
-            delivered.update(from_runs(record.delivered))
+                self._unfinished, self._delivered = set(), set()
+            if self._unfinished is not None:
+                self._unfinished.update(from_runs(record.unfinished))
+                self._delivered.update(from_runs(record.delivered))
+        elif self._unfinished is not None:
+            self._unfinished.update(from_runs(record.admitted))
+            self._delivered.update(from_runs(record.delivered))
             for finished in record.finished:
-                unfinished.difference_update(from_runs(finished.runs))
-        last = record
-    if last is None or unfinished is None:
-        raise StateRefused("the journal holds no snapshot to restore from; it was deleted or never written")
-    if last.part != last.parts - 1:
-        raise StateRefused(
-            f"journal[{last.partition}] ends at sequence {last.sequence}, part {last.part + 1} of {last.parts} of its "
-            f"transaction; the rest was deleted, start a new run"
+                self._unfinished.difference_update(from_runs(finished.runs))
+        self.last = record
+
+    def state(self) -> TaskState:
+        """The state after the last record. Raises StateRefused where the records do not give one."""
+        last = self.last
+        if last is None or self._unfinished is None:
+            raise StateRefused("the journal holds no snapshot to restore from; it was deleted or never written")
+        if last.part != last.parts - 1:
+            raise StateRefused(
+                f"journal[{last.partition}] ends at sequence {last.sequence}, part {last.part + 1} of {last.parts} of "
+                f"its transaction; the rest was deleted, start a new run"
+            )
+        return TaskState(
+            partition=last.partition,
+            partitions=last.partitions,
+            topic_id=last.topic_id,
+            position=last.position,
+            watermark=last.watermark,
+            watermark_stream_time_ms=last.watermark_stream_time_ms,
+            watermark_policy_version=last.watermark_policy_version,
+            watermark_configuration=last.watermark_configuration,
+            stream_time_ms=last.stream_time_ms,
+            policy_version=last.policy_version,
+            generation=last.generation,
+            remembered_since_ms=last.remembered_since_ms,
+            batch_number=last.batch_number,
+            sequence=last.sequence + 1,
+            unfinished=frozenset(self._unfinished),
+            delivered=frozenset(self._delivered & self._unfinished),
+            counts=last.counts,
+            produced=last.produced,
+            finished_groups=tuple(self._groups),
         )
-    return TaskState(
-        partition=last.partition,
-        partitions=last.partitions,
-        topic_id=last.topic_id,
-        position=last.position,
-        watermark=last.watermark,
-        watermark_stream_time_ms=last.watermark_stream_time_ms,
-        watermark_policy_version=last.watermark_policy_version,
-        watermark_configuration=last.watermark_configuration,
-        stream_time_ms=last.stream_time_ms,
-        policy_version=last.policy_version,
-        generation=last.generation,
-        remembered_since_ms=last.remembered_since_ms,
-        batch_number=last.batch_number,
-        sequence=last.sequence + 1,
-        unfinished=frozenset(unfinished),
-        delivered=frozenset(delivered & unfinished),
-        counts=last.counts,
-        produced=last.produced,
-        finished_groups=tuple(groups),
-    )
+
+
+def restore(journal: Iterable[JournalRecord]) -> TaskState:
+    """The state after the last of `journal`. Raises StateRefused as `JournalSum` does."""
+    added = JournalSum()
+    for record in journal:
+        added.add(record)
+    return added.state()

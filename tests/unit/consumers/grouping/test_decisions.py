@@ -1,4 +1,4 @@
-"""Errors as brokers and the client give them, and what is done about each: fatal first, then abortable, then retriable."""
+"""What brokers and the client say went wrong, and what is done: fatal errors first, then abortable, then retriable."""
 
 import pytest
 from confluent_kafka import KafkaError

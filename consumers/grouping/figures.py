@@ -1,0 +1,86 @@
+"""What a grouping process says of itself on the `metrics` topic: of each partition, and of itself as a whole.
+
+Counts are since the process started; the journal has those of the run.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+
+from consumers.grouping.changes import Output
+from consumers.grouping.fold import Fold
+from consumers.grouping.restore import Progress
+from topics.metrics import MetricsWriter
+
+
+class GroupingFigures:
+    """Gathers the figures of one process, and writes them every `interval_s` seconds."""
+
+    def __init__(
+        self,
+        writer: MetricsWriter,
+        group: str,
+        topic: str,
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._writer = writer
+        self._labels = {"consumergroup": group, "topic": topic}
+        self._interval_s = interval_s
+        self._clock = clock
+        self._due_s = clock()
+        self._totals = dict.fromkeys(
+            ("transactions", "batches", "batched", "dropped", "dead_lettered", "finished_groups"), 0
+        )
+        self._commits: list[float] = []
+
+    def committed(self, outputs: Iterable[Output], seconds: float) -> None:
+        """A transaction of these outputs took so long from its first record to its commit."""
+        self._commits.append(seconds)
+        self._totals["transactions"] += 1
+        for output in outputs:
+            self._totals["batches"] += len(output.batches)
+            self._totals["batched"] += sum(map(len, output.batches))
+            self._totals["dropped"] += len(output.journal.drops)
+            self._totals["dead_lettered"] += len(output.dead_letters)
+            self._totals["finished_groups"] += len(output.journal.finished_groups)
+
+    @property
+    def due(self) -> bool:
+        """Whether `write` is to be called."""
+        return self._clock() >= self._due_s
+
+    def write(self, folds: Iterable[Fold], ends: Mapping[int, int], restoring: Mapping[int, Progress]) -> None:
+        """Write the figures now. `ends` holds the end of each partition, as far as it is known."""
+        self._due_s = self._clock() + self._interval_s
+        whole = dict.fromkeys(("lag", "in_flight", "open_groups", "held_bytes"), 0)
+        partitions = 0
+        for fold in folds:
+            partitions += 1
+            values = {
+                "position": fold.position,
+                "in_flight": fold.in_flight,
+                "open_groups": fold.open_groups,
+                "held_bytes": fold.held_bytes,
+                "policy_version": fold.policy_version,
+                "stream_time_s": fold.stream_time_ms / 1000,
+            }
+            if fold.partition in ends:
+                values["lag"] = max(0, ends[fold.partition] - fold.position)
+            for name in whole.keys() & values.keys():
+                whole[name] += int(values[name])
+            self._writer.write(values, {**self._labels, "partition": str(fold.partition)})
+        for partition, progress in restoring.items():
+            values = {f"restore_{name}": float(value) for name, value in asdict(progress).items()}
+            self._writer.write(values, {**self._labels, "partition": str(partition)})
+        values = {**whole, **{f"{name}_total": count for name, count in self._totals.items()}}
+        values |= {"partitions": partitions, "partitions_restoring": len(restoring)}
+        if self._commits:
+            values["commit_seconds_mean"] = sum(self._commits) / len(self._commits)
+            values["commit_seconds_max"] = max(self._commits)
+            self._commits.clear()
+        self._writer.write(values, self._labels)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._writer.close()
