@@ -170,7 +170,10 @@ class Fold:
 
     def _admit_rollout(self, record: Record, rollout: Rollout, before: Clocks) -> None:
         key = GroupKey(rollout.environment, rollout.example_id, rollout.policy_version, rollout.group_id)
-        verdict = judge_record(record, rollout, self.partition, self.partitions, self.config)
+        # What is read again was found sound when it was first read.
+        verdict = (
+            None if self._replaying else judge_record(record, rollout, self.partition, self.partitions, self.config)
+        )
         verdict = verdict or self._refused(key, rollout)
         if verdict is not None:
             self._account.drop(record.offset, verdict, rollout)
