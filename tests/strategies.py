@@ -215,6 +215,15 @@ class Log:
     then: tuple[Then, ...] = field(repr=True)
     policy_version: int = 0
 
+    @classmethod
+    def of(
+        cls, config: GroupingConfig, steps: Sequence[tuple[tuple[Event, ...], Then]], policy_version: int = 0
+    ) -> "Log":
+        """A log of steps; what happens after a step happens after each of its events."""
+        events = tuple(event for together, _then in steps for event in together)
+        then = tuple(after for together, after in steps for _event in together)
+        return cls(config, events, then, policy_version)
+
     def records(self) -> list[Record]:
         """The log as the broker would hold it."""
         found, offset, now = [], -1, 1_000
@@ -270,15 +279,15 @@ _SIZES = {"t": 3}
 
 
 def _arrival(random: Random) -> Arrival:
-    group_id = random.choice(("", "", "", "", "g", "t"))
+    group_id = random.choice(("", "", "", "", "", "", "g", "t"))
     three = group_id == "t"
-    member = random.choice((0, 1, 2) if three else (0, 0, 1, 1, 2))
+    member = random.choice((0, 1, 2) if three else (0, 0, 0, 1, 1, 1, 2))
     return Arrival(
         example=random.choice(HERE[:1] if three else HERE),
-        version=random.choice((0, 0, 1, 1, 2, 3)[: 3 if three else None]),
+        version=random.choice((0, 0, 1) if three else (0, 0, 0, 1, 1, 2, 3)),
         member=member,
         # The middle one of three has no advantage.
-        reward=member / 2 if three else random.choice((0.0, 1.0, 0.5)),
+        reward=member / 2 if three else random.choice((0.0, 1.0, 0.5, 0.25)),
         group_id=group_id,
         size=_SIZES.get(group_id, 2),
         lag=random.choice((0, 0, 0, 1, 2)),
@@ -330,11 +339,21 @@ def _event(random: Random, makers: Sequence[str], wildness: float) -> Event:
     return Event(what, wait_ms, gap=random.choice((0, 0, 0, 1, 3)) if random.random() < wildness else 0)
 
 
+def _whole_group(random: Random) -> tuple[Event, ...]:
+    """Every member of a group in a row, each with another reward."""
+    first = _arrival(random)
+    return tuple(Event(replace(first, member=m, reward=m / 2)) for m in range(first.size))
+
+
 @lru_cache
-def event_table(makers: tuple[str, ...]) -> list[Event]:
-    """Events that may follow each other in any order, simplest first."""
+def step_table(makers: tuple[str, ...]) -> list[tuple[Event, ...]]:
+    """Events, some a few together, that may follow each other in any order; simplest first."""
     random = Random(0)
-    return [_event(random, makers, wildness) for wildness in (0.0, 0.4, 0.5) for _ in range(700)]
+    return [
+        _whole_group(random) if random.random() < 0.2 else (_event(random, makers, wildness),)
+        for wildness in (0.0, 0.4, 0.5)
+        for _ in range(700)
+    ]
 
 
 @lru_cache
@@ -347,11 +366,9 @@ def config_table(makers: tuple[str, ...]) -> list[GroupingConfig]:
 def logs(makers: tuple[str, ...] = ("fifo", "reservoir"), max_size: int = 60) -> st.SearchStrategy[Log]:
     """Logs, with commits, snapshots and crashes between their records."""
     then: st.SearchStrategy[Then] = st.sampled_from(["", "", "", "commit", "commit", "snapshot", "crash"])
-    step = st.tuples(st.sampled_from(event_table(makers)), then)
+    step = st.tuples(st.sampled_from(step_table(makers)), then)
     return st.builds(
-        lambda config, steps, version: Log(
-            config, tuple(e for e, _ in steps), tuple(t for _, t in steps), policy_version=version
-        ),
+        lambda config, steps, version: Log.of(config, steps, version),
         st.sampled_from(config_table(makers)),
         # Left to itself, lists makes five steps on average.
         st.integers(0, max_size).flatmap(lambda size: st.lists(step, min_size=size, max_size=size)),

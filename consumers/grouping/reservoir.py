@@ -35,6 +35,7 @@ class ReservoirBatchMaker(BatchMaker):
         """Arrival numbers of what is held, ascending."""
         self._held: dict[int, _Held] = {}
         self._numbers: dict[Source, int] = {}
+        self._held_bytes = 0
         self._discarded: list[tuple[Source, str]] = []
 
     def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
@@ -44,15 +45,18 @@ class ReservoirBatchMaker(BatchMaker):
         self._order.append(self._arrivals)
         self._held[self._arrivals] = _Held(example, group)
         self._numbers[example.source] = self._arrivals
+        self._held_bytes += example_bytes(example)
         self._arrivals += 1
 
     def create_batch(self, batch_size: int) -> list[RLExample] | None:
-        if len(self._order) < batch_size:
+        if not self._order or (len(self._order) < batch_size and self._held_bytes < self.context.batch_bytes):
             return None
         batch: list[RLExample] = []
         groups: set[int] = set()
         size_bytes = 0
-        for draw in draws(self.context.seed, self.context.partition, self.batch_number, batch_size):
+        for draw in draws(
+            self.context.seed, self.context.partition, self.batch_number, min(batch_size, len(self._order))
+        ):
             at = draw % len(self._order)
             example, group = self._held[self._order[at]]
             size_bytes += example_bytes(example)
@@ -88,6 +92,7 @@ class ReservoirBatchMaker(BatchMaker):
     def _remove(self, at: int) -> None:
         gone = self._held.pop(self._order.pop(at))
         del self._numbers[gone.example.source]
+        self._held_bytes -= example_bytes(gone.example)
 
 
 def draws(seed: int, partition: int, batch_number: int, count: int) -> tuple[int, ...]:

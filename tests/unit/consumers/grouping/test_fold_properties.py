@@ -103,8 +103,8 @@ def test_logs_of_these_tables_meet_every_fate() -> None:
     random = Random(0)
     missing = {*DROP_REASONS, "batched", "dead_lettered", "control", "delivered in parts"}
     for _ in range(400):
-        steps = random.choices(draw.event_table(tuple(MAKERS)), k=50)
-        log = Log(random.choice(draw.config_table(tuple(MAKERS))), tuple(steps), ("",) * len(steps))
+        steps = random.choices(draw.step_table(tuple(MAKERS)), k=50)
+        log = Log.of(random.choice(draw.config_table(tuple(MAKERS))), [(events, "") for events in steps])
         reached = outcome(uncut(log))
         missing -= {drop.reason for drop in reached.drops}
         missing -= set(reached.finished.values())

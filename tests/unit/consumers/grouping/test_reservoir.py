@@ -108,6 +108,14 @@ def test_a_batch_never_exceeds_batch_bytes_and_nothing_is_passed_over_to_fill_it
     assert max(len(encode(batch)) for batch in d.batches) <= 2_000 + 512
 
 
+def test_a_batch_is_drawn_when_enough_bytes_are_waiting_so_memory_has_a_limit() -> None:
+    d = driver(batch_rollouts=1_000, batch_bytes=2_000)
+    for i in range(40):
+        pair(d, str(i), tokens=np.arange(20, dtype="<i4"))
+        assert d.fold.in_flight <= 8
+    assert {batch.cut for batch in d.batches} == {"size"}
+
+
 def seconds_for(held: int, count: int = 400) -> float:
     """Processor time of adding and drawing `count` rollouts while `held` more are waiting."""
     maker = ReservoirBatchMaker(MakerContext(partition=0, seed=0, batch_bytes=10**9))
