@@ -107,7 +107,10 @@ class TransactionPublisher:
 
     def begin(self, parts: Sequence[Part]) -> None:
         """Publish on a thread of its own, while the caller reads on; `settle` tells how it went. One at a time."""
-        self._begun = self._thread.submit(lambda: self.publish(parts))
+        # Asked for here: from another thread it is answered only once the consumer is not being polled, and within a
+        # rebalance, which waits for this, never. A rebalance settles first, so it stays current.
+        member = self._consumer.consumer_group_metadata()
+        self._begun = self._thread.submit(lambda: self._publish_as(member, parts))
 
     @property
     def done(self) -> bool:
@@ -122,8 +125,12 @@ class TransactionPublisher:
 
     def publish(self, parts: Sequence[Part]) -> None:
         """Commit outputs and the offsets they lead to. Raises OwnershipLost or Fenced when that is not ours to do."""
+        self._publish_as(self._consumer.consumer_group_metadata(), parts)
+
+    def _publish_as(self, member: object, parts: Sequence[Part]) -> None:
+        """Publish for the consumer that `member`, its group metadata, tells of."""
         try:
-            self._publish(parts)
+            self._publish(member, parts)
         except Stalled as stalled:
             self._renew(str(stalled))
 
@@ -141,11 +148,11 @@ class TransactionPublisher:
         self._calls.close()
         self._calls = BoundedCalls()
 
-    def _publish(self, parts: Sequence[Part]) -> None:
+    def _publish(self, member: object, parts: Sequence[Part]) -> None:
         deadline = time.monotonic() + _RETRY_FOR_S
         while True:
             try:
-                self._attempt(parts)
+                self._attempt(member, parts)
                 return
             except SystemError as lost:
                 # The client's way of losing the exception for a fatal error; aborting says which it was.
@@ -167,7 +174,7 @@ class TransactionPublisher:
                 event(logger, "transaction_retried", level=logging.WARNING, error=error.str(), code=error.name())
                 time.sleep(0.1)
 
-    def _attempt(self, parts: Sequence[Part]) -> None:
+    def _attempt(self, member: object, parts: Sequence[Part]) -> None:
         self._failed = None
         self._producer.begin_transaction()
         offsets: dict[tuple[str, object], int] = {}
@@ -198,12 +205,10 @@ class TransactionPublisher:
             topic = topic_name(self._run, "rollouts")
             commits.append(TopicPartition(topic, journal.partition, journal.position, metadata.encode()))
 
-        def send_offsets() -> None:
-            # Stale group metadata is refused, so it is asked for just before it is used.
-            metadata = self._consumer.consumer_group_metadata()
-            self._producer.send_offsets_to_transaction(commits, metadata, self._call_timeout_s)
-
-        self._retry(send_offsets, "send_offsets_to_transaction")
+        self._retry(
+            lambda: self._producer.send_offsets_to_transaction(commits, member, self._call_timeout_s),
+            "send_offsets_to_transaction",
+        )
         self._retry(
             lambda: self._producer.commit_transaction(self._call_timeout_s), "commit_transaction", may_abort=False
         )
