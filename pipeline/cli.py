@@ -197,3 +197,55 @@ def _add_questions(commands: "Commands") -> None:
         example="rollstream verify --run main",
         json=True,
     )
+    lineage = _add(
+        commands,
+        "lineage",
+        "pipeline.tools.lineage:lineage",
+        "show where something came from and what became of it",
+        example="rollstream lineage --run main --batch 0-17",
+        json=True,
+    )
+    of = lineage.add_mutually_exclusive_group(required=True)
+    of.add_argument("--rollout", metavar="UID", help="a rollout, by its uid")
+    of.add_argument("--offset", metavar="P:O", help="a record of rollouts, by partition and offset")
+    of.add_argument("--batch", metavar="ID", help="a batch")
+    of.add_argument("--step", type=int, metavar="N", help="a learner's step")
+    of.add_argument("--policy", type=int, metavar="V", help="a policy version")
+    _add_cat(commands)
+
+
+def _add_cat(commands: "Commands") -> None:
+    cat = _add(
+        commands,
+        "cat",
+        "pipeline.tools.cat:cat",
+        "print the records of a topic, decoded, one a line",
+        example="rollstream cat rollouts --run main -o -10 --env dsort3",
+        json=True,
+    )
+    cat.add_argument("topic", metavar="TOPIC", help="its name, with or without the run's")
+    cat.add_argument("-p", dest="partition", type=int, metavar="N", help="this partition only")
+    cat.add_argument(
+        "-o",
+        dest="offset",
+        default="beginning",
+        metavar="OFFSET",
+        help="where to begin: beginning, end, an offset, -N for the last N of each partition, s@MS for those of a time "
+        "on; e@MS ends at a time (default: %(default)s)",
+    )
+    cat.add_argument("-c", dest="count", type=int, metavar="N", help="this many records at most")
+    cat.add_argument(
+        "-f",
+        dest="format",
+        metavar="FORMAT",
+        help="as in kcat: %%s value, %%S its size, %%k key, %%K its size, %%t topic, %%p partition, %%o offset, "
+        "%%T time, %%h headers",
+    )
+    cat.add_argument("--follow", action="store_true", help="wait for more at the end")
+    cat.add_argument("--full", action="store_true", help="arrays and bytes in full, not in summary")
+    cat.add_argument("--env", metavar="NAME", help="records about this environment only")
+    cat.add_argument("--example", metavar="ID", help="about this example only")
+    cat.add_argument("--uid", help="about this rollout only")
+    cat.add_argument("--policy-version", type=int, metavar="V", help="about this policy version only")
+    cat.add_argument("--since", metavar="TIME", help="from this time on: ISO 8601, seconds since 1970, -SECONDS ago")
+    cat.add_argument("--until", metavar="TIME", help="before this time only")

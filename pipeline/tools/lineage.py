@@ -1,0 +1,249 @@
+"""`rollstream lineage`: where something came from and what became of it, from a rollout to policy versions and back.
+
+A rollout names the version that sampled it and its batch the offsets it was cut from; a step names its batches, a
+policy version its step. Each can be asked for, and the answer is a tree.
+"""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from consumers.grouping.changes import BATCHED, DROPPED
+from consumers.grouping.runs import to_runs
+from pipeline.config import RunConfig
+from pipeline.tools.plain import decoded, time_text
+from pipeline.tools.view import Fate, Place, Use, View
+from topics.errors import ConfigurationError, TopicError
+from topics.records import GroupCancelled, LearnerStep, Mark, PolicyManifest, Rollout, TrainingBatch
+
+
+@dataclass
+class Node:
+    """One thing, what is known of it, and what hangs on it."""
+
+    kind: str
+    name: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    children: list["Node"] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The tree as programs read it."""
+        children = {"children": [child.as_dict() for child in self.children]} if self.children else {}
+        return {"kind": self.kind, "name": self.name, **self.facts, **children}
+
+    def lines(self, first: str = "", rest: str = "") -> Iterable[str]:
+        """The tree as people read it."""
+        told = ", ".join(f"{name.replace('_', ' ')} {_text(value)}" for name, value in self.facts.items())
+        yield f"{first}{self.kind.replace('_', ' ')} {self.name}{': ' if told else ''}{told}"
+        for i, child in enumerate(self.children):
+            last = i == len(self.children) - 1
+            yield from child.lines(rest + ("└─ " if last else "├─ "), rest + ("   " if last else "│  "))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(
+            f"{key} ({count:,})" if isinstance(count, int) else f"{key} {count}" for key, count in value.items()
+        )
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def lineage(config: RunConfig, args: argparse.Namespace) -> int:
+    """Print trees; 1 when what was asked for does not exist."""
+    view = View(config.kafka, config.run)
+    trees = ask(view, args)
+    if args.json:
+        print(json.dumps([tree.as_dict() for tree in trees], ensure_ascii=False))
+    else:
+        print("\n\n".join("\n".join(tree.lines()) for tree in trees))
+    return 0
+
+
+def ask(view: View, args: argparse.Namespace) -> list[Node]:
+    """The trees of what the flags name. Raises TopicError when there is no such thing in the run."""
+    if args.rollout is not None:
+        places = view.places_of(args.rollout)
+        if not places:
+            raise TopicError(
+                f"no rollout of run {view.run} has uid {args.rollout!r}; `rollstream cat rollouts` lists them"
+            )
+        return [of_place(view, place) for place in places]
+    if args.offset is not None:
+        return [of_place(view, place_of(args.offset))]
+    if args.batch is not None:
+        return [of_batch(view, view.batch(args.batch))]
+    if args.step is not None:
+        found = [step for step in view.steps if step.step == args.step]
+        if not found:
+            raise TopicError(f"run {view.run} has no step {args.step}; `rollstream cat steps` lists them")
+        return [of_step(view, step) for step in found]
+    if args.policy not in view.policies:
+        raise TopicError(f"run {view.run} has no policy version {args.policy}; `rollstream cat policies` lists them")
+    return [of_policy(view, view.policies[args.policy])]
+
+
+def place_of(text: str) -> Place:
+    """PARTITION:OFFSET as a place. Raises ConfigurationError for anything else."""
+    partition, _, offset = text.partition(":")
+    if not (partition.isdecimal() and offset.isdecimal()):
+        raise ConfigurationError(f"{text!r} is no place in rollouts; give PARTITION:OFFSET, such as 0:1234")
+    return Place(int(partition), int(offset))
+
+
+# ---------------------------------------------------------------------- from a record of rollouts
+
+
+def of_place(view: View, place: Place) -> Node:
+    """A record of `rollouts`: what sampled it, its group, its fate and what was made of it."""
+    message = view.record("rollouts", *place)
+    record = decoded(message.value())
+    node = Node(*_name_of(record), {"offset": str(place), "appended": time_text(message.timestamp()[1])})
+    fate = view.fates(place.partition, {place.offset})[place.offset]
+    if isinstance(record, Rollout):
+        node.facts |= {
+            "environment": record.environment,
+            "example": record.example_id,
+            "reward": record.reward,
+            "tokens": len(record.tokens),
+        }
+        node.children.append(_sampler(view, record))
+    node.children.append(_fate(view, place, fate))
+    return node
+
+
+def _name_of(record: Any) -> tuple[str, str]:
+    if isinstance(record, Rollout):
+        return "rollout", record.uid
+    if isinstance(record, GroupCancelled):
+        return "cancellation", f"of {', '.join(record.uids)}"
+    if isinstance(record, Mark):
+        return "mark", record.kind
+    return "record", "of nothing rollstream knows"
+
+
+def _sampler(view: View, rollout: Rollout) -> Node:
+    versions = {rollout.lowest_version, rollout.highest_version}
+    facts: dict[str, Any] = {"worker": rollout.metadata.worker_id} if rollout.metadata.worker_id else {}
+    if len(versions) > 1:
+        facts["tokens_by_versions"] = sorted(versions)
+    node = Node("sampled_by_policy", str(rollout.policy_version), facts)
+    manifest = view.policies.get(rollout.policy_version)
+    if manifest is not None:
+        node.facts |= _made_by(manifest)
+    return node
+
+
+def _fate(view: View, place: Place, fate: Fate) -> Node:
+    if fate.name == DROPPED and fate.drop is not None:
+        return Node("fate", f"dropped: {fate.drop.reason}", {"detail": fate.drop.detail} if fate.drop.detail else {})
+    if fate.name != BATCHED:
+        return Node("fate", fate.name.replace("_", " "))
+    batch = view.batch_of(place, fate)
+    if batch is None:
+        return Node("fate", "batched", {"in": "a batch that is not in the index (any more)"})
+    row = batch.source_offsets.tolist().index(place.offset)
+    group = batch.groups[int(batch.group_index[row])]
+    members = [i for i, g in enumerate(batch.group_index.tolist()) if g == int(batch.group_index[row])]
+    node = _batch(view, batch)
+    node.facts = {"row": row, "advantage": float(batch.advantages[batch.splits[row]]), **node.facts}
+    node.children.insert(
+        0,
+        Node(
+            "group",
+            f"{group.environment}/{group.example_id}@{group.policy_version}",
+            {
+                "members": group.size,
+                "rewards": [f"{batch.rewards[i]:g}" for i in members],
+                "with": [batch.uids[i] for i in members if i != row],
+            },
+        ),
+    )
+    return node
+
+
+# ---------------------------------------------------------------------- batches, steps, policies
+
+
+def of_batch(view: View, batch: TrainingBatch) -> Node:
+    """A batch: the offsets it was cut from, the versions that sampled it, and the steps that met it."""
+    node = _batch(view, batch)
+    node.facts |= {"cut": f"by {batch.cut} at {time_text(batch.cut_ms)}", "digest": batch.digest}
+    node.children.insert(0, _sources(batch))
+    return node
+
+
+def of_step(view: View, step: LearnerStep) -> Node:
+    """A learner's step: the batches it used or skipped, and the version published after it."""
+    node = _step(view, step)
+    for use in step.uses:
+        child = Node("batch", use.batch_id, {"rows": use.rows, use.use: use.reason or "yes"})
+        if step.input_run == view.run and use.batch_id in view.index:
+            child.children.append(_sources(view.batch(use.batch_id)))
+        node.children.insert(-1 if node.children else 0, child)
+    return node
+
+
+def of_policy(view: View, manifest: PolicyManifest) -> Node:
+    """A policy version: the step that made it with its batches, and the batches of what it sampled."""
+    node = Node("policy", str(manifest.version), _made_by(manifest))
+    node.children += [of_step(view, step) for step in view.steps if step.policy_version == manifest.version]
+    entries = [entry for _offset, entry in view.index.values()]
+    sampled = [e for e in entries if e.lowest_version <= manifest.version <= e.highest_version]
+    rollouts: Counter[str] = Counter()
+    for entry in sampled:
+        batch = view.batch(entry.batch_id)
+        for group, count in Counter(batch.group_index.tolist()).items():
+            if batch.groups[group].policy_version == manifest.version:
+                rollouts[entry.batch_id] += count
+    if rollouts:
+        node.children.append(
+            Node("batched_rollouts", f"{sum(rollouts.values()):,}", {"sampled_by_it_in_batches": dict(rollouts)})
+        )
+    return node
+
+
+def _made_by(manifest: PolicyManifest) -> dict[str, Any]:
+    return {"published_after_step": f"{manifest.learner}/{manifest.step}"}
+
+
+def _batch(view: View, batch: TrainingBatch) -> Node:
+    offset, entry = view.index[batch.batch_id]
+    facts = {"rollouts": len(batch), "at": f"batches {entry.partition}:{entry.offset}", "index_offset": offset}
+    uses = view.uses.get(batch.batch_id, [])
+    return Node("batch", batch.batch_id, facts, [_use(view, use) for use in uses] or [Node("step", "none yet")])
+
+
+def _use(view: View, use: Use) -> Node:
+    node = _step(view, use.step)
+    node.facts = {use.use.use: use.use.reason or "yes", **node.facts}
+    return node
+
+
+def _step(view: View, step: LearnerStep) -> Node:
+    facts: dict[str, Any] = {"parameters": step.params_digest[:12]} if step.params_digest else {}
+    node = Node("step", f"{step.learner}/{step.step}", facts)
+    manifest = view.policies.get(step.policy_version)
+    if manifest is not None:
+        node.children.append(Node("published_as_policy", str(manifest.version), {"digest": manifest.digest[:12]}))
+    return node
+
+
+def _sources(batch: TrainingBatch) -> Node:
+    runs = to_runs(sorted(batch.source_offsets.tolist())).tolist()
+    spans = [f"{first}" if count == 1 else f"{first}-{first + count - 1}" for first, count in _pairs(runs)]
+    environments = Counter(batch.groups[g].environment for g in batch.group_index.tolist())
+    versions = Counter(f"version {batch.groups[g].policy_version}" for g in batch.group_index.tolist())
+    return Node(
+        "cut_from",
+        f"rollouts[{batch.partition}]",
+        {"offsets": spans, "environments": dict(environments), "sampled_by": dict(versions)},
+    )
+
+
+def _pairs(runs: list[int]) -> Iterable[tuple[int, int]]:
+    return zip(runs[::2], runs[1::2], strict=True)
