@@ -133,7 +133,7 @@ def family(process: psutil.Process) -> Iterator[psutil.Process]:
     yield from process.children(recursive=True)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [5, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 6))])
 def test_ctrl_c_at_any_moment_leaves_no_process_behind(seed: int, start: Start, tmp_path: Path) -> None:
     demo = start("demo", "--data", str(tmp_path))
     assert demo.stdout is not None
