@@ -156,6 +156,8 @@ class GrouperConfig:
     """Records between full snapshots of a task's unfinished offsets in the journal."""
     mark_interval_s: float = 0.25
     """Least time between two deadline marks of one task."""
+    metrics_interval_s: float = 5.0
+    """Time between figures of the process on the metrics topic; 0 writes none."""
     makers: tuple[str, ...] = ()
     """Batch makers of yours that grouping.maker may name, as package.module:Class. Only these are ever imported."""
 

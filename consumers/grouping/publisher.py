@@ -59,6 +59,8 @@ class TransactionPublisher:
         self._call_timeout_s = 0.8 * kafka.transaction_timeout_s
         """Within the transaction's own timeout, so that a new producer comes before the old one is fenced."""
         self._failed: KafkaError | None = None
+        self.latest_s = 0.0
+        """How long the latest transaction took, from its first record to its commit."""
         self._thread = BoundedCalls()
         self._begun: Future[None] | None = None
 
@@ -129,10 +131,12 @@ class TransactionPublisher:
 
     def _publish_as(self, member: object, parts: Sequence[Part]) -> None:
         """Publish for the consumer that `member`, its group metadata, tells of."""
+        began = time.monotonic()
         try:
             self._publish(member, parts)
         except Stalled as stalled:
             self._renew(str(stalled))
+        self.latest_s = time.monotonic() - began
 
     def _renew(self, reason: str) -> NoReturn:
         """Leave the producer and what it has begun, and start another under the same id, which aborts that: what was

@@ -8,18 +8,19 @@ nothing (static membership).
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from consumers.grouping.config import GrouperConfig, GroupingConfig
 from consumers.grouping.configuring import check_names
+from consumers.grouping.figures import GroupingFigures
 from consumers.grouping.makers import makers_of
 from consumers.grouping.marks import MarkWriter
 from consumers.grouping.parts import LEAST_RECORD_BYTES
 from consumers.grouping.publisher import OwnershipLost, Part, TransactionPublisher
-from consumers.grouping.restore import records_of, restore_task
+from consumers.grouping.restore import Restoration, records_of
 from consumers.grouping.state import CommitMetadata
 from consumers.grouping.task import GroupingTask
 from topics import clients
@@ -28,9 +29,12 @@ from topics.codec import decode_as
 from topics.config import KafkaConfig
 from topics.errors import ConfigurationError
 from topics.logs import event
+from topics.metrics import MetricsWriter
 from topics.records import PolicyManifest
 
 logger = logging.getLogger(__name__)
+_RESTORE_SLICE_S = 0.25
+"""How long a restore goes on before the client is polled again; a member that does not poll loses its partitions."""
 
 
 def run_grouping(
@@ -90,10 +94,15 @@ class GroupingProcess:
         self._suspended: dict[int, GroupingTask] = {}
         """Tasks whose partition was taken away, kept in case it comes back unchanged."""
         self._to_restore: set[int] = set()
+        self._restoration: Restoration | None = None
+        """The restore that is going on, of one of them."""
         self._to_seek: set[int] = set()
         """Partitions whose task is restored while the client is not yet sent to its position: nothing is taken from
         them until it is."""
         self._newest_version = -1
+        self._figures = GroupingFigures(
+            MetricsWriter(kafka, run, self._name), self._group, self._topic, grouper.metrics_interval_s
+        )
         self._on_ready: Callable[[], None] | None = on_ready
 
     def run(self, stop: threading.Event) -> None:
@@ -111,12 +120,15 @@ class GroupingProcess:
                 self._follow_policies()
                 self._write_marks()
                 self._commit()
+                self._write_figures()
             self._close()
         except BaseException:
             # Closing the consumer revokes its partitions; a fold that failed half-way must not be committed then.
             self._tasks.clear()
             raise
         finally:
+            self._stop_restoring()
+            self._figures.close()
             self._policies.close()
             self._consumer.close()
 
@@ -169,6 +181,7 @@ class GroupingProcess:
         event(logger, "member_fenced", level=logging.WARNING, error=reason)
         with suppress(OwnershipLost):
             self._settle()
+        self._stop_restoring()
         self._tasks.clear()
         self._suspended.clear()
         self._to_restore.clear()
@@ -194,6 +207,18 @@ class GroupingProcess:
             for mark in task.due_marks(now_ms, self._newest_version, self._grouping):
                 self._marks.write(task.partition, mark)
         self._marks.poll()
+
+    def _write_figures(self) -> None:
+        if self._grouper.metrics_interval_s <= 0 or not self._figures.due:
+            return
+        ends = {}
+        for partition in self._tasks:
+            with suppress(KafkaException):  # of a partition just taken away
+                _, end = self._consumer.get_watermark_offsets(TopicPartition(self._topic, partition), cached=True)
+                if end >= 0:
+                    ends[partition] = end
+        restoring = {} if self._restoration is None else {self._restoration.partition: self._restoration.progress}
+        self._figures.write((task.fold for task in self._tasks.values()), ends, restoring)
 
     def _mark_failed(self, partition: int) -> None:
         if partition in self._tasks:
@@ -223,6 +248,8 @@ class GroupingProcess:
         """Wait for the transaction that was begun. Raises OwnershipLost or Fenced as publishing does."""
         parts, self._publishing = self._publishing, []
         self._publisher.settle()
+        if parts:
+            self._figures.committed([part.output for part in parts], self._publisher.latest_s)
         for part in parts:
             output = part.output
             for batch in output.batches:
@@ -269,6 +296,7 @@ class GroupingProcess:
         self._suspended = {p: self._tasks.pop(p) for p in numbers if p in self._tasks}
         self._to_restore.difference_update(numbers)
         self._to_seek.difference_update(numbers)
+        self._stop_restoring(numbers)
 
     def _on_lost(self, _consumer: Consumer, partitions: list[TopicPartition]) -> None:
         event(logger, "lost", level=logging.WARNING, partitions=[tp.partition for tp in partitions])
@@ -276,29 +304,55 @@ class GroupingProcess:
             self._to_restore.discard(tp.partition)
             self._to_seek.discard(tp.partition)
             self._tasks.pop(tp.partition, None)
+        self._stop_restoring([tp.partition for tp in partitions])
 
     def _restore_assigned(self) -> None:
-        if not self._to_restore:
-            return
+        """Restore what was assigned, one partition after the other, for a while: then the client is polled again, and
+        tasks that run go on. Nothing is fetched of a partition meanwhile.
+        """
+        until = time.monotonic() + _RESTORE_SLICE_S
+        while self._to_restore:
+            if self._restoration is None:
+                self._begin_restoring()
+            elif self._restoration.step(max(0.0, until - time.monotonic())):
+                assert self._restoration.restored is not None
+                task = GroupingTask(*self._restoration.restored, self._grouper, self._name)
+                self._restoration = None
+                self._restored(task)
+            if time.monotonic() >= until:
+                break
+        else:
+            if self._tasks:
+                self._ready()
+
+    def _begin_restoring(self) -> None:
         try:
             self._settle()
         except OwnershipLost as error:
             self._ownership_lost(error)
-        for partition in sorted(self._to_restore):
-            suspended = self._suspended.pop(partition, None)
-            if suspended is not None and self._last_journal(partition) == suspended.journal_offset:
+        for partition in sorted(self._to_restore & self._suspended.keys()):
+            if self._last_journal(partition) == self._suspended[partition].journal_offset:
                 # Nobody committed in between, so the fold is still what the log says.
-                self._tasks[partition] = suspended
-            else:
-                self._tasks[partition] = self._restore(partition)
-        self._to_seek |= self._to_restore
-        self._to_restore.clear()
+                self._restored(self._suspended[partition])
         self._suspended.clear()
-        self._ready()
+        if self._to_restore:
+            partition = min(self._to_restore)
+            self._consumer.pause([TopicPartition(self._topic, partition)])
+            self._restoration = Restoration(
+                self._kafka, self._run, partition, self._partitions, self._topic_id, self._grouper
+            )
 
-    def _restore(self, partition: int) -> GroupingTask:
-        fold, journal = restore_task(self._kafka, self._run, partition, self._partitions, self._topic_id, self._grouper)
-        return GroupingTask(fold, journal, self._grouper, self._name)
+    def _restored(self, task: GroupingTask) -> None:
+        self._tasks[task.partition] = task
+        self._to_restore.discard(task.partition)
+        self._to_seek.add(task.partition)
+        self._consumer.resume([TopicPartition(self._topic, task.partition)])
+
+    def _stop_restoring(self, partitions: Collection[int] | None = None) -> None:
+        """Give up the restore that is going on, where it is of one of these partitions; None stands for all."""
+        if self._restoration is not None and (partitions is None or self._restoration.partition in partitions):
+            self._restoration.close()
+            self._restoration = None
 
     def _seek_restored(self) -> None:
         """Have the client read on where the folds are, whatever it thought the position was."""

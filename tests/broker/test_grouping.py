@@ -1,9 +1,12 @@
 """Grouping on a real broker: exactly once through kills, nothing visible before its commit, bad input on record."""
 
 import hashlib
+import json
 import logging
+import os
 import random
 import signal
+import time
 from contextlib import closing
 from dataclasses import replace
 
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 
 from consumers.batch_reader import BatchReader
+from consumers.grouping.batch_maker import FifoBatchMaker, SealedGroup
 from consumers.grouping.bootstrap import committed_offsets, initialise, recover
 from consumers.grouping.changes import DROPPED
 from consumers.grouping.marks import drain
@@ -20,10 +24,11 @@ from pipeline.verify import verify
 from tests.runs import RealRun, rollout
 from tests.waiting import eventually
 from topics import clients
-from topics.codec import encode
+from topics.codec import decode_as, encode
 from topics.errors import StateRefused
+from topics.examples import RLExample
 from topics.keys import encode_key
-from topics.records import JournalRecord, Mark, TrainingBatch
+from topics.records import JournalRecord, Mark, Metrics, TrainingBatch
 
 
 def groups(first: int, count: int) -> list:
@@ -324,3 +329,94 @@ def test_drops_of_one_transaction_that_no_record_holds_are_journaled_in_parts(re
     assert sum(len(encode(record)) for record in parted) > 1024 * 1024
     assert [record.sequence for record in journal] == list(range(len(journal)))
     assert verify(real_run.kafka, real_run.name).mismatches == []
+
+
+class PonderingMaker(FifoBatchMaker):
+    """Takes its time with each rollout, where it is told to."""
+
+    def add_rollout(self, rollout: RLExample, group: SealedGroup) -> None:
+        end = time.monotonic() + float(os.environ.get("ROLLSTREAM_TEST_PONDER_S", "0"))
+        while time.monotonic() < end:
+            pass
+        super().add_rollout(rollout, group)
+
+
+def test_a_restore_longer_than_a_member_may_go_without_polling_keeps_its_partition(
+    real_run: RealRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker = f"{__name__}:PonderingMaker"
+    real_run.topics = type(real_run.topics)(partitions=1)
+    real_run.grouping = replace(real_run.grouping, batch_rollouts=400, max_batch_age_s=600.0, maker=maker)
+    real_run.prepare()
+    settings = {"grouper__makers": f'["{maker}"]', "grouper__metrics_interval_s": 0.5}
+    process = real_run.start("group", **settings)
+    # Groups that came before it would all be released by this one record.
+    eventually(lambda: len(real_run.read("rollouts")) == 1, 60, "the mark of policy version 0")
+    real_run.send(groups(0, 90))
+    eventually(lambda: ledger(real_run.kafka, real_run.name).in_flight == 360, 60, "rollouts to be held")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    # 360 rollouts, 20 ms each: a second more than the client lets a member be silent.
+    monkeypatch.setenv("ROLLSTREAM_TEST_PONDER_S", "0.02")
+    flags = ["--set=kafka.client.max.poll.interval.ms=6100", "--set=kafka.client.session.timeout.ms=6000"]
+    process = real_run.start("group", *flags, **settings)
+    eventually(lambda: "task_restored" in real_run.log_of(process), 60, "the task to be restored")
+    monkeypatch.delenv("ROLLSTREAM_TEST_PONDER_S")
+    log = [json.loads(line) for line in real_run.log_of(process).splitlines() if line.startswith("{")]
+    events = [line["event"] for line in log]
+    [restored] = [line for line in log if line["event"] == "task_restored"]
+    assert restored["seconds"] > 6.5
+    assert "task_restoring" in events
+    assert not {"max_poll_exceeded", "lost", "revoked"} & set(events)
+    drain(real_run.kafka, real_run.name, real_run.grouper)
+    result = ledger(real_run.kafka, real_run.name)
+    assert (result.batched, result.in_flight, result.balanced) == (360, 0, True)
+    told = [record.values for record in real_run.read("metrics") if isinstance(record, Metrics)]
+    read = [values["restore_records_read"] for values in told if "restore_records_read" in values]
+    assert read == sorted(read)
+    assert len(set(read)) > 3
+    assert {values["restore_records_to_read"] for values in told if values.get("restore_records_read")} == {360.0}
+
+
+def test_figures_of_grouping_are_on_the_metrics_topic_and_add_up(real_run: RealRun) -> None:
+    real_run.prepare()
+    real_run.start("group", grouper__metrics_interval_s=0.2)
+    real_run.send(groups(0, 16) + groups(100, 1)[:3] + [rollout("bad", 0, reward=float("nan"))])
+    read_batches(real_run, 64)
+
+    def whole() -> dict[str, float]:
+        told = [r for r in real_run.read("metrics") if isinstance(r, Metrics) and "partition" not in r.labels]
+        return dict(told[-1].values) if told else {}
+
+    eventually(lambda: whole().get("batched_total") == 64 and whole()["lag"] == 0, 30, "figures of all of it")
+    values = whole()
+    assert (values["in_flight"], values["open_groups"], values["dropped_total"]) == (3, 1, 1)
+    assert values["finished_groups_total"] == 16
+    assert (values["partitions"], values["partitions_restoring"]) == (2, 0)
+    assert values["held_bytes"] > 0
+    latest: dict[str, Metrics] = {}
+    for message in clients.read_to_end(real_run.kafka, real_run.topic("metrics")):
+        record = decode_as(Metrics, message.value())
+        assert message.key() == encode_key(f"grouper-{real_run.name}-0")
+        assert record.component == f"grouper-{real_run.name}-0"
+        assert record.labels["consumergroup"] == real_run.grouper.group_id(real_run.name)
+        latest[record.labels.get("partition", "")] = record
+    assert latest.keys() == {"", "0", "1"}
+    sent = len(real_run.read("rollouts"))
+    assert latest["0"].values["position"] + latest["1"].values["position"] == sent
+    assert any("commit_seconds_max" in r.values for r in real_run.read("metrics") if isinstance(r, Metrics))
+
+
+def test_grouping_goes_on_where_its_figures_cannot_be_written(real_run: RealRun) -> None:
+    real_run.prepare()
+    admin = clients.admin(real_run.kafka)
+    topic = real_run.topic("metrics")
+    admin.delete_topics([topic])[topic].result(30)
+    process = real_run.start("group", grouper__metrics_interval_s=0.05)
+    real_run.send(groups(0, 16))
+    read_batches(real_run, 64)
+    eventually(lambda: "metrics_lost" in real_run.log_of(process), 60, "the loss to be logged")
+    real_run.send(groups(100, 16))
+    read_batches(real_run, 128)
+    process.terminate()
+    assert process.wait(30) == 0
