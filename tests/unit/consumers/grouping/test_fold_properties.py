@@ -187,7 +187,7 @@ def environment(record: Any) -> str:
 
 @settings(max_examples=EXAMPLES // 2)
 @given(log=logs)
-def test_batches_hold_each_rollout_once_with_its_own_tokens_and_whole_groups(log: Log) -> None:
+def test_batches_hold_each_rollout_once_with_its_own_tokens(log: Log) -> None:
     driver = fold(log)
     by_offset = {record.offset: decoded(record.value) for record in driver.log}
     seen: set[int] = set()
@@ -208,6 +208,15 @@ def test_batches_hold_each_rollout_once_with_its_own_tokens_and_whole_groups(log
         most = sum(group_bytes(g.environment, g.example_id, g.group_id) for g in batch.groups)
         most += sum(row_bytes(tokens, uid, reference=False) for uid, tokens in rows)
         assert len(codec.encode(batch)) <= most + 512
-        if batch.metadata.count("fifo"):
-            sizes = Counter(batch.group_index.tolist())
-            assert [sizes[i] for i in range(len(batch.groups))] == [g.size for g in batch.groups]
+
+
+@settings(max_examples=EXAMPLES // 2)
+@given(log=draw.logs(("fifo",)))
+def test_the_default_maker_keeps_groups_whole_in_the_order_they_sealed(log: Log) -> None:
+    sealed_ms = -1
+    for batch in fold(log).batches:
+        sizes = Counter(batch.group_index.tolist())
+        assert [sizes[i] for i in range(len(batch.groups))] == [g.size for g in batch.groups]
+        assert batch.group_index.tolist() == sorted(batch.group_index.tolist())
+        assert sealed_ms <= batch.groups[0].sealed_ms or any(g.policy_version for g in batch.groups)
+        sealed_ms = batch.groups[-1].sealed_ms
