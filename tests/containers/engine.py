@@ -48,7 +48,7 @@ def docker_engine(folder: Path) -> Iterator[None]:
         return
     if os.geteuid() != 0:
         pytest.fail(f"no Docker engine answers, and only root could start one: {REMEDY}", pytrace=False)
-    if shutil.which("dockerd") is None:
+    if shutil.which("dockerd") is None or shutil.which("docker") is None:
         _install()
         if answers():  # The package started it.
             yield
@@ -114,11 +114,15 @@ def _install() -> None:
     if shutil.which("apt-get") is None:
         pytest.fail(f"Docker is not installed: {REMEDY}", pytrace=False)
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    install = ["apt-get", "install", "--quiet", "--yes", "--no-install-recommends"]
     last = ""
-    install = ["apt-get", "install", "--quiet", "--yes", "--no-install-recommends", "docker.io", "busybox-static"]
-    for command in (install, ["apt-get", "update", "--quiet"], install):
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
-        last = (answer.stderr.strip().splitlines() or [f"exit {answer.returncode}"])[-1]
-        if shutil.which("dockerd"):
-            return
-    pytest.fail(f"apt-get does not install Docker ({last}): {REMEDY}", pytrace=False)
+    # Newer releases of Debian have its command line apart.
+    for what in (["dockerd", "docker.io", "busybox-static"], ["docker", "docker-cli"]):
+        program, *packages = what
+        for command in ([*install, *packages], ["apt-get", "update", "--quiet"], [*install, *packages]):
+            if shutil.which(program):
+                break
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+            last = (answer.stderr.strip().splitlines() or [f"exit {answer.returncode}"])[-1]
+        if shutil.which(program) is None:
+            pytest.fail(f"apt-get does not install Docker ({last}): {REMEDY}", pytrace=False)
