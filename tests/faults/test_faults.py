@@ -198,7 +198,7 @@ class Interposed:
 def grouper_in_here(run: RealRun, meanwhile: Callable[[], None], **client: str) -> Iterator[Interposed]:
     """Grouper 0 as a thread of this process, whose first transaction is interrupted by `meanwhile`."""
     kafka = replace(
-        run.kafka, session_timeout_s=SESSION_S, transaction_timeout_s=30.0, client={**run.kafka.client, **client}
+        run.kafka, session_timeout_s=SESSION_S, transaction_timeout_s=60.0, client={**run.kafka.client, **client}
     )
     process = GroupingProcess(kafka, run.name, run.grouping, run.grouper, 0, lambda: None)
     interposed = Interposed(process._publisher._producer, meanwhile)
