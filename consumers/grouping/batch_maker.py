@@ -5,10 +5,10 @@ number). Every rollout given to it is delivered in a batch, reported as discarde
 """
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from topics.examples import RLExample, Source
 
@@ -111,13 +111,12 @@ def example_bytes(example: RLExample) -> int:
     return row_bytes(len(example.tokens), example.source.uid, example.reference_log_probs is not None)
 
 
-class _Waiting(NamedTuple):
+@dataclass(slots=True)
+class _Waiting:
     group: SealedGroup
-    examples: list[RLExample]
-
-    @property
-    def size_bytes(self) -> int:
-        return self.group.name_bytes + sum(map(example_bytes, self.examples))
+    size_bytes: int
+    """Most bytes it takes in a batch."""
+    examples: list[RLExample] = field(default_factory=list)
 
 
 class FifoBatchMaker(BatchMaker):
@@ -125,43 +124,56 @@ class FifoBatchMaker(BatchMaker):
 
     def __init__(self, context: MakerContext) -> None:
         super().__init__(context)
-        self._waiting: deque[_Waiting] = deque()
-        self._held = 0
+        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()
+        """By the identity of its group, oldest first."""
+        self._group_of: dict[Source, int] = {}
         self._held_bytes = 0
 
     def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
-        if not self._waiting or self._waiting[-1].group is not group:
-            self._waiting.append(_Waiting(group, []))
-            self._held_bytes += self._waiting[-1].size_bytes
-        self._waiting[-1].examples.append(example)
-        self._held += 1
-        self._held_bytes += example_bytes(example)
+        waiting = self._waiting.get(id(group))
+        if waiting is None:
+            waiting = self._waiting[id(group)] = _Waiting(group, group.name_bytes)
+            self._held_bytes += waiting.size_bytes
+        size_bytes = example_bytes(example)
+        waiting.examples.append(example)
+        waiting.size_bytes += size_bytes
+        self._held_bytes += size_bytes
+        self._group_of[example.source] = id(group)
 
     def create_batch(self, batch_size: int) -> list[RLExample] | None:
-        if not self._held or (self._held < batch_size and self._held_bytes < self.context.batch_bytes):
+        if not self._waiting or (self.held < batch_size and self._held_bytes < self.context.batch_bytes):
             return None
         batch: list[RLExample] = []
         size_bytes = 0
         while self._waiting and len(batch) < batch_size:
-            more_bytes = self._waiting[0].size_bytes
-            if batch and size_bytes + more_bytes > self.context.batch_bytes:
+            key = next(iter(self._waiting))
+            size_bytes += self._waiting[key].size_bytes
+            if batch and size_bytes > self.context.batch_bytes:
                 break
-            size_bytes += more_bytes
-            batch += self._waiting.popleft().examples
-        self._held -= len(batch)
-        self._held_bytes -= size_bytes
+            batch += self._forget(key).examples
+        for example in batch:
+            del self._group_of[example.source]
         return batch
 
     def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
         return {"maker": "fifo", "batch_size": len(batch)}
 
     def discard(self, sources: Iterable[Source]) -> None:
-        gone = set(sources)
-        kept = ((w.group, [e for e in w.examples if e.source not in gone]) for w in self._waiting)
-        self._waiting = deque(_Waiting(group, examples) for group, examples in kept if examples)
-        self._held = sum(len(w.examples) for w in self._waiting)
-        self._held_bytes = sum(w.size_bytes for w in self._waiting)
+        for source in sources:
+            key = self._group_of.pop(source)
+            waiting = self._waiting[key]
+            at = next(i for i, example in enumerate(waiting.examples) if example.source == source)
+            size_bytes = example_bytes(waiting.examples.pop(at))
+            waiting.size_bytes -= size_bytes
+            self._held_bytes -= size_bytes
+            if not waiting.examples:
+                self._forget(key)
 
     @property
     def held(self) -> int:
-        return self._held
+        return len(self._group_of)
+
+    def _forget(self, key: int) -> _Waiting:
+        gone = self._waiting.pop(key)
+        self._held_bytes -= gone.size_bytes
+        return gone

@@ -339,7 +339,7 @@ class Fold:
         return Verdict("superseded_version", f"version {newest} of it sealed before")
 
     def _supersede_sealed(self) -> None:
-        """Older versions go from now on, maybe: those go that sealed while they did not."""
+        """A configuration may have older versions go: those, too, that sealed before it."""
         for group in list(self._sealed.values()):
             if (verdict := self._superseded(group.key)) is not None:
                 self._drop_group(group, verdict)

@@ -1,6 +1,7 @@
 """What the fold promises to batch makers, and what it holds them to; a maker that takes groups apart among them."""
 
 import gc
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -357,3 +358,21 @@ def test_a_batch_beyond_batch_bytes_stops_the_task() -> None:
     pair(d, "1")
     with pytest.raises(StateRefused, match=r"made a batch of 608 bytes, grouping\.batch_bytes is 500"):
         d.drain()
+
+
+def seconds_to_drop(groups: int) -> float:
+    """Processor time a group takes to go stale among as many that wait."""
+    d = GroupingTestDriver(GroupingConfig(batch_rollouts=10**6, batch_bytes=10**9, max_policy_lag=0))
+    for i in range(groups):
+        pair(d, str(i))
+    d.commit()
+    began = time.process_time()
+    d.publish_policy_version(1)
+    seconds = time.process_time() - began
+    assert len(d.drops) == 2 * groups
+    return seconds / groups
+
+
+def test_a_group_dropped_while_it_waits_costs_the_same_among_many() -> None:
+    few = min(seconds_to_drop(100) for _ in range(3))
+    assert seconds_to_drop(1_500) < 4 * few
