@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from consumers.grouping.batch_maker import BatchMaker, FifoBatchMaker, MakerContext, SealedGroup
-from consumers.grouping.config import GroupingConfig
+from consumers.grouping.config import GrouperConfig, GroupingConfig
 from consumers.grouping.estimators import Outcomes, rloo
 from consumers.grouping.reservoir import ReservoirBatchMaker, draws
+from consumers.grouping.restore import Journal
+from consumers.grouping.task import GroupingTask
 from consumers.grouping.testing import GroupingTestDriver, example_rollout
 from tests.unit.consumers.grouping.pairs import pair, reasons, uids
 from topics.codec import encode
@@ -298,8 +300,12 @@ def test_a_timeout_seals_by_a_mark_when_nothing_else_comes() -> None:
     d = driver(min_group_size=2, group_deadline_s=30.0)
     for i in range(2):
         d.pipe(example_rollout(str(i), float(i), group_size=8))
-    assert d.fold.next_deadline_ms == 30_000, "what a task at the end of its partition writes a mark for"
-    d.advance(30_000)
+    task = GroupingTask(d.fold, Journal(0, 0), GrouperConfig(), "test")
+    task.at_end = True
+    assert task.due_marks(29_999, 0, d.fold.config) == []
+    [mark] = task.due_marks(30_000, 0, d.fold.config)
+    assert mark.kind == "deadline"
+    d.pipe(mark, at_ms=30_000)
     assert d.fold.open_groups == 0
     d.drain()
     assert delivered(d) == ["0", "1"]
