@@ -22,6 +22,8 @@ _LEAST = {
     "capacity_bytes": 1,
 }
 _LONGEST_S = 1e9
+CONFIGURATION_BYTES = 128 * 1024
+"""Largest configuration, as JSON."""
 
 
 def milliseconds(seconds: float) -> int:
@@ -104,6 +106,11 @@ class GroupingConfig:
                 )
         if not math.isfinite(self.max_age_s):
             raise ConfigurationError(f"grouping.max_age_s is {self.max_age_s}; no limit is a negative number")
+        if (size := len(self.to_json())) > CONFIGURATION_BYTES:
+            raise ConfigurationError(
+                f"grouping takes {size} bytes as JSON, as part of every journal record, at most {CONFIGURATION_BYTES}; "
+                f"exclude fewer environments and workers by name"
+            )
 
     def to_json(self) -> str:
         """The whole configuration, as it is written to the log."""

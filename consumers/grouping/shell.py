@@ -136,7 +136,9 @@ class GroupingProcess:
 
     def _consume(self) -> list[Message]:
         try:
-            return list(self._consumer.consume(self._grouper.max_poll_records, self._grouper.commit_interval_s))
+            # What is to be restored does not wait for records.
+            timeout_s = 0.0 if self._to_restore else self._grouper.commit_interval_s
+            return list(self._consumer.consume(self._grouper.max_poll_records, timeout_s))
         except KafkaException as exception:
             # A fatal error is raised, or comes as a message, as the client happens to learn of it.
             error: KafkaError = exception.args[0]

@@ -89,6 +89,7 @@ def test_a_state_restored_from_any_snapshot_on_is_the_same() -> None:
         ({"estimator": None}, "grouping.estimator is None; it must be of type str"),
         ({"drop_superseded": 1}, "grouping.drop_superseded is 1; it must be of type bool"),
         ({"exclude_workers": "w"}, "grouping.exclude_workers is 'w'; it must be a list of strings"),
+        ({"exclude_workers": ("a worker of a long name",) * 6_000}, "at most 131072; exclude fewer"),
     ],
 )
 def test_a_senseless_configuration_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
