@@ -121,6 +121,7 @@ def records_of_mark(offset: int, time_ms: int, version: int):
     return Record(offset, time_ms, None, encode(Mark(kind="policy_version", policy_version=version)))
 
 
+@pytest.mark.long  # In the short form two of them are killed under load (tests/faults).
 def test_killing_a_grouping_consumer_loses_and_repeats_nothing(real_run: RealRun) -> None:
     seed = 20
     print(f"seed {seed}")
