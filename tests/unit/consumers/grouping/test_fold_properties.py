@@ -4,6 +4,7 @@ The logs hold arrivals, duplicates, cancellations, marks, versions, configuratio
 tests/strategies.py. A crash throws away what was not committed and restores from journal and log.
 """
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from consumers.grouping.runs import from_runs
 from consumers.grouping.state import TaskState
 from consumers.grouping.testing import GroupingTestDriver
 from tests import strategies as draw
-from tests.strategies import Log, Then
+from tests.strategies import Log, Marked, Then
 from topics import codec
 from topics.errors import RecordError
 from topics.records import JournalRecord, Rollout
@@ -208,6 +209,22 @@ def test_batches_hold_each_rollout_once_with_its_own_tokens(log: Log) -> None:
         most = sum(group_bytes(g.environment, g.example_id, g.group_id) for g in batch.groups)
         most += sum(row_bytes(tokens, uid, reference=False) for uid, tokens in rows)
         assert len(codec.encode(batch)) <= most + 512
+
+
+@settings(max_examples=EXAMPLES // 2)
+@given(log=logs)
+def test_a_batch_is_cut_by_the_core_version_and_configuration_that_the_log_put_in_force(log: Log) -> None:
+    configurations = {log.config.generation: [log.config]}
+    for step in log.events:
+        if isinstance(step.what, Marked) and step.what.config is not None:
+            configurations.setdefault(step.what.config.generation, []).append(step.what.config)
+    generation = log.config.generation
+    for batch in fold(log).batches:
+        assert batch.generation >= generation
+        generation = batch.generation
+        makers = {(c.core_version, c.maker) for c in configurations[generation]}
+        assert (batch.core_version, json.loads(batch.metadata)["maker"]) in makers
+        assert batch.core_version > 1 or "fifo" in batch.metadata
 
 
 @settings(max_examples=EXAMPLES // 2)
