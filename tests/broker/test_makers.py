@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from tests.runs import RealRun, rollout
 from tests.unit.consumers.grouping.test_makers import CODE, MINE
 from tests.waiting import eventually
 from topics.errors import ConfigurationError
-from topics.records import TrainingBatch
+from topics.records import JournalRecord, TrainingBatch
 
 
 @pytest.fixture
@@ -43,6 +45,43 @@ def test_a_run_batches_with_a_maker_of_the_user_s_and_is_verified_with_it(real_r
     assert verify(real_run.kafka, real_run.name, [MINE]).mismatches == []
     with pytest.raises(ConfigurationError, match=r"must be named in grouper\.makers"):
         verify(real_run.kafka, real_run.name)
+
+
+def test_a_reservoir_loses_and_repeats_nothing_when_its_process_is_killed_between_parts_of_groups(
+    real_run: RealRun,
+) -> None:
+    real_run.grouping = GroupingConfig(
+        maker="reservoir", estimator="reinforce_pp", batch_rollouts=10, max_batch_age_s=3.0, seed=7
+    )
+    real_run.prepare()
+    first = real_run.start("group")
+    for part in range(3):
+        # Rewards 0, 1, 2 and 1: two of four have no advantage.
+        real_run.send(
+            rollout(f"x{part}-{example}", member, reward=float((0, 1, 2, 1)[member]))
+            for example in range(13)
+            for member in range(4)
+        )
+        if part == 0:
+            eventually(lambda: len(batches(real_run)) >= 1, 60, "a batch before the kill")
+            first.send_signal(signal.SIGKILL)
+            first.wait()
+            real_run.start("group")
+    eventually(lambda: fates(real_run) == {"batched": 78, "zero_advantage": 78}, 60, "a fate for every rollout")
+    uids = [uid for batch in batches(real_run) for uid in batch.uids]
+    assert len(uids) == len(set(uids)) == 78
+    assert verify(real_run.kafka, real_run.name).mismatches == []
+    for batch in batches(real_run):
+        trained = batch.advantages[batch.loss_mask].astype("<f8")
+        assert abs(trained.mean()) < 1e-6
+        # A last batch may hold rows of one advantage only.
+        assert abs(trained.std() - 1) < 1e-6 or trained.std() == 0
+
+
+def fates(run: RealRun) -> dict[str, int]:
+    """Rollouts batched, and dropped by reason."""
+    dropped = Counter(drop.reason for r in run.read("journal") if isinstance(r, JournalRecord) for drop in r.drops)
+    return {"batched": sum(map(len, batches(run))), **dropped}
 
 
 def batches(run: RealRun) -> list[TrainingBatch]:
