@@ -118,14 +118,16 @@ def test_two_groupers_become_four_become_one_under_load(fault_run: RealRun) -> N
 
 def test_a_grouper_stopped_past_its_session_is_fenced_by_its_replacement(fault_run: RealRun) -> None:
     run = fault_run.prepare()
-    zombie, other = grouper(run, 0), grouper(run, 1)
+    # Long enough for an answer on a busy machine: who hears nothing of whether it was replaced ends, but does not know.
+    patient = {"transaction_timeout_s": 10.0}
+    zombie, other = grouper(run, 0, **patient), grouper(run, 1, **patient)
     with Load(run, SEED) as load:
         await_restored(run, zombie, other)
         await_logged(run, zombie, '"event": "batch"')
         # Its session ends, the other takes over, and somebody starts it anew.
         with taking_all_partitions(run, other):
             zombie.send_signal(signal.SIGSTOP)
-        replacement = grouper(run, 0)
+        replacement = grouper(run, 0, **patient)
         await_restored(run, replacement)
         load.await_more(50)
         zombie.send_signal(signal.SIGCONT)
