@@ -12,7 +12,7 @@ import numpy as np
 
 from consumers.grouping.changes import BATCHED, CONTROL, DEAD_LETTERED, DROPPED
 from consumers.grouping.runs import from_runs
-from pipeline.selection import Selection, selections
+from consumers.grouping.selection import Selection, selections
 from topics import clients, codec
 from topics.catalogue import topic_name
 from topics.codec import decode_as

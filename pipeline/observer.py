@@ -5,7 +5,6 @@ For progress lines, stop rules and reports; it reads in no group and changes not
 rollout produced: the learner sees what grouping kept.
 """
 
-import logging
 import time
 from bisect import insort
 from collections.abc import Sequence
@@ -14,16 +13,13 @@ from typing import Any, NamedTuple
 
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, TopicPartition
 
-from pipeline.selection import selections, warning
+from consumers.grouping.selection import SelectionWatch, selections
 from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode, decode_as
 from topics.config import KafkaConfig
 from topics.errors import DeadlineExceeded, RecordError
-from topics.logs import event
 from topics.records import FateCount, JournalRecord, LearnerStep, Rollout
-
-logger = logging.getLogger(__name__)
 
 EXACT = "exact"
 _TIMEOUT_S = 60.0
@@ -78,14 +74,15 @@ class RunObserver:
         """Newest policy version a step published."""
         self._counts: dict[int, tuple[FateCount, ...]] = {}
         self._counts_moved = False
-        self._warned: set[tuple[str, str]] = set()
+        self._watch = SelectionWatch()
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Take in what arrived, waiting at most `timeout_s` for the first record."""
         for message in self._consumer.consume(1000, timeout_s):
             self._take(message)
         if self._counts_moved:
-            self._watch_selection()
+            self._counts_moved = False
+            self._watch.look(selections(c for counts in self._counts.values() for c in counts))
 
     def catch_up(self) -> None:
         """Read on to where every topic ends now. Call once nothing writes any more."""
@@ -130,23 +127,6 @@ class RunObserver:
             self._counts_moved = True
         else:
             self._score(message)
-
-    def _watch_selection(self) -> None:
-        """Warn once of each environment and figure that what was lost has shifted."""
-        self._counts_moved = False
-        for environment, selection in selections(c for counts in self._counts.values() for c in counts).items():
-            for figure in selection.alerts():
-                if (environment, figure) not in self._warned:
-                    self._warned.add((environment, figure))
-                    event(
-                        logger,
-                        "selection_biased",
-                        level=logging.WARNING,
-                        environment=environment,
-                        figure=figure,
-                        shift=round(selection.shift(figure), 3),
-                        what=warning(environment, figure, selection.as_dict()),
-                    )
 
     def _score(self, message: Message) -> None:
         try:

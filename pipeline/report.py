@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipeline.selection import FIGURES, TOLERANCE, warning
+from consumers.grouping.selection import FIGURES, TOLERANCE, warning
 from pipeline.tables import bytes_text, table
 
 NEEDED_GAIN = 0.5

@@ -1,4 +1,5 @@
-"""What a grouping process says of itself on the `metrics` topic: of each partition, and of itself as a whole.
+"""What a grouping process says of itself on the `metrics` topic: of each partition, of what it loses of each
+environment, and of itself as a whole.
 
 Counts are since the process started; the journal has those of the run.
 """
@@ -10,7 +11,9 @@ from dataclasses import asdict
 from consumers.grouping.changes import Output
 from consumers.grouping.fold import Fold
 from consumers.grouping.restore import Progress
+from consumers.grouping.selection import FIGURES, Selection, SelectionWatch, selections
 from topics.metrics import MetricsWriter
+from topics.records import FateCount
 
 
 class GroupingFigures:
@@ -33,12 +36,16 @@ class GroupingFigures:
             ("transactions", "batches", "batched", "dropped", "dead_lettered", "finished_groups"), 0
         )
         self._commits: list[float] = []
+        self._counts: dict[int, tuple[FateCount, ...]] = {}
+        self._watch = SelectionWatch()
+        self._told: dict[str, Selection] = {}
 
     def committed(self, outputs: Iterable[Output], seconds: float) -> None:
         """A transaction of these outputs took so long from its first record to its commit."""
         self._commits.append(seconds)
         self._totals["transactions"] += 1
         for output in outputs:
+            self._counts[output.journal.partition] = output.journal.counts
             self._totals["batches"] += len(output.batches)
             self._totals["batched"] += sum(map(len, output.batches))
             self._totals["dropped"] += len(output.journal.drops)
@@ -54,9 +61,9 @@ class GroupingFigures:
         """Write the figures now. `ends` holds the end of each partition, as far as it is known."""
         self._due_s = self._clock() + self._interval_s
         whole = dict.fromkeys(("lag", "in_flight", "open_groups", "held_bytes"), 0)
-        partitions = 0
+        owned = set()
         for fold in folds:
-            partitions += 1
+            owned.add(fold.partition)
             values = {
                 "position": fold.position,
                 "in_flight": fold.in_flight,
@@ -73,8 +80,16 @@ class GroupingFigures:
         for partition, progress in restoring.items():
             values = {f"restore_{name}": float(value) for name, value in asdict(progress).items()}
             self._writer.write(values, {**self._labels, "partition": str(partition)})
+        # Of partitions that went to another process no news comes.
+        self._counts = {partition: counts for partition, counts in self._counts.items() if partition in owned}
+        found = selections(count for counts in self._counts.values() for count in counts)
+        self._watch.look(found)
+        for environment, selection in found.items():
+            if selection != self._told.get(environment):
+                self._writer.write(_of_selection(selection), {**self._labels, "environment": environment})
+        self._told = found
         values = {**whole, **{f"{name}_total": count for name, count in self._totals.items()}}
-        values |= {"partitions": partitions, "partitions_restoring": len(restoring)}
+        values |= {"partitions": len(owned), "partitions_restoring": len(restoring)}
         if self._commits:
             values["commit_seconds_mean"] = sum(self._commits) / len(self._commits)
             values["commit_seconds_max"] = max(self._commits)
@@ -84,3 +99,15 @@ class GroupingFigures:
     def close(self) -> None:
         """Send what is left."""
         self._writer.close()
+
+
+def _of_selection(selection: Selection) -> dict[str, float]:
+    """How many rollouts of each kind there are, their means where they are known, and how far loss shifted them."""
+    values: dict[str, float] = {f"shift_{figure}": selection.shift(figure) for figure in FIGURES}
+    for name in ("produced", "batched", "without_gradient", "lost"):
+        kind = getattr(selection, name)
+        values[f"{name}_rollouts"] = kind.rollouts
+        for figure in FIGURES:
+            if (mean := getattr(kind, figure).mean) is not None:
+                values[f"{name}_mean_{figure}"] = mean
+    return values

@@ -232,7 +232,7 @@ def test_losing_the_longest_is_reported_while_it_happens_and_in_the_ledger(
 ) -> None:
     real_run.grouping = type(real_run.grouping)(batch_rollouts=64, max_batch_age_s=1.0, group_deadline_s=1.0)
     real_run.prepare()
-    real_run.start("group")
+    process = real_run.start("group", grouper__metrics_interval_s=0.2)
 
     def of_length(length: int) -> dict[str, object]:
         tokens = np.zeros(length, "<i4")
@@ -254,6 +254,8 @@ def test_losing_the_longest_is_reported_while_it_happens_and_in_the_ledger(
             observer.poll(0.1)
     [warned] = [r for r in caplog.records if r.getMessage() == "selection_biased"]
     assert warned.levelno == logging.WARNING
+    # The grouping process looks at what it owns, which is all of it here.
+    eventually(lambda: "selection_biased" in real_run.log_of(process), 30, "the grouping process to warn")
     assert (warned.rollstream_fields["environment"], warned.rollstream_fields["figure"]) == ("env", "length")  # type: ignore[attr-defined]
 
 
@@ -386,7 +388,7 @@ def test_figures_of_grouping_are_on_the_metrics_topic_and_add_up(real_run: RealR
     read_batches(real_run, 64)
 
     def whole() -> dict[str, float]:
-        told = [r for r in real_run.read("metrics") if isinstance(r, Metrics) and "partition" not in r.labels]
+        told = [r for r in real_run.read("metrics") if isinstance(r, Metrics) and "transactions_total" in r.values]
         return dict(told[-1].values) if told else {}
 
     eventually(lambda: whole().get("batched_total") == 64 and whole()["lag"] == 0, 30, "figures of all of it")
@@ -401,8 +403,9 @@ def test_figures_of_grouping_are_on_the_metrics_topic_and_add_up(real_run: RealR
         assert message.key() == encode_key(f"grouper-{real_run.name}-0")
         assert record.component == f"grouper-{real_run.name}-0"
         assert record.labels["consumergroup"] == real_run.grouper.group_id(real_run.name)
-        latest[record.labels.get("partition", "")] = record
-    assert latest.keys() == {"", "0", "1"}
+        latest[record.labels.get("partition", record.labels.get("environment", ""))] = record
+    assert latest.keys() == {"", "0", "1", "env"}
+    assert (latest["env"].values["batched_rollouts"], latest["env"].values["batched_mean_length"]) == (64, 3)
     sent = len(real_run.read("rollouts"))
     assert latest["0"].values["position"] + latest["1"].values["position"] == sent
     assert any("commit_seconds_max" in r.values for r in real_run.read("metrics") if isinstance(r, Metrics))

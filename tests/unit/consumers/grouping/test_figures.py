@@ -1,6 +1,8 @@
 """Figures of a grouping process: sums over its partitions, counts since its start, latencies since the last time."""
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -33,12 +35,13 @@ def test_figures_of_partitions_and_of_the_process() -> None:
     d.pipe(example_rollout("open", 1.0, example_id="9"), at_ms=2_500)
     other.pipe(example_rollout("open", 1.0))
     other.fold.partition = 3
-    figures.committed([d.fold.take(), other.fold.take()], 0.02)
+    of_other = other.fold.take()
+    figures.committed([d.fold.take(), replace(of_other, journal=replace(of_other.journal, partition=3))], 0.02)
     figures.committed([d.fold.take()], 0.04)
     assert figures.due
     figures.write([d.fold, other.fold], {0: 9, 3: 1}, {7: Progress(journal_read=2, records_to_read=4)})
     assert not figures.due
-    [first, second, restoring, whole] = writer.written
+    [first, second, restoring, of_environment, whole] = writer.written
     assert first == (
         {
             "position": 5,
@@ -55,7 +58,11 @@ def test_figures_of_partitions_and_of_the_process() -> None:
     assert second[0]["lag"] == 0
     assert restoring[1]["partition"] == "7"
     assert (restoring[0]["restore_journal_read"], restoring[0]["restore_records_to_read"]) == (2.0, 4.0)
-    assert "partition" not in whole[1]
+    assert of_environment[1] == {"consumergroup": "r.grouper", "topic": "r.rollouts", "environment": "env"}
+    assert (of_environment[0]["batched_rollouts"], of_environment[0]["lost_rollouts"]) == (2, 1)
+    assert (of_environment[0]["batched_mean_reward"], of_environment[0]["lost_mean_reward"]) == (0.5, 1.0)
+    assert "without_gradient_mean_reward" not in of_environment[0]
+    assert whole[1] == {"consumergroup": "r.grouper", "topic": "r.rollouts"}
     assert whole[0] == {
         "partitions": 2,
         "partitions_restoring": 1,
@@ -94,3 +101,24 @@ def test_a_lag_that_is_not_known_is_not_told() -> None:
     figures = GroupingFigures(writer, "g", "t", 5.0)
     figures.write([driver().fold], {}, {})
     assert "lag" not in writer.written[0][0]
+
+
+def test_environments_are_told_of_when_they_changed_and_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    writer = Kept()
+    figures = GroupingFigures(writer, "g", "t", 5.0)
+    d = driver()
+    for example in range(400):
+        pair(d, str(example))
+        d.pipe(example_rollout("late", 50.0, example_id=str(example)))
+    figures.committed([d.fold.take()], 0.1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            figures.write([d.fold], {}, {})
+    told = [values for values, labels in writer.written if "environment" in labels]
+    assert [values["lost_mean_reward"] for values in told] == [50.0]
+    [warned] = [r for r in caplog.records if r.getMessage() == "selection_biased"]
+    assert warned.rollstream_fields["figure"] == "reward"  # type: ignore[attr-defined]
+    # The partition went to another process, who tells of it now.
+    figures.write([], {}, {})
+    figures.write([d.fold], {}, {})
+    assert len([labels for _, labels in writer.written if "environment" in labels]) == 1

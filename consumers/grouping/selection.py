@@ -1,18 +1,22 @@
 """Whether what grouping lost is of another kind than what it kept: lengths and rewards by environment, from the counts
-in the journal. Pure.
+in the journal. Pure, but for a warning in the log.
 
 Groups without variance carry no gradient whatever their length, so leaving them out biases nothing: that is expected
 selection. What is late, stale, too large or cancelled would have been trained on: where it is longer or better than the
 rest, training drifts away from it.
 """
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from consumers.grouping.changes import BATCHED, DROPPED
+from topics.logs import event
 from topics.records import FateCount
+
+logger = logging.getLogger(__name__)
 
 TOLERANCE = 0.05
 """Largest shift of a mean that is put up with, in standard deviations of what was produced."""
@@ -183,3 +187,26 @@ def warning(environment: str, figure: str, selection: Mapping[str, Any]) -> str:
         f"{produced[f'mean_{figure}']:.4g} was produced, and shifts what is trained on by "
         f"{selection[f'shift_{figure}']:+.2f} standard deviations"
     )
+
+
+class SelectionWatch:
+    """Warns once of each environment and figure whose mean was shifted."""
+
+    def __init__(self) -> None:
+        self._warned: set[tuple[str, str]] = set()
+
+    def look(self, found: Mapping[str, Selection]) -> None:
+        """Log `selection_biased` for alerts that were not there before."""
+        for environment, selection in found.items():
+            for figure in selection.alerts():
+                if (environment, figure) not in self._warned:
+                    self._warned.add((environment, figure))
+                    event(
+                        logger,
+                        "selection_biased",
+                        level=logging.WARNING,
+                        environment=environment,
+                        figure=figure,
+                        shift=round(selection.shift(figure), 3),
+                        what=warning(environment, figure, selection.as_dict()),
+                    )

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from consumers.grouping.config import GroupingConfig
 from consumers.grouping.counts import Counts
+from consumers.grouping.selection import DEPENDENT, Selection, selections
 from consumers.grouping.testing import GroupingTestDriver, example_rollout
 from pipeline.report import selection_text
-from pipeline.selection import DEPENDENT, Selection, selections
 from topics.records import FateCount
 
 Sample = list[tuple[int, float]]
