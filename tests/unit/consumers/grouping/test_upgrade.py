@@ -16,6 +16,7 @@ from consumers.grouping.makers import MAKERS
 from consumers.grouping.runs import from_runs
 from consumers.grouping.testing import GroupingTestDriver
 from tests import upgrade
+from tests.unit.consumers.grouping.pairs import pair, reasons
 from topics import codec
 from topics.errors import ConfigurationError, StateRefused
 from topics.keys import encode_key
@@ -114,6 +115,15 @@ def test_a_state_of_core_version_1_keeps_it_until_a_higher_generation_raises_it(
 
 def advantage(batch: TrainingBatch, uid: str) -> float:
     return float(batch.advantages[batch.splits[batch.uids.index(uid)]])
+
+
+@pytest.mark.parametrize(("core_version", "superseded"), [(1, []), (2, [0, 1])])
+def test_version_2_drops_what_sealed_before_older_versions_were_to_go(core_version: int, superseded: list[int]) -> None:
+    driver = GroupingTestDriver(GroupingConfig(batch_rollouts=100, core_version=core_version), policy_version=2)
+    pair(driver, policy_version=1)
+    pair(driver, policy_version=2)
+    driver.configure(GroupingConfig(batch_rollouts=100, core_version=core_version, drop_superseded=True))
+    assert sorted(reasons(driver)) == superseded
 
 
 # ---------------------------------------------------------------------- what newer code left
