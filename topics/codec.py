@@ -10,7 +10,6 @@ import json
 import typing
 from collections.abc import Callable
 from functools import cache
-from importlib import resources
 from typing import Any, NamedTuple, TypeVar, cast
 
 import fastavro
@@ -73,6 +72,8 @@ class Schema(NamedTuple):
 @cache
 def schemas() -> dict[str, tuple[Schema, ...]]:
     """Every schema shipped, by record name, oldest version first."""
+    from importlib import resources  # here, as it costs a tenth of what importing the core may
+
     found: dict[str, list[Schema]] = {}
     for file in resources.files("topics").joinpath("schemas").iterdir():
         if not file.name.endswith(".avsc"):

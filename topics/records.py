@@ -30,6 +30,8 @@ NO_OFFSETS: Int64 = _empty("<i8")
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMetadata:
+    """Who made a rollout, and when."""
+
     worker_id: str = ""
     replica_id: str = "unknown"
     timestamp: float = 0.0
@@ -38,6 +40,8 @@ class RolloutMetadata:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedArray:
+    """An array of any dtype and shape that travels with a rollout."""
+
     dtype: str
     shape: tuple[int, ...]
     data: bytes
@@ -55,6 +59,8 @@ class NamedArray:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
+    """How tokens were drawn from the policy's distribution."""
+
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -68,6 +74,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceMetadata:
+    """What an inference server says of a completion."""
+
     model_version: int = -1
     sampling_params: Mapping[str, str] = field(default_factory=dict)
     inference_time_s: float = 0.0
@@ -75,6 +83,8 @@ class InferenceMetadata:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
+    """One message of an episode and the span of tokens it covers."""
+
     role: str
     text: str
     start: int = 0
@@ -85,7 +95,7 @@ class Turn:
     inference: InferenceMetadata = field(default_factory=InferenceMetadata)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Rollout:
     """One sampled sequence with its reward; tokens, loss_mask and logprobs have shape [T]."""
 
@@ -137,6 +147,8 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCancelled:
+    """Members of a group that will not come, for want of a sound machine."""
+
     environment: str
     example_id: str
     policy_version: int
@@ -149,6 +161,8 @@ class GroupCancelled:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
+    """What a grouping task tells itself on its own partition."""
+
     kind: Literal["deadline", "policy_version", "drain", "configuration"]
     policy_version: int = -1
     generation: int = -1
@@ -159,6 +173,8 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchGroup:
+    """A sealed group, as its batch describes it."""
+
     environment: str
     example_id: str
     policy_version: int
@@ -168,7 +184,7 @@ class BatchGroup:
     sealed_ms: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingBatch:
     """Whole groups of rollouts; R rows, N tokens, see the schema for each array."""
 
@@ -204,6 +220,8 @@ class TrainingBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchIndexEntry:
+    """Where a committed batch lies."""
+
     batch_id: str
     partition: int
     offset: int
@@ -218,6 +236,8 @@ class BatchIndexEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Drop:
+    """A record that left without being trained on, and why."""
+
     offset: int
     reason: str
     detail: str = ""
@@ -231,6 +251,8 @@ class Drop:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedGroup:
+    """A group every record of which has its fate."""
+
     environment: str
     example_id: str
     policy_version: int
@@ -239,14 +261,18 @@ class FinishedGroup:
     finished_ms: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class FinishedOffsets:
+    """Offsets that reached one fate, as runs."""
+
     fate: str
     runs: Int64
 
 
 @dataclass(frozen=True, kw_only=True)
 class FateCount:
+    """How many rollouts of an environment met one fate, and sums over them."""
+
     environment: str
     fate: str
     rollouts: int
@@ -258,8 +284,10 @@ class FateCount:
     reward_squared: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class JournalRecord:
+    """What one transaction of one grouping task changed."""
+
     partition: int
     sequence: int
     core_version: int
@@ -293,6 +321,8 @@ class JournalRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchUse:
+    """What a step did with a batch."""
+
     batch_id: str
     index_offset: int
     rows: int
@@ -302,6 +332,8 @@ class BatchUse:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerStep:
+    """One optimizer step: the batches it was made of, and what came of it."""
+
     learner: str
     step: int
     input_run: str
@@ -317,6 +349,8 @@ class LearnerStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
+    """One tensor of a policy version and where its bytes are."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -327,6 +361,8 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
+    """One chunk of a policy version's bytes and where it lies."""
+
     index: int
     partition: int
     offset: int
@@ -336,6 +372,8 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyManifest:
+    """A policy version: its commit point."""
+
     version: int
     learner: str
     step: int
@@ -351,6 +389,8 @@ class PolicyManifest:
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
+    """Figures of one component at one time."""
+
     component: str
     timestamp: float
     step: int = -1
