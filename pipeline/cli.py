@@ -189,14 +189,20 @@ def _add_questions(commands: "Commands") -> None:
         example="rollstream ledger --run main --json",
         json=True,
     )
-    _add(
+    verify = _add(
         commands,
         "verify",
         "pipeline.questions:show_verification",
-        "compute every batch again from the log and compare digests",
-        example="rollstream verify --run main",
+        "compute batches again from the log and compare them bit for bit",
+        example="rollstream verify --run main --last 20",
         json=True,
     )
+    verify.add_argument("batch", nargs="*", metavar="BATCH", help="these batches only")
+    which = verify.add_mutually_exclusive_group()
+    which.add_argument("--all", action="store_true", help="every batch and every drop (what happens without a choice)")
+    which.add_argument("--sample", type=int, metavar="N", help="N batches drawn at random")
+    which.add_argument("--last", type=int, metavar="N", help="the newest N batches")
+    verify.add_argument("--seed", type=int, default=0, metavar="N", help="of --sample (default: %(default)s)")
     lineage = _add(
         commands,
         "lineage",
@@ -211,6 +217,16 @@ def _add_questions(commands: "Commands") -> None:
     of.add_argument("--batch", metavar="ID", help="a batch")
     of.add_argument("--step", type=int, metavar="N", help="a learner's step")
     of.add_argument("--policy", type=int, metavar="V", help="a policy version")
+    replay = _add(
+        commands,
+        "replay",
+        "pipeline.tools.replay:show_replay",
+        "fold the recorded log again, as it was or under another configuration",
+        example="rollstream replay --run main --set grouping.estimator=grpo",
+        json=True,
+    )
+    replay.add_argument("--from", dest="since", metavar="TIME", help="from this time on (as cat's --since)")
+    replay.add_argument("--into", metavar="RUN", help="write the batches as those of another run, to train on")
     _add_cat(commands)
 
 

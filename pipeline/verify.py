@@ -1,21 +1,27 @@
-"""Verification: fold the recorded log again, from its first record, and compare every batch and drop bit for bit."""
+"""Verification: fold the recorded log again and compare every batch and drop with what was recorded, bit for bit.
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+Whole partitions from their first record, or only some batches, each from the snapshot before it.
+"""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from consumers.grouping import state
-from consumers.grouping.changes import CORE_VERSION
-from consumers.grouping.fold import Fold
-from consumers.grouping.makers import MakerFactory, makers_of
-from consumers.grouping.restore import records_of
+from consumers.grouping.makers import makers_of
+from pipeline.refold import journal_of, refold
 from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as
 from topics.config import KafkaConfig
-from topics.errors import StateRefused
+from topics.errors import RecordError, TopicError
 from topics.examples import batch_digest
 from topics.records import BatchIndexEntry, Drop, JournalRecord, TrainingBatch, same
+
+Progress = Callable[[int, int], None]
+"""Called with batches verified so far and batches to verify."""
 
 
 @dataclass
@@ -23,9 +29,9 @@ class Verification:
     """What a second fold of the log gave, beside what was recorded."""
 
     batches: int = 0
-    """Batches recorded."""
+    """Batches computed again."""
     drops: int = 0
-    """Drops recorded."""
+    """Drops compared; none where only some batches were asked for."""
     mismatches: list[str] = field(default_factory=list)
     """What differs, and where."""
 
@@ -38,85 +44,224 @@ class Verification:
             "differences": self.mismatches,
         }
 
+    def add(self, other: "Verification") -> None:
+        """Take in what was found elsewhere."""
+        self.batches += other.batches
+        self.drops += other.drops
+        self.mismatches += other.mismatches
 
-def verify(kafka: KafkaConfig, run: str, makers: Iterable[str] = ()) -> Verification:
+
+@dataclass(frozen=True)
+class _Job:
+    """One partition to verify; sent to a process of its own, so it holds nothing but plain values."""
+
+    kafka: KafkaConfig
+    run: str
+    partition: int
+    makers: tuple[str, ...]
+    index: dict[str, BatchIndexEntry]
+    """Entries of the partition's batches."""
+    only: frozenset[str] | None
+
+
+def verify(
+    kafka: KafkaConfig,
+    run: str,
+    makers: Iterable[str] = (),
+    *,
+    only: Collection[str] | None = None,
+    processes: int = 1,
+    progress: Progress = lambda _done, _all: None,
+) -> Verification:
     """Refold a run and compare. `makers` are the batch makers of yours its configurations name (grouper.makers).
 
-    Raises StateRefused when the log was cut by a newer core version than this.
+    `only` are the batches to verify, all of them and all drops where it is None. Partitions are spread over
+    `processes`. Raises StateRefused when the log was cut by a newer core version than this, TopicError when a batch
+    asked for is not in the index.
     """
     clients.check_broker(kafka)
-    known = makers_of(makers)
+    partitions = range(clients.partitions_of(kafka, topic_name(run, "rollouts")))
+    index = index_of(kafka, run)
+    unknown = sorted(set(only or ()) - index.keys())
+    if unknown:
+        raise TopicError(f"run {run} has no batch {unknown[0]}; `rollstream cat batch-index` lists them")
+    jobs = []
+    for partition in partitions:
+        mine = {name: entry for name, entry in index.items() if entry.partition == partition}
+        wanted = None if only is None else frozenset(mine).intersection(only)
+        if wanted is None or wanted:
+            jobs.append(_Job(kafka, run, partition, tuple(makers), mine, wanted))
+    expected = len(index) if only is None else len(set(only))
     result = Verification()
-    journals: dict[int, list[JournalRecord]] = {}
-    for message in clients.read_to_end(kafka, topic_name(run, "journal")):
-        record = decode_as(JournalRecord, message.value())
-        journals.setdefault(record.partition, []).append(record)
-    newest = max((r.core_version for records in journals.values() for r in records), default=CORE_VERSION)
-    if newest > CORE_VERSION:
-        raise StateRefused(
-            f"run {run} was cut by core version {newest}, this release knows versions up to {CORE_VERSION}; verify "
-            f"with the release that cut it"
-        )
-    recorded = _recorded(kafka, run, journals, result)
-    folded, drops = _refold(kafka, run, journals, known)
-    for batch_id in sorted(recorded.keys() | folded.keys()):
-        result.mismatches += _differences(batch_id, recorded.get(batch_id), folded.get(batch_id))
-    for partition, records in journals.items():
-        written = [drop for record in records for drop in record.drops]
-        result.drops += len(written)
-        result.mismatches += _drop_differences(partition, written, drops[partition])
+    progress(0, expected)
+    for found in _spread(jobs, processes):
+        result.add(found)
+        progress(result.batches, max(expected, result.batches))
     return result
 
 
-def _recorded(
-    kafka: KafkaConfig, run: str, journals: dict[int, list[JournalRecord]], result: Verification
-) -> dict[str, TrainingBatch]:
-    """The batches of the run up to the journal's end; each must match its own digest and the index's."""
-    wanted = {batch_id for records in journals.values() for record in records for batch_id in record.batch_ids}
-    found: dict[str, TrainingBatch] = {}
-    for message in clients.read_to_end(kafka, topic_name(run, "batches")):
-        batch = decode_as(TrainingBatch, message.value())
-        if batch.batch_id in wanted:
-            found[batch.batch_id] = batch
-    digests: dict[str, str] = {}
-    for message in clients.read_to_end(kafka, topic_name(run, "batch-index")):
-        entry = decode_as(BatchIndexEntry, message.value())
-        digests[entry.batch_id] = entry.digest
-    for batch_id, batch in found.items():
-        if batch_digest(batch) != batch.digest:
-            result.mismatches.append(f"batch {batch_id}: its content does not match the digest it carries")
-        if digests.get(batch_id) != batch.digest:
-            result.mismatches.append(f"batch {batch_id}: the index has digest {digests.get(batch_id, 'none')}")
+def index_of(kafka: KafkaConfig, run: str) -> dict[str, BatchIndexEntry]:
+    """Entries of the index by batch, in its order."""
+    messages = clients.read_to_end(kafka, topic_name(run, "batch-index"))
+    return {entry.batch_id: entry for entry in (decode_as(BatchIndexEntry, m.value()) for m in messages)}
+
+
+def _spread(jobs: Sequence[_Job], processes: int) -> Iterable[Verification]:
+    if min(processes, len(jobs)) < 2:
+        yield from map(_verify_partition, jobs)
+        return
+    # Not forked: librdkafka's threads would not be there in the child, its locks would.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool:
+        for future in as_completed([pool.submit(_verify_partition, job) for job in jobs]):
+            yield future.result()
+
+
+def _verify_partition(job: _Job) -> Verification:
+    job, journal = _settled(job)
+    if not journal:
+        return Verification()
+    return _verify_all(job, journal) if job.only is None else _verify_some(job, journal, job.only)
+
+
+def _settled(job: _Job, patience_s: float = 10.0) -> tuple[_Job, list[JournalRecord]]:
+    """The job and its partition's journal, read until they agree on which batches there are: in a live run a
+    transaction does not show on all partitions at once, and more come meanwhile."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        journal = journal_of(job.kafka, job.run, job.partition)
+        journaled = {batch_id for record in journal for batch_id in record.batch_ids}
+        if not journaled <= job.index.keys():
+            index = index_of(job.kafka, job.run)
+            job = replace(job, index={name: e for name, e in index.items() if e.partition == job.partition})
+        if time.monotonic() > deadline or (journaled <= job.index.keys() and (job.only or set()) <= journaled):
+            return job, journal
+        time.sleep(0.1)
+
+
+def _verify_all(job: _Job, journal: Sequence[JournalRecord]) -> Verification:
+    result = Verification()
+    wanted = {batch_id for record in journal for batch_id in record.batch_ids}
+    recorded = _recorded_digests(job, wanted, result)
     result.batches = len(wanted)
+    drops: set[tuple[int, str]] = set()
+    met = set()
+    for output in refold(job.kafka, job.run, journal[:1], journal[-1].position, makers_of(job.makers)):
+        for batch in output.batches:
+            met.add(batch.batch_id)
+            if batch.batch_id not in recorded:
+                result.mismatches.append(f"batch {batch.batch_id}: the fold cuts it, it is not in batches")
+            elif recorded[batch.batch_id] != batch.digest:
+                result.mismatches += _differences(job, batch)
+        drops.update(_identity(output.journal.drops))
+    for batch_id in sorted(recorded.keys() - met):
+        result.mismatches.append(f"batch {batch_id}: it is in batches, the fold does not cut it")
+    written = [drop for record in journal for drop in record.drops]
+    result.drops = len(written)
+    result.mismatches += _drop_differences(job.partition, set(_identity(written)), drops)
+    return result
+
+
+def _recorded_digests(job: _Job, wanted: Collection[str], result: Verification) -> dict[str, str]:
+    """Digest of the content of each recorded batch up to the journal's end; each must match its own and the index's."""
+    found: dict[str, str] = {}
+    for message in clients.read_to_end(job.kafka, topic_name(job.run, "batches"), partitions=[job.partition]):
+        batch = _batch(message.value(), job.partition, message.offset() or 0, result)
+        if batch is not None and batch.batch_id in wanted:
+            found[batch.batch_id] = _checked(job, batch, result)
     return found
 
 
-def _refold(
-    kafka: KafkaConfig, run: str, journals: dict[int, list[JournalRecord]], makers: Mapping[str, MakerFactory]
-) -> tuple[dict[str, TrainingBatch], dict[int, list[Drop]]]:
-    folds = {partition: Fold(state.restore(records[:1]), makers) for partition, records in journals.items()}
-    ends = {partition: records[-1].position for partition, records in journals.items()}
-    for message in clients.read_to_end(kafka, topic_name(run, "rollouts")):
-        partition = message.partition() or 0
-        if partition in folds and (message.offset() or 0) < ends[partition]:
-            folds[partition].apply(records_of(message))
-    outputs = {partition: fold.take() for partition, fold in folds.items()}
-    batches = {batch.batch_id: batch for output in outputs.values() for batch in output.batches}
-    return batches, {partition: list(output.journal.drops) for partition, output in outputs.items()}
+def _batch(value: bytes | None, partition: int, offset: int, result: Verification) -> TrainingBatch | None:
+    try:
+        return decode_as(TrainingBatch, value)
+    except RecordError as error:
+        result.mismatches.append(f"batches[{partition}] offset {offset} cannot be decoded: {error}")
+        return None
 
 
-def _differences(batch_id: str, recorded: TrainingBatch | None, folded: TrainingBatch | None) -> list[str]:
+def _checked(job: _Job, batch: TrainingBatch, result: Verification) -> str:
+    digest = batch_digest(batch)
+    if digest != batch.digest:
+        result.mismatches.append(f"batch {batch.batch_id}: its content does not match the digest it carries")
+    entry = job.index.get(batch.batch_id)
+    if entry is None or entry.digest != batch.digest:
+        result.mismatches.append(f"batch {batch.batch_id}: the index has digest {entry.digest if entry else 'none'}")
+    return digest
+
+
+def _verify_some(job: _Job, journal: Sequence[JournalRecord], only: Collection[str]) -> Verification:
+    """Each of these batches from the snapshot before it, in one pass where one lies on the way to the next."""
+    result = Verification()
+    cut_at = {batch_id: i for i, record in enumerate(journal) for batch_id in record.batch_ids}
+    missing = sorted(batch_id for batch_id in only if batch_id not in cut_at)
+    result.mismatches += [f"batch {batch_id}: the index names it, the journal does not" for batch_id in missing]
+    waiting = sorted((batch_id for batch_id in only if batch_id in cut_at), key=lambda batch_id: cut_at[batch_id])
+    while waiting:
+        first = cut_at[waiting[0]]
+        start = _snapshot_before(journal, first)
+        last = first
+        # Going on costs less than restoring again as long as the next snapshot is not passed.
+        for batch_id in waiting:
+            if _snapshot_before(journal, cut_at[batch_id]) <= last:
+                last = cut_at[batch_id]
+        these = {batch_id for batch_id in waiting if cut_at[batch_id] <= last}
+        waiting = [batch_id for batch_id in waiting if batch_id not in these]
+        recorded = {batch_id: _fetched(job, batch_id, result) for batch_id in these}
+        met = set()
+        stop = journal[last].position
+        for output in refold(job.kafka, job.run, journal[: start + 1], stop, makers_of(job.makers)):
+            for batch in output.batches:
+                if batch.batch_id in these:
+                    met.add(batch.batch_id)
+                    if recorded[batch.batch_id] not in (None, batch.digest):
+                        result.mismatches += _differences(job, batch)
+        result.batches += len(these)
+        result.mismatches += [
+            f"batch {batch_id}: it is in batches, the fold does not cut it" for batch_id in sorted(these - met)
+        ]
+    return result
+
+
+def _snapshot_before(journal: Sequence[JournalRecord], position: int) -> int:
+    """Index of the newest record before `position` up to which a state can be restored: whole, a snapshot."""
+    ends = (i for i in range(position - 1, -1, -1) if journal[i].snapshot and journal[i].part == journal[i].parts - 1)
+    return next(ends, 0)
+
+
+def _fetched(job: _Job, batch_id: str, result: Verification) -> str | None:
+    batch = _fetch(job, batch_id, result)
+    return None if batch is None else _checked(job, batch, result)
+
+
+def _fetch(job: _Job, batch_id: str, result: Verification) -> TrainingBatch | None:
+    entry = job.index[batch_id]
+    start = {job.partition: entry.offset}
+    topic = topic_name(job.run, "batches")
+    messages = clients.read_to_end(job.kafka, topic, partitions=[job.partition], start=start)
+    message = next(iter(messages), None)
+    if message is None or message.offset() != entry.offset:
+        result.mismatches.append(f"batch {batch_id}: {topic}[{job.partition}] holds nothing at offset {entry.offset}")
+        return None
+    return _batch(message.value(), job.partition, entry.offset, result)
+
+
+def _differences(job: _Job, folded: TrainingBatch) -> list[str]:
+    """What differs between a recorded batch and the refold's, by field."""
+    noted = Verification()
+    recorded = _fetch(job, folded.batch_id, noted)
     if recorded is None:
-        return [f"batch {batch_id}: the fold cuts it, it is not in batches"]
-    if folded is None:
-        return [f"batch {batch_id}: it is in batches, the fold does not cut it"]
+        return []
     differing = [f.name for f in fields(recorded) if not same(getattr(recorded, f.name), getattr(folded, f.name))]
-    return [f"batch {batch_id}: {', '.join(differing)} differ from the refold"] if differing else []
+    return [f"batch {folded.batch_id}: {', '.join(differing)} differ from the refold"]
 
 
-def _drop_differences(partition: int, recorded: list[Drop], folded: list[Drop]) -> list[str]:
-    a, b = ({(drop.offset, drop.reason) for drop in drops} for drops in (recorded, folded))
+def _identity(drops: Iterable[Drop]) -> Iterable[tuple[int, str]]:
+    return ((drop.offset, drop.reason) for drop in drops)
+
+
+def _drop_differences(partition: int, recorded: set[tuple[int, str]], folded: set[tuple[int, str]]) -> list[str]:
     return [
-        f"rollouts[{partition}] offset {drop[0]}: {drop[1]} only in the {'journal' if drop in a else 'refold'}"
-        for drop in sorted(a ^ b)
+        f"rollouts[{partition}] offset {drop[0]}: {drop[1]} only in the {'journal' if drop in recorded else 'refold'}"
+        for drop in sorted(recorded ^ folded)
     ]

@@ -64,9 +64,12 @@ def cat(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def resolve(run: str, name: str) -> str:
-    """Full name of a topic given as that or as its name in the catalogue. Raises ConfigurationError for neither."""
-    names = {topic_name(run, spec.name) for spec in CATALOGUE}
-    return name if name in names else topic_name(run, name)
+    """Full name of a topic given as that, of any run, or as its name in the catalogue.
+
+    Raises ConfigurationError for neither.
+    """
+    whole = any(name.endswith(f".{spec.name}") for spec in CATALOGUE)
+    return name if whole else topic_name(run, name)
 
 
 def messages(kafka: KafkaConfig, topic: str, span: Span) -> Iterator[Message]:

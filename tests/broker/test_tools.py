@@ -1,20 +1,38 @@
 """Tools on a run with planted facts: each finds what was planted, names it, and finds nothing else."""
 
 import json
+import os
 import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from consumers.batch_reader import BatchReader
+from infra.broker import LocalBroker
+from infra.config import BrokerConfig
 from pipeline.ledger import ledger
 from tests.planted import GOOD, POISON, Planted, check, plant
 from tests.runs import RealRun
 from topics.config import KafkaConfig
+from topics.keys import encode_key
 
 
 @pytest.fixture(scope="module")
-def planted(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    run = RealRun(KafkaConfig(bootstrap_servers=broker), "planted", tmp_path_factory.mktemp("planted"))
+def tools_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
+    """A broker of this module's own, as the last test stops it."""
+    config = BrokerConfig(data_dir=tmp_path_factory.mktemp("tools"))
+    with LocalBroker.start(config=config, bound_to_parent=True) as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def planted(tools_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
+    run = RealRun(
+        KafkaConfig(bootstrap_servers=tools_broker.bootstrap_servers), "planted", tmp_path_factory.mktemp("run")
+    )
     try:
         yield plant(run)
     finally:
@@ -23,9 +41,10 @@ def planted(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def rollstream(planted: Planted, *words: str) -> subprocess.CompletedProcess[str]:
     run = planted.run
-    return subprocess.run(
-        [*run.command(*words)], cwd=run.directory, env=run._env(), capture_output=True, text=True, timeout=90
-    )
+    where = () if "--run" in words else ("--run", run.name)
+    command = [sys.executable, "-P", "-m", "pipeline", *words, *where, "-b", run.kafka.bootstrap_servers]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run(command, cwd=run.directory, env=environment, capture_output=True, text=True, timeout=90)
 
 
 def lines(planted: Planted, *words: str) -> list[str]:
@@ -194,3 +213,124 @@ def test_lineage_of_a_step_a_batch_and_a_version_agree(planted: Planted) -> None
     text = "\n".join(lines(planted, "lineage", "--batch", batch.batch_id))
     assert "└─ " in text
     assert batch.batch_id in text
+
+
+# ---------------------------------------------------------------------- verify
+
+
+def test_verify_computes_all_some_the_last_or_a_sample_again(planted: Planted) -> None:
+    count = len(planted.batches)
+    assert answer(planted, "verify")["batches"] == count
+    assert answer(planted, "verify")["drops"] == 7
+    for words, expected in (
+        ((planted.batches[2].batch_id, planted.batches[0].batch_id), 2),
+        (("--last", "3"), 3),
+        (("--sample", "2", "--seed", "5"), 2),
+    ):
+        found = answer(planted, "verify", *words)
+        assert (found["batches"], found["mismatches"]) == (expected, 0), found
+
+
+def test_verify_names_a_batch_that_is_not_there(planted: Planted) -> None:
+    found = rollstream(planted, "verify", "7-7")
+    assert found.returncode == 2
+    assert "has no batch 7-7" in found.stderr
+
+
+# ---------------------------------------------------------------------- replay
+
+
+def test_a_replay_of_the_same_configuration_gives_the_same_batches(planted: Planted) -> None:
+    found = answer(planted, "replay")
+    assert (found["differing"], found["changed"]) == (0, {})
+    assert found["recorded"] == found["replayed"]
+    assert found["replayed"]["dropped"] == {"duplicate_uid": 1, "group_too_small": 2, "stale_version": 4}
+    assert "every batch is the same" in "\n".join(lines(planted, "replay"))
+
+
+def test_a_replay_under_another_estimator_changes_advantages_alone(planted: Planted) -> None:
+    found = answer(planted, "replay", "--set", "grouping.estimator=grpo")
+    assert found["changed"] == {"estimator": [["rloo"], "grpo"]}
+    recorded, replayed = found["recorded"], found["replayed"]
+    assert recorded.pop("advantages")["env"]["max"] == pytest.approx(2 / 3)
+    assert replayed.pop("advantages")["env"]["max"] > 0.99
+    assert recorded == replayed
+    assert found["differing"] == len(planted.batches)
+
+
+def test_a_replay_that_forgives_age_keeps_the_stale_group(planted: Planted) -> None:
+    found = answer(planted, "replay", "--set", "grouping.max_policy_lag=9", "--set", "grouping.min_group_size=2")
+    assert "stale_version" not in found["replayed"]["dropped"]
+    assert "group_too_small" not in found["replayed"]["dropped"]
+    # The slow group is batched; the stale one has come and waits, where the log ends.
+    assert found["replayed"]["rollouts"] == found["recorded"]["rollouts"] + 2
+    assert (found["recorded"]["in_flight"], found["replayed"]["in_flight"]) == (0, 4)
+    text = "\n".join(lines(planted, "replay", "--set", "grouping.max_policy_lag=9"))
+    assert "max_policy_lag: 1 -> 9" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_replay_from_a_time_on_begins_at_a_snapshot(planted: Planted) -> None:
+    whole = records(planted, "rollouts")
+    late = max(r["timestamp_ms"] for r in whole if r["type"] == "GroupCancelled")
+    found = answer(planted, "replay", "--from", str(late / 1000 + 0.001))
+    assert found["differing"] == 0
+    assert found["replayed"]["dropped"]["stale_version"] == 4
+
+
+def test_a_replay_into_another_run_is_one_a_learner_can_follow(planted: Planted) -> None:
+    into = "planted-leave-nobody"
+    found = answer(planted, "replay", "--set", "grouping.min_group_size=2", "--into", into)
+    with BatchReader(planted.run.kafka, into) as reader:
+        batches = []
+        while (read := reader.poll(0.5)) is not None:
+            batches.append(read.batch)
+    assert sum(map(len, batches)) == found["replayed"]["rollouts"] == found["recorded"]["rollouts"] + 2
+    assert [b.cut_ms for b in batches] == sorted(b.cut_ms for b in batches)
+    assert {r["key"] for r in records(planted, "policies", "--run", into)} == {"[0]", "[5]", "[6]"}
+    again = rollstream(planted, "replay", "--into", into)
+    assert again.returncode == 2
+    assert "has batches already" in again.stderr
+
+
+# ---------------------------------------------------------------------- the last one: it stops the broker
+
+
+def test_one_flipped_bit_fails_its_batch_alone(planted: Planted, tools_broker: LocalBroker) -> None:
+    batch = planted.batches[3]
+    tools_broker.stop()
+    [segment] = tools_broker.data_dir.glob(f"**/{planted.run.topic('batches')}-{batch.partition}/*.log")
+    flip(segment, encode_key(batch.batch_id), batch.tokens.tobytes())
+    tools_broker.restart()
+    found = rollstream(planted, "verify", "--json")
+    assert found.returncode == 1, found.stderr
+    differences = json.loads(found.stdout)["differences"]
+    assert {line.split(":")[0] for line in differences} == {f"batch {batch.batch_id}"}
+    assert f"batch {batch.batch_id}: tokens differ from the refold" in differences
+    assert answer(planted, "verify", planted.batches[2].batch_id)["mismatches"] == 0
+    assert rollstream(planted, "verify", batch.batch_id).returncode == 1
+    assert rollstream(planted, "ledger").returncode == 0
+
+
+def flip(segment: Path, key: bytes, content: bytes) -> None:
+    """Flip one bit of a segment where `content` stands after `key`, and mend the checksum of its record batch.
+
+    Kafka sees nothing wrong then (record batch v2: length at byte 8, crc at 17, of what follows it)."""
+    data = bytearray(segment.read_bytes())
+    at = data.index(content, data.index(key))
+    data[at] ^= 1
+    start = 0
+    while (end := start + 12 + int.from_bytes(data[start + 8 : start + 12], "big")) <= at:
+        start = end
+    data[start + 17 : start + 21] = crc32c(bytes(data[start + 21 : end])).to_bytes(4, "big")
+    segment.write_bytes(data)
+
+
+def crc32c(data: bytes) -> int:
+    """Castagnoli's checksum, bit by bit."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF

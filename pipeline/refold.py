@@ -1,0 +1,97 @@
+"""Folding a recorded partition again, from its beginning or from a snapshot, under its own configuration or another.
+
+What verification and replay share: the very fold a consumer runs, fed with the log, its effects taken now and then.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from consumers.grouping import state
+from consumers.grouping.changes import CORE_VERSION, Output, Record
+from consumers.grouping.config import GroupingConfig
+from consumers.grouping.fold import Fold
+from consumers.grouping.makers import MakerFactory
+from consumers.grouping.restore import records_of
+from topics import clients, codec
+from topics.catalogue import topic_name
+from topics.codec import decode_as, encode
+from topics.config import KafkaConfig
+from topics.errors import RecordError, StateRefused
+from topics.records import JournalRecord, Mark
+
+Change = Callable[[GroupingConfig], GroupingConfig]
+"""Another configuration in the place of one."""
+_TAKE_EVERY = 200
+
+
+def journal_of(kafka: KafkaConfig, run: str, partition: int) -> list[JournalRecord]:
+    """The journal of a partition, oldest first. Raises StateRefused when a newer release wrote it."""
+    messages = clients.read_to_end(kafka, topic_name(run, "journal"), partitions=[partition])
+    records = [decode_as(JournalRecord, message.value()) for message in messages]
+    newest = max((record.core_version for record in records), default=CORE_VERSION)
+    if newest > CORE_VERSION:
+        raise StateRefused(
+            f"run {run} was cut by core version {newest}, this release knows versions up to {CORE_VERSION}; verify "
+            f"with the release that cut it"
+        )
+    return records
+
+
+def refold(
+    kafka: KafkaConfig,
+    run: str,
+    journal: Sequence[JournalRecord],
+    stop: int,
+    makers: Mapping[str, MakerFactory],
+    change: Change | None = None,
+) -> Iterator[Output]:
+    """The effects of a partition's records from where `journal` ends up to offset `stop`, in pieces; the last piece's
+    journal record is a snapshot.
+
+    `journal` is generation 0, or goes on up to a snapshot. `change` alters every configuration the log holds, and needs
+    `journal` to be generation 0. Raises StateRefused where log and journal do not belong together.
+    """
+    restored = state.restore(journal)
+    if change is not None:
+        changed = change(GroupingConfig.from_json(restored.watermark_configuration))
+        restored = replace(restored, watermark_configuration=changed.to_json())
+    fold = Fold(restored, makers)
+    read = 0
+    topic = topic_name(run, "rollouts")
+    # Nothing lies at an offset a partition has not reached: reading from the end of the log on finds nothing.
+    begin = {restored.partition: restored.watermark}
+    if restored.watermark < stop:
+        for message in clients.read_to_end(kafka, topic, partitions=[restored.partition], start=begin):
+            record = records_of(message)
+            if record.offset >= stop:
+                break
+            if fold.replaying:
+                if record.offset < restored.position:
+                    fold.replay(record)
+                    continue
+                fold.resume()
+            fold.apply(record if change is None else _changed(record, change))
+            read += 1
+            if read % _TAKE_EVERY == 0:
+                yield fold.take()
+    if fold.replaying:
+        fold.resume()
+    yield fold.take(snapshot=True)
+
+
+def _changed(record: Record, change: Change) -> Record:
+    """The record, with another configuration where it is a mark that carries one."""
+    if record.value is None or not record.value.startswith(_mark_frames()):
+        return record
+    try:
+        mark = decode_as(Mark, record.value)
+    except RecordError:
+        return record
+    if mark.kind != "configuration":
+        return record
+    configuration = change(GroupingConfig.from_json(mark.configuration)).to_json()
+    return record._replace(value=encode(replace(mark, configuration=configuration)))
+
+
+def _mark_frames() -> tuple[bytes, ...]:
+    return tuple(codec.MAGIC + schema.fingerprint for schema in codec.schemas()["Mark"])
