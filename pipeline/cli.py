@@ -227,7 +227,53 @@ def _add_questions(commands: "Commands") -> None:
     )
     replay.add_argument("--from", dest="since", metavar="TIME", help="from this time on (as cat's --since)")
     replay.add_argument("--into", metavar="RUN", help="write the batches as those of another run, to train on")
+    show = _add(
+        commands,
+        "show",
+        "pipeline.tools.show:show",
+        "show one rollout as a person reads it, with its group and its fate",
+        example="rollstream show --run main 0:1234",
+        json=True,
+    )
+    show.add_argument("rollout", metavar="ROLLOUT", help="its uid, or PARTITION:OFFSET")
+    show.add_argument("--full", action="store_true", help="all tokens; with --json, arrays in full")
+    show.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="advantage as colour (default: %(default)s)",
+    )
+    _add_dlq(commands)
     _add_cat(commands)
+
+
+def _add_dlq(commands: "Commands") -> None:
+    letters = commands.add_parser("dlq", help="dead letters: ls, show, redrive")
+    actions = letters.add_subparsers(dest="action", metavar="COMMAND", required=True)
+    where = "pipeline.tools.dlq:dlq"
+    _add(actions, "ls", where, "list dead letters, with their reasons", example="rollstream dlq ls", json=True)
+    show = _add(
+        actions,
+        "show",
+        where,
+        "show dead letters whole: headers, key, bytes",
+        example="rollstream dlq show 3",
+        json=True,
+    )
+    redrive = _add(
+        actions,
+        "redrive",
+        where,
+        "send dead letters to rollouts again, each once, mended by a script where one is given",
+        example="rollstream dlq redrive --fix mend.py",
+        json=True,
+    )
+    redrive.add_argument("--fix", type=Path, metavar="SCRIPT", help="a file that defines fix(value, key, headers)")
+    redrive.add_argument("--dry-run", action="store_true", help="say what would be sent, and send nothing")
+    for action in (show, redrive):
+        action.add_argument(
+            "letter", nargs="*", type=int, metavar="LETTER", help="offsets in dead-letters (default: all)"
+        )
 
 
 def _add_cat(commands: "Commands") -> None:

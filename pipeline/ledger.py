@@ -22,6 +22,8 @@ from topics.records import FateCount, JournalRecord, LearnerStep, TrainingBatch
 _UNFINISHED = "in_flight"
 _FATES = (_UNFINISHED, BATCHED, DROPPED, DEAD_LETTERED, CONTROL)
 _MOST_PROBLEMS = 20
+REDRIVEN = "rollstream.redriven"
+"""Header of a note in dead-letters: the offset there of the letter that was sent again."""
 
 
 @dataclass
@@ -183,6 +185,8 @@ def _check_dead_letters(kafka: KafkaConfig, run: str, partitions: dict[int, _Par
     found: dict[int, Counter[int]] = {p: Counter() for p in partitions}
     for message in clients.read_to_end(kafka, topic_name(run, "dead-letters")):
         headers: dict[str, Any] = dict(message.headers() or [])
+        if REDRIVEN in headers:
+            continue  # A note that a letter was sent again, which is another record of rollouts.
         try:
             number = int(headers["__streams.errors.partition"])
             offset = int(headers["__streams.errors.offset"])

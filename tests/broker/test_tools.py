@@ -293,6 +293,83 @@ def test_a_replay_into_another_run_is_one_a_learner_can_follow(planted: Planted)
     assert "has batches already" in again.stderr
 
 
+# ---------------------------------------------------------------------- show
+
+
+def test_show_tells_of_a_rollout_its_group_and_its_fate(planted: Planted) -> None:
+    first = planted.batches[0]
+    [shown] = answer(planted, "show", first.uids[0])
+    assert shown["advantage"] == pytest.approx(float(first.advantages[0]))
+    assert [m["uid"] for m in shown["group"]] == list(first.uids[:4])
+    assert shown["fate"]["name"] == first.batch_id
+    assert shown["rollout"]["tokens"] == first.tokens[:6].tolist()
+    text = "\n".join(lines(planted, "show", shown["offset"]))
+    assert f"rollout {first.uids[0]}" in text
+    assert f"> {first.uids[0]}" in text
+    assert f"batch {first.batch_id}" in text
+    assert "\x1b[" not in text
+    [dropped] = answer(planted, "show", planted.slow[0])
+    assert (dropped["advantage"], dropped["group"]) == (None, [])
+    assert dropped["fate"]["name"] == "dropped: group_too_small"
+
+
+def test_show_has_the_advantage_as_colour(planted: Planted) -> None:
+    first = planted.batches[0]
+    good, bad = (next(u for u, a in zip(first.uids, first.rewards, strict=True) if a == reward) for reward in (1, 0))
+    assert "\x1b[48;2;0;" in "\n".join(lines(planted, "show", good, "--color", "always"))
+    assert ";0;0m" in "\n".join(lines(planted, "show", bad, "--color", "always"))
+    assert "\x1b[48;2;0;" not in "\n".join(lines(planted, "show", bad, "--color", "always"))
+
+
+# ---------------------------------------------------------------------- dead letters
+
+FIX = """
+from tests.runs import rollout
+
+def fix(value, key, headers):
+    assert headers["__streams.errors.message"]
+    return rollout("mended", 0) if value == b"\\xc3\\x01 not a record" else None
+"""
+
+
+def test_dead_letters_are_listed_and_shown(planted: Planted) -> None:
+    [letter] = answer(planted, "dlq", "ls")
+    [poison] = [r for r in records(planted, "rollouts") if r["type"] == ""]
+    assert (letter["partition"], letter["offset"]) == (poison["partition"], poison["offset"])
+    assert "unknown schema fingerprint" in letter["reason"]
+    assert letter["redriven"] is None
+    text = "\n".join(lines(planted, "dlq", "show", str(letter["letter"])))
+    assert POISON.hex(" ") in text
+    assert "__streams.errors.offset" in text
+    assert max(map(len, lines(planted, "dlq", "ls"))) <= 80
+    assert "has no dead letter 999" in rollstream(planted, "dlq", "show", "999").stderr
+
+
+def test_a_dead_letter_is_redriven_once_mended_and_on_record(planted: Planted, tmp_path: Path) -> None:
+    [letter] = answer(planted, "dlq", "ls")
+    as_it_is = rollstream(planted, "dlq", "redrive", "--json")
+    assert as_it_is.returncode == 1
+    assert "unknown schema fingerprint" in json.loads(as_it_is.stdout)["left"][str(letter["letter"])]
+    script = tmp_path / "mend.py"
+    script.write_text(FIX)
+    before = ledger(planted.run.kafka, planted.run.name)
+    tried = answer(planted, "dlq", "redrive", "--fix", str(script), "--dry-run")
+    assert tried == {"redriven": [letter["letter"]], "left": {}}
+    assert ledger(planted.run.kafka, planted.run.name).produced == before.produced
+    assert answer(planted, "dlq", "redrive", "--fix", str(script)) == tried
+    again = rollstream(planted, "dlq", "redrive", str(letter["letter"]), "--fix", str(script), "--json")
+    assert again.returncode == 1
+    assert "was redriven at" in json.loads(again.stdout)["left"][str(letter["letter"])]
+    assert answer(planted, "dlq", "redrive", "--fix", str(script)) == {"redriven": [], "left": {}}
+    [listed] = answer(planted, "dlq", "ls")
+    assert listed["redriven"]
+    [sent] = records(planted, "rollouts", "--uid", "mended-0")
+    assert sent["headers"] == {"rollstream.redriven.from": str(letter["letter"])}
+    book = ledger(planted.run.kafka, planted.run.name)
+    assert book.balanced, book.problems
+    assert (book.produced, book.unread) == (before.produced + 1, before.unread + 1)
+
+
 # ---------------------------------------------------------------------- the last one: it stops the broker
 
 

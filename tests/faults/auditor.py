@@ -192,6 +192,8 @@ def _dead_letters(evidence: Evidence, result: Audit) -> dict[int, list[int]]:
     sources = {(raw.partition, raw.offset): raw for raw in evidence.topics["rollouts"]}
     found: dict[int, list[int]] = defaultdict(list)
     for raw in evidence.topics["dead-letters"]:
+        if "rollstream.redriven" in raw.headers:
+            continue
         try:
             number = int(raw.headers["__streams.errors.partition"] or b"")
             offset = int(raw.headers["__streams.errors.offset"] or b"")

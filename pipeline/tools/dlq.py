@@ -1,0 +1,269 @@
+"""`rollstream dlq`: dead letters listed, shown, and sent again, mended where a script can mend them.
+
+Sending again is one transaction: the records go to `rollouts` and a note of each to `dead-letters`, all or nothing, so
+that no letter is sent twice however often it is asked for.
+"""
+
+import argparse
+import json
+import runpy
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException, Message
+
+from pipeline.config import RunConfig
+from pipeline.ledger import REDRIVEN
+from pipeline.tables import table
+from pipeline.tools.plain import compact, decoded, key_text, plain, time_text
+from topics import clients
+from topics.catalogue import topic_name
+from topics.codec import decode, encode
+from topics.config import KafkaConfig
+from topics.errors import ConfigurationError, DeliveryError, RecordError, TopicError
+from topics.keys import encode_key
+from topics.records import GroupCancelled, Rollout
+from topics.validation import cancellation_problems, problems
+
+_WIDTH = 44
+_TIMEOUT_S = 30.0
+Fix = Callable[[bytes | None, bytes | None, dict[str, str]], "Rollout | GroupCancelled | bytes | None"]
+"""A script's function `fix(value, key, headers)`: a record, its bytes, or None for a letter to be left."""
+
+
+@dataclass(frozen=True)
+class Letter:
+    """One dead letter."""
+
+    offset: int
+    """In dead-letters."""
+    partition: int
+    """Of rollouts."""
+    source: int
+    """Offset in rollouts."""
+    at_ms: int
+    key: bytes | None
+    value: bytes | None
+    headers: dict[str, str]
+    redriven: str = ""
+    """When it was sent again, if it was."""
+
+    @property
+    def reason(self) -> str:
+        return self.headers.get("__streams.errors.message", "")
+
+    @property
+    def complete(self) -> bool:
+        """Whether it carries its bytes: one too large keeps their digest alone."""
+        return "rollstream.value.sha256" not in self.headers and "rollstream.key.sha256" not in self.headers
+
+    def as_dict(self) -> dict[str, Any]:
+        """As programs read it."""
+        return {
+            "letter": self.offset,
+            "partition": self.partition,
+            "offset": self.source,
+            "time": time_text(self.at_ms),
+            "key": key_text(self.key),
+            "size_bytes": len(self.value or b""),
+            "reason": self.reason,
+            "redriven": self.redriven or None,
+        }
+
+
+def dlq(config: RunConfig, args: argparse.Namespace) -> int:
+    """List, show or redrive; 1 when a letter asked for was not sent."""
+    clients.check_broker(config.kafka)
+    letters = read(config.kafka, config.run)
+    if args.action == "ls":
+        return _list(letters, args)
+    chosen = _chosen(letters, args.letter, config.run)
+    if args.action == "show":
+        return _show(chosen, args)
+    return _redrive(config, chosen if args.letter else [letter for letter in chosen if not letter.redriven], args)
+
+
+def read(kafka: KafkaConfig, run: str) -> list[Letter]:
+    """Every dead letter of a run, oldest first, with whether it was sent again."""
+    letters: dict[int, Letter] = {}
+    for message in clients.read_to_end(kafka, topic_name(run, "dead-letters")):
+        headers = _headers(message)
+        if REDRIVEN in headers:
+            of = int(headers[REDRIVEN])
+            if of in letters:
+                letters[of] = replace(letters[of], redriven=time_text(message.timestamp()[1]))
+            continue
+        offset = message.offset() or 0
+        letters[offset] = Letter(
+            offset=offset,
+            partition=int(headers.get("__streams.errors.partition", -1)),
+            source=int(headers.get("__streams.errors.offset", -1)),
+            at_ms=message.timestamp()[1],
+            key=message.key(),
+            value=message.value(),
+            headers=headers,
+        )
+    return list(letters.values())
+
+
+def _headers(message: Message) -> dict[str, str]:
+    pairs = dict(message.headers() or []).items()
+    return {name: value if isinstance(value, str) else (value or b"").decode(errors="replace") for name, value in pairs}
+
+
+def _chosen(letters: Sequence[Letter], wanted: Sequence[int], run: str) -> list[Letter]:
+    by_offset = {letter.offset: letter for letter in letters}
+    for offset in wanted:
+        if offset not in by_offset:
+            raise TopicError(f"run {run} has no dead letter {offset}; `rollstream dlq ls` lists them")
+    return [by_offset[offset] for offset in wanted] if wanted else list(letters)
+
+
+def _list(letters: Sequence[Letter], args: argparse.Namespace) -> int:
+    if args.json:
+        print(json.dumps([letter.as_dict() for letter in letters]))
+        return 0
+    rows = [
+        (
+            letter.offset,
+            f"{letter.partition}:{letter.source}",
+            len(letter.value or b""),
+            letter.reason if len(letter.reason) <= _WIDTH else letter.reason[: _WIDTH - 1] + "…",
+            "redriven" if letter.redriven else "",
+        )
+        for letter in letters
+    ]
+    print(table(("letter", "rollouts", "bytes", "reason", ""), rows) if rows else "no dead letters")
+    return 0
+
+
+def _show(letters: Sequence[Letter], args: argparse.Namespace) -> int:
+    for letter in letters:
+        told = {**letter.as_dict(), "headers": letter.headers, "value": plain(decoded(letter.value), full=True)}
+        if args.json:
+            print(compact(told))
+            continue
+        print(f"letter {letter.offset}, of rollouts[{letter.partition}] offset {letter.source}, {told['time']}")
+        print(f"reason: {letter.reason}")
+        for name, value in letter.headers.items():
+            print(f"  {name}: {value}")
+        print(f"key: {told['key']}")
+        print(_dump(letter.value or b"") if isinstance(decoded(letter.value), bytes) else compact(told["value"]))
+        print()
+    return 0
+
+
+def _dump(data: bytes, most: int = 256) -> str:
+    """Bytes as hexadecimal and text, sixteen a line."""
+    lines = []
+    for at in range(0, min(len(data), most), 16):
+        piece = data[at : at + 16]
+        text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in piece)
+        lines.append(f"{at:06x}  {piece.hex(' '):47}  {text}")
+    if len(data) > most:
+        lines.append(f"... {len(data) - most} bytes more")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------- sending again
+
+
+def _redrive(config: RunConfig, letters: Sequence[Letter], args: argparse.Namespace) -> int:
+    fix = _fix_of(args.fix)
+    ready: list[tuple[Letter, bytes, bytes]] = []
+    refused: list[tuple[Letter, str]] = []
+    for letter in letters:
+        why, key, value = _mended(letter, fix)
+        if why:
+            refused.append((letter, why))
+        else:
+            ready.append((letter, key, value))
+    if ready and not args.dry_run:
+        done = _send(config, ready)
+        refused += [(letter, "was redriven meanwhile") for letter, _key, _value in ready if letter.offset not in done]
+        ready = [item for item in ready if item[0].offset in done]
+    if args.json:
+        sent = [letter.offset for letter, _key, _value in ready]
+        print(json.dumps({"redriven": sent, "left": {letter.offset: why for letter, why in refused}}))
+    else:
+        verb = "would be sent" if args.dry_run else "sent"
+        print(f"{len(ready)} of {len(letters)} dead letters {verb} again")
+        for letter, why in refused:
+            print(f"  left {letter.offset}: {why}", file=sys.stderr)
+    return 1 if refused else 0
+
+
+def _fix_of(path: Path | None) -> Fix | None:
+    if path is None:
+        return None
+    if not path.is_file():
+        raise ConfigurationError(f"--fix {path}: there is no such file")
+    fix = runpy.run_path(str(path)).get("fix")
+    if not callable(fix):
+        raise ConfigurationError(f"--fix {path} defines no function fix(value, key, headers)")
+    return fix  # type: ignore[no-any-return]
+
+
+def _mended(letter: Letter, fix: Fix | None) -> tuple[str, bytes, bytes]:
+    """Why a letter cannot be sent, or "" with the key and value to send."""
+    if letter.redriven:
+        return f"was redriven at {letter.redriven}", b"", b""
+    if not letter.complete and fix is None:
+        return "it was too large to keep its bytes; a script may make it anew", b"", b""
+    try:
+        made: Any = letter.value if fix is None else fix(letter.value, letter.key, letter.headers)
+    except Exception as error:  # a user's script may raise anything; the letter stays, with the reason
+        return f"fix raised {type(error).__name__}: {error}", b"", b""
+    if made is None:
+        return "fix left it", b"", b""
+    try:
+        record = decode(made) if isinstance(made, bytes) else made
+        value = made if isinstance(made, bytes) else encode(made)
+    except RecordError as error:
+        return str(error), b"", b""
+    if not isinstance(record, Rollout | GroupCancelled):
+        return f"a {type(record).__name__} does not belong in rollouts", b"", b""
+    found = problems(record) if isinstance(record, Rollout) else cancellation_problems(record)
+    if found:
+        return "; ".join(found), b"", b""
+    return "", encode_key(record.environment, record.example_id), value
+
+
+def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> set[int]:
+    """Send records and notes in one transaction; returns the letters sent, less those another has sent meanwhile."""
+    kafka, run = config.kafka, config.run
+    producer = clients.transactional_producer(kafka, f"redrive-{run}")
+    try:
+        # From here on no other redrive of the run can commit, so what is read now stays true.
+        producer.init_transactions(_TIMEOUT_S)
+        taken = {letter.offset for letter in read(kafka, run) if letter.redriven}
+        mine = [item for item in ready if item[0].offset not in taken]
+        if not mine:
+            return set()
+        failed: list[KafkaError] = []
+
+        def delivered(error: KafkaError | None, _message: Message) -> None:
+            if error is not None:
+                failed.append(error)
+
+        producer.begin_transaction()
+        for letter, key, value in mine:
+            source = {"rollstream.redriven.from": str(letter.offset)}
+            producer.produce(topic_name(run, "rollouts"), value, key, headers=dict(source), on_delivery=delivered)
+            note = {REDRIVEN: str(letter.offset), "rollstream.redriven.time": str(time.time())}
+            producer.produce(
+                topic_name(run, "dead-letters"), None, letter.key, 0, headers=dict(note), on_delivery=delivered
+            )
+        producer.commit_transaction(_TIMEOUT_S)
+    except KafkaException as exception:
+        error: KafkaError = exception.args[0]
+        raise DeliveryError(
+            f"the letters were not sent again ({error.name()}: {error.str()}); nothing of it is visible, run it again"
+        ) from exception
+    if failed:
+        raise DeliveryError(f"the letters were not sent again ({failed[0].str()}); run it again")
+    return {letter.offset for letter, _key, _value in mine}
