@@ -338,10 +338,9 @@ class GroupingProcess:
                 self._restored(self._suspended[partition])
         self._suspended.clear()
         if self._to_restore:
-            partition = min(self._to_restore)
-            self._consumer.pause([TopicPartition(self._topic, partition)])
+            self._consumer.pause([TopicPartition(self._topic, partition) for partition in self._to_restore])
             self._restoration = Restoration(
-                self._kafka, self._run, partition, self._partitions, self._topic_id, self._grouper
+                self._kafka, self._run, min(self._to_restore), self._partitions, self._topic_id, self._grouper
             )
 
     def _restored(self, task: GroupingTask) -> None:
