@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.__main__ import ROWS, build_parser, report
-from tests.bench.measure import Settings
+from tests.bench.measure import LatencyRow, Settings
 from topics.config import KafkaConfig
 
 
@@ -25,7 +25,9 @@ def test_a_row_of_the_benchmark_yields_a_ratio_and_a_table_line(name: str, broke
     values = row.as_dict()
     assert values["name"] == name
     assert len(row.ratios) == 1
-    for key in ("ratio", "rollouts_per_s", "baseline_rollouts_per_s", "cpu_us_per_rollout"):
+    rates = ("rollouts_per_s", "baseline_rollouts_per_s", "cpu_us_per_rollout")
+    latencies = ("p50_ms", "p99_ms", "baseline_p50_ms", "baseline_p99_ms")
+    for key in ("ratio", *(latencies if isinstance(row, LatencyRow) else rates)):
         assert math.isfinite(values[key]), key
         assert values[key] > 0, key
     lines = report(settings, {"cores": 2, "load_before": 0.0, "load_after": 0.0}, [row]).splitlines()
