@@ -21,8 +21,8 @@ def group(arguments: dict[str, Any]) -> Timing:
     timer = TransactionTimer(arguments["rollouts"] + arguments["partitions"], done)
 
     class Timed(TransactionPublisher):
-        def publish(self, parts: Sequence[Part]) -> None:
-            super().publish(parts)
+        def _publish_as(self, member: object, parts: Sequence[Part]) -> None:
+            super()._publish_as(member, parts)
             timer.committed(sum(p.output.journal.position - p.output.journal.begin for p in parts))
 
     shell.TransactionPublisher = Timed  # type: ignore[misc]
