@@ -86,7 +86,7 @@ class BatchReader:
     def _read_index(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not self._entries:
-            for message in self._index.consume(100, max(0.0, min(0.05, deadline - time.monotonic()))):
+            for message in clients.at_hand(self._index, 100, max(0.0, min(0.05, deadline - time.monotonic()))):
                 error = message.error()
                 if error is None:
                     self._entries.append((message.offset() or 0, decode_as(BatchIndexEntry, message.value())))
@@ -100,7 +100,7 @@ class BatchReader:
         self._move_to(*wanted)
         deadline = time.monotonic() + self._wait_s
         while wanted not in self._ahead:
-            for message in self._batches.consume(20, 0.02):
+            for message in clients.at_hand(self._batches, 20, 0.02):
                 self._keep(message)
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(

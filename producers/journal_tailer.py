@@ -93,7 +93,7 @@ class JournalTailer:
         behind = {(self._journal, p) for p in range(self._partitions)} | {(self._steps, 0)}
         while not self._stop.is_set():
             changed = False
-            for message in consumer.consume(500, 0.02):
+            for message in clients.at_hand(consumer, 500, 0.02):
                 error = message.error()
                 if error is None:
                     changed |= self._take(message)

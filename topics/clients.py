@@ -260,7 +260,7 @@ def read_to_end(
         position = {p: begins.get(p, 0) for p in numbers}
         deadline = time.monotonic() + timeout_s
         while pending:
-            messages = with_unreadable(consumer, consumer.consume(500, 0.05), position)
+            messages = with_unreadable(consumer, at_hand(consumer, 500, 0.05), position)
             for message in messages:
                 error = message.error()
                 if error is None:
@@ -279,6 +279,15 @@ def read_to_end(
                 )
     finally:
         consumer.close()
+
+
+def at_hand(consumer: Consumer, most: int, wait_s: float) -> list[Message]:
+    """What there is, `most` messages at most; waits up to `wait_s` where there is nothing.
+
+    `consume` by itself waits until it has as many as it may return, or all of its time is over.
+    """
+    first = consumer.consume(1, wait_s)
+    return [*first, *consumer.consume(most - 1, 0)] if first and most > 1 else list(first)
 
 
 def with_unreadable(consumer: Consumer, messages: list[Message], position: dict[int, int]) -> list[Message]:

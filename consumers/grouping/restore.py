@@ -235,7 +235,7 @@ def _range(
         deadline = time.monotonic() + timeout_s
         position = {partition: start}
         while True:
-            for message in clients.with_unreadable(consumer, consumer.consume(500, 0.05), position):
+            for message in clients.with_unreadable(consumer, clients.at_hand(consumer, 500, 0.05), position):
                 error = message.error()
                 if error is None:
                     offset = message.offset()

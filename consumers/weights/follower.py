@@ -117,7 +117,7 @@ class WeightsFollower:
             ):
                 clients.follow(policies, self._kafka, [TopicPartition(self._policies_topic, 0, OFFSET_BEGINNING)])
                 while not self._stopping.is_set():
-                    newest = self._newest(policies.consume(500, 0.05))
+                    newest = self._newest(clients.at_hand(policies, 500, 0.05))
                     if newest is not None:
                         self._try(fetcher, newest)
         except Exception as error:  # whatever it is, those who wait for a version must hear of it

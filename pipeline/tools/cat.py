@@ -88,7 +88,7 @@ def messages(kafka: KafkaConfig, topic: str, span: Span) -> Iterator[Message]:
         clients.follow(consumer, kafka, [TopicPartition(topic, p, starts[p]) for p in numbers])
         pending, position = set(numbers), dict(starts)
         while pending or span.follow:
-            for message in clients.with_unreadable(consumer, consumer.consume(500, _POLL_S), position):
+            for message in clients.with_unreadable(consumer, clients.at_hand(consumer, 500, _POLL_S), position):
                 error, partition = message.error(), message.partition()
                 if error is None:
                     if span.until_ms is not None and message.timestamp()[1] >= span.until_ms:

@@ -84,7 +84,7 @@ def _copied(settings: Settings, rate: int, seed: int) -> tuple[float, ...]:
         clients.follow(consumer, settings.kafka, begin)
         with _producing(settings, run, rate, seed) as acknowledged:
             for _ in _until(lambda: sum(copies) >= settings.rollouts + settings.partitions, settings.rollouts / rate):
-                for message in consumer.consume(500, 0.1):
+                for message in clients.at_hand(consumer, 500, 0.1):
                     if message.error() is None:
                         partition = message.partition() or 0
                         seen.append(((partition, copies[partition]), time.perf_counter()))

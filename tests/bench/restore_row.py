@@ -68,7 +68,7 @@ def _read(settings: Settings, topic: str, partition: int) -> int:
         deadline = time.monotonic() + _SPARE_S
         read = 0
         while time.monotonic() < deadline:
-            for message in consumer.consume(500, 0.05):
+            for message in clients.at_hand(consumer, 500, 0.05):
                 if message.error() is not None:
                     return read
                 records_of(message)
