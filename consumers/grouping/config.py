@@ -6,9 +6,12 @@ A fold never reads a file: its configuration arrives with generation 0 and with 
 import dataclasses
 import json
 import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any, get_type_hints
+from functools import cache, cached_property, lru_cache
+from typing import Any, NamedTuple, get_type_hints
 
 from consumers.grouping.changes import CORE_VERSION
 from topics.errors import ConfigurationError, StateRefused
@@ -24,6 +27,30 @@ _LEAST = {
 _LONGEST_S = 1e9
 CONFIGURATION_BYTES = 128 * 1024
 """Largest configuration, as JSON."""
+_RANGE = re.compile(r"(\d{1,18}):(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
+
+
+class OffsetRange(NamedTuple):
+    """Offsets of a partition, the last one included."""
+
+    partition: int
+    first: int
+    last: int
+
+
+def offset_range(text: str) -> OffsetRange:
+    """Read `PARTITION:FIRST-LAST`, or `PARTITION:OFFSET` for one. Raises ConfigurationError for anything else."""
+    found = _RANGE.fullmatch(text)
+    if found is None:
+        raise ConfigurationError(f"{text!r} is no range of offsets; write PARTITION:FIRST-LAST, e.g. 0:1200-1450")
+    partition, first, last = (int(part) for part in (found[1], found[2], found[3] or found[2]))
+    if first > last:
+        raise ConfigurationError(f"{text!r} is no range of offsets: it ends before it begins")
+    return OffsetRange(partition, first, last)
+
+
+EXCLUSIONS = ("exclude_environments", "exclude_workers", "exclude_offsets")
+"""Settings that name what is excluded."""
 
 
 def milliseconds(seconds: float) -> int:
@@ -81,6 +108,8 @@ class GroupingConfig:
     """Environments whose groups are dropped."""
     exclude_workers: tuple[str, ...] = ()
     """Workers whose groups are dropped."""
+    exclude_offsets: tuple[str, ...] = ()
+    """Rollouts whose groups are dropped, as ranges PARTITION:FIRST-LAST of offsets, the last one included."""
 
     def __post_init__(self) -> None:
         for name, kind in _types().items():
@@ -106,11 +135,26 @@ class GroupingConfig:
                 )
         if not math.isfinite(self.max_age_s):
             raise ConfigurationError(f"grouping.max_age_s is {self.max_age_s}; no limit is a negative number")
+        for text in self.exclude_offsets:
+            try:
+                offset_range(text)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"grouping.exclude_offsets: {error}") from error
         if (size := len(self.to_json())) > CONFIGURATION_BYTES:
             raise ConfigurationError(
                 f"grouping takes {size} bytes as JSON, as part of every journal record, at most {CONFIGURATION_BYTES}; "
-                f"exclude fewer environments and workers by name"
+                f"exclude fewer environments, workers and ranges of offsets"
             )
+
+    def excludes_offset(self, partition: int, offset: int) -> bool:
+        """Whether `exclude_offsets` names an offset of a partition of `rollouts`."""
+        firsts, lasts = self._excluded_offsets.get(partition, ((), ()))
+        at = bisect_right(firsts, offset) - 1
+        return at >= 0 and offset <= lasts[at]
+
+    @cached_property
+    def _excluded_offsets(self) -> dict[int, tuple[list[int], list[int]]]:
+        return _merged(map(offset_range, self.exclude_offsets))
 
     def to_json(self) -> str:
         """The whole configuration, as it is written to the log."""
@@ -135,7 +179,7 @@ class GroupingConfig:
                 f"the log holds a grouping configuration with {what}, which this release (core version {CORE_VERSION}) "
                 f"does not know: upgrade rollstream"
             )
-        for name in ("exclude_environments", "exclude_workers"):
+        for name in EXCLUSIONS:
             if isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
         return cls(**values)
@@ -144,7 +188,24 @@ class GroupingConfig:
 @lru_cache(maxsize=64)
 def _to_json(config: GroupingConfig) -> str:
     # Asked at every commit of every task, for the same few configurations.
-    return json.dumps(dataclasses.asdict(config), sort_keys=True)
+    values = dataclasses.asdict(config)
+    if not config.exclude_offsets:
+        # Releases that do not know the key go on with every configuration that makes no use of it.
+        del values["exclude_offsets"]
+    return json.dumps(values, sort_keys=True)
+
+
+def _merged(ranges: Iterable[OffsetRange]) -> dict[int, tuple[list[int], list[int]]]:
+    """First and last offsets of ranges that do not overlap, ascending, by partition."""
+    merged: dict[int, tuple[list[int], list[int]]] = {}
+    for partition, first, last in sorted(ranges):
+        firsts, lasts = merged.setdefault(partition, ([], []))
+        if lasts and first <= lasts[-1]:
+            lasts[-1] = max(lasts[-1], last)
+        else:
+            firsts.append(first)
+            lasts.append(last)
+    return merged
 
 
 @dataclass(frozen=True, kw_only=True)

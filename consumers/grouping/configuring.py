@@ -28,6 +28,11 @@ def check_names(config: GroupingConfig, makers: Mapping[str, MakerFactory] = MAK
                 f"grouping.{key} is {name!r}, which came with core version {since}, and grouping.core_version is "
                 f"{config.core_version}; raise it"
             )
+    # Code of version 1 passes over keys it does not know; later code stops at them.
+    if config.exclude_offsets and config.core_version < 2:
+        raise ConfigurationError(
+            "grouping.exclude_offsets came with core version 2, and grouping.core_version is 1; raise it"
+        )
 
 
 def to_put_in_force(mark: Mark, current: GroupingConfig, makers: Mapping[str, MakerFactory]) -> GroupingConfig | None:

@@ -65,6 +65,10 @@ def judge_sealed(group: Group, clocks: Clocks) -> Verdict | None:
         for member in group.members.values():
             if member.rollout.metadata.worker_id in config.exclude_workers:
                 return Verdict("excluded", f"worker {member.rollout.metadata.worker_id} is excluded")
+    if config.exclude_offsets:
+        for member in group.members.values():
+            if config.excludes_offset(member.source.partition, member.source.offset):
+                return Verdict("excluded", f"offset {member.source.offset} is excluded")
     lag = policy_version - group.lowest_version
     if 0 <= config.max_policy_lag < lag:
         return Verdict("stale_version", f"sampled {lag} versions before {policy_version}")
