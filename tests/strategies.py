@@ -252,6 +252,7 @@ _TIGHT: dict[str, Sequence[Any]] = {
     "allow_filtered_sampling": (True,),
     "exclude_environments": (("a",), ("b",)),
     "exclude_workers": (("bad",),),
+    "exclude_offsets": (("0:0-9",), ("0:5", "0:20-40"), ("1:3-30",)),
     "estimator": ("grpo", "opo", "reinforce_pp"),
     "core_version": (1,),
     "seed": (1,),
@@ -265,6 +266,7 @@ def _config(random: Random, makers: Sequence[str], generation: int, tight: int) 
     maker = random.choice(makers)
     if generation == 0 and narrow.get("core_version") == 1:  # Marks may be senseless, a run does not begin so.
         narrow.pop("estimator", None)
+        narrow.pop("exclude_offsets", None)
         maker = "fifo"
     return GroupingConfig(
         **{**wide, **narrow},

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from consumers.grouping.changes import Record
+from consumers.grouping.config import GroupingConfig
 from consumers.grouping.testing import GroupingTestDriver, example_rollout
 from tests.unit.consumers.grouping.pairs import driver, fates, pair, reasons, uids
 from topics.codec import encode
@@ -209,6 +210,32 @@ def test_excluded_environments_and_workers_are_dropped_when_they_seal() -> None:
     d.pipe(example_rollout("a", 1.0, metadata=RolloutMetadata(worker_id="bad")))
     d.pipe(example_rollout("b", 0.0))
     assert {drop.detail for drop in d.drops} == {"worker bad is excluded"}
+
+
+def test_a_group_with_a_member_at_an_excluded_offset_is_dropped_whole() -> None:
+    d = driver(exclude_offsets=("0:0", "0:3-9", "1:5"))
+    for example_id in "012":
+        pair(d, example_id)
+    assert [drop.offset for drop in d.drops] == [0, 1, 2, 3, 4, 5]
+    assert {drop.detail for drop in d.drops} == {"offset 0 is excluded", "offset 3 is excluded", "offset 4 is excluded"}
+    d = driver(exclude_offsets=("1:0-9",))
+    pair(d)
+    assert len(d.batches) == 1
+
+
+def test_what_is_excluded_later_leaves_sealed_groups_and_open_ones_when_they_seal() -> None:
+    d = driver(batch_rollouts=100)
+    pair(d, "0")
+    d.pipe(example_rollout("1a", 1.0, example_id="1"))
+    pair(d, "2")
+    d.configure(GroupingConfig(batch_rollouts=100, exclude_offsets=("0:1-2",)))
+    assert [drop.offset for drop in d.drops] == [0, 1]
+    d.commit()
+    d.crash_and_restore()
+    late = d.pipe(example_rollout("1b", 0.0, example_id="1"))
+    assert [drop.offset for drop in d.drops] == [0, 1, 2, late]
+    d.drain()
+    assert uids(d) == [("2a", "2b")]
 
 
 def test_a_group_that_fits_no_batch_is_too_large() -> None:

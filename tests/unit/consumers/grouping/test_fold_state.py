@@ -53,6 +53,8 @@ def test_a_generation_not_higher_than_the_current_is_ignored() -> None:
         '{"generation": 1, "max_age_s": NaN}',
         '{"generation": 1, "exclude_workers": "bad"}',
         '{"generation": 1, "exclude_workers": [1]}',
+        '{"generation": 1, "core_version": 2, "exclude_offsets": ["0:2-1"]}',
+        '{"generation": 1, "core_version": 1, "exclude_offsets": ["0:1-2"]}',
         '{"generation": 1, "drop_superseded": "false"}',
         '{"generation": 2}',
     ],

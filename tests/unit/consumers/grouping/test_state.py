@@ -90,6 +90,9 @@ def test_a_state_restored_from_any_snapshot_on_is_the_same() -> None:
         ({"drop_superseded": 1}, "grouping.drop_superseded is 1; it must be of type bool"),
         ({"exclude_workers": "w"}, "grouping.exclude_workers is 'w'; it must be a list of strings"),
         ({"exclude_workers": ("a worker of a long name",) * 6_000}, "at most 131072; exclude fewer"),
+        ({"exclude_offsets": ("0:1-2", "3")}, "grouping.exclude_offsets: '3' is no range of offsets; write PARTITION"),
+        ({"exclude_offsets": ("0:-1",)}, "grouping.exclude_offsets: '0:-1' is no range"),
+        ({"exclude_offsets": ("0:5-4",)}, "it ends before it begins"),
     ],
 )
 def test_a_senseless_configuration_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
@@ -103,6 +106,20 @@ def test_a_configuration_is_read_back_as_written() -> None:
     assert GroupingConfig.from_json(config.to_json()) == config
     assert config.max_age_s == 5.0
     assert set(dataclasses.asdict(config)) == {f.name for f in dataclasses.fields(config)}
+
+
+def test_excluded_offsets_stand_in_the_log_only_where_there_are_any() -> None:
+    assert "exclude_offsets" not in GroupingConfig().to_json()
+    config = GroupingConfig(exclude_offsets=("0:5", "1:10-20"))
+    assert GroupingConfig.from_json(config.to_json()) == config
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(0, 9)), max_size=8))
+def test_ranges_of_offsets_may_overlap(ranges: list[tuple[int, int, int]]) -> None:
+    config = GroupingConfig(exclude_offsets=tuple(f"{p}:{first}-{first + more}" for p, first, more in ranges))
+    for partition in range(3):
+        named = {o for p, first, more in ranges if p == partition for o in range(first, first + more + 1)}
+        assert {o for o in range(50) if config.excludes_offset(partition, o)} == named
 
 
 def test_seconds_become_whole_milliseconds_and_never_none() -> None:
