@@ -245,6 +245,15 @@ def _add_questions(commands: "Commands") -> None:
     )
     _add_dlq(commands)
     _add_cat(commands)
+    top = _add(
+        commands,
+        "top",
+        "pipeline.tools.top:top",
+        "show how a run goes, on one screen",
+        example="rollstream top --run main",
+        json=True,
+    )
+    top.add_argument("--once", action="store_true", help="show it as it is now and end, as --json does")
 
 
 def _add_dlq(commands: "Commands") -> None:

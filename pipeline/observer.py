@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, TopicPartition
 
 from consumers.grouping.selection import SelectionWatch, selections
+from pipeline.flow import Flow, Snapshot
 from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode, decode_as
 from topics.config import KafkaConfig
 from topics.errors import DeadlineExceeded, RecordError
-from topics.records import FateCount, JournalRecord, LearnerStep, Rollout
+from topics.records import BatchIndexEntry, FateCount, JournalRecord, LearnerStep, PolicyManifest, Rollout
 
 EXACT = "exact"
 _TIMEOUT_S = 60.0
@@ -51,19 +52,19 @@ class Means:
 
 
 class RunObserver:
-    """What a run's `rollouts`, `batch-index`, `steps` and `journal` say so far. `poll` reads on, from the beginning at
-    first.
+    """What a run's `rollouts`, `batch-index`, `steps`, `policies` and `journal` say so far. `poll` reads on, from the
+    beginning at first.
     """
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
-        self._rollouts, self._index, self._steps, self._journal = (
-            topic_name(run, topic) for topic in ("rollouts", "batch-index", "steps", "journal")
+        self._rollouts, self._index, self._steps, self._policies, self._journal = (
+            topic_name(run, topic) for topic in ("rollouts", "batch-index", "steps", "policies", "journal")
         )
         # Whoever watches is in no hurry: few large answers instead of one for each record.
         self._consumer = clients.reader(kafka, **_UNHURRIED)
         partitions = clients.partitions_of(kafka, self._rollouts)
         of_partitions = [(topic, p) for topic in (self._rollouts, self._journal) for p in range(partitions)]
-        places = [*of_partitions, (self._index, 0), (self._steps, 0)]
+        places = [*of_partitions, (self._index, 0), (self._steps, 0), (self._policies, 0)]
         self._reached = dict.fromkeys(places, 0)
         clients.follow(self._consumer, kafka, [TopicPartition(topic, p, OFFSET_BEGINNING) for topic, p in places])
         self.scored: list[Scored] = []
@@ -75,6 +76,7 @@ class RunObserver:
         self._counts: dict[int, tuple[FateCount, ...]] = {}
         self._counts_moved = False
         self._watch = SelectionWatch()
+        self._flow = Flow(run)
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Take in what arrived, waiting at most `timeout_s` for the first record."""
@@ -104,6 +106,11 @@ class RunObserver:
         """Means over the last `count` rollouts."""
         return Means.of(self.scored[-count:])
 
+    def snapshot(self, newest: int) -> Snapshot:
+        """The run as it is now; reward and exact match over the `newest` rollouts."""
+        recent = self.last(newest)
+        return self._flow.snapshot(int(time.time() * 1000), recent.reward, recent.exact)
+
     def close(self) -> None:
         self._consumer.close()
 
@@ -115,25 +122,38 @@ class RunObserver:
                 clients.raise_for(error, f"watching {topic}")
             # Unlike the position, this counts the markers of transactions.
             self._reached[topic or "", message.partition() or 0] = message.offset() or 0
-        elif topic == self._index:
+        elif topic == self._rollouts:
+            self._score(message)
+        elif message.value() is not None:
+            self._count(message)
+
+    def _count(self, message: Message) -> None:
+        topic, at_ms = message.topic(), message.timestamp()[1]
+        if topic == self._index:
             self.batches += 1
+            self._flow.entry(decode_as(BatchIndexEntry, message.value()), at_ms)
         elif topic == self._steps:
-            step = decode(message.value())
-            if isinstance(step, LearnerStep) and step.step >= self.steps:
+            step = decode_as(LearnerStep, message.value())
+            self._flow.step(step, at_ms)
+            if step.step >= self.steps:
                 self.steps = step.step
                 self.policy_version = max(self.policy_version, step.policy_version)
-        elif topic == self._journal:
-            self._counts[message.partition() or 0] = decode_as(JournalRecord, message.value()).counts
-            self._counts_moved = True
+        elif topic == self._policies:
+            self._flow.manifest(decode_as(PolicyManifest, message.value()), at_ms)
         else:
-            self._score(message)
+            record = decode_as(JournalRecord, message.value())
+            self._counts[record.partition] = record.counts
+            self._counts_moved = True
+            self._flow.journal(record, at_ms)
 
     def _score(self, message: Message) -> None:
+        place = (message.timestamp()[1], message.partition() or 0, message.offset() or 0)
+        self._flow.record(place[1], place[2], place[0])
         try:
             record = decode(message.value())
         except RecordError:
             return  # a dead letter; grouping deals with it
         if isinstance(record, Rollout):
             exact = float(record.reward_components.get(EXACT, 0.0))
-            place = (message.timestamp()[1], message.partition() or 0, message.offset() or 0)
             insort(self.scored, Scored(*place, record.reward, exact))
+            self._flow.rollout(place[0], record.highest_version, record.reward, exact)

@@ -373,6 +373,32 @@ def test_a_dead_letter_is_redriven_once_mended_and_on_record(planted: Planted, t
 # ---------------------------------------------------------------------- the last one: it stops the broker
 
 
+# ---------------------------------------------------------------------- top
+
+
+def test_top_counts_what_the_ledger_proves(planted: Planted) -> None:
+    found, book = answer(planted, "top"), ledger(planted.run.kafka, planted.run.name)
+    names = (
+        "produced", "rollouts", "batched", "batches", "trained", "skipped", "dropped", "dead_lettered", "control",
+        "in_flight", "unread",
+    )  # fmt: skip
+    assert {name: found[name] for name in names} == {name: book.as_dict()[name] for name in names}
+    first = planted.batches[0]
+    # The version before the step's was 5, and every rollout of its batch was sampled with 0.
+    assert found["staleness"] == {"5": len(first)}
+    assert (found["step"], found["policy_version"], found["waiting"]) == (1, 6, len(planted.batches) - 2)
+    assert 0 < found["reward"] < 1
+    assert len(found["rewards"]) > 0
+
+
+def test_top_shows_a_run_that_is_over_on_one_screen(planted: Planted) -> None:
+    shown = lines(planted, "top", "--once")
+    assert len(shown) == 20
+    assert max(map(len, shown)) == 80
+    assert any("group too small" in line for line in shown)
+    assert any("version 6" in line and "step 1" in line for line in shown)
+
+
 def test_one_flipped_bit_fails_its_batch_alone(planted: Planted, tools_broker: LocalBroker) -> None:
     batch = planted.batches[3]
     tools_broker.stop()

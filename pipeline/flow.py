@@ -1,0 +1,256 @@
+"""What a run's records add up to while it goes on: rates, counts by fate, how stale what is trained on was.
+
+Pure: records in the order a reader got them go in, a `Snapshot` for displays and programs comes out. Counts are those
+the journal keeps, so that they cost nothing; the proof that they are right is the ledger's.
+"""
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from consumers.grouping.changes import BATCHED, CONTROL, DEAD_LETTERED, DROPPED
+from consumers.grouping.runs import from_runs
+from topics.records import BatchIndexEntry, BatchUse, FateCount, JournalRecord, LearnerStep, PolicyManifest
+
+WINDOW_S = 10
+"""Seconds that rates are over: whole ones, the newest that is over last."""
+_KEPT_S = 6 * WINDOW_S
+POINTS = 36
+"""Most points of a curve."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A run at one time. Rates are per second, over the last ten; of a run that rests, before its newest record."""
+
+    run: str
+    seconds: float = 0.0
+    """From the first record to the newest."""
+    quiet_s: float = 0.0
+    """Since the newest record."""
+    produced: int = 0
+    """Records of `rollouts`, those deleted since among them."""
+    rollouts: int = 0
+    """Rollouts that are there."""
+    batched: int = 0
+    batches: int = 0
+    trained: int = 0
+    skipped: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    dead_lettered: int = 0
+    control: int = 0
+    in_flight: int = 0
+    """Read by grouping, without a fate."""
+    unread: int = 0
+    """Not yet read by grouping."""
+    waiting: int = 0
+    """Batches no step has met."""
+    step: int = 0
+    policy_version: int = -1
+    """Newest published."""
+    policy_age_s: float = 0.0
+    """Since it was published."""
+    sampled_version: int = -1
+    """Newest that a rollout was sampled with."""
+    rollouts_per_s: float = 0.0
+    read_per_s: float = 0.0
+    """Records that grouping reads."""
+    batches_per_s: float = 0.0
+    steps_per_s: float = 0.0
+    policies_per_s: float = 0.0
+    reward: float = 0.0
+    """Mean over the newest rollouts, as is `exact`."""
+    exact: float = 0.0
+    rewards: tuple[float, ...] = ()
+    """Means over equal numbers of seconds that saw a rollout, oldest first, as are `exacts`."""
+    exacts: tuple[float, ...] = ()
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    """Rollouts trained on, by how many policy versions the oldest of their batch was behind."""
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing has come for longer than rates are over."""
+        return self.quiet_s > WINDOW_S
+
+    def as_dict(self) -> dict[str, Any]:
+        """As programs read it."""
+        staleness = {str(lag): rollouts for lag, rollouts in self.staleness.items()}
+        return {**asdict(self), "staleness": staleness, "quiet": self.quiet}
+
+
+class Rate:
+    """How often something happened, by second."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def add(self, at_ms: int, count: float = 1.0) -> None:
+        """It happened `count` times."""
+        second = at_ms // 1000
+        self._seconds[second] = self._seconds.get(second, 0.0) + count
+        if len(self._seconds) > _KEPT_S:
+            del self._seconds[min(self._seconds)]
+
+    def per_s(self, until_ms: int) -> float:
+        """Mean over the last `WINDOW_S` whole seconds before a time, or over fewer where it began later."""
+        end = until_ms // 1000
+        within = [count for second, count in self._seconds.items() if end - WINDOW_S <= second < end]
+        if not within:
+            return 0.0
+        return sum(within) / min(WINDOW_S, end - min(self._seconds))
+
+
+class Flow:
+    """Takes the records of a run, and tells how it goes."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._first_ms = self._last_ms = 0
+        self._positions: dict[int, int] = {}
+        self._ahead: dict[int, deque[int]] = {}
+        self._unfinished: dict[int, set[int]] = {}
+        self._followed: set[int] = set()
+        self._counts: dict[int, tuple[FateCount, ...]] = {}
+        self._batches = 0
+        self._entries: dict[str, BatchIndexEntry] = {}
+        self._early: dict[str, tuple[int, BatchUse]] = {}
+        self._steps: dict[str, LearnerStep] = {}
+        self._version: dict[str, int] = {}
+        self._manifest: PolicyManifest | None = None
+        self._sampled = -1
+        self._staleness: Counter[int] = Counter()
+        self._rates = {name: Rate() for name in ("rollouts", "read", "batches", "steps", "policies")}
+        self._seconds: dict[int, list[float]] = {}
+
+    def record(self, partition: int, offset: int, at_ms: int) -> None:
+        """Any record of `rollouts`."""
+        self._at(at_ms)
+        if offset >= self._positions.get(partition, 0):
+            self._ahead.setdefault(partition, deque()).append(offset)
+
+    def rollout(self, at_ms: int, version: int, reward: float, exact: float) -> None:
+        """A rollout among them; `version` is the newest that sampled a token of it."""
+        self._rates["rollouts"].add(at_ms)
+        self._sampled = max(self._sampled, version)
+        sums = self._seconds.setdefault(at_ms // 1000, [0.0, 0.0, 0.0])
+        for i, value in enumerate((1.0, reward, exact)):
+            sums[i] += value
+
+    def journal(self, record: JournalRecord, at_ms: int) -> None:
+        """The next journal record of its partition."""
+        self._at(at_ms)
+        self._rates["read"].add(at_ms, record.position - record.begin)
+        self._unsettled(record)
+        self._positions[record.partition] = record.position
+        self._counts[record.partition] = record.counts
+        ahead = self._ahead.get(record.partition, deque())
+        while ahead and ahead[0] < record.position:
+            ahead.popleft()
+
+    def _unsettled(self, record: JournalRecord) -> None:
+        offsets = self._unfinished.setdefault(record.partition, set())
+        if not record.snapshot:
+            self._followed.add(record.partition)
+        elif record.partition not in self._followed:
+            offsets.update(from_runs(record.unfinished))  # what came before was pruned
+        offsets.update(from_runs(record.admitted))
+        for finished in record.finished:
+            offsets.difference_update(from_runs(finished.runs))
+
+    def entry(self, entry: BatchIndexEntry, at_ms: int) -> None:
+        """The next entry of the batch index."""
+        self._at(at_ms)
+        self._rates["batches"].add(at_ms)
+        self._batches += 1
+        if entry.batch_id in self._early:
+            self._met(*self._early.pop(entry.batch_id), entry)
+        else:
+            self._entries[entry.batch_id] = entry
+
+    def step(self, step: LearnerStep, at_ms: int) -> None:
+        """A step; one made again after a crash counts once."""
+        self._at(at_ms)
+        before = self._steps.get(step.learner)
+        if before is not None and step.step <= before.step:
+            return
+        version = self._version.get(step.learner, step.policy_version - 1)
+        for use in step.uses:
+            if use.batch_id in self._entries:
+                self._met(version, use, self._entries.pop(use.batch_id))
+            else:
+                self._early[use.batch_id] = (version, use)
+        if step.step > 0:
+            self._rates["steps"].add(at_ms)
+        self._steps[step.learner] = step
+        self._version[step.learner] = max(version, step.policy_version)
+
+    def manifest(self, manifest: PolicyManifest, at_ms: int) -> None:
+        """A policy version."""
+        self._at(at_ms)
+        self._rates["policies"].add(at_ms)
+        if self._manifest is None or manifest.version >= self._manifest.version:
+            self._manifest = manifest
+
+    def _met(self, version: int, use: BatchUse, entry: BatchIndexEntry) -> None:
+        if use.use == "trained":
+            self._staleness[max(0, version - entry.lowest_version)] += use.rows
+
+    def _at(self, at_ms: int) -> None:
+        self._first_ms = min(self._first_ms or at_ms, at_ms)
+        self._last_ms = max(self._last_ms, at_ms)
+
+    def snapshot(self, now_ms: int, reward: float = 0.0, exact: float = 0.0) -> Snapshot:
+        """The run now; `reward` and `exact` are the means of the newest rollouts."""
+        quiet_s = max(0, now_ms - self._last_ms) / 1000 if self._last_ms else 0.0
+        # Of a run that rests, or is over, the rates it had are worth more than that it has none.
+        until_ms = now_ms if quiet_s <= WINDOW_S else self._last_ms + 1000
+        fates: Counter[str] = Counter()
+        for counts in self._counts.values():
+            for count in counts:
+                fates[count.fate] += count.rollouts
+        dropped = {
+            fate.removeprefix(f"{DROPPED}:"): count for fate, count in sorted(fates.items()) if fate.startswith(DROPPED)
+        }
+        unread, in_flight = (sum(map(len, of.values())) for of in (self._ahead, self._unfinished))
+        published_ms = 0 if self._manifest is None else int(self._manifest.created * 1000)
+        rewards, exacts = self._curves()
+        return Snapshot(
+            run=self._run,
+            seconds=(self._last_ms - self._first_ms) / 1000,
+            quiet_s=quiet_s,
+            produced=fates.total() + in_flight + unread,
+            rollouts=int(sum(sums[0] for sums in self._seconds.values())),
+            batched=fates[BATCHED],
+            batches=self._batches,
+            trained=sum(step.trained_total for step in self._steps.values()),
+            skipped=sum(step.skipped_total for step in self._steps.values()),
+            dropped=dropped,
+            dead_lettered=fates[DEAD_LETTERED],
+            control=fates[CONTROL],
+            in_flight=in_flight,
+            unread=unread,
+            waiting=len(self._entries),
+            step=max((step.step for step in self._steps.values()), default=0),
+            policy_version=-1 if self._manifest is None else self._manifest.version,
+            policy_age_s=max(0, now_ms - published_ms) / 1000 if published_ms else 0.0,
+            sampled_version=self._sampled,
+            rollouts_per_s=self._rates["rollouts"].per_s(until_ms),
+            read_per_s=self._rates["read"].per_s(until_ms),
+            batches_per_s=self._rates["batches"].per_s(until_ms),
+            steps_per_s=self._rates["steps"].per_s(until_ms),
+            policies_per_s=self._rates["policies"].per_s(until_ms),
+            reward=reward,
+            exact=exact,
+            rewards=rewards,
+            exacts=exacts,
+            staleness=dict(sorted(self._staleness.items())),
+        )
+
+    def _curves(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        seconds = [sums for _second, sums in sorted(self._seconds.items())]
+        size = -(-len(seconds) // POINTS) or 1
+        bins = [
+            [sum(column) for column in zip(*seconds[i : i + size], strict=True)] for i in range(0, len(seconds), size)
+        ]
+        return tuple(b[1] / b[0] for b in bins), tuple(b[2] / b[0] for b in bins)

@@ -1,0 +1,244 @@
+"""`rollstream top`: how a run goes, on one screen, from its topics alone; of a run that is over, how it went.
+
+`frame` and `line` are pure: a `Snapshot` in, what is shown out. The demo shows the same frame.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.config import RunConfig
+from pipeline.flow import Snapshot
+from pipeline.observer import RunObserver
+from topics import clients
+
+NEWEST = 1000
+"""Rollouts whose mean reward is shown as the present one."""
+_FRAME_S = 0.5
+_LINE_S = 2.0
+_LEAST_WIDTH = 80
+_MOST_WIDTH = 120
+_ROWS = 4
+_SPARKS = "▁▂▃▄▅▆▇█"
+_NODES = ("envs", "rollouts", "grouping", "batches", "inference", "weights", "learner")
+
+
+def top(config: RunConfig, args: argparse.Namespace) -> int:
+    """Show the run until interrupted, or once."""
+    clients.check_broker(config.kafka)
+    with closing(RunObserver(config.kafka, config.run)) as observer:
+        if args.json or args.once:
+            observer.catch_up()
+            found = observer.snapshot(NEWEST)
+            if args.json:
+                print(json.dumps(found.as_dict()))
+            else:
+                Console().print(frame(found, Console().width))
+        elif sys.stdout.isatty():
+            _follow(observer)
+        else:
+            _tell(observer)
+    return 0
+
+
+def _follow(observer: RunObserver) -> None:
+    console = Console()
+    with Live(console=console, auto_refresh=False, screen=True) as live:
+        while True:
+            live.update(frame(observer.snapshot(NEWEST), console.width), refresh=True)
+            _read_for(observer, _FRAME_S)
+
+
+def _tell(observer: RunObserver) -> None:
+    observer.catch_up()
+    while True:
+        print(line(observer.snapshot(NEWEST)), flush=True)
+        _read_for(observer, _LINE_S)
+
+
+def _read_for(observer: RunObserver, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        observer.poll(min(left, 0.2))
+
+
+# ---------------------------------------------------------------------- what is shown
+
+
+def line(s: Snapshot) -> str:
+    """A run in a line."""
+    return (
+        f"step {s.step}  version {s.policy_version}  rollouts {s.rollouts:,} ({_rate(s.rollouts_per_s)})  "
+        f"reward {s.reward:.3f}  exact {s.exact:.3f}  batches {s.batches:,} ({s.waiting:,} waiting)  "
+        f"in flight {s.in_flight:,}  unread {s.unread:,}  dropped {sum(s.dropped.values()):,}"
+        + (f"  quiet for {_duration(s.quiet_s)}" if s.quiet else "")
+    )
+
+
+def frame(s: Snapshot, width: int) -> Group:
+    """A run on a screen of 80 columns or more: 20 lines, whatever there is to show."""
+    width = min(max(width, _LEAST_WIDTH), _MOST_WIDTH)
+    inner = width - 4
+    half = width // 2
+    middle, bottom = Table.grid(), Table.grid()
+    for grid in (middle, bottom):
+        grid.add_column(width=half)
+        grid.add_column(width=width - half)
+    middle.add_row(
+        _panel("rewards of what is produced", _rewards(s, half - 4)),
+        _panel("versions behind, when trained on", _staleness(s, width - half - 4)),
+    )
+    bottom.add_row(_panel("where records are", _books(s, half - 4)), _panel("dropped", _drops(s, width - half - 4)))
+    return Group(_header(s, width), _panel("", _flow(s, inner), width), middle, bottom)
+
+
+def _header(s: Snapshot, width: int) -> Text:
+    state = f"quiet for {_duration(s.quiet_s)}" if s.quiet else "live"
+    right = f"{_duration(s.seconds)} of records, {state} "
+    name = f" {s.run}"[: width - len(right) - 1]
+    text = Text(name + right.rjust(width - len(name)), no_wrap=True)
+    text.stylize("bold", 0, len(name))
+    text.stylize("yellow" if s.quiet else "green", width - len(state) - 1)
+    return text
+
+
+def _panel(title: str, lines: Iterable[str], width: int | None = None) -> Panel:
+    text = Text("\n".join(lines), no_wrap=True, overflow="crop")
+    text.highlight_words(_NODES if not title else (), "bold cyan")
+    text.highlight_regex(r"[▁▂▃▄▅▆▇█]+", "green")
+    return Panel(text, title=title or None, title_align="left", width=width, border_style="dim")
+
+
+def _flow(s: Snapshot, width: int) -> list[str]:
+    """Where records go, with rates on the edges, what waits beside them, and totals below the nodes."""
+    there, columns = _chain(
+        ("envs", "rollouts", "grouping", "batches"),
+        (_rate(s.rollouts_per_s), _rate(s.read_per_s), _rate(s.batches_per_s)),
+        width,
+        "{}▶",
+    )
+    behind = max(0, s.policy_version - s.sampled_version)
+    served = "no rollouts yet" if s.sampled_version < 0 else f"samples version {_count(s.sampled_version)}"
+    version = "none yet" if s.policy_version < 0 else f"version {_count(s.policy_version)}"
+    age = f", {_duration(s.policy_age_s)} ago" if s.policy_age_s else ""
+    back, below = _chain(
+        ("inference", "weights", "learner"),
+        (f"{_count(behind)} behind", _rate(s.policies_per_s)),
+        width,
+        "◀{}",
+    )
+    produced, held = f"{_count(s.produced)}, {_count(s.unread)} unread", f"{_count(s.in_flight)} in flight"
+    return [
+        there,
+        _put(width, zip([*columns[1:3], width], (produced, held, _count(s.batches)), strict=True)),
+        _put(width, ((columns[0] + 1, "▲"), (width, f"{_count(s.waiting)} waiting, {_rate(s.steps_per_s)} steps ▼"))),
+        back,
+        _put(width, zip([*below[:2], width], (served, version + age, f"step {_count(s.step)}"), strict=True)),
+    ]
+
+
+def _chain(nodes: Sequence[str], labels: Sequence[str], width: int, arrow: str) -> tuple[str, list[int]]:
+    """Nodes with labelled arrows between them, as wide as told; and the column of each node."""
+    room = width - sum(map(len, nodes))
+    text, columns = "", []
+    for i, (node, label) in enumerate(zip(nodes, labels, strict=False)):
+        columns.append(len(text))
+        edge = room * (i + 1) // len(labels) - room * i // len(labels)
+        text += f"{node} {arrow.format(f' {label} '.center(edge - 3, '─'))} "
+    return text + nodes[-1], [*columns, len(text)]
+
+
+def _put(width: int, parts: Iterable[tuple[int, str]]) -> str:
+    """Texts at their columns; what would pass the right margin ends there."""
+    text = ""
+    for column, part in parts:
+        start = max(min(column, width - len(part)), len(text) + 1 if text else 0)
+        text = text.ljust(start) + part
+    return text[:width]
+
+
+def _rewards(s: Snapshot, width: int) -> list[str]:
+    return [
+        f"reward  {s.reward:.3f}",
+        sparkline(s.rewards, width),
+        f"exact match  {s.exact:.3f}",
+        sparkline(s.exacts, width),
+    ]
+
+
+def sparkline(values: Sequence[float], width: int, least: float = 0.0, most: float = 1.0) -> str:
+    """The newest values that fit, a character each, between the bounds or what passes them."""
+    values = values[-width:]
+    least, most = min((least, *values)), max((most, *values))
+    return "".join(_SPARKS[round((value - least) / (most - least) * (len(_SPARKS) - 1))] for value in values)
+
+
+def _staleness(s: Snapshot, width: int) -> list[str]:
+    """Bars of the smallest lags, the rest as one."""
+    lags = {lag: s.staleness.get(lag, 0) for lag in range(_ROWS - 1)}
+    rest = sum(s.staleness.values()) - sum(lags.values())
+    rows = [*((str(lag), rollouts) for lag, rollouts in lags.items()), (f"{_ROWS - 1}+", rest)]
+    return _bars(rows, width) if s.staleness else ["nothing trained on yet", *[""] * (_ROWS - 1)]
+
+
+def _drops(s: Snapshot, width: int) -> list[str]:
+    """The most frequent reasons, the rest as one."""
+    found = sorted(s.dropped.items(), key=lambda item: (-item[1], item[0]))
+    rows = [(reason.replace("_", " "), count) for reason, count in found]
+    if len(rows) > _ROWS:
+        rows[_ROWS - 1 :] = [("others", sum(count for _reason, count in rows[_ROWS - 1 :]))]
+    lines = _bars(rows, width) if rows else ["nothing"]
+    return lines + [""] * (_ROWS - len(lines))
+
+
+def _bars(rows: Sequence[tuple[str, int]], width: int) -> list[str]:
+    names, counts = (max(map(len, column)) for column in zip(*((n, _count(c)) for n, c in rows), strict=True))
+    room = width - names - counts - 2
+    most = max((count for _name, count in rows), default=0) or 1
+    return [
+        f"{name:{names}} {'█' * round(count / most * room):{room}} {_count(count):>{counts}}" for name, count in rows
+    ]
+
+
+def _books(s: Snapshot, width: int) -> list[str]:
+    """What the ledger proves, as far as the journal and the steps say."""
+    pairs: Mapping[str, tuple[int, str, int]] = {
+        "produced": (s.produced, "unread", s.unread),
+        "batched": (s.batched, "in flight", s.in_flight),
+        "trained": (s.trained, "dead letters", s.dead_lettered),
+        "skipped": (s.skipped, "control", s.control),
+    }
+    left = (width - 2) // 2
+    right = width - 2 - left
+    return [
+        f"{name}{_count(count):>{left - len(name)}}  {other}{_count(another):>{right - len(other)}}"
+        for name, (count, other, another) in pairs.items()
+    ]
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def _count(number: int) -> str:
+    """A count in six characters or so."""
+    return f"{number:,}" if number < 1_000_000 else f"{number / 1e6:.1f}M" if number < 1e9 else f"{number / 1e9:.1f}G"
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}/s" if per_s >= 100 else f"{per_s:.1f}/s"
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
