@@ -244,6 +244,7 @@ def _add_questions(commands: "Commands") -> None:
         help="advantage as colour (default: %(default)s)",
     )
     _add_dlq(commands)
+    _add_exclude(commands)
     _add_cat(commands)
     top = _add(
         commands,
@@ -283,6 +284,30 @@ def _add_dlq(commands: "Commands") -> None:
         action.add_argument(
             "letter", nargs="*", type=int, metavar="LETTER", help="offsets in dead-letters (default: all)"
         )
+
+
+def _add_exclude(commands: "Commands") -> None:
+    exclude = _add(
+        commands,
+        "exclude",
+        "pipeline.tools.exclude:exclude",
+        "quarantine rollouts after the fact: what is not yet batched is dropped, the rest is reported",
+        example="rollstream exclude --run main --worker env-3 --dry-run",
+        json=True,
+    )
+    exclude.add_argument("--env", action="append", default=[], metavar="NAME", help="an environment; may be repeated")
+    exclude.add_argument("--worker", action="append", default=[], metavar="ID", help="a worker; may be repeated")
+    exclude.add_argument(
+        "--offsets", action="append", default=[], metavar="P:A-B", help="offsets A to B of partition P of rollouts"
+    )
+    exclude.add_argument("--dry-run", action="store_true", help="report only, and change nothing")
+    exclude.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds to wait for the grouping processes (default: %(default)g)",
+    )
 
 
 def _add_cat(commands: "Commands") -> None:

@@ -108,9 +108,10 @@ class View:
 
     def fates(self, partition: int, offsets: set[int]) -> dict[int, Fate]:
         """What became of these offsets of a partition."""
-        found = dict.fromkeys(offsets, Fate(UNREAD))
-        for record in self.journal(partition):
-            found |= {offset: Fate(IN_FLIGHT) for offset in offsets if record.begin <= offset < record.position}
+        journal = self.journal(partition)
+        read = range(journal[0].begin, journal[-1].position) if journal else range(0)
+        found = {offset: Fate(IN_FLIGHT if offset in read else UNREAD) for offset in offsets}
+        for record in journal:
             drops = {drop.offset: drop for drop in record.drops}
             for finished in record.finished:
                 for offset in offsets.intersection(from_runs(finished.runs)):

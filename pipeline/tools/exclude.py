@@ -1,0 +1,358 @@
+"""`rollstream exclude`: quarantine after the fact, of environments, workers or ranges of offsets.
+
+Raises the generation of the grouping configuration that is in force by marks on every partition, in one transaction,
+and waits until all of them go by it: what was not batched by then never is. Tells what else holds such rollouts.
+"""
+
+import argparse
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from confluent_kafka import KafkaError, KafkaException
+
+from consumers.grouping.bootstrap import committed_offsets
+from consumers.grouping.changes import DROPPED
+from consumers.grouping.config import EXCLUSIONS, GrouperConfig, GroupingConfig, offset_range
+from consumers.grouping.configuring import check_names, to_put_in_force
+from consumers.grouping.makers import makers_of
+from pipeline.config import RunConfig
+from pipeline.progress import progress
+from pipeline.tables import table
+from pipeline.tools.plain import decoded
+from pipeline.tools.view import IN_FLIGHT, UNREAD, View
+from topics import clients
+from topics.catalogue import topic_name
+from topics.codec import decode_as, encode
+from topics.config import KafkaConfig
+from topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, StateRefused
+from topics.keys import encode_key
+from topics.records import Drop, Mark, Rollout, TrainingBatch
+
+_TIMEOUT_S = 30.0
+_DETAIL = re.compile(r"(environment|worker|offset) (.*) is excluded", re.DOTALL)
+"""What judging says of a group it drops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exclusion:
+    """What is to be excluded."""
+
+    environments: tuple[str, ...] = ()
+    workers: tuple[str, ...] = ()
+    offsets: tuple[str, ...] = ()
+
+    def added_to(self, config: GroupingConfig) -> GroupingConfig:
+        """The configuration with this excluded too; its generation stays."""
+        both = {
+            name: tuple(dict.fromkeys((*getattr(config, name), *wanted)))
+            for name, wanted in zip(EXCLUSIONS, (self.environments, self.workers, self.offsets), strict=True)
+        }
+        return replace(config, **both)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        named = (("environment", self.environments), ("worker", self.workers), ("offsets", self.offsets))
+        return ", ".join(f"{what} {name}" for what, names in named for name in names)
+
+
+class Standing(NamedTuple):
+    """The configuration of one partition."""
+
+    config: GroupingConfig
+    """In force where the partition ends."""
+    since: int
+    """Offset of the mark that said so; -1 when it lies before what the grouping task still holds."""
+
+
+@dataclass
+class Report:
+    """Where the rollouts of an exclusion are."""
+
+    fates: Counter[str] = field(default_factory=Counter)
+    """Rollouts that are excluded by name, by fate; dropped ones by reason."""
+    dropped_along: int = 0
+    """Rollouts dropped because another member of their group is excluded."""
+    batches: list[dict[str, Any]] = field(default_factory=list)
+    """Batches that hold excluded rollouts, in index order, with the steps that met them."""
+    touched: list[dict[str, Any]] = field(default_factory=list)
+    """By learner, steps trained on such batches, and the first policy version published after."""
+
+
+def exclude(config: RunConfig, args: argparse.Namespace) -> int:
+    """Exclude, wait until every partition goes by it, and report."""
+    exclusion = Exclusion(environments=tuple(args.env), workers=tuple(args.worker), offsets=tuple(args.offsets))
+    wanted = exclusion.added_to(GroupingConfig())  # Refuses what is no range.
+    if wanted == GroupingConfig():
+        raise ConfigurationError("nothing to exclude is named; give --env, --worker or --offsets")
+    clients.check_broker(config.kafka)
+    partitions = clients.partitions_of(config.kafka, topic_name(config.run, "rollouts"))
+    for text in exclusion.offsets:
+        if offset_range(text).partition >= partitions:
+            raise ConfigurationError(f"--offsets {text}: run {config.run} has partitions 0 to {partitions - 1}")
+    where = (config.kafka, config.run, config.grouper)
+    standings = stand(*where) if args.dry_run else put_in_force(*where, exclusion, args.timeout)
+    report = find(View(config.kafka, config.run), exclusion, partitions)
+    _print(config, exclusion, newest(standings), report, args)
+    return 0
+
+
+# ---------------------------------------------------------------------- the configuration
+
+
+def stand(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> list[Standing]:
+    """The configuration of each partition of `rollouts`, marks included that no task has read yet.
+
+    Raises StateRefused when a partition has no journal, or a mark carries what this release does not know.
+    """
+    view, makers, found = View(kafka, run), makers_of(grouper.makers), []
+    for partition in range(clients.partitions_of(kafka, view.topic("rollouts"))):
+        journal = view.journal(partition)
+        if not journal:
+            raise StateRefused(f"run {run} has no grouping state; prepare it with `rollstream topics apply`")
+        config, since = GroupingConfig.from_json(journal[-1].watermark_configuration), -1
+        begin = {partition: journal[-1].watermark}
+        for message in clients.read_to_end(kafka, view.topic("rollouts"), partitions=[partition], start=begin):
+            value = decoded(message.value())
+            if isinstance(value, Mark) and value.kind == "configuration":
+                new = to_put_in_force(value, config, makers)
+                config, since = (config, since) if new is None else (new, message.offset() or 0)
+        found.append(Standing(config, since))
+    return found
+
+
+def newest(standings: Iterable[Standing]) -> GroupingConfig:
+    """The configuration of the highest generation."""
+    return max((standing.config for standing in standings), key=lambda config: config.generation)
+
+
+def put_in_force(
+    kafka: KafkaConfig, run: str, grouper: GrouperConfig, exclusion: Exclusion, timeout_s: float
+) -> list[Standing]:
+    """Have every partition exclude something; returns how each stands once all grouping tasks have read so.
+
+    Does nothing but wait where it is in force already. Raises DeadlineExceeded when some partition was not read within
+    `timeout_s`; the marks are on the log then, and whoever reads it next goes by them.
+    """
+    standings = _written(kafka, run, grouper, exclusion)
+    topic = View(kafka, run).topic("rollouts")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        committed = committed_offsets(kafka, grouper.group_id(run), topic, len(standings))
+        behind = [tp.partition for tp in committed if tp.offset <= standings[tp.partition].since]
+        if not behind:
+            return standings
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"the exclusion is on the log as generation {newest(standings).generation}, and partitions {behind} of "
+                f"{topic} were not read up to it within {timeout_s:g} s; start `rollstream group`, which goes by it, "
+                f"and run this again for the report"
+            )
+        time.sleep(0.1)
+
+
+def _written(kafka: KafkaConfig, run: str, grouper: GrouperConfig, exclusion: Exclusion) -> list[Standing]:
+    """Write the marks where they are not there yet, all or none of them."""
+    producer = clients.transactional_producer(kafka, f"exclude-{run}")
+    try:
+        # From here on no other exclusion of the run can commit, so none is lost between reading and writing.
+        producer.init_transactions(_TIMEOUT_S)
+        standings = stand(kafka, run, grouper)
+        if all(exclusion.added_to(standing.config) == standing.config for standing in standings):
+            return standings
+        current = newest(standings)
+        wanted = replace(exclusion.added_to(current), generation=current.generation + 1)
+        check_names(wanted, makers_of(grouper.makers))
+        mark = encode(
+            Mark(
+                kind="configuration",
+                generation=wanted.generation,
+                configuration=wanted.to_json(),
+                wall_time=time.time(),
+                author="exclude",
+            )
+        )
+        producer.begin_transaction()
+        for partition in range(len(standings)):
+            producer.produce(View(kafka, run).topic("rollouts"), mark, encode_key("mark", "configuration"), partition)
+        producer.commit_transaction(_TIMEOUT_S)
+    except KafkaException as exception:
+        error: KafkaError = exception.args[0]
+        raise DeliveryError(
+            f"the exclusion was not written ({error.name()}: {error.str()}); nothing of it is visible, run it again"
+        ) from exception
+    standings = stand(kafka, run, grouper)
+    others = [p for p, standing in enumerate(standings) if standing.config != wanted]
+    if others:
+        raise StateRefused(
+            f"partitions {others} of run {run} were given another configuration meanwhile, of a generation not below "
+            f"{wanted.generation}; run this again, to exclude under that one"
+        )
+    return standings
+
+
+# ---------------------------------------------------------------------- the report
+
+
+def find(view: View, exclusion: Exclusion, partitions: int) -> Report:
+    """Where excluded rollouts are, and what went with them."""
+    report = Report()
+    config = exclusion.added_to(GroupingConfig())
+    named: list[set[int]] = []
+    with progress("partitions") as show:
+        for partition in range(partitions):
+            show(partition, partitions)
+            named.append(_named(view, partition, config))
+            fates = view.fates(partition, named[-1])
+            report.fates.update(
+                f"{DROPPED}: {fate.drop.reason}" if fate.drop is not None else fate.name for fate in fates.values()
+            )
+            report.dropped_along += sum(
+                drop.offset not in named[-1] and _is_of(drop, exclusion, named[-1])
+                for record in view.journal(partition)
+                for drop in record.drops
+            )
+        show(partitions, partitions)
+    report.batches = _batches(view, config, named)
+    report.touched = _touched(view, report.batches)
+    return report
+
+
+def _is_of(drop: Drop, exclusion: Exclusion, named: Collection[int]) -> bool:
+    """Whether a rollout was dropped for this exclusion: every member of a group goes with the detail of one."""
+    found = _DETAIL.fullmatch(drop.detail) if drop.reason == "excluded" else None
+    if found is None:
+        return False
+    what, name = found.groups()
+    if what == "offset":
+        return bool(exclusion.offsets) and int(name) in named
+    return name in (exclusion.environments if what == "environment" else exclusion.workers)
+
+
+def _named(view: View, partition: int, config: GroupingConfig) -> set[int]:
+    """Offsets of the rollouts of a partition that are excluded themselves."""
+    found = set()
+    for message in view.messages("rollouts", [partition]):
+        offset = message.offset() or 0
+        by_offset = config.excludes_offset(partition, offset)
+        if not by_offset and not (config.exclude_environments or config.exclude_workers):
+            continue
+        rollout = decoded(message.value())
+        if isinstance(rollout, Rollout) and (
+            by_offset
+            or rollout.environment in config.exclude_environments
+            or rollout.metadata.worker_id in config.exclude_workers
+        ):
+            found.add(offset)
+    return found
+
+
+def _batches(view: View, config: GroupingConfig, named: Sequence[set[int]]) -> list[dict[str, Any]]:
+    """Batches that hold excluded rollouts: by what they say themselves, and by worker where `rollouts` still says."""
+    held = []
+    for message in view.messages("batches"):
+        batch = decode_as(TrainingBatch, message.value())
+        if batch.batch_id not in view.index:
+            continue
+        offsets, groups = batch.source_offsets.tolist(), batch.group_index.tolist()
+        excluded = np.array(
+            [
+                offset in named[batch.partition]
+                or config.excludes_offset(batch.partition, offset)
+                or batch.groups[group].environment in config.exclude_environments
+                for offset, group in zip(offsets, groups, strict=True)
+            ]
+        )
+        if excluded.any():
+            met = view.uses.get(batch.batch_id, ())
+            uses = [
+                {
+                    "learner": step.learner,
+                    "step": step.step,
+                    "use": use.use,
+                    "reason": use.reason,
+                    "policy_version": step.policy_version if step.policy_version >= 0 else None,
+                }
+                for step, use in met
+            ]
+            held.append(
+                {"batch_id": batch.batch_id, "excluded": int(excluded.sum()), "rollouts": len(batch), "uses": uses}
+            )
+    return sorted(held, key=lambda item: view.index[item["batch_id"]][0])
+
+
+def _touched(view: View, batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """By learner, the steps that trained on these batches, and the first policy version that carries any of it."""
+    steps: dict[str, set[int]] = {}
+    for batch in batches:
+        for use in batch["uses"]:
+            if use["use"] == "trained":
+                steps.setdefault(use["learner"], set()).add(use["step"])
+    touched = []
+    for learner, numbers in sorted(steps.items()):
+        versions = [v for v, m in view.policies.items() if m.learner == learner and m.step >= min(numbers)]
+        touched.append(
+            {"learner": learner, "steps": sorted(numbers), "first_policy_version": min(versions, default=None)}
+        )
+    return touched
+
+
+# ---------------------------------------------------------------------- output
+
+
+def settings_of(config: GroupingConfig) -> dict[str, list[str]]:
+    """The settings of a configuration that exclude anything."""
+    return {f"grouping.{name}": list(getattr(config, name)) for name in EXCLUSIONS if getattr(config, name)}
+
+
+def _print(
+    config: RunConfig, exclusion: Exclusion, current: GroupingConfig, report: Report, args: argparse.Namespace
+) -> None:
+    settings = settings_of(exclusion.added_to(current))
+    if args.json:
+        told = {
+            "dry_run": args.dry_run,
+            "generation": current.generation,
+            "settings": settings,
+            "rollouts": dict(report.fates),
+            "dropped_along": report.dropped_along,
+            "batches": report.batches,
+            "touched": report.touched,
+        }
+        print(json.dumps(told))
+        return
+    verb = "would be excluded" if args.dry_run else f"excluded, as generation {current.generation} has it"
+    print(f"run {config.run}: {exclusion} {verb}\n")
+    later = {IN_FLIGHT: "in flight, dropped when their groups are complete or due", UNREAD: "not yet read"}
+    rows = [(later.get(name, name), count) for name, count in sorted(report.fates.items())]
+    if report.dropped_along:
+        rows.append(("dropped along, as members of their groups", report.dropped_along))
+    print(table(("rollouts", ""), rows) if rows else "no rollout of it is on the log")
+    if report.batches:
+        print()
+        print(table(("batch", "excluded", "rollouts", "learner", "step", "", "version"), _rows(report.batches)))
+    for of in report.touched:
+        first = of["first_policy_version"]
+        since = "no policy version yet" if first is None else f"policy versions {first} and later"
+        print(f"\nlearner {of['learner']} trained on them in {len(of['steps'])} steps; {since} carry it")
+    flags = " ".join(f"--set '{name}={json.dumps(value)}'" for name, value in settings.items())
+    print(f"\na replay without them: rollstream replay --run {config.run} {flags}")
+    if not args.dry_run:
+        print(f"a configuration of yours of a generation above {current.generation} replaces this one: exclude there")
+
+
+def _rows(batches: Iterable[Mapping[str, Any]]) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = []
+    for batch in batches:
+        head = (batch["batch_id"], batch["excluded"], batch["rollouts"])
+        uses = [(use["learner"], use["step"], use["use"], _version(use)) for use in batch["uses"]]
+        rows += [(*head, *use) for use in uses] or [(*head, "", "", "not reached yet", "")]
+    return rows
+
+
+def _version(use: Mapping[str, Any]) -> object:
+    return "" if use["policy_version"] is None or use["use"] != "trained" else use["policy_version"]

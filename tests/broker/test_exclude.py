@@ -1,0 +1,156 @@
+"""Exclusion on a real broker: what is not batched goes, and is counted; what is batched is named with its steps."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline.ledger import Ledger, ledger
+from pipeline.verify import verify
+from tests.runs import RealRun, rollout
+from tests.waiting import eventually
+from topics import clients
+from topics.codec import encode
+from topics.config import TopicsConfig
+from topics.keys import encode_key
+from topics.records import BatchIndexEntry, BatchUse, LearnerStep, PolicyManifest, Rollout, RolloutMetadata
+
+
+def ran(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        run.command(*words), cwd=run.directory, env=run._env(), capture_output=True, text=True, timeout=90
+    )
+
+
+def answer(run: RealRun, *words: str) -> Any:
+    found = ran(run, *words, "--json")
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout)
+
+
+def group(example: str, members: int = 4, worker: str = "w0", **changes: object) -> Iterator[Rollout]:
+    metadata = RolloutMetadata(worker_id=worker, timestamp=1.0)
+    return (rollout(example, member, metadata=metadata, **changes) for member in range(members))
+
+
+def offset_of(run: RealRun, uid: str) -> int:
+    messages = clients.read_to_end(run.kafka, run.topic("rollouts"))
+    [offset] = [m.offset() for m in messages if uid.encode() in (m.value() or b"")]
+    return offset or 0
+
+
+def settled(run: RealRun, **expected: object) -> Ledger:
+    """The ledger, once it is as expected."""
+
+    def now() -> Ledger | None:
+        book = ledger(run.kafka, run.name)
+        same = all(getattr(book, name) == value for name, value in expected.items())
+        return book if same and not book.unread else None
+
+    return eventually(now, 60, f"the ledger to say {expected}", every_s=0.2)
+
+
+def train(run: RealRun) -> None:
+    """A learner's step by hand, on every batch there is; version 3 is published after it."""
+    entries = [entry for entry in run.read("batch-index") if isinstance(entry, BatchIndexEntry)]
+    uses = tuple(
+        BatchUse(batch_id=entry.batch_id, index_offset=0, rows=entry.rollouts, use="trained") for entry in entries
+    )
+    step = LearnerStep(
+        learner="main",
+        step=3,
+        input_run=run.name,
+        uses=uses,
+        position=1,
+        policy_version=3,
+        params_digest="ab" * 32,
+        trained_total=sum(use.rows for use in uses),
+        skipped_total=0,
+    )
+    run.send_bytes("steps", encode(step), encode_key("main", 3))
+    manifest = PolicyManifest(version=3, learner="main", step=3, epoch="e", tensors=(), chunks=(), digest="cd" * 32)
+    run.send_bytes("policies", encode(manifest), encode_key(3))
+
+
+def test_what_is_excluded_by_environment_worker_or_offset_leaves_and_stays_out(real_run: RealRun) -> None:
+    run = real_run
+    run.topics = TopicsConfig(partitions=1)
+    run.grouping = type(run.grouping)(batch_rollouts=8, max_batch_age_s=600.0)
+    run.prepare()
+    process = run.start("group")
+    run.send([*group("bad0", environment="bad"), *group("good0")])
+    run.send(group("bad1", environment="bad"))
+    run.send(group("half", 2, worker="broken"))
+    settled(run, batched=8, in_flight=6)
+    train(run)
+
+    tried = answer(run, "exclude", "--env", "bad", "--dry-run")
+    assert (tried["generation"], tried["rollouts"]) == (0, {"batched": 4, "in_flight": 4})
+    assert settled(run, in_flight=6).dropped == {}
+    told = answer(run, "exclude", "--env", "bad")
+    assert (told["generation"], told["rollouts"]) == (1, {"batched": 4, "dropped: excluded": 4})
+    use = {"learner": "main", "step": 3, "use": "trained", "reason": "", "policy_version": 3}
+    assert told["batches"] == [{"batch_id": "0-0", "excluded": 4, "rollouts": 8, "uses": [use]}]
+    assert told["touched"] == [{"learner": "main", "steps": [3], "first_policy_version": 3}]
+    assert answer(run, "exclude", "--env", "bad") == told, "what is excluded already is reported again, and no more"
+
+    # By worker: the group goes once it is complete, with the members that others sent.
+    told = answer(run, "exclude", "--worker", "broken")
+    assert (told["generation"], told["rollouts"], told["batches"]) == (2, {"in_flight": 2}, [])
+    run.send(rollout("half", member) for member in (2, 3))
+    settled(run, in_flight=0, dropped={"excluded": 8})
+    told = answer(run, "exclude", "--worker", "broken")
+    assert (told["rollouts"], told["dropped_along"]) == ({"dropped: excluded": 2}, 2)
+
+    # By offset: the sealed group of one member.
+    run.send(group("good1"))
+    settled(run, in_flight=4)
+    offset = offset_of(run, "good1-2")
+    told = answer(run, "exclude", "--offsets", f"0:{offset}")
+    assert (told["generation"], told["rollouts"], told["dropped_along"]) == (3, {"dropped: excluded": 1}, 3)
+    assert told["settings"] == {
+        "grouping.exclude_environments": ["bad"],
+        "grouping.exclude_workers": ["broken"],
+        "grouping.exclude_offsets": [f"0:{offset}"],
+    }
+
+    # Killed and started again with the configuration of generation 0, it goes by the log.
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    run.start("group")
+    run.send([*group("bad2", environment="bad"), *group("good2"), *group("good3")])
+    book = settled(run, in_flight=0, batched=16, dropped={"excluded": 16})
+    assert book.balanced, book.problems
+    assert verify(run.kafka, run.name).mismatches == []
+    said = ran(run, "exclude", "--env", "bad", "--worker", "broken")
+    assert said.returncode == 0, said.stderr
+    assert "environment bad, worker broken excluded, as generation 3 has it" in said.stdout
+    assert "policy versions 3 and later carry it" in said.stdout
+
+    # A replay leaves out what is excluded from where it was; with a setting, from the beginning on: without good0, bad1
+    # is batched before its environment is excluded, and good1 stays.
+    assert answer(run, "replay")["differing"] == 0
+    replayed = answer(run, "replay", "--set", f'grouping.exclude_offsets=["0:{offset_of(run, "good0-1")}"]')["replayed"]
+    assert replayed["dropped"] == {"excluded": len(["good0", "half", "bad2"]) * 4}
+    assert (replayed["rollouts"], replayed["in_flight"]) == (16, 4)
+
+
+def test_an_exclusion_that_nobody_reads_says_so_and_stands(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    found = ran(run, "exclude", "--env", "bad", "--timeout", "0.5")
+    assert found.returncode == 2
+    assert "the exclusion is on the log as generation 1, and partitions [0, 1]" in found.stderr
+    assert "start `rollstream group`" in found.stderr
+    run.start("group")
+    told = answer(run, "exclude", "--env", "bad")
+    assert (told["generation"], told["rollouts"]) == (1, {})
+    for words, said in (
+        ((), "nothing to exclude is named"),
+        (("--offsets", "0-9"), "is no range of offsets; write PARTITION:FIRST-LAST"),
+        (("--offsets", "2:0-9"), "has partitions 0 to 1"),
+    ):
+        found = ran(run, "exclude", *words)
+        assert (found.returncode, found.stdout) == (2, "")
+        assert said in found.stderr
