@@ -181,13 +181,22 @@ def _add_runs(commands: "Commands") -> None:
 
 
 def _add_questions(commands: "Commands") -> None:
-    _add(
+    ledger = _add(
         commands,
         "ledger",
         "pipeline.questions:show_ledger",
         "prove from the topics alone that every record is in exactly one place",
-        example="rollstream ledger --run main --json",
+        example="rollstream ledger --run main --by env --watch 5",
         json=True,
+    )
+    ledger.add_argument("--by", choices=("env",), help="rollouts and tokens of each environment, too")
+    ledger.add_argument(
+        "--watch",
+        type=_seconds,
+        nargs="?",
+        const=3.0,
+        metavar="SECONDS",
+        help="print it again every so many seconds until interrupted (default: 3)",
     )
     verify = _add(
         commands,
@@ -255,6 +264,13 @@ def _add_questions(commands: "Commands") -> None:
         json=True,
     )
     top.add_argument("--once", action="store_true", help="show it as it is now and end, as --json does")
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time to wait, in seconds")
+    return value
 
 
 def _add_dlq(commands: "Commands") -> None:

@@ -1,27 +1,34 @@
 """The conservation proof: every record of `rollouts` is in exactly one place, read from the topics alone.
 
-The cut: steps first, then the journal, then batches, dead letters and rollouts. What lies beyond the positions the
-journal names is unread; whatever does not add up is a problem, named with its partition and offset.
+The cut: steps first, then the position each partition's group committed last, then the journal up to the records it
+names, and batches and dead letters up to those. What lies beyond is unread; whatever does not add up is a problem,
+named with its partition and offset. What was pruned is known by the journal's cumulative counts.
 """
 
+import contextlib
+import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+from confluent_kafka import KafkaException, TopicPartition
 
 from consumers.grouping.changes import BATCHED, CONTROL, DEAD_LETTERED, DROPPED
-from consumers.grouping.runs import from_runs
+from consumers.grouping.config import GrouperConfig
 from consumers.grouping.selection import Selection, selections
+from consumers.grouping.state import CommitMetadata
+from pipeline.journals import IN_FLIGHT, READ, PartitionJournal, environments
 from topics import clients, codec
 from topics.catalogue import topic_name
 from topics.codec import decode_as
 from topics.config import KafkaConfig
-from topics.records import FateCount, JournalRecord, LearnerStep, TrainingBatch
+from topics.errors import StateRefused
+from topics.records import JournalRecord, LearnerStep, TrainingBatch
 
-_UNFINISHED = "in_flight"
-_FATES = (_UNFINISHED, BATCHED, DROPPED, DEAD_LETTERED, CONTROL)
 _MOST_PROBLEMS = 20
+_PATIENCE_S = 3.0
+"""How long what a committed transaction wrote may take to show: it does not on all partitions at once."""
 REDRIVEN = "rollstream.redriven"
 """Header of a note in dead-letters: the offset there of the letter that was sent again."""
 
@@ -45,6 +52,10 @@ class Ledger:
     in_flight: int = 0
     unread: int = 0
     evals: int = 0
+    pruned: int = 0
+    """Of all these, records known by the journal's counts alone, as they or the journal's beginning were deleted."""
+    environments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Rollouts and tokens read, by environment and fate; empty where a record named no environment."""
     selection: dict[str, Selection] = field(default_factory=dict)
     """Lengths and rewards by environment, of what was batched and of what was not."""
     problems: list[str] = field(default_factory=list)
@@ -73,9 +84,20 @@ class Ledger:
             "in_flight": self.in_flight,
             "unread": self.unread,
             "evals": self.evals,
+            "pruned": self.pruned,
+            "tokens": self.tokens,
+            "environments": self.environments,
             "selection": {environment: found.as_dict() for environment, found in self.selection.items()},
             "problems": self.problems,
         }
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Tokens of all that was read, by fate; what is unread is not counted."""
+        found: Counter[str] = Counter()
+        for figures in self.environments.values():
+            found.update(figures["tokens"])
+        return dict(found)
 
     def problem(self, text: str) -> None:
         """Note something that does not add up."""
@@ -83,63 +105,21 @@ class Ledger:
             self.problems.append(text)
 
 
-class _Partition:
-    """What the journal says of one partition: for each offset below the position a code in `_FATES`, -1 for none."""
+def ledger(kafka: KafkaConfig, run: str, group: str | None = None) -> Ledger:
+    """Read a run's topics and prove, or disprove, that every record is in one place.
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.sequence = -1
-        self.position = 0
-        self.fates = np.full(1024, -1, "<i1")
-        self.reasons: dict[int, str] = {}
-        self.batch_ids: list[str] = []
-        self.counts: tuple[FateCount, ...] = ()
-
-    def read(self, record: JournalRecord, ledger: Ledger) -> None:
-        """Take in the next journal record."""
-        where = f"journal[{self.number}] sequence {record.sequence}"
-        if record.sequence != self.sequence + 1 or record.begin != self.position:
-            ledger.problem(
-                f"{where} begins at offset {record.begin}; sequence {self.sequence + 1} at {self.position} was expected"
-            )
-        self.sequence, self.position = record.sequence, record.position
-        while len(self.fates) < record.position:
-            self.fates = np.concatenate((self.fates, np.full(len(self.fates), -1, "<i1")))
-        for offset in from_runs(record.admitted):
-            self._set(offset, _UNFINISHED, ledger)
-        for finished in record.finished:
-            for offset in from_runs(finished.runs):
-                self._set(offset, finished.fate, ledger)
-        for drop in record.drops:
-            self.reasons[drop.offset] = drop.reason
-        self.batch_ids += record.batch_ids
-        self.counts = record.counts
-
-    def _set(self, offset: int, fate: str, ledger: Ledger) -> None:
-        now = self.fates[offset]
-        if now > 0 or (now == 0 and fate == _UNFINISHED):
-            ledger.problem(f"rollouts[{self.number}] offset {offset} is {_FATES[now]} and then {fate}")
-        self.fates[offset] = _FATES.index(fate)
-
-    def offsets(self, fate: str) -> set[int]:
-        """Offsets with a fate."""
-        return set(np.flatnonzero(self.fates[: self.position] == _FATES.index(fate)).tolist())
-
-
-def ledger(kafka: KafkaConfig, run: str) -> Ledger:
-    """Read a run's topics and prove, or disprove, that every record is in one place."""
+    `group` is the consumer group of the run's grouping processes, where its name is not the usual one.
+    """
     clients.check_broker(kafka)
     result = Ledger()
     steps = _read_steps(kafka, run)
-    partitions = {p: _Partition(p) for p in range(clients.partitions_of(kafka, topic_name(run, "rollouts")))}
-    for message in clients.read_to_end(kafka, topic_name(run, "journal")):
-        record = decode_as(JournalRecord, message.value())
-        partitions[record.partition].read(record, result)
-    result.selection = selections(count for partition in partitions.values() for count in partition.counts)
-    rows = _check_batches(kafka, run, partitions, result)
-    _check_dead_letters(kafka, run, partitions, result)
-    _check_records(kafka, run, partitions, result)
-    _check_steps(steps, rows, result)
+    journals = _read_journals(kafka, run, group or GrouperConfig().group_id(run), result)
+    result.selection = selections(count for journal in journals.values() for count in journal.counts)
+    rows = _check_batches(kafka, run, journals, result)
+    _check_dead_letters(kafka, run, journals, result)
+    in_flight = _check_records(kafka, run, journals, result)
+    _sum_up(journals, in_flight, result)
+    _check_steps(steps, rows, journals, run, result)
     result.evals = sum(1 for _ in clients.read_to_end(kafka, topic_name(run, "evals")))
     return result
 
@@ -153,36 +133,155 @@ def _read_steps(kafka: KafkaConfig, run: str) -> list[LearnerStep]:
     return list(newest.values())
 
 
-def _check_batches(kafka: KafkaConfig, run: str, partitions: dict[int, _Partition], result: Ledger) -> dict[str, int]:
+def _read_journals(kafka: KafkaConfig, run: str, group: str, result: Ledger) -> dict[int, PartitionJournal]:
+    """The journal of each partition up to the record its committed offset names; to its end where none is."""
+    topic = topic_name(run, "journal")
+    partitions = clients.partitions_of(kafka, topic_name(run, "rollouts"))
+    cut = _cut(kafka, run, group, partitions)
+    journals = {p: PartitionJournal(p, result.problem) for p in range(partitions)}
+    follows: dict[int, int] = {}
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        for message in clients.read_to_end(kafka, topic, start=dict(follows)):
+            partition, offset = message.partition() or 0, message.offset() or 0
+            if offset >= follows.get(partition, 0) and offset <= cut.get(partition, offset):
+                record = decode_as(JournalRecord, message.value())
+                if partition not in follows and record.sequence > 0 and not clients.bounds(kafka, topic)[partition][0]:
+                    result.problem(f"journal[{partition}] begins with sequence {record.sequence}; nothing was pruned")
+                journals[partition].read(record)
+                follows[partition] = offset + 1
+        behind = sorted(p for p, last in cut.items() if follows.get(p, 0) <= last)
+        if not behind:
+            break
+        if time.monotonic() > deadline:
+            for partition in behind:
+                result.problem(f"journal[{partition}] does not hold offset {cut[partition]}, which group {group} names")
+            break
+        time.sleep(0.1)
+    for journal in journals.values():
+        if journal.sequence >= 0 and journal.base < 0:
+            result.problem(f"journal[{journal.number}] holds no whole snapshot")
+        elif journal.base >= 0:
+            journal.check_counts()
+    return journals
+
+
+def _cut(kafka: KafkaConfig, run: str, group: str, partitions: int) -> dict[int, int]:
+    """Offset of the newest journal record of each partition, as the group committed it with its position.
+
+    Without those of a transaction that stays open, or where nothing is committed: the journal ends then where it ends.
+    """
+    consumer = clients.reader(kafka, group=group)
+    found = {}
+    try:
+        wanted = [TopicPartition(topic_name(run, "rollouts"), p) for p in range(partitions)]
+        for committed in consumer.committed(wanted, _PATIENCE_S):
+            if committed.error is None and committed.offset >= 0:
+                # Whoever else committed there is refused by the grouping process; nothing is cut by it.
+                with contextlib.suppress(StateRefused):
+                    found[committed.partition] = CommitMetadata.decode(committed.metadata, run).journal
+    except KafkaException:
+        return {}
+    finally:
+        consumer.close()
+    return found
+
+
+def _check_batches(
+    kafka: KafkaConfig, run: str, journals: dict[int, PartitionJournal], result: Ledger
+) -> dict[str, int]:
     """Batches against the journal: the same batches, made of exactly the offsets it calls batched. Rows by batch id."""
-    carried: dict[int, Counter[int]] = {p: Counter() for p in partitions}
-    rows: dict[str, int] = {}
-    expected = {batch_id for p in partitions.values() for batch_id in p.batch_ids}
-    for message in clients.read_to_end(kafka, topic_name(run, "batches")):
-        batch = decode_as(TrainingBatch, message.value())
-        if batch.batch_id not in expected:
-            continue  # Committed after the cut.
-        if batch.batch_id in rows:
-            result.problem(f"batch {batch.batch_id} is in batches twice")
-        rows[batch.batch_id] = len(batch)
-        carried[batch.partition].update(batch.source_offsets.tolist())
-    for batch_id in sorted(expected - set(rows)):
+    expected = {batch_id for journal in journals.values() for batch_id in journal.batch_ids}
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        found = Ledger()
+        carried: dict[int, Counter[int]] = {p: Counter() for p in journals}
+        rows: dict[str, int] = {}
+        oldest: dict[int, int] = {}
+        for message in clients.read_to_end(kafka, topic_name(run, "batches")):
+            batch = decode_as(TrainingBatch, message.value())
+            journal = journals[batch.partition]
+            oldest.setdefault(batch.partition, batch.number)
+            if batch.number >= journal.batches:
+                continue  # Committed after the cut.
+            if batch.batch_id in rows:
+                found.problem(f"batch {batch.batch_id} is in batches twice")
+            rows[batch.batch_id] = len(batch)
+            if batch.batch_id in expected:
+                carried[batch.partition].update(batch.source_offsets.tolist())
+            elif batch.number >= journal.base_batches:
+                found.problem(f"batch {batch.batch_id} is in batches and not in the journal")
+        missing = expected - rows.keys()
+        deleted = {p for p, (low, _end) in clients.bounds(kafka, topic_name(run, "batches")).items() if low > 0}
+        gone = {name for name in missing if _partition(name) in deleted and _number(name) < _first(oldest, name)}
+        if missing == gone or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    for text in found.problems:
+        result.problem(text)
+    for batch_id in sorted(missing - gone):
         result.problem(f"batch {batch_id} is in the journal and not in batches")
-    for partition in partitions.values():
-        journal, batches = partition.offsets(BATCHED), carried[partition.number]
-        for offset in sorted(journal.symmetric_difference(batches)):
-            place = "journal and no batch" if offset in journal else "a batch and not the journal"
-            result.problem(f"rollouts[{partition.number}] offset {offset} is batched in {place}")
+    for number, journal in journals.items():
+        in_flight = journal.offsets(IN_FLIGHT)
+        named = (journal.offsets(BATCHED) | (journal.delivered & in_flight)) - journal.delivered_before
+        batches = carried[number]
+        # Which rollouts a deleted batch held, nothing says.
+        lost = named - batches.keys() if any(_partition(name) == number for name in gone) else set()
+        for offset in sorted((named - lost).symmetric_difference(batches)):
+            place = "journal and no batch" if offset in named else "a batch and not the journal"
+            result.problem(f"rollouts[{number}] offset {offset} is batched in {place}")
         for offset, times in batches.items():
             if times > 1:
-                result.problem(f"rollouts[{partition.number}] offset {offset} is in {times} batches")
-        result.batched += len(journal)
-    result.batches = len(rows)
+                result.problem(f"rollouts[{number}] offset {offset} is in {times} batches")
+    result.batches = sum(journal.batches for journal in journals.values())
     return rows
 
 
-def _check_dead_letters(kafka: KafkaConfig, run: str, partitions: dict[int, _Partition], result: Ledger) -> None:
-    found: dict[int, Counter[int]] = {p: Counter() for p in partitions}
+def _partition(batch_id: str) -> int:
+    return int(batch_id.split("-")[0])
+
+
+def _number(batch_id: str) -> int:
+    return int(batch_id.split("-")[1])
+
+
+def _first(oldest: Mapping[int, int], batch_id: str) -> int:
+    """Number of the first batch still held of the partition of this one; more than its own where none is."""
+    return oldest.get(_partition(batch_id), _number(batch_id) + 1)
+
+
+def _check_dead_letters(kafka: KafkaConfig, run: str, journals: dict[int, PartitionJournal], result: Ledger) -> None:
+    """Dead letters against the journal. They are never pruned: of those of before its beginning the number must be."""
+    wanted = sum(len(journal.offsets(DEAD_LETTERED)) for journal in journals.values())
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        found = Ledger()
+        letters = _read_dead_letters(kafka, run, journals, found)
+        if sum(map(len, letters.values())) >= wanted or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    for text in found.problems:
+        result.problem(text)
+    for number, journal in journals.items():
+        named, here = journal.offsets(DEAD_LETTERED), letters[number]
+        before = {offset for offset in here if journal.settled_before(offset)}
+        if len(before) != journal.before[DEAD_LETTERED]:
+            result.problem(
+                f"rollouts[{number}]: {len(before)} records below offset {journal.base} are in dead-letters, the "
+                f"journal counts {journal.before[DEAD_LETTERED]}"
+            )
+        for offset in sorted(named.symmetric_difference(here.keys() - before)):
+            place = "the journal alone" if offset in named else "the topic alone"
+            result.problem(f"rollouts[{number}] offset {offset} is dead-lettered in {place}")
+        for offset, times in here.items():
+            if times > 1:
+                result.problem(f"rollouts[{number}] offset {offset} is dead-lettered {times} times")
+
+
+def _read_dead_letters(
+    kafka: KafkaConfig, run: str, journals: dict[int, PartitionJournal], result: Ledger
+) -> dict[int, Counter[int]]:
+    found: dict[int, Counter[int]] = {p: Counter() for p in journals}
     for message in clients.read_to_end(kafka, topic_name(run, "dead-letters")):
         headers: dict[str, Any] = dict(message.headers() or [])
         if REDRIVEN in headers:
@@ -190,67 +289,107 @@ def _check_dead_letters(kafka: KafkaConfig, run: str, partitions: dict[int, _Par
         try:
             number = int(headers["__streams.errors.partition"])
             offset = int(headers["__streams.errors.offset"])
-            position = partitions[number].position
+            position = journals[number].position
         except (KeyError, ValueError, TypeError):
             result.problem(f"dead-letters offset {message.offset()} names no partition and offset of rollouts")
             continue
         if offset < position:
             found[number][offset] += 1
-    for partition in partitions.values():
-        journal = partition.offsets(DEAD_LETTERED)
-        for offset in sorted(journal.symmetric_difference(found[partition.number])):
-            place = "the journal alone" if offset in journal else "the topic alone"
-            result.problem(f"rollouts[{partition.number}] offset {offset} is dead-lettered in {place}")
-        for offset, times in found[partition.number].items():
-            if times > 1:
-                result.problem(f"rollouts[{partition.number}] offset {offset} is dead-lettered {times} times")
-        result.dead_lettered += len(journal)
+    return found
 
 
-def _check_records(kafka: KafkaConfig, run: str, partitions: dict[int, _Partition], result: Ledger) -> None:
-    """Rollouts against the journal: below the position every record has a place, and every place a record."""
+def _check_records(kafka: KafkaConfig, run: str, journals: dict[int, PartitionJournal], result: Ledger) -> int:
+    """Rollouts against the journal: below the position every record has a place, and every place a record.
+
+    Returns how many of the records in flight are rollouts.
+    """
+    topic = topic_name(run, "rollouts")
     frames = tuple(codec.MAGIC + schema.fingerprint for schema in codec.schemas()["Rollout"])
-    seen = {p: np.zeros(len(partition.fates), bool) for p, partition in partitions.items()}
-    dropped: Counter[str] = Counter()
-    for message in clients.read_to_end(kafka, topic_name(run, "rollouts")):
+    seen: dict[int, set[int]] = {p: set() for p in journals}
+    rollouts: Counter[int] = Counter()
+    unread: Counter[int] = Counter()
+    in_flight = 0
+    for message in clients.read_to_end(kafka, topic):
         number, offset = message.partition() or 0, message.offset() or 0
-        partition = partitions[number]
-        result.produced += 1
-        result.rollouts += (message.value() or b"").startswith(frames)
-        if offset >= partition.position:
+        journal = journals[number]
+        rollout = (message.value() or b"").startswith(frames)
+        if offset >= journal.position:
             result.unread += 1
-            continue
-        seen[number][offset] = True
-        code = partition.fates[offset]
-        if code < 0:
-            result.problem(f"rollouts[{number}] offset {offset} was read and is nowhere")
-        elif _FATES[code] == DROPPED:
-            dropped[partition.reasons.get(offset, "without a reason")] += 1
-        elif _FATES[code] == CONTROL:
-            result.control += 1
-        elif _FATES[code] == _UNFINISHED:
-            result.in_flight += 1
-    for number, partition in partitions.items():
-        placed = partition.fates[: partition.position] >= 0
-        for offset in np.flatnonzero(placed & ~seen[number][: partition.position]).tolist():
-            result.problem(
-                f"rollouts[{number}] offset {offset} is {_FATES[partition.fates[offset]]} and holds no record"
-            )
-    if dropped.pop("without a reason", 0):
+            unread[number] += rollout
+        elif not journal.settled_before(offset):
+            seen[number].add(offset)
+            rollouts[number] += rollout
+            fate = journal.fate(offset)
+            if fate is None:
+                result.problem(f"rollouts[{number}] offset {offset} was read and is nowhere")
+            in_flight += rollout and fate == IN_FLIGHT
+    lows = {p: low for p, (low, _end) in clients.bounds(kafka, topic).items()}
+    for number, journal in journals.items():
+        gone = journal.offsets() - seen[number]
+        for offset in sorted(gone):
+            if offset >= lows[number]:
+                result.problem(f"rollouts[{number}] offset {offset} is {journal.fate(offset)} and holds no record")
+            elif journal.fate(offset) == IN_FLIGHT:
+                result.problem(f"rollouts[{number}] offset {offset} is in flight and was deleted")
+        deleted = sum(offset < lows[number] for offset in gone)
+        settled = sum(journal.before.values())
+        result.pruned += settled + deleted
+        result.produced += len(seen[number]) + deleted + settled
+        if settled or deleted:
+            read = Counter({READ: sum(count.rollouts for count in journal.produced)})
+            result.rollouts += read[READ] - journal.before[DEAD_LETTERED] - len(journal.offsets(DEAD_LETTERED))
+        else:
+            result.rollouts += rollouts[number]
+    result.rollouts += sum(unread.values())
+    result.produced += result.unread
+    return in_flight
+
+
+def _sum_up(journals: dict[int, PartitionJournal], in_flight: int, result: Ledger) -> None:
+    """Totals by fate: what was settled before the journal begins by its counts, what came since by its offsets."""
+    fates: Counter[str] = Counter()
+    for journal in journals.values():
+        fates += journal.before
+        fates += journal.since
+        result.in_flight += len(journal.offsets(IN_FLIGHT))
+    result.batched, result.control, result.dead_lettered = fates[BATCHED], fates[CONTROL], fates[DEAD_LETTERED]
+    dropped = {fate.partition(":")[2]: count for fate, count in fates.items() if fate.startswith(f"{DROPPED}:")}
+    if dropped.pop("", 0):
         result.problem("records are dropped without a reason")
-    result.dropped = dict(dropped)
+    result.dropped = dropped
+    open_by_environments = 0
+    for environment, of in environments(journals.values()).items():
+        figures: dict[str, Any] = {}
+        for name, counts in of.items():
+            ended = {fate: counts[fate] for fate in sorted(counts) if fate not in (READ, CONTROL) and counts[fate]}
+            figures[name] = {"produced": counts[READ], **ended, IN_FLIGHT: counts[READ] - sum(ended.values())}
+        open_by_environments += figures["records"][IN_FLIGHT]
+        if any(figures["records"].values()):
+            result.environments[environment] = figures
+    if open_by_environments != in_flight:
+        result.problem(
+            f"by the journal's counts {open_by_environments} rollouts are without a fate; {in_flight} are in flight"
+        )
 
 
-def _check_steps(steps: list[LearnerStep], rows: dict[str, int], result: Ledger) -> None:
+def _check_steps(
+    steps: list[LearnerStep],
+    rows: dict[str, int],
+    journals: dict[int, PartitionJournal],
+    run: str,
+    result: Ledger,
+) -> None:
     """Uses against batches: each batch at most once a learner, and never one that does not exist."""
     used: set[tuple[str, str]] = set()
+    kept = {p: min((_number(b) for b in rows if _partition(b) == p), default=j.batches) for p, j in journals.items()}
     for step in sorted(steps, key=lambda s: (s.learner, s.step)):
         result.steps += step.step > 0
-        for use in step.uses:
+        for use in step.uses if step.input_run == run else ():
             if (step.learner, use.batch_id) in used:
                 result.problem(f"step {step.step} of learner {step.learner} uses batch {use.batch_id} a second time")
             used.add((step.learner, use.batch_id))
-            if rows.get(use.batch_id) != use.rows:
+            deleted = result.pruned and _number(use.batch_id) < kept.get(_partition(use.batch_id), 0)
+            if not deleted and rows.get(use.batch_id) != use.rows:
                 result.problem(
                     f"step {step.step} of learner {step.learner} used {use.rows} rows of batch {use.batch_id}, which "
                     f"has {rows.get(use.batch_id, 'none')}"

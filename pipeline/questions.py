@@ -7,18 +7,64 @@ import argparse
 import json
 import os
 import random
+import time
+from collections.abc import Mapping
+from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.report import ledger_text, verification_text
+from pipeline.tables import table
+
+_NAME_WIDTH = 48
+"""Of an environment in a table that must fit 80 columns."""
 
 
 def show_ledger(config: RunConfig, args: argparse.Namespace) -> int:
-    """Print the ledger; 1 when it does not balance."""
+    """Print the ledger, again and again with --watch until interrupted; 1 when it does not balance."""
     from pipeline.ledger import ledger
 
-    book = ledger(config.kafka, config.run).as_dict()
-    print(json.dumps(book) if args.json else ledger_text(book))
-    return 0 if book["balanced"] else 1
+    while True:
+        book = ledger(config.kafka, config.run, config.grouper.group_id(config.run)).as_dict()
+        print(json.dumps(book) if args.json else book_text(book, by_environment=args.by == "env"), flush=True)
+        if args.watch is None:
+            return 0 if book["balanced"] else 1
+        time.sleep(args.watch)
+        if not args.json:
+            print()
+
+
+def book_text(book: Mapping[str, Any], *, by_environment: bool = False) -> str:
+    """A ledger for people: records, tokens, evaluations apart; by environment where that is asked for."""
+    parts = [ledger_text(book)]
+    tokens = book["tokens"]
+    if tokens:
+        rows = [(_words(name), count) for name, count in tokens.items() if count or name == "produced"]
+        parts.append(table(("of what was read", "tokens"), rows))
+    if by_environment:
+        parts.append(environments_text(book["environments"]))
+    apart = [f"evals, apart from all this: {book['evals']:,} rollouts"]
+    if book["pruned"]:
+        apart.append(f"{book['pruned']:,} records were pruned: they are known by the journal's counts alone")
+    return "\n\n".join([*parts, "\n".join(apart)])
+
+
+def environments_text(found: Mapping[str, Any]) -> str:
+    """Rollouts and tokens by environment and fate."""
+    rows: list[tuple[object, ...]] = []
+    for environment, figures in found.items():
+        for fate, count in figures["records"].items():
+            label = _shortened(environment or "(none)") if fate == "produced" else f"  {_words(fate)}"
+            if count or fate == "produced":
+                rows.append((label, count, figures["tokens"].get(fate, 0)))
+    return table(("environment", "rollouts", "tokens"), rows) if rows else "no environment is on record yet"
+
+
+def _words(fate: str) -> str:
+    return fate.replace("_", " ").replace(":", ": ")
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _NAME_WIDTH else name[: _NAME_WIDTH - 1] + "…"
 
 
 def show_verification(config: RunConfig, args: argparse.Namespace) -> int:

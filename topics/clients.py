@@ -7,6 +7,7 @@ that a broker answers. Read_committed unless a function says otherwise.
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from confluent_kafka import (
@@ -220,6 +221,22 @@ def partitions_of(config: KafkaConfig, topic: str, client: "AdminClient | Consum
             f"topic {topic} is missing ({metadata.error.name()}); create it with `rollstream topics apply`"
         )
     return len(metadata.partitions)
+
+
+def bounds(config: KafkaConfig, topic: str) -> dict[int, tuple[int, int]]:
+    """Where the log of each partition begins and ends: its first offset, and the one past its last.
+
+    Raises as `partitions_of` does.
+    """
+    consumer = reader(config)
+    try:
+        found = {}
+        for partition in range(partitions_of(config, topic, consumer)):
+            ask = partial(consumer.get_watermark_offsets, TopicPartition(topic, partition), 10.0)
+            found[partition] = retrying(ask, f"asking where {topic} begins")
+        return found
+    finally:
+        consumer.close()
 
 
 def topic_ids(kafka: KafkaConfig, names: list[str]) -> dict[str, str]:

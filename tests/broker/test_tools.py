@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from infra.config import BrokerConfig
 from pipeline.ledger import ledger
 from tests.planted import GOOD, POISON, Planted, check, plant
 from tests.runs import RealRun
+from topics import clients, provisioning
+from topics.catalogue import topic_name
 from topics.config import KafkaConfig
 from topics.keys import encode_key
 
@@ -63,6 +66,52 @@ def records(planted: Planted, *words: str) -> list[dict[str, Any]]:
 
 def test_the_ledger_names_what_was_planted(planted: Planted) -> None:
     check(ledger(planted.run.kafka, planted.run.name))
+
+
+def test_the_ledger_tells_tokens_and_each_environment_apart(planted: Planted) -> None:
+    book = answer(planted, "ledger", "--by", "env")
+    good = 4 * len(GOOD) + 4 + 3
+    dropped = {"dropped:duplicate_uid": 1, "dropped:group_too_small": 2, "dropped:stale_version": 4}
+    # Each rollout of this run has six tokens; the poison record names no environment.
+    figures = book["environments"]
+    assert figures["env"]["records"] == {"produced": good + 7, "batched": good, **dropped, "in_flight": 0}
+    assert figures["env"]["tokens"] == {name: 6 * count for name, count in figures["env"]["records"].items()}
+    assert figures[""]["records"] == {"produced": 1, "dead_lettered": 1, "in_flight": 0}
+    assert book["tokens"]["batched"] == 6 * good
+    assert book["produced"] == good + 7 + 1 + book["control"]
+    assert (book["evals"], book["pruned"]) == (0, 0)
+    text = lines(planted, "ledger", "--by", "env")
+    assert "  dropped: stale version          4" in text
+    assert "evals, apart from all this: 0 rollouts" in text
+    assert max(len(line) for line in text if not line.startswith("what was lost")) <= 80
+
+
+def test_the_ledger_follows_until_interrupted(planted: Planted) -> None:
+    command = planted.run.command("ledger", "--json", "--watch", "0.1")
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        books = [json.loads(process.stdout.readline()) for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    assert [book["balanced"] for book in books] == [True, True]
+
+
+def test_a_ledger_that_does_not_close_names_the_first_offending_offsets(planted: Planted) -> None:
+    """A copy of the run lacks a record of each partition, and its dead letters."""
+    kafka, copy = planted.run.kafka, "planted-lacking"
+    provisioning.apply(kafka, planted.run.topics, copy)
+    producer = clients.producer(kafka)
+    for name in ("rollouts", "journal", "batches"):
+        for message in clients.read_to_end(kafka, planted.run.topic(name)):
+            if name == "rollouts" and message.offset() == 1:
+                continue
+            producer.produce(topic_name(copy, name), message.value(), message.key(), message.partition() or 0)
+    assert producer.flush(30) == 0
+    found = rollstream(planted, "ledger", "--run", copy)
+    assert found.returncode == 1
+    assert "THE LEDGER DOES NOT BALANCE" in found.stdout
+    assert "rollouts[0] offset" in found.stdout
+    assert "dead-lettered in the journal alone" in found.stdout
 
 
 # ---------------------------------------------------------------------- cat
