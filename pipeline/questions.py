@@ -80,8 +80,11 @@ def show_verification(config: RunConfig, args: argparse.Namespace) -> int:
         found = verify(
             config.kafka, config.run, config.grouper.makers, only=only, processes=os.cpu_count() or 1, progress=show
         ).as_dict()
-    print(json.dumps(found) if args.json else verification_text(found))
-    return 0 if not found["mismatches"] else 1
+    text = verification_text(found)
+    if found["unverifiable"]:
+        text += f"\n{found['unverifiable']:,} batches are no longer verifiable: what they were made of was pruned"
+    print(json.dumps(found) if args.json else text)
+    return 0 if not found["mismatches"] and not (args.batch and found["unverifiable"]) else 1
 
 
 def _sample(names: list[str], count: int, seed: int) -> list[str]:

@@ -37,6 +37,33 @@ def journal_of(kafka: KafkaConfig, run: str, partition: int) -> list[JournalReco
     return records
 
 
+def beginnings(journal: Sequence[JournalRecord], log_begin: int) -> list[int]:
+    """Indices of records up to which a state can be restored and folded on from: the last parts of snapshots, all that
+    was in flight then still in the log, which begins at `log_begin`, and all groups remembered then in the journal.
+
+    In order; empty where too much was pruned.
+    """
+    if not journal:
+        return []
+    whole = journal[0].sequence == 0
+    # Whatever finished in records that were deleted finished by then.
+    told_ms = journal[0].stream_time_ms
+    return [
+        i
+        for i, record in enumerate(journal)
+        if record.snapshot
+        and record.part == record.parts - 1
+        and i >= record.part
+        and record.watermark >= log_begin
+        and (whole or told_ms < record.remembered_since_ms)
+    ]
+
+
+def log_begins(kafka: KafkaConfig, run: str, topic: str) -> dict[int, int]:
+    """First offset each partition of a run's topic still holds."""
+    return {partition: low for partition, (low, _end) in clients.bounds(kafka, topic_name(run, topic)).items()}
+
+
 def refold(
     kafka: KafkaConfig,
     run: str,

@@ -1,17 +1,19 @@
 """Verification: fold the recorded log again and compare every batch and drop with what was recorded, bit for bit.
 
-Whole partitions from their first record, or only some batches, each from the snapshot before it.
+Whole partitions from their first record, or from the oldest snapshot of which all is held where the log was pruned; or
+only some batches, each from the snapshot before it.
 """
 
 import multiprocessing
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from consumers.grouping.makers import makers_of
-from pipeline.refold import journal_of, refold
+from pipeline.refold import beginnings, journal_of, log_begins, refold
 from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as
@@ -32,6 +34,8 @@ class Verification:
     """Batches computed again."""
     drops: int = 0
     """Drops compared; none where only some batches were asked for."""
+    unverifiable: int = 0
+    """Batches still held whose rollouts, or the journal before them, were pruned."""
     mismatches: list[str] = field(default_factory=list)
     """What differs, and where."""
 
@@ -40,6 +44,7 @@ class Verification:
         return {
             "batches": self.batches,
             "drops": self.drops,
+            "unverifiable": self.unverifiable,
             "mismatches": len(self.mismatches),
             "differences": self.mismatches,
         }
@@ -48,6 +53,7 @@ class Verification:
         """Take in what was found elsewhere."""
         self.batches += other.batches
         self.drops += other.drops
+        self.unverifiable += other.unverifiable
         self.mismatches += other.mismatches
 
 
@@ -61,6 +67,8 @@ class _Job:
     makers: tuple[str, ...]
     index: dict[str, BatchIndexEntry]
     """Entries of the partition's batches."""
+    log_begin: int
+    """First offset of rollouts the partition still holds."""
     only: frozenset[str] | None
 
 
@@ -85,18 +93,20 @@ def verify(
     unknown = sorted(set(only or ()) - index.keys())
     if unknown:
         raise TopicError(f"run {run} has no batch {unknown[0]}; `rollstream cat batch-index` lists them")
+    log_begin = log_begins(kafka, run, "rollouts")
     jobs = []
     for partition in partitions:
         mine = {name: entry for name, entry in index.items() if entry.partition == partition}
         wanted = None if only is None else frozenset(mine).intersection(only)
         if wanted is None or wanted:
-            jobs.append(_Job(kafka, run, partition, tuple(makers), mine, wanted))
+            jobs.append(_Job(kafka, run, partition, tuple(makers), mine, log_begin[partition], wanted))
     expected = len(index) if only is None else len(set(only))
     result = Verification()
     progress(0, expected)
     for found in _spread(jobs, processes):
         result.add(found)
-        progress(result.batches, max(expected, result.batches))
+        done = result.batches + result.unverifiable
+        progress(done, max(expected, done))
     return result
 
 
@@ -121,7 +131,21 @@ def _verify_partition(job: _Job) -> Verification:
     job, journal = _settled(job)
     if not journal:
         return Verification()
-    return _verify_all(job, journal) if job.only is None else _verify_some(job, journal, job.only)
+    begin = next(iter(beginnings(journal, job.log_begin)), None)
+    if begin is None:
+        return Verification(unverifiable=len(job.index if job.only is None else job.only))
+    first = journal[begin].batch_number
+    if job.only is None:
+        result = _verify_all(job, journal, begin)
+        result.unverifiable = sum(_number(batch_id) < first for batch_id in job.index)
+        return result
+    result = _verify_some(job, journal, begin, {batch_id for batch_id in job.only if _number(batch_id) >= first})
+    result.unverifiable = sum(_number(batch_id) < first for batch_id in job.only)
+    return result
+
+
+def _number(batch_id: str) -> int:
+    return int(batch_id.split("-")[1])
 
 
 def _settled(job: _Job, patience_s: float = 10.0) -> tuple[_Job, list[JournalRecord]]:
@@ -130,23 +154,29 @@ def _settled(job: _Job, patience_s: float = 10.0) -> tuple[_Job, list[JournalRec
     deadline = time.monotonic() + patience_s
     while True:
         journal = journal_of(job.kafka, job.run, job.partition)
-        journaled = {batch_id for record in journal for batch_id in record.batch_ids}
+        begin = next(iter(beginnings(journal, job.log_begin)), None)
+        if begin is None:
+            return job, journal
+        first = journal[begin].batch_number
+        journaled = {batch_id for record in journal[begin + 1 :] for batch_id in record.batch_ids}
+        wanted = {batch_id for batch_id in job.only or () if _number(batch_id) >= first}
         if not journaled <= job.index.keys():
             index = index_of(job.kafka, job.run)
             job = replace(job, index={name: e for name, e in index.items() if e.partition == job.partition})
-        if time.monotonic() > deadline or (journaled <= job.index.keys() and (job.only or set()) <= journaled):
+        if time.monotonic() > deadline or (journaled <= job.index.keys() and wanted <= journaled):
             return job, journal
         time.sleep(0.1)
 
 
-def _verify_all(job: _Job, journal: Sequence[JournalRecord]) -> Verification:
+def _verify_all(job: _Job, journal: Sequence[JournalRecord], begin: int) -> Verification:
     result = Verification()
-    wanted = {batch_id for record in journal for batch_id in record.batch_ids}
+    later = journal[begin + 1 :]
+    wanted = {batch_id for record in later for batch_id in record.batch_ids}
     recorded = _recorded_digests(job, wanted, result)
     result.batches = len(wanted)
     drops: set[tuple[int, str]] = set()
     met = set()
-    for output in refold(job.kafka, job.run, journal[:1], journal[-1].position, makers_of(job.makers)):
+    for output in refold(job.kafka, job.run, journal[: begin + 1], journal[-1].position, makers_of(job.makers)):
         for batch in output.batches:
             met.add(batch.batch_id)
             if batch.batch_id not in recorded:
@@ -156,7 +186,7 @@ def _verify_all(job: _Job, journal: Sequence[JournalRecord]) -> Verification:
         drops.update(_identity(output.journal.drops))
     for batch_id in sorted(recorded.keys() - met):
         result.mismatches.append(f"batch {batch_id}: it is in batches, the fold does not cut it")
-    written = [drop for record in journal for drop in record.drops]
+    written = [drop for record in later for drop in record.drops]
     result.drops = len(written)
     result.mismatches += _drop_differences(job.partition, set(_identity(written)), drops)
     return result
@@ -190,20 +220,21 @@ def _checked(job: _Job, batch: TrainingBatch, result: Verification) -> str:
     return digest
 
 
-def _verify_some(job: _Job, journal: Sequence[JournalRecord], only: Collection[str]) -> Verification:
+def _verify_some(job: _Job, journal: Sequence[JournalRecord], begin: int, only: Collection[str]) -> Verification:
     """Each of these batches from the snapshot before it, in one pass where one lies on the way to the next."""
     result = Verification()
-    cut_at = {batch_id: i for i, record in enumerate(journal) for batch_id in record.batch_ids}
+    snapshots = beginnings(journal, job.log_begin)
+    cut_at = {batch_id: i for i, record in enumerate(journal) if i > begin for batch_id in record.batch_ids}
     missing = sorted(batch_id for batch_id in only if batch_id not in cut_at)
     result.mismatches += [f"batch {batch_id}: the index names it, the journal does not" for batch_id in missing]
     waiting = sorted((batch_id for batch_id in only if batch_id in cut_at), key=lambda batch_id: cut_at[batch_id])
     while waiting:
         first = cut_at[waiting[0]]
-        start = _snapshot_before(journal, first)
+        start = _before(snapshots, first)
         last = first
         # Going on costs less than restoring again as long as the next snapshot is not passed.
         for batch_id in waiting:
-            if _snapshot_before(journal, cut_at[batch_id]) <= last:
+            if _before(snapshots, cut_at[batch_id]) <= last:
                 last = cut_at[batch_id]
         these = {batch_id for batch_id in waiting if cut_at[batch_id] <= last}
         waiting = [batch_id for batch_id in waiting if batch_id not in these]
@@ -223,10 +254,9 @@ def _verify_some(job: _Job, journal: Sequence[JournalRecord], only: Collection[s
     return result
 
 
-def _snapshot_before(journal: Sequence[JournalRecord], position: int) -> int:
-    """Index of the newest record before `position` up to which a state can be restored: whole, a snapshot."""
-    ends = (i for i in range(position - 1, -1, -1) if journal[i].snapshot and journal[i].part == journal[i].parts - 1)
-    return next(ends, 0)
+def _before(snapshots: Sequence[int], position: int) -> int:
+    """The newest of these snapshots before a record of the journal; there is one."""
+    return snapshots[bisect_left(snapshots, position) - 1]
 
 
 def _fetched(job: _Job, batch_id: str, result: Verification) -> str | None:

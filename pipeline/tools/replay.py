@@ -24,7 +24,7 @@ from consumers.grouping.publisher import index_entry
 from consumers.grouping.runs import from_runs
 from pipeline.config import RunConfig
 from pipeline.progress import progress
-from pipeline.refold import Change, journal_of, refold
+from pipeline.refold import Change, beginnings, journal_of, log_begins, refold
 from pipeline.settings import environment_layers, file_layers, fill, flag_layers
 from pipeline.tables import table
 from pipeline.tools.cat import milliseconds
@@ -294,14 +294,21 @@ def _beginning(
     job: _Job, journal: Sequence[JournalRecord], change: Change | None
 ) -> tuple[Sequence[JournalRecord], int]:
     """The journal to begin with, and the last sequence before what is compared."""
-    if job.since_ms is None:
+    usable = beginnings(journal, log_begins(job.kafka, job.run, "rollouts")[job.partition])
+    if not usable:
+        raise TopicError(
+            f"partition {job.partition} of run {job.run} was pruned beyond its snapshots; replay it when the next one "
+            f"is written, as a grouping process does when it ends"
+        )
+    last = usable[0]
+    if job.since_ms is not None:
+        last = max((i for i, record in enumerate(journal) if record.stream_time_ms < job.since_ms), default=last)
+    elif journal[last].sequence == 0:
         return journal[:1], journal[0].sequence
-    before = [i for i, record in enumerate(journal) if record.stream_time_ms < job.since_ms]
-    last = before[-1] if before else 0
     if change is None:
-        whole = (i for i in range(last, -1, -1) if journal[i].snapshot and journal[i].part == journal[i].parts - 1)
-        last = next(whole, 0)
+        last = max((i for i in usable if i <= last), default=usable[0])
         return journal[: last + 1], journal[last].sequence
+    last = max(last, usable[0])
     # Under another configuration what was held then would not be what is held here: it begins with nothing.
     record = journal[last]
     empty = state.initial(job.partition, record.partitions, record.topic_id, GroupingConfig())
