@@ -177,6 +177,7 @@ def _add_runs(commands: "Commands") -> None:
     demo.add_argument("--steps", dest="learner.max_steps=", metavar="N", help="stop after this many learner steps")
     demo.add_argument("--data", dest="data_dir=", metavar="DIR", help="where its data lies (default: .rollstream/demo)")
     demo.add_argument("--keep", action="store_true", help="keep the broker's data, to ask it more afterwards")
+    demo.add_argument("--no-faults", action="store_true", help="kill nothing on the way")
     demo.set_defaults(default_config=Path(__file__).with_name("demo.toml"))
 
 

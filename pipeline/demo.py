@@ -1,12 +1,11 @@
 """`rollstream demo`: the whole loop on a local Kafka, until the model has learned its task; then the books are checked.
 
-Every part is a process of its own, started and stopped here. Whatever ends the demo, Ctrl-C included, nothing it
-started is left running.
+On the way a grouping consumer and the learner are killed, to show that the books close all the same. Every part is a
+process of its own, started and stopped here. Whatever ends the demo, Ctrl-C included, nothing it started is left.
 """
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -18,7 +17,9 @@ from infra.broker import open_broker
 from pipeline import plan as plans
 from pipeline import provision, workspace
 from pipeline.config import RunConfig
+from pipeline.display import Display
 from pipeline.evaluation import evaluate
+from pipeline.faults import Fault, SecondAct, plan_faults
 from pipeline.ledger import ledger
 from pipeline.observer import RunObserver
 from pipeline.plan import LEARN
@@ -26,6 +27,9 @@ from pipeline.process import Interrupted, Interrupts
 from pipeline.report import DemoReport, Evaluation
 from pipeline.roles.jax_runtime import require_jax
 from pipeline.supervisor import Supervisor
+from pipeline.tools.lineage import Node, of_place
+from pipeline.tools.replay import replay
+from pipeline.tools.view import Place, View
 from pipeline.verify import verify
 from producers.tasks import create_task
 from topics import clients
@@ -35,7 +39,9 @@ from topics.config import KafkaConfig
 TARGET_EXACT = 0.9
 WINDOW = 1000
 """Rollouts whose mean decides, and is reported at start and end."""
-_EVERY_S = 2.0
+OTHER_ESTIMATOR = "grpo"
+"""What the recorded log is folded with once more, beside the original; where that is it already, `_ANOTHER`."""
+_ANOTHER = "rloo"
 
 Say = Callable[[str], None]
 
@@ -49,6 +55,7 @@ class Played:
     observer: RunObserver
     outcome: str
     seconds: float
+    faults: tuple[Fault, ...]
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
@@ -62,17 +69,15 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     workspace.forget_earlier(base)
     config = workspace.prepare(config)
     workspace.log_to(config.run_dir / "logs" / "demo.log", config.log_level)
-
-    def say(line: str) -> None:
-        print(f"{time.monotonic() - began:6.1f} s  {line}", file=sys.stderr if args.json else sys.stdout, flush=True)
-
+    display = Display(json=args.json, began=began, newest=WINDOW)
+    say = display.say
     with ExitStack() as stack:
         stack.callback(workspace.leave, config, keep=args.keep)
         try:
             config = start_kafka(config, args.keep, stack, say)
-            played = play(config, stack, interrupts, say)
+            played = play(config, stack, interrupts, display, faults=not args.no_faults)
             say("the books: ledger, verification of every batch, bytes through each topic")
-            report = examine(config, played, kept=args.keep, began=began)
+            report = examine(config, played, kept=args.keep, began=began, say=say)
         except Interrupted as interrupted:
             say(f"{interrupted}: stopping what was started")
             raise
@@ -95,13 +100,24 @@ def start_kafka(config: RunConfig, keep: bool, stack: ExitStack, say: Say) -> Ru
     return plans.settle(config)
 
 
-def play(config: RunConfig, stack: ExitStack, interrupts: Interrupts, say: Say) -> Played:
-    """Train until the stop rule holds: evaluations before and after, workers stopped and what they wrote drained."""
+def play(
+    config: RunConfig, stack: ExitStack, interrupts: Interrupts, display: Display, *, faults: bool = True
+) -> Played:
+    """Train until the stop rule holds: evaluations before and after, workers stopped and what they wrote drained.
+
+    With `faults` there is a second act.
+    """
+    say = display.say
     roles = plans.plan(config, plans.write(config))
     supervisor = stack.enter_context(
         Supervisor(config.run_dir / "logs", interrupts=interrupts, environment=plans.child_environment())
     )
-    interrupts.kill_now = supervisor.kill_all
+
+    def kill_now() -> None:
+        display.restore()
+        supervisor.kill_all()
+
+    interrupts.kill_now = kill_now
     observer = stack.enter_context(closing(RunObserver(config.kafka, config.run)))
     say("starting the learner (a short format warm start makes version 0), the inference server, the groupers")
     supervisor.start(*roles.consumers)
@@ -111,7 +127,8 @@ def play(config: RunConfig, stack: ExitStack, interrupts: Interrupts, say: Say) 
     began = time.monotonic()
     supervisor.start(*roles.workers)
     supervisor.wait_ready(spec.name for spec in roles.workers)
-    outcome = watch(config, supervisor, observer, say)
+    act = SecondAct(plan_faults(config, roles) if faults else None, supervisor, say)
+    outcome = watch(config, supervisor, observer, act, display)
     seconds = time.monotonic() - began
     say(f"{outcome}; stopping the workers and draining what they wrote")
     supervisor.stop([spec.name for spec in roles.workers])
@@ -122,34 +139,38 @@ def play(config: RunConfig, stack: ExitStack, interrupts: Interrupts, say: Say) 
     last = evaluate(config, observer.policy_version, "last")
     say(f"version {last.version} answers {last.exact:.1%} of {last.prompts} held-out prompts exactly")
     supervisor.stop_all()
-    return Played(first, last, observer, outcome, seconds)
+    return Played(first, last, observer, outcome, seconds, act.faults)
 
 
-def watch(config: RunConfig, supervisor: Supervisor, observer: RunObserver, say: Say) -> str:
-    """Say how it goes until the stop rule holds or the learner has made its last step; returns which."""
-    due = time.monotonic() + _EVERY_S
-    while True:
-        supervisor.poll(0.05)
-        observer.poll(0.2)
-        recent = observer.last(WINDOW)
-        # Twice the window, so that it is not one lucky draw of prompts.
-        if min(recent.exact, observer.last(2 * WINDOW).exact) > TARGET_EXACT and recent.rollouts == WINDOW:
-            return f"exact match over the last {WINDOW:,} rollouts passed {TARGET_EXACT} at step {observer.steps}"
-        if supervisor.finished(LEARN):
-            return f"the learner made its last step, {config.learner.max_steps}"
-        if time.monotonic() >= due:
-            due += _EVERY_S
-            say(
-                f"step {observer.steps:4d}   rollouts {len(observer.scored):7,}   batches {observer.batches:5,}   "
-                f"reward {recent.reward:.3f}   exact {recent.exact:.3f}"
-            )
+def watch(config: RunConfig, supervisor: Supervisor, observer: RunObserver, act: SecondAct, display: Display) -> str:
+    """Show how it goes until the stop rule holds or the learner has made its last step; returns which."""
+    with display.live():
+        while True:
+            supervisor.poll(0.05)
+            observer.poll(0.2)
+            act.look(observer.steps)
+            recent = observer.last(WINDOW)
+            # What was killed has to be back before anything is drained. Twice the window, so that it is not one lucky
+            # draw of prompts.
+            if not act.pending:
+                if min(recent.exact, observer.last(2 * WINDOW).exact) > TARGET_EXACT and recent.rollouts == WINDOW:
+                    return (
+                        f"exact match over the last {WINDOW:,} rollouts passed {TARGET_EXACT} at step {observer.steps}"
+                    )
+                if supervisor.finished(LEARN):
+                    return f"the learner made its last step, {config.learner.max_steps}"
+            display.show(observer)
 
 
-def examine(config: RunConfig, played: Played, *, kept: bool, began: float) -> DemoReport:
+def examine(config: RunConfig, played: Played, *, kept: bool, began: float, say: Say) -> DemoReport:
     """Ask the topics what happened."""
     observer = played.observer
     book = ledger(config.kafka, config.run).as_dict()
     found = verify(config.kafka, config.run, config.grouper.makers).as_dict()
+    traced = trace(config)
+    estimator = OTHER_ESTIMATOR if config.grouping.estimator != OTHER_ESTIMATOR else _ANOTHER
+    say(f"the same log as the estimator {estimator} would have had it")
+    other = replay(config.kafka, config.run, {"estimator": estimator}, config.grouper.makers)
     first, last = observer.first(WINDOW), observer.last(WINDOW)
     return DemoReport(
         run=config.run,
@@ -171,10 +192,24 @@ def examine(config: RunConfig, played: Played, *, kept: bool, began: float) -> D
         topic_bytes=topic_bytes(config),
         ledger=book,
         verify=found,
+        faults=played.faults,
+        lineage=traced,
+        replay=other,
         kept=kept,
         places=workspace.places(config, kept=kept),
         next=workspace.next_commands(config, kept=kept),
     )
+
+
+def trace(config: RunConfig) -> Node | None:
+    """Where a rollout of the newest batch trained on came from, and what became of it."""
+    view = View(config.kafka, config.run)
+    for step in reversed(view.steps):
+        for use in step.uses:
+            if use.use == "trained":
+                batch = view.batch(use.batch_id)
+                return of_place(view, Place(batch.partition, int(batch.source_offsets[0])))
+    return None
 
 
 def topic_bytes(config: RunConfig) -> dict[str, int]:

@@ -4,12 +4,18 @@ Pure. `passed` is the demo's promise: it learned, every record is in one place, 
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from consumers.grouping.selection import FIGURES, TOLERANCE, warning
+from pipeline.faults import Fault, faults_text, plain_faults
 from pipeline.tables import bytes_text, table
 
+if TYPE_CHECKING:
+    from pipeline.tools.lineage import Node
+    from pipeline.tools.replay import Replay
+
+_WIDTH = 100
 NEEDED_GAIN = 0.5
 """Least rise of exact match over the produced rollouts."""
 
@@ -51,6 +57,12 @@ class DemoReport:
     """Bytes of keys and values that went through each topic."""
     ledger: Mapping[str, Any]
     verify: Mapping[str, Any]
+    faults: tuple[Fault, ...] = ()
+    """What was killed on the way."""
+    lineage: "Node | None" = None
+    """Of one rollout, up and down."""
+    replay: "Replay | None" = None
+    """The log folded again with another estimator."""
     kept: bool
     places: Mapping[str, str] = field(default_factory=dict)
     """Where what remains lies: logs, checkpoints, report, data."""
@@ -77,7 +89,10 @@ class DemoReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON holds it."""
-        values = asdict(self)
+        values = asdict(replace(self, faults=(), lineage=None, replay=None))
+        values["faults"] = plain_faults(self.faults)
+        values["lineage"] = None if self.lineage is None else self.lineage.as_dict()
+        values["replay"] = None if self.replay is None else self.replay.as_dict()
         for name in ("first", "last"):
             evaluation = values.pop(f"heldout_{name}")
             for key, value in evaluation.items():
@@ -88,7 +103,8 @@ class DemoReport:
 
     def as_text(self) -> str:
         """The report for people."""
-        return "\n\n".join((self._learning(), self._flow(), self._books(), self._places()))
+        parts = (self._learning(), self._flow(), faults_text(self.faults), self._books(), self._asked(), self._places())
+        return "\n\n".join(filter(None, parts))
 
     def _learning(self) -> str:
         first, last = self.heldout_first, self.heldout_last
@@ -113,6 +129,20 @@ class DemoReport:
 
     def _books(self) -> str:
         return f"{ledger_text(self.ledger)}\n{verification_text(self.verify)}"
+
+    def _asked(self) -> str:
+        """What the log can tell besides."""
+        parts = []
+        if self.lineage is not None:
+            lines = (line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in self.lineage.lines())
+            parts.append(
+                "\n".join(["one rollout, from the version that sampled it to the one it helped to make:", *lines])
+            )
+        if self.replay is not None:
+            from pipeline.tools.replay import replay_text
+
+            parts.append(f"the same log, as another estimator would have had it:\n{replay_text(self.replay)}")
+        return "\n\n".join(parts)
 
     def _places(self) -> str:
         lines = [f"{name}: {place}" for name, place in self.places.items()]

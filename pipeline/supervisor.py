@@ -142,6 +142,23 @@ class Supervisor:
         role = self._roles[name]
         return role.spec.finishes and role.reaped and role.process.returncode == 0 and not role.stopping
 
+    def is_ready(self, name: str) -> bool:
+        """Whether a role runs and has said that it is ready."""
+        role = self._roles[name]
+        return role.ready and not role.reaped
+
+    def kill(self, name: str) -> int | None:
+        """SIGKILL a role as the world would: `poll` notices, and starts it again. Its process id; None where it does
+        not run.
+        """
+        role = self._roles[name]
+        if role.reaped or role.process.poll() is not None:
+            return None
+        role.process.kill()
+        role.process.wait()
+        role.ready = False
+        return role.process.pid
+
     def wait_finished(self, name: str, timeout_s: float) -> bool:
         """Wait until a role finishes by itself; False when it has not within `timeout_s`."""
         deadline = time.monotonic() + timeout_s

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.faults import Fault
 from pipeline.report import DemoReport, Evaluation, ledger_text, verification_text
 from pipeline.tables import bytes_text, table
+from pipeline.tools.lineage import Node
+from pipeline.tools.replay import Replay
 
 BOOK: dict[str, Any] = {
     "balanced": True,
@@ -44,6 +47,9 @@ REPORT = DemoReport(
     topic_bytes={"rollouts": 1_234_567, "metrics": 0},
     ledger=BOOK,
     verify={"batches": 5, "drops": 20, "mismatches": 0, "differences": []},
+    faults=(Fault(role="group-1", pid=7, step=84, at_s=31.0, back_s=2.5, back="its partitions"),),
+    lineage=Node("rollout", "u-0", {"with": [f"u-{n}" for n in range(100)]}, [Node("batch", "0-7")]),
+    replay=Replay(changed={"estimator": [["rloo"], "grpo"]}),
     kept=False,
     places={"logs": "/somewhere/logs"},
     next=("rollstream demo --keep",),
@@ -81,6 +87,18 @@ def test_a_program_reads_the_promised_keys() -> None:
     assert report["ledger"]["dropped"] == {"zero_variance": 20}
     assert report["selection"] == report["ledger"]["selection"]
     assert report["passed"] is True
+    assert report["faults"] == [
+        {"role": "group-1", "pid": 7, "step": 84, "at_s": 31.0, "back_s": 2.5, "back": "its partitions"}
+    ]
+    assert report["lineage"]["children"] == [{"kind": "batch", "name": "0-7"}]
+    assert report["replay"]["changed"] == {"estimator": [["rloo"], "grpo"]}
+
+
+def test_the_text_ends_with_what_the_log_can_tell() -> None:
+    text = REPORT.as_text()
+    assert "group-1     step 84, 31 s  2.5 s, its partitions" in text
+    assert "└─ batch 0-7" in text
+    assert "estimator: rloo -> grpo" in text
 
 
 def test_the_text_fits_a_terminal() -> None:

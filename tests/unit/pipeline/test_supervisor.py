@@ -89,6 +89,22 @@ def test_a_role_that_dies_is_started_again_until_it_died_too_often(supervisor: S
             supervisor.wait_finished("a-0", 10)
 
 
+def test_a_role_that_was_killed_is_not_ready_until_it_says_so_again(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(
+            role("a-0", OBEDIENT, backoff_s=0.01), role("b-0", PRELUDE + "announce_ready()", finishes=True)
+        )
+        supervisor.wait_ready(["a-0"])
+        before = supervisor.pids["a-0"]
+        assert supervisor.kill("a-0") == before
+        assert gone(before)
+        assert not supervisor.is_ready("a-0")
+        poll_until(supervisor, lambda: supervisor.is_ready("a-0"), "a restart")
+        assert supervisor.pids["a-0"] != before
+        assert supervisor.wait_finished("b-0", 10)
+        assert supervisor.kill("b-0") is None
+
+
 def test_a_role_that_fails_before_it_was_ready_fails_the_run_with_its_log(supervisor: Supervisor) -> None:
     with supervisor:
         supervisor.start(role("a-0", PRELUDE + "sys.exit('no such thing')"))

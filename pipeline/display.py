@@ -1,0 +1,71 @@
+"""What the demo shows while it goes on: lines of what it does and, on a terminal, the run live below them.
+
+Without a terminal lines are all there is, and how far the run is comes as one of them every two seconds.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.live import Live
+
+from pipeline.observer import RunObserver
+from pipeline.tools.top import frame
+
+_FRAME_S = 0.5
+_LINE_S = 2.0
+
+
+class Display:
+    """Lines on standard output, or on standard error where the answer there is for a program."""
+
+    def __init__(self, *, json: bool, began: float, newest: int) -> None:
+        self._stream = sys.stderr if json else sys.stdout
+        self._began = began
+        self._newest = newest
+        self._console = Console(file=self._stream) if self._stream.isatty() else None
+        self._live: Live | None = None
+        self._due = 0.0
+
+    def say(self, line: str) -> None:
+        """Say what happens, with the seconds since the start."""
+        text = f"{time.monotonic() - self._began:6.1f} s  {line}"
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    @contextmanager
+    def live(self) -> Iterator[None]:
+        """While inside, `show` shows the run below the lines, where there is a terminal."""
+        self._due = time.monotonic() + (_FRAME_S if self._console else _LINE_S)
+        if self._console is None:
+            yield
+            return
+        with Live(console=self._console, auto_refresh=False, transient=True) as self._live:
+            try:
+                yield
+            finally:
+                self._live = None
+
+    def show(self, observer: RunObserver) -> None:
+        """How far the run is, where it is time to say so again."""
+        if time.monotonic() < self._due:
+            return
+        if self._live is not None and self._console is not None:
+            self._due = time.monotonic() + _FRAME_S
+            self._live.update(frame(observer.snapshot(self._newest), self._console.width), refresh=True)
+            return
+        self._due += _LINE_S
+        recent = observer.last(self._newest)
+        self.say(
+            f"step {observer.steps:4d}   rollouts {len(observer.scored):7,}   batches {observer.batches:5,}   "
+            f"reward {recent.reward:.3f}   exact {recent.exact:.3f}"
+        )
+
+    def restore(self) -> None:
+        """Give the terminal back its cursor, before the process ends at once."""
+        if self._live is not None and self._console is not None:
+            self._console.show_cursor(True)
