@@ -308,7 +308,7 @@ def _add_exclude(commands: "Commands") -> None:
         commands,
         "exclude",
         "pipeline.tools.exclude:exclude",
-        "quarantine rollouts after the fact: what is not yet batched is dropped, the rest is reported",
+        "quarantine rollouts after the fact: what is not yet batched is dropped, learners leave out the rest",
         example="rollstream exclude --run main --worker env-3 --dry-run",
         json=True,
     )

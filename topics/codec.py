@@ -33,6 +33,7 @@ RECORD_TYPES: tuple[type, ...] = (
     records.LearnerStep,
     records.PolicyManifest,
     records.Metrics,
+    records.ExcludedBatch,
 )
 R = TypeVar("R")
 

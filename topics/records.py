@@ -398,6 +398,16 @@ class Metrics:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExcludedBatch:
+    """A batch that learners leave out from now on."""
+
+    batch_id: str
+    reason: str
+    generation: int
+    wall_time: float = 0.0
+
+
 def same(a: object, b: object) -> bool:
     """Whether two records, or values within them, are equal: dtype, shape and bits of arrays included."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):

@@ -1,6 +1,7 @@
-"""Decides which batches make a step: whole ones in index order, too stale ones skipped on record.
+"""Decides which batches make a step: whole ones in index order, excluded and too stale ones skipped on record.
 
-The choice depends on the index, the manifests and the settings alone, so a step executed again takes the same batches.
+The choice depends on the index, the manifests and the settings, and on what `excluded` says, which answers from the
+record of a step that is executed again: so it takes the same batches.
 """
 
 import logging
@@ -42,7 +43,8 @@ class Intake:
     """Takes the batches of one step after another.
 
     `read_version_steps` gives the learner step of every published version; it is asked again when a batch names a
-    version it did not know. `skipped` hears of skipped batches that have waited for the rest of their step.
+    version it did not know. `skipped` hears of skipped batches that have waited for the rest of their step. `excluded`
+    says why a step leaves out a batch whatever its version, "" where it does not.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Intake:
         max_policy_lag: int,
         read_version_steps: Callable[[], dict[int, int]],
         skipped: Callable[[tuple[BatchUse, ...]], None],
+        excluded: Callable[[int, str], str] = lambda _step, _batch_id: "",
     ) -> None:
         self._reader = reader
         self._rollouts_per_step = rollouts_per_step
@@ -60,6 +63,7 @@ class Intake:
         self._read_version_steps = read_version_steps
         self._version_steps: dict[int, int] = {}
         self._skipped = skipped
+        self._excluded = excluded
 
     def take(self, step: int, stop: threading.Event) -> Taken | None:
         """Batches until there are enough rollouts to train on, after `step` steps; None when `stop` was set first."""
@@ -104,6 +108,8 @@ class Intake:
 
     def _judge(self, read: ReadBatch, step: int) -> tuple[int, str]:
         """Steps since the batch's lowest policy version was published, and why to skip it ("" to train on it)."""
+        if reason := self._excluded(step + 1, read.entry.batch_id):
+            return 0, reason
         version = read.entry.lowest_version
         if version not in self._version_steps:
             self._version_steps = self._read_version_steps()

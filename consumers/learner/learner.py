@@ -19,6 +19,7 @@ from consumers.batch_reader import BatchReader
 from consumers.learner.checkpoint import Checkpoints, Progress
 from consumers.learner.config import LearnerConfig
 from consumers.learner.environment import fingerprint
+from consumers.learner.exclusions import EXCLUDED, Exclusions
 from consumers.learner.intake import Intake, Taken, rows_of, trained_metrics
 from consumers.learner.packing import TrainingSequence, pack, sequences_of
 from consumers.learner.step import Metrics, TrainStep
@@ -123,6 +124,7 @@ class _Learner:
     def run(self, stop: threading.Event) -> LearnerStep:
         """Steps until the last one or until `stop`; a checkpoint is complete when it returns."""
         reader = self._stack.enter_context(BatchReader(self._kafka, self._input_run, start=self._progress.position))
+        self._exclusions = self._stack.enter_context(Exclusions(self._kafka, self._input_run))
         # While the first rollouts of this version are being made.
         self._train_step.warm_up(self._state)
         intake = Intake(
@@ -131,6 +133,7 @@ class _Learner:
             max_policy_lag=self._config.max_policy_lag,
             read_version_steps=self._read_version_steps,
             skipped=self._record_skips,
+            excluded=self._why_excluded,
         )
         while (step := int(self._state.step)) < self._config.max_steps:
             taken = intake.take(step, stop)
@@ -143,6 +146,16 @@ class _Learner:
         self._checkpoints.wait()
         event(logger, "learner_finished", learner=self._config.name, step=self._last.step, stopped=stop.is_set())
         return self._last
+
+    def _why_excluded(self, step: int, batch_id: str) -> str:
+        """Why a step leaves out a batch that is excluded, "" where it does not.
+
+        A step on record left out what was excluded when it was made; what was excluded since does not change it.
+        """
+        recorded = self._recorded.get(step)
+        if recorded is None:
+            return self._exclusions.reason(batch_id)
+        return next((u.reason for u in recorded.uses if u.batch_id == batch_id and u.reason.startswith(EXCLUDED)), "")
 
     def _step(self, taken: Taken) -> None:
         """Train, publish and record one step."""

@@ -1,7 +1,8 @@
 """`rollstream exclude`: quarantine after the fact, of environments, workers or ranges of offsets.
 
 Raises the generation of the grouping configuration that is in force by marks on every partition, in one transaction,
-and waits until all of them go by it: what was not batched by then never is. Tells what else holds such rollouts.
+and waits until all of them go by it: what was not batched by then never is. Batches that hold such rollouts are named
+on `control`, for learners to leave them out, and in the report, with the steps that met them.
 """
 
 import argparse
@@ -14,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaError, KafkaException, Message
 
+from consumers.grouping.account import clip
 from consumers.grouping.bootstrap import committed_offsets
 from consumers.grouping.changes import DROPPED
 from consumers.grouping.config import EXCLUSIONS, GrouperConfig, GroupingConfig, offset_range
@@ -32,7 +34,7 @@ from topics.codec import decode_as, encode
 from topics.config import KafkaConfig
 from topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, StateRefused
 from topics.keys import encode_key
-from topics.records import Drop, Mark, Rollout, TrainingBatch
+from topics.records import Drop, ExcludedBatch, Mark, Rollout, TrainingBatch
 
 _TIMEOUT_S = 30.0
 _DETAIL = re.compile(r"(environment|worker|offset) (.*) is excluded", re.DOTALL)
@@ -78,7 +80,7 @@ class Report:
     dropped_along: int = 0
     """Rollouts dropped because another member of their group is excluded."""
     batches: list[dict[str, Any]] = field(default_factory=list)
-    """Batches that hold excluded rollouts, in index order, with the steps that met them."""
+    """Batches that hold excluded rollouts, in index order; `name_steps` adds the steps that met them."""
     touched: list[dict[str, Any]] = field(default_factory=list)
     """By learner, steps trained on such batches, and the first policy version published after."""
 
@@ -96,7 +98,11 @@ def exclude(config: RunConfig, args: argparse.Namespace) -> int:
             raise ConfigurationError(f"--offsets {text}: run {config.run} has partitions 0 to {partitions - 1}")
     where = (config.kafka, config.run, config.grouper)
     standings = stand(*where) if args.dry_run else put_in_force(*where, exclusion, args.timeout)
-    report = find(View(config.kafka, config.run), exclusion, partitions)
+    view = View(config.kafka, config.run)
+    report = find(view, exclusion, partitions)
+    if not args.dry_run:
+        tell_learners(view, report.batches, str(exclusion), newest(standings).generation)
+    name_steps(view, report)
     _print(config, exclusion, newest(standings), report, args)
     return 0
 
@@ -218,8 +224,44 @@ def find(view: View, exclusion: Exclusion, partitions: int) -> Report:
             )
         show(partitions, partitions)
     report.batches = _batches(view, config, named)
-    report.touched = _touched(view, report.batches)
     return report
+
+
+def tell_learners(view: View, batches: Iterable[Mapping[str, Any]], reason: str, generation: int) -> None:
+    """Name batches on `control`: whoever reaches one from now on leaves it out. Repeating it changes nothing."""
+    producer, failed = clients.producer(view.kafka), []
+
+    def delivered(error: KafkaError | None, _message: Message) -> None:
+        if error is not None:
+            failed.append(error)
+
+    clients.partitions_of(view.kafka, view.topic("control"))  # Says what to do where there is none.
+    for batch in batches:
+        name = batch["batch_id"]
+        value = encode(
+            ExcludedBatch(batch_id=name, reason=clip(reason, 200), generation=generation, wall_time=time.time())
+        )
+        producer.produce(view.topic("control"), value, encode_key("excluded", name), 0, on_delivery=delivered)
+        producer.poll(0)
+    if producer.flush(_TIMEOUT_S) or failed:
+        why = failed[0].str() if failed else f"no answer within {_TIMEOUT_S:g} s"
+        raise DeliveryError(f"learners were not told which batches to leave out ({why}); run this again")
+
+
+def name_steps(view: View, report: Report) -> None:
+    """Add to a report which steps met its batches so far, and the policy versions that came of it."""
+    for batch in report.batches:
+        batch["uses"] = [
+            {
+                "learner": step.learner,
+                "step": step.step,
+                "use": use.use,
+                "reason": use.reason,
+                "policy_version": step.policy_version if step.policy_version >= 0 else None,
+            }
+            for step, use in view.uses.get(batch["batch_id"], ())
+        ]
+    report.touched = _touched(view, report.batches)
 
 
 def _is_of(drop: Drop, exclusion: Exclusion, named: Collection[int]) -> bool:
@@ -253,11 +295,10 @@ def _named(view: View, partition: int, config: GroupingConfig) -> set[int]:
 
 def _batches(view: View, config: GroupingConfig, named: Sequence[set[int]]) -> list[dict[str, Any]]:
     """Batches that hold excluded rollouts: by what they say themselves, and by worker where `rollouts` still says."""
-    held = []
-    for message in view.messages("batches"):
+    held: dict[str, dict[str, Any]] = {}
+    # The transaction of one may not show as committed yet. It holds the same whether it is then or is made again.
+    for message in clients.read_to_end(view.kafka, view.topic("batches"), isolation="read_uncommitted"):
         batch = decode_as(TrainingBatch, message.value())
-        if batch.batch_id not in view.index:
-            continue
         offsets, groups = batch.source_offsets.tolist(), batch.group_index.tolist()
         excluded = np.array(
             [
@@ -268,21 +309,10 @@ def _batches(view: View, config: GroupingConfig, named: Sequence[set[int]]) -> l
             ]
         )
         if excluded.any():
-            met = view.uses.get(batch.batch_id, ())
-            uses = [
-                {
-                    "learner": step.learner,
-                    "step": step.step,
-                    "use": use.use,
-                    "reason": use.reason,
-                    "policy_version": step.policy_version if step.policy_version >= 0 else None,
-                }
-                for step, use in met
-            ]
-            held.append(
-                {"batch_id": batch.batch_id, "excluded": int(excluded.sum()), "rollouts": len(batch), "uses": uses}
-            )
-    return sorted(held, key=lambda item: view.index[item["batch_id"]][0])
+            counts = {"excluded": int(excluded.sum()), "rollouts": len(batch)}
+            held[batch.batch_id] = {"batch_id": batch.batch_id, **counts, "uses": []}
+    places = {name: place for place, name in enumerate(view.index)}
+    return sorted(held.values(), key=lambda item: places.get(item["batch_id"], len(places)))
 
 
 def _touched(view: View, batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -335,6 +365,8 @@ def _print(
     if report.batches:
         print()
         print(table(("batch", "excluded", "rollouts", "learner", "step", "", "version"), _rows(report.batches)))
+        if not args.dry_run:
+            print("\nlearners leave them out from now on, each of them whole")
     for of in report.touched:
         first = of["first_policy_version"]
         since = "no policy version yet" if first is None else f"policy versions {first} and later"

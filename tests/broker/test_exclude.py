@@ -15,7 +15,15 @@ from topics import clients
 from topics.codec import encode
 from topics.config import TopicsConfig
 from topics.keys import encode_key
-from topics.records import BatchIndexEntry, BatchUse, LearnerStep, PolicyManifest, Rollout, RolloutMetadata
+from topics.records import (
+    BatchIndexEntry,
+    BatchUse,
+    ExcludedBatch,
+    LearnerStep,
+    PolicyManifest,
+    Rollout,
+    RolloutMetadata,
+)
 
 
 def ran(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
@@ -94,6 +102,9 @@ def test_what_is_excluded_by_environment_worker_or_offset_leaves_and_stays_out(r
     use = {"learner": "main", "step": 3, "use": "trained", "reason": "", "policy_version": 3}
     assert told["batches"] == [{"batch_id": "0-0", "excluded": 4, "rollouts": 8, "uses": [use]}]
     assert told["touched"] == [{"learner": "main", "steps": [3], "first_policy_version": 3}]
+    [left_out] = run.read("control")
+    assert isinstance(left_out, ExcludedBatch)
+    assert (left_out.batch_id, left_out.reason, left_out.generation) == ("0-0", "environment bad", 1)
     assert answer(run, "exclude", "--env", "bad") == told, "what is excluded already is reported again, and no more"
 
     # By worker: the group goes once it is complete, with the members that others sent.

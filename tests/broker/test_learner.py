@@ -14,8 +14,10 @@ from tests.batches import random_batch, send_batches
 from tests.runs import RealRun
 from tests.waiting import eventually
 from topics import provisioning
+from topics.codec import encode
 from topics.config import KafkaConfig
-from topics.records import LearnerStep
+from topics.keys import encode_key
+from topics.records import ExcludedBatch, LearnerStep
 
 SETTINGS = {
     "learner__rollouts_per_step": 32,
@@ -153,3 +155,36 @@ def test_a_batch_that_is_too_stale_is_skipped_on_record_and_replaced(real_run: R
         ("0-9", "trained"),
     ]
     assert (made.skipped_total, made.trained_total, made.policy_version) == (32, 128, 4)
+
+
+def exclude(run: RealRun, *batch_ids: str) -> None:
+    for batch_id in batch_ids:
+        record = ExcludedBatch(batch_id=batch_id, reason="worker w", generation=1)
+        run.send_bytes("control", encode(record), encode_key("excluded", batch_id))
+
+
+def test_excluded_batches_are_left_out_and_steps_on_record_stay_as_they_were(real_run: RealRun) -> None:
+    """Killed, it makes steps again that trained on what was excluded since, and left out what was excluded before."""
+    run, settings = prepared(real_run, batches=10), {**SETTINGS, "learner__max_steps": 6}
+    exclude(run, "0-2")
+    process = run.start("learn", **settings)
+    eventually(lambda: 4 in steps_of(run), 90, "step 4 of 6, and too few batches for the next")
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = steps_of(run)
+    exclude(run, "1-7", "1-9", "1-11")
+
+    # Without its checkpoints, so that every step is made again from what is on record.
+    process = run.start("learn", **settings, learner__checkpoint__directory=run.directory / "elsewhere")
+    eventually(lambda: 5 in steps_of(run), 90, "the batch left out of step 5 is on record")
+    send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(10, 16)])
+    finish(run, process)
+
+    found = steps_of(run)
+    assert {step: found[step].params_digest for step in before} == {s: r.params_digest for s, r in before.items()}
+    assert {step: found[step].uses for step in before} == {step: record.uses for step, record in before.items()}
+    left_out = {u.batch_id: u.reason for record in found.values() for u in record.uses if u.use == "skipped"}
+    assert left_out == dict.fromkeys(("0-2", "1-9", "1-11"), "excluded: worker w")
+    trained = [u.batch_id for step in sorted(found) for u in found[step].uses if u.use == "trained"]
+    assert [int(batch_id[2:]) for batch_id in trained] == [0, 1, 3, 4, 5, 6, 7, 8, 10, 12, 13, 14]
+    assert (found[6].trained_total, found[6].skipped_total) == (6 * 32, 3 * 16)

@@ -83,6 +83,30 @@ def test_a_batch_is_too_old_when_its_version_was_published_more_steps_ago_than_a
     assert taken.lags == ((2, 0, 0) if use == "trained" else (0, 0, 0))
 
 
+def test_an_excluded_batch_is_skipped_whatever_its_version_and_replaced() -> None:
+    stop, asked = threading.Event(), []
+
+    def excluded(step: int, batch_id: str) -> str:
+        asked.append((step, batch_id))
+        return "excluded: worker w" if batch_id in ("0-1", "0-2") else ""
+
+    intake = Intake(
+        ScriptedReader([0, 0, 9, 0, 0], stop),  # type: ignore[arg-type]
+        rollouts_per_step=40,
+        max_policy_lag=2,
+        read_version_steps=lambda: {0: 0},
+        skipped=lambda _uses: None,
+        excluded=excluded,
+    )
+    taken = intake.take(2, stop)
+    assert taken is not None
+    reasons = [(use.batch_id, use.use, use.reason) for use in taken.uses]
+    why = "excluded: worker w"
+    assert reasons[:3] == [("0-0", "trained", ""), ("0-1", "skipped", why), ("0-2", "skipped", why)]
+    assert [use.use for use in taken.uses[3:]] == ["trained", "trained"]
+    assert asked == [(3, f"0-{number}") for number in range(5)]
+
+
 def test_a_version_nobody_published_is_skipped_with_that_reason() -> None:
     taken, _ = take([5, 0, 0, 0])
     assert taken is not None
