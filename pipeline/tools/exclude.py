@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from confluent_kafka import KafkaError, KafkaException, Message
+from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
 from consumers.grouping.account import clip
 from consumers.grouping.bootstrap import committed_offsets
@@ -23,6 +23,7 @@ from consumers.grouping.changes import DROPPED
 from consumers.grouping.config import EXCLUSIONS, GrouperConfig, GroupingConfig, offset_range
 from consumers.grouping.configuring import check_names, to_put_in_force
 from consumers.grouping.makers import makers_of
+from consumers.grouping.state import CommitMetadata
 from pipeline.config import RunConfig
 from pipeline.progress import progress
 from pipeline.tables import table
@@ -34,7 +35,7 @@ from topics.codec import decode_as, encode
 from topics.config import KafkaConfig
 from topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, StateRefused
 from topics.keys import encode_key
-from topics.records import Drop, ExcludedBatch, Mark, Rollout, TrainingBatch
+from topics.records import Drop, ExcludedBatch, JournalRecord, Mark, Rollout, TrainingBatch
 
 _TIMEOUT_S = 30.0
 _DETAIL = re.compile(r"(environment|worker|offset) (.*) is excluded", re.DOTALL)
@@ -113,22 +114,35 @@ def exclude(config: RunConfig, args: argparse.Namespace) -> int:
 def stand(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> list[Standing]:
     """The configuration of each partition of `rollouts`, marks included that no task has read yet.
 
-    Raises StateRefused when a partition has no journal, or a mark carries what this release does not know.
+    Raises StateRefused when a partition has no grouping state, or a mark carries what this release does not know.
     """
-    view, makers, found = View(kafka, run), makers_of(grouper.makers), []
-    for partition in range(clients.partitions_of(kafka, view.topic("rollouts"))):
-        journal = view.journal(partition)
-        if not journal:
+    topic, makers, found = topic_name(run, "rollouts"), makers_of(grouper.makers), []
+    for committed in committed_offsets(kafka, grouper.group_id(run), topic, clients.partitions_of(kafka, topic)):
+        partition = committed.partition
+        if committed.offset < 0:
             raise StateRefused(f"run {run} has no grouping state; prepare it with `rollstream topics apply`")
-        config, since = GroupingConfig.from_json(journal[-1].watermark_configuration), -1
-        begin = {partition: journal[-1].watermark}
-        for message in clients.read_to_end(kafka, view.topic("rollouts"), partitions=[partition], start=begin):
+        journal = _journal_at(kafka, run, committed)
+        config, since = GroupingConfig.from_json(journal.watermark_configuration), -1
+        for message in clients.read_to_end(kafka, topic, partitions=[partition], start={partition: journal.watermark}):
             value = decoded(message.value())
             if isinstance(value, Mark) and value.kind == "configuration":
                 new = to_put_in_force(value, config, makers)
                 config, since = (config, since) if new is None else (new, message.offset() or 0)
         found.append(Standing(config, since))
     return found
+
+
+def _journal_at(kafka: KafkaConfig, run: str, committed: TopicPartition) -> JournalRecord:
+    """The journal record that an offset was committed with: its being committed proves the record to be."""
+    partition, topic = committed.partition, topic_name(run, "journal")
+    at = CommitMetadata.decode(committed.metadata, f"{committed.topic}[{partition}]").journal
+    reading = clients.read_to_end(
+        kafka, topic, partitions=[partition], start={partition: at}, isolation="read_uncommitted"
+    )
+    message = next(reading, None)
+    if message is None or message.offset() != at:
+        raise StateRefused(f"{topic}[{partition}] does not hold offset {at}, which the committed offset names")
+    return decode_as(JournalRecord, message.value())
 
 
 def newest(standings: Iterable[Standing]) -> GroupingConfig:
@@ -144,61 +158,72 @@ def put_in_force(
     Does nothing but wait where it is in force already. Raises DeadlineExceeded when some partition was not read within
     `timeout_s`; the marks are on the log then, and whoever reads it next goes by them.
     """
-    standings = _written(kafka, run, grouper, exclusion)
-    topic = View(kafka, run).topic("rollouts")
+    generation, marks = _written(kafka, run, grouper, exclusion)
+    topic = topic_name(run, "rollouts")
     deadline = time.monotonic() + timeout_s
-    while True:
-        committed = committed_offsets(kafka, grouper.group_id(run), topic, len(standings))
-        behind = [tp.partition for tp in committed if tp.offset <= standings[tp.partition].since]
-        if not behind:
-            return standings
+    while behind := _unread(kafka, run, grouper, marks):
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
-                f"the exclusion is on the log as generation {newest(standings).generation}, and partitions {behind} of "
-                f"{topic} were not read up to it within {timeout_s:g} s; start `rollstream group`, which goes by it, "
-                f"and run this again for the report"
+                f"the exclusion is on the log as generation {generation}, and partitions {behind} of {topic} were not "
+                f"read up to it within {timeout_s:g} s; start `rollstream group`, which goes by it, and run this again "
+                f"for the report"
             )
         time.sleep(0.1)
+    standings = stand(kafka, run, grouper)
+    others = [p for p, (config, _since) in enumerate(standings) if exclusion.added_to(config) != config]
+    if others:
+        raise StateRefused(
+            f"partitions {others} of run {run} were given another configuration meanwhile, of a generation not below "
+            f"{generation}; run this again, to exclude under that one"
+        )
+    return standings
 
 
-def _written(kafka: KafkaConfig, run: str, grouper: GrouperConfig, exclusion: Exclusion) -> list[Standing]:
-    """Write the marks where they are not there yet, all or none of them."""
+def _unread(kafka: KafkaConfig, run: str, grouper: GrouperConfig, marks: Mapping[int, int]) -> list[int]:
+    """Partitions whose grouping task has not committed having read past their mark."""
+    committed = committed_offsets(kafka, grouper.group_id(run), topic_name(run, "rollouts"), len(marks))
+    return [tp.partition for tp in committed if tp.offset <= marks[tp.partition]]
+
+
+def _written(
+    kafka: KafkaConfig, run: str, grouper: GrouperConfig, exclusion: Exclusion
+) -> tuple[int, Mapping[int, int]]:
+    """Write the marks where they are not there yet, all or none of them; returns their generation and offsets."""
     producer = clients.transactional_producer(kafka, f"exclude-{run}")
+    marks: dict[int, int] = {}
+
+    def delivered(error: KafkaError | None, message: Message) -> None:
+        if error is None:
+            marks[message.partition() or 0] = message.offset() or 0
+
     try:
         # From here on no other exclusion of the run can commit, so none is lost between reading and writing.
         producer.init_transactions(_TIMEOUT_S)
         standings = stand(kafka, run, grouper)
-        if all(exclusion.added_to(standing.config) == standing.config for standing in standings):
-            return standings
         current = newest(standings)
+        if all(exclusion.added_to(config) == config for config, _since in standings):
+            return current.generation, {p: since for p, (_config, since) in enumerate(standings)}
         wanted = replace(exclusion.added_to(current), generation=current.generation + 1)
         check_names(wanted, makers_of(grouper.makers))
-        mark = encode(
-            Mark(
-                kind="configuration",
-                generation=wanted.generation,
-                configuration=wanted.to_json(),
-                wall_time=time.time(),
-                author="exclude",
-            )
+        mark = Mark(
+            kind="configuration",
+            generation=wanted.generation,
+            configuration=wanted.to_json(),
+            wall_time=time.time(),
+            author="exclude",
         )
+        value, key, topic = encode(mark), encode_key("mark", mark.kind), topic_name(run, "rollouts")
         producer.begin_transaction()
         for partition in range(len(standings)):
-            producer.produce(View(kafka, run).topic("rollouts"), mark, encode_key("mark", "configuration"), partition)
+            producer.produce(topic, value, key, partition, on_delivery=delivered)
+        producer.flush(_TIMEOUT_S)
         producer.commit_transaction(_TIMEOUT_S)
     except KafkaException as exception:
         error: KafkaError = exception.args[0]
         raise DeliveryError(
-            f"the exclusion was not written ({error.name()}: {error.str()}); nothing of it is visible, run it again"
+            f"the exclusion was not written ({error.name()}: {error.str()}); run it again"
         ) from exception
-    standings = stand(kafka, run, grouper)
-    others = [p for p, standing in enumerate(standings) if standing.config != wanted]
-    if others:
-        raise StateRefused(
-            f"partitions {others} of run {run} were given another configuration meanwhile, of a generation not below "
-            f"{wanted.generation}; run this again, to exclude under that one"
-        )
-    return standings
+    return wanted.generation, marks
 
 
 # ---------------------------------------------------------------------- the report
@@ -277,11 +302,14 @@ def _is_of(drop: Drop, exclusion: Exclusion, named: Collection[int]) -> bool:
 
 def _named(view: View, partition: int, config: GroupingConfig) -> set[int]:
     """Offsets of the rollouts of a partition that are excluded themselves."""
-    found = set()
+    found: set[int] = set()
+    anywhere = config.exclude_environments or config.exclude_workers
+    if not anywhere and all(offset_range(text).partition != partition for text in config.exclude_offsets):
+        return found
     for message in view.messages("rollouts", [partition]):
         offset = message.offset() or 0
         by_offset = config.excludes_offset(partition, offset)
-        if not by_offset and not (config.exclude_environments or config.exclude_workers):
+        if not by_offset and not anywhere:
             continue
         rollout = decoded(message.value())
         if isinstance(rollout, Rollout) and (
@@ -364,17 +392,18 @@ def _print(
     print(table(("rollouts", ""), rows) if rows else "no rollout of it is on the log")
     if report.batches:
         print()
-        print(table(("batch", "excluded", "rollouts", "learner", "step", "", "version"), _rows(report.batches)))
+        print(table(("batch", "excluded", "rollouts", "learner", "step", "use", "version"), _rows(report.batches)))
         if not args.dry_run:
-            print("\nlearners leave them out from now on, each of them whole")
+            print("\nlearners that reach one of them from now on leave it out, whole")
     for of in report.touched:
         first = of["first_policy_version"]
         since = "no policy version yet" if first is None else f"policy versions {first} and later"
-        print(f"\nlearner {of['learner']} trained on them in {len(of['steps'])} steps; {since} carry it")
+        steps = "1 step" if len(of["steps"]) == 1 else f"{len(of['steps'])} steps"
+        print(f"\nlearner {of['learner']} trained on them in {steps}; {since} carry it")
     flags = " ".join(f"--set '{name}={json.dumps(value)}'" for name, value in settings.items())
     print(f"\na replay without them: rollstream replay --run {config.run} {flags}")
     if not args.dry_run:
-        print(f"a configuration of yours of a generation above {current.generation} replaces this one: exclude there")
+        print(f"keep these in any configuration of a generation above {current.generation}, which replaces this one")
 
 
 def _rows(batches: Iterable[Mapping[str, Any]]) -> list[tuple[object, ...]]:
