@@ -256,6 +256,7 @@ def _add_questions(commands: "Commands") -> None:
     _add_dlq(commands)
     _add_exclude(commands)
     _add_cat(commands)
+    _add_prune(commands)
     top = _add(
         commands,
         "top",
@@ -270,6 +271,25 @@ def _add_questions(commands: "Commands") -> None:
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < 1e6:
+def _add_prune(commands: "Commands") -> None:
+    prune = _add(
+        commands,
+        "prune",
+        "pipeline.tools.prune:show_prune",
+        "delete what recovery, verification and learners no longer need",
+        example="rollstream prune --run main --keep-batches 500 --dry-run",
+        json=True,
+    )
+    prune.add_argument("--keep-batches", type=int, metavar="N", help="the newest N stay verifiable (default: 1000)")
+    prune.add_argument("--keep-hours", type=float, metavar="H", help="those cut in the last H hours stay verifiable")
+    prune.add_argument("--dry-run", action="store_true", help="print what would go and why the rest stays")
+    prune.add_argument("--yes", action="store_true", help="delete it; there is no way back")
+    prune.add_argument("--checkpoints", type=Path, metavar="DIR", help="where learners' checkpoints lie")
+    prune.add_argument(
+        "--without-checkpoints", action="store_true", help="keep nothing for going back to a checkpoint of a learner"
+    )
+
+
         raise argparse.ArgumentTypeError(f"{text!r} is no time to wait, in seconds")
     return value
 

@@ -1,0 +1,239 @@
+"""`rollstream prune`: delete what recovery, verification and learners no longer need of a run's log.
+
+Positions are read, the plan is made by `pipeline.pruning`, and nothing is deleted without --yes. What a process or a
+checkpoint may still read is never part of the plan.
+"""
+
+import argparse
+import json
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException, TopicPartition
+
+from consumers.grouping.bootstrap import committed_offsets
+from consumers.grouping.state import CommitMetadata
+from pipeline.config import RunConfig
+from pipeline.pruning import ACCOUNT, RECOVERY, TOPICS, WINDOW, Batch, Deletion, Place, Positions, Snapshot, Task, plan
+from pipeline.refold import beginnings
+from pipeline.tables import table
+from topics import clients
+from topics.catalogue import topic_name
+from topics.codec import decode_as
+from topics.config import KafkaConfig
+from topics.errors import BrokerUnavailable, ConfigurationError, StateRefused
+from topics.records import BatchIndexEntry, JournalRecord, LearnerStep
+
+KEEP_BATCHES = 1000
+"""Batches that stay verifiable where nothing else is said."""
+_TIMEOUT_S = 30.0
+_WHY = {
+    WINDOW: "the batches that stay verifiable (--keep-batches, --keep-hours), and the snapshot before them",
+    RECOVERY: "what a grouping process reads to restore its tasks as they were committed",
+    ACCOUNT: "batches the journal that is kept tells of",
+}
+_WHY_WIDTH = 26
+
+
+def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
+    """Print the plan, and carry it out with --yes."""
+    if (args.keep_batches is not None and args.keep_batches < 0) or (args.keep_hours or 0) < 0:
+        raise ConfigurationError("--keep-batches and --keep-hours take what is kept, 0 or more")
+    if not args.dry_run and not args.yes:
+        raise ConfigurationError("prune deletes for good; look with --dry-run first, then say --yes")
+    positions = read_positions(
+        config.kafka,
+        config.run,
+        config.grouper.group_id(config.run),
+        None if args.without_checkpoints else Path(args.checkpoints or config.learner.checkpoint.directory),
+    )
+    keep = KEEP_BATCHES if args.keep_batches is None and args.keep_hours is None else args.keep_batches or 0
+    keep_from_ms = None if args.keep_hours is None else int((time.time() - args.keep_hours * 3600) * 1000)
+    deletions = plan(positions, keep_batches=keep, keep_from_ms=keep_from_ms)
+    if not args.dry_run:
+        delete(config.kafka, config.run, deletions)
+    rows = [
+        {
+            "topic": d.topic,
+            "partition": d.partition,
+            "from": d.begin,
+            "to": d.to,
+            "offsets": d.offsets,
+            "kept_for": d.why,
+        }
+        for d in deletions
+    ]
+    print(json.dumps({"deleted": not args.dry_run, "plan": rows}) if args.json else plan_text(rows, args.dry_run))
+    return 0
+
+
+def plan_text(rows: Sequence[Mapping[str, Any]], dry_run: bool) -> str:
+    """What goes, and what the rest is kept for."""
+    header = ("topic", "partition", "from", "to", "offsets", "the rest is kept for")
+    cells = [
+        (*(row[n] for n in ("topic", "partition", "from", "to", "offsets")), _clipped(row["kept_for"])) for row in rows
+    ]
+    lines = [table(header, cells), ""]
+    met = dict.fromkeys(row["kept_for"] for row in rows)
+    lines += [f"{why}: {_WHY[why]}" for why in met if why in _WHY]
+    lines += [f"{why}: has not read beyond it" for why in met if why.startswith(("learner", "group"))]
+    total = sum(row["offsets"] for row in rows)
+    return "\n".join([*lines, f"{total:,} offsets {'would be' if dry_run else 'were'} deleted"])
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _WHY_WIDTH else text[: _WHY_WIDTH - 1] + "…"
+
+
+def delete(kafka: KafkaConfig, run: str, deletions: Sequence[Deletion]) -> None:
+    """Carry a plan out, topic by topic in its order. Raises BrokerUnavailable where a broker does not."""
+    client = clients.admin(kafka)
+    for topic in TOPICS:
+        name = topic_name(run, topic)
+        wanted = [TopicPartition(name, d.partition, d.to) for d in deletions if d.topic == topic and d.offsets > 0]
+        futures = client.delete_records(wanted, request_timeout=_TIMEOUT_S) if wanted else {}
+        for place, future in futures.items():
+            try:
+                future.result(_TIMEOUT_S)
+            except KafkaException as error:
+                raise BrokerUnavailable(
+                    f"records of {name}[{place.partition}] below {place.offset} cannot be deleted "
+                    f"({error.args[0].str()}); repeat `rollstream prune`"
+                ) from error
+
+
+# ---------------------------------------------------------------------- positions
+
+
+def read_positions(kafka: KafkaConfig, run: str, group: str, checkpoints: Path | None) -> Positions:
+    """Where everything and everybody of a run stands.
+
+    Learners go back to their oldest checkpoint below `checkpoints`, to where their steps end where that is None. Raises
+    StateRefused when the group of grouping processes has no offsets.
+    """
+    clients.check_broker(kafka)
+    begins = {
+        (topic, partition): low
+        for topic in TOPICS
+        for partition, (low, _end) in clients.bounds(kafka, topic_name(run, topic)).items()
+    }
+    partitions = sum(topic == "rollouts" for topic, _partition in begins)
+    # Who reads stands where it did or further when the rest is read: what is found to be needed is, or was.
+    groups = _other_groups(kafka, run, group)
+    learners = _learners(kafka, run, checkpoints)
+    committed = committed_offsets(kafka, group, topic_name(run, "rollouts"), partitions)
+    tasks = {}
+    for place in committed:
+        where = f"rollouts[{place.partition}] by group {group}"
+        if place.offset < 0:
+            raise StateRefused(f"no offset is committed for {where}; commit it again with `rollstream group recover`")
+        metadata = CommitMetadata.decode(place.metadata, where)
+        tasks[place.partition] = _task(kafka, run, place.partition, metadata, begins["rollouts", place.partition])
+    return Positions(tasks=tasks, batches=_batches(kafka, run), learners=learners, begins=begins, groups=groups)
+
+
+def _task(kafka: KafkaConfig, run: str, partition: int, metadata: CommitMetadata, log_begin: int) -> Task:
+    offsets: list[int] = []
+    journal: list[JournalRecord] = []
+    for message in clients.read_to_end(kafka, topic_name(run, "journal"), partitions=[partition]):
+        if (message.offset() or 0) <= metadata.journal:
+            offsets.append(message.offset() or 0)
+            journal.append(decode_as(JournalRecord, message.value()))
+    if not journal:
+        raise StateRefused(
+            f"journal[{partition}] of run {run} does not hold what its group committed; nothing is deleted"
+        )
+    usable = set(beginnings(journal, log_begin))
+    times = [record.stream_time_ms for record in journal]
+    snapshots = []
+    for i, record in enumerate(journal):
+        if record.snapshot and record.part == record.parts - 1 and i >= record.part:
+            # The record before the first that may tell of a group remembered then: it proves that none is missing.
+            remembered = max(0, bisect_left(times, record.remembered_since_ms) - 1)
+            snapshots.append(
+                Snapshot(
+                    offset=offsets[i - record.part],
+                    watermark=record.watermark,
+                    batch_number=record.batch_number,
+                    journal_from=offsets[min(remembered, i - record.part)] if i in usable else None,
+                )
+            )
+    return Task(
+        watermark=journal[-1].watermark,
+        journal_from=min(metadata.oldest, metadata.snapshot),
+        snapshots=tuple(snapshots),
+    )
+
+
+def _batches(kafka: KafkaConfig, run: str) -> tuple[Batch, ...]:
+    found = []
+    for message in clients.read_to_end(kafka, topic_name(run, "batch-index")):
+        entry = decode_as(BatchIndexEntry, message.value())
+        found.append(
+            Batch(
+                partition=entry.partition,
+                number=int(entry.batch_id.split("-")[1]),
+                offset=entry.offset,
+                index_offset=message.offset() or 0,
+                time_ms=message.timestamp()[1],
+            )
+        )
+    return tuple(found)
+
+
+def _learners(kafka: KafkaConfig, run: str, checkpoints: Path | None) -> dict[str, int]:
+    """Offset of the index each learner on record, of this run or another, may have to read again from."""
+    newest: dict[tuple[str, str], LearnerStep] = {}
+    for topic in sorted(_steps_topics(kafka)):
+        of = topic.removesuffix(".steps")
+        for message in clients.read_to_end(kafka, topic):
+            if message.value() is None:
+                continue
+            step = decode_as(LearnerStep, message.value())
+            known = newest.get((of, step.learner))
+            if step.input_run == run and (known is None or known.step <= step.step):
+                newest[of, step.learner] = step
+    if not newest:
+        return {"no learner on record": 0}
+    found = {}
+    for (of, learner), step in newest.items():
+        name = f"learner {learner}" if of == run else f"learner {of}/{learner}"
+        position = step.position if checkpoints is None else _oldest_checkpoint(checkpoints / of / learner)
+        if position is None:
+            found[f"{name} (no checkpoint)"] = 0
+        else:
+            found[name] = min(position, step.position)
+    return found
+
+
+def _steps_topics(kafka: KafkaConfig) -> set[str]:
+    client = clients.admin(kafka)
+    return {name for name in client.list_topics(timeout=_TIMEOUT_S).topics if name.endswith(".steps")}
+
+
+def _oldest_checkpoint(directory: Path) -> int | None:
+    """Position in the index of the oldest checkpoint kept; None where there is none."""
+    positions = []
+    for path in directory.glob("*/meta/metadata"):
+        if path.parts[-3].isdecimal():
+            positions.append(int(json.loads(path.read_text(encoding="utf-8"))["position"]))
+    return min(positions, default=None)
+
+
+def _other_groups(kafka: KafkaConfig, run: str, group: str) -> dict[str, dict[Place, int]]:
+    """What consumer groups that are not ours committed of what is pruned."""
+    topics = {topic_name(run, topic): topic for topic in TOPICS}
+    client = clients.admin(kafka)
+    listed = clients.retrying(lambda: client.list_consumer_groups().result(_TIMEOUT_S), "listing consumer groups")
+    found: dict[str, dict[Place, int]] = {}
+    for name in sorted(item.group_id for item in listed.valid if item.group_id != group):
+        asked = client.list_consumer_group_offsets([ConsumerGroupTopicPartitions(name)])[name]
+        offsets = clients.retrying(partial(asked.result, _TIMEOUT_S), f"asking for offsets of group {name}")
+        for at in offsets.topic_partitions or ():
+            if at.topic in topics and at.offset >= 0:
+                found.setdefault(name, {})[topics[at.topic], at.partition] = at.offset
+    return found

@@ -1,0 +1,187 @@
+"""Pruning a small real run: what goes is what nobody needs, and everything that is kept stays consistent."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka import TopicPartition
+
+from consumers.batch_reader import BatchReader
+from consumers.grouping.config import GrouperConfig, GroupingConfig
+from pipeline.ledger import Ledger, ledger
+from pipeline.pruning import Deletion, plan
+from pipeline.tools.prune import read_positions
+from pipeline.verify import index_of, verify
+from tests.runs import RealRun, rollout
+from tests.waiting import eventually
+from topics import clients
+from topics.codec import encode
+from topics.keys import encode_key
+from topics.records import BatchUse, LearnerStep
+
+EXAMPLES = count()
+
+
+def feed(run: RealRun, groups: int) -> None:
+    """Send whole groups of four, and one member of another that stays open; wait until all is read."""
+    names = [f"g{next(EXAMPLES)}" for _ in range(groups)]
+    run.send(rollout(name, member) for name in names for member in range(4))
+    settled(run, in_flight=None)
+
+
+def settled(run: RealRun, in_flight: int | None = 0) -> Ledger:
+    def book() -> Ledger | None:
+        found = ledger(run.kafka, run.name)
+        return found if not found.unread and in_flight in (None, found.in_flight) else None
+
+    return eventually(book, 60, f"every record of run {run.name} in its place", every_s=0.2)
+
+
+def learn(run: RealRun, name: str, read: int) -> None:
+    """A learner's step by hand: it trained on the first `read` entries of the index."""
+    entries = list(index_of(run.kafka, run.name).values())[:read]
+    messages = list(clients.read_to_end(run.kafka, run.topic("batch-index")))[:read]
+    uses = tuple(
+        BatchUse(batch_id=entry.batch_id, index_offset=message.offset() or 0, rows=entry.rollouts, use="trained")
+        for entry, message in zip(entries, messages, strict=True)
+    )
+    step = LearnerStep(
+        learner=name,
+        step=1,
+        input_run=run.name,
+        uses=uses,
+        position=(messages[-1].offset() or 0) + 1,
+        policy_version=1,
+        params_digest="ab" * 32,
+        trained_total=sum(use.rows for use in uses),
+        skipped_total=0,
+    )
+    run.send_bytes("steps", encode(step), encode_key(name, 1))
+
+
+def checkpoint(run: RealRun, learner: str, position: int) -> Path:
+    """What prune reads of a checkpoint, as orbax lays it out."""
+    directory = run.directory / "checkpoints"
+    path = directory / run.name / learner / "1" / "meta" / "metadata"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"position": position}))
+    return directory
+
+
+def planned(run: RealRun, checkpoints: Path, keep: int) -> dict[tuple[str, int], Deletion]:
+    """The plan, without a process of its own."""
+    positions = read_positions(run.kafka, run.name, run.grouper.group_id(run.name), checkpoints)
+    return {(d.topic, d.partition): d for d in plan(positions, keep_batches=keep)}
+
+
+def prune(run: RealRun, *words: str) -> dict[tuple[str, int], dict[str, Any]]:
+    found = rollstream(run, "prune", *words, "--json")
+    assert found.returncode == 0, found.stderr
+    return {(row["topic"], row["partition"]): row for row in json.loads(found.stdout)["plan"]}
+
+
+def rollstream(run: RealRun, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = run.command(*words)
+    return subprocess.run(command, cwd=run.directory, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def begins(run: RealRun) -> dict[tuple[str, int], int]:
+    return {
+        (topic, partition): low
+        for topic in ("rollouts", "journal", "batch-index", "batches")
+        for partition, (low, _end) in clients.bounds(run.kafka, run.topic(topic)).items()
+    }
+
+
+def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_run: RealRun) -> None:
+    run = real_run
+    run.grouping = GroupingConfig(batch_rollouts=8, max_batch_age_s=0.3, group_deadline_s=60.0, horizon_s=1.0)
+    run.grouper = GrouperConfig(snapshot_every=20)
+    run.prepare()
+    process = run.start("group")
+    run.send_bytes("rollouts", b"\xc3\x01 not a record", encode_key("env", "poison"))
+    began = time.monotonic()
+    while time.monotonic() - began < 3.0 or len(index_of(run.kafka, run.name)) < 24:
+        feed(run, 12)
+    run.send([rollout("open", 0)])
+    settled(run, in_flight=1)
+
+    # Nobody has read a batch: nothing of them goes, and nothing of what the ledger needs beside them.
+    untouched = planned(run, run.directory, 0)
+    assert {d.offsets for d in untouched.values() if d.topic in ("batches", "batch-index")} == {0}
+    assert untouched["batch-index", 0].why == "no learner on record"
+    batches = len(index_of(run.kafka, run.name))
+    learn(run, "main", batches - 4)
+    before = ledger(run.kafka, run.name)
+    assert before.balanced, before.problems
+    assert before.trained > 0
+    assert planned(run, run.directory, 0)["batch-index", 0].why == "learner main (no checkpoint)"
+    position = [m.offset() or 0 for m in clients.read_to_end(run.kafka, run.topic("batch-index"))][batches - 8]
+    checkpoints = checkpoint(run, "main", position)
+    where = ("--checkpoints", str(checkpoints), "--keep-batches", "6")
+
+    # A group of somebody else's holds back what it has yet to read.
+    stranger = clients.reader(run.kafka, group=f"{run.name}-stranger")
+    stranger.commit(offsets=[TopicPartition(run.topic("rollouts"), 0, 3)], asynchronous=False)
+    held = planned(run, checkpoints, 6)["rollouts", 0]
+    assert (held.to, held.why) == (3, f"group {run.name}-stranger")
+    stranger.commit(offsets=[TopicPartition(run.topic("rollouts"), 0, 10**6)], asynchronous=False)
+    stranger.close()
+
+    seen = prune(run, *where, "--dry-run")
+    assert set(begins(run).values()) == {0}
+    assert rollstream(run, "prune", *where).returncode == 2
+    assert set(begins(run).values()) == {0}
+    done = prune(run, *where, "--yes")
+    assert begins(run) == {place: row["to"] for place, row in done.items()}
+    assert {p: r["to"] for p, r in done.items()} == {p: r["to"] for p, r in seen.items()}
+    for topic in ("rollouts", "journal", "batch-index", "batches"):
+        assert sum(row["offsets"] for row in done.values() if row["topic"] == topic) > 0, topic
+    assert done["batch-index", 0]["to"] <= position
+
+    # The books are what they were, by counts where the records are gone.
+    after = ledger(run.kafka, run.name)
+    assert after.balanced, after.problems
+    figures, known = before.as_dict(), after.as_dict()
+    assert known.pop("pruned") > figures.pop("pruned") == 0
+    assert known == figures
+    check_window(run)
+
+    # The grouping process is killed, restores from what was kept, and goes on.
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    run.send(rollout("open", member) for member in range(1, 4))
+    run.start("group")
+    feed(run, 12)
+    last = settled(run)
+    assert last.balanced, last.problems
+    assert last.batched == before.batched + 1 + 3 + 48
+    assert last.pruned == after.pruned
+    check_window(run)
+    with BatchReader(run.kafka, run.name, start=position) as reader:
+        read = []
+        while (item := reader.poll(0.5)) is not None:
+            read.append(item.batch.batch_id)
+    names = list(index_of(run.kafka, run.name))
+    assert names[-len(read) :] == read
+    assert len(read) >= 8
+    replayed = rollstream(run, "replay", "--json")
+    assert replayed.returncode == 0, replayed.stderr
+    assert json.loads(replayed.stdout)["differing"] == 0
+    assert planned(run, checkpoints, 6)["batch-index", 0].to <= position
+
+
+def check_window(run: RealRun) -> None:
+    """The newest six are still verifiable, and nothing differs anywhere."""
+    newest = list(index_of(run.kafka, run.name))[-6:]
+    found = verify(run.kafka, run.name, only=newest)
+    assert (found.batches, found.unverifiable, found.mismatches) == (6, 0, [])
+    whole = verify(run.kafka, run.name)
+    assert whole.mismatches == []
+    assert whole.batches >= 6
