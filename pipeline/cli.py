@@ -253,10 +253,10 @@ def _add_questions(commands: "Commands") -> None:
         default="auto",
         help="advantage as colour (default: %(default)s)",
     )
+    _add_prune(commands)
     _add_dlq(commands)
     _add_exclude(commands)
     _add_cat(commands)
-    _add_prune(commands)
     top = _add(
         commands,
         "top",
@@ -268,9 +268,6 @@ def _add_questions(commands: "Commands") -> None:
     top.add_argument("--once", action="store_true", help="show it as it is now and end, as --json does")
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
 def _add_prune(commands: "Commands") -> None:
     prune = _add(
         commands,
@@ -290,6 +287,9 @@ def _add_prune(commands: "Commands") -> None:
     )
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
         raise argparse.ArgumentTypeError(f"{text!r} is no time to wait, in seconds")
     return value
 
