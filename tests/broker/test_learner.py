@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from consumers.learner.exclusions import Exclusions
 from consumers.learner.step_log import read_steps
 from consumers.weights.follower import WeightsFollower
 from consumers.weights.layout import params_digest
@@ -188,3 +189,13 @@ def test_excluded_batches_are_left_out_and_steps_on_record_stay_as_they_were(rea
     trained = [u.batch_id for step in sorted(found) for u in found[step].uses if u.use == "trained"]
     assert [int(batch_id[2:]) for batch_id in trained] == [0, 1, 3, 4, 5, 6, 7, 8, 10, 12, 13, 14]
     assert (found[6].trained_total, found[6].skipped_total) == (6 * 32, 3 * 16)
+
+
+def test_a_learner_hears_of_exclusions_while_it_runs(real_run: RealRun) -> None:
+    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
+    real_run.send_bytes("control", b"whatever", encode_key("pause", "env"))
+    exclude(real_run, "0-1")
+    with Exclusions(real_run.kafka, real_run.name) as exclusions:
+        assert [exclusions.reason(name) for name in ("0-0", "0-1")] == ["", "excluded: worker w"]
+        exclude(real_run, "0-0")
+        eventually(lambda: exclusions.reason("0-0") == "excluded: worker w", 30, "the exclusion to be heard of")
