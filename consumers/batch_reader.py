@@ -101,7 +101,7 @@ class BatchReader:
         deadline = time.monotonic() + self._wait_s
         while wanted not in self._ahead:
             for message in clients.at_hand(self._batches, 20, 0.02):
-                self._keep(message)
+                self._keep(message, wanted)
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"batch {entry.batch_id} at {self._batches_topic}[{entry.partition}] offset {entry.offset} did not "
@@ -127,12 +127,13 @@ class BatchReader:
             self._at[partition] = offset
             self._batches.seek(TopicPartition(self._batches_topic, partition, offset))
 
-    def _keep(self, message: Message) -> None:
+    def _keep(self, message: Message, wanted: tuple[int, int]) -> None:
         error = message.error()
         if error is None:
             partition, offset = message.partition() or 0, message.offset() or 0
             self._at[partition] = offset + 1
-            if len(self._ahead) < _MOST_AHEAD:
+            # The one that is waited for has a place however many of other partitions came before it.
+            if len(self._ahead) < _MOST_AHEAD or (partition, offset) == wanted:
                 self._ahead[partition, offset] = message.value() or b""
         elif error.code() != KafkaError._PARTITION_EOF:
             clients.raise_for(error, f"reading {self._batches_topic}")
