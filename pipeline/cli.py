@@ -278,7 +278,12 @@ def _add_prune(commands: "Commands") -> None:
         json=True,
     )
     prune.add_argument("--keep-batches", type=int, metavar="N", help="the newest N stay verifiable (default: 1000)")
-    prune.add_argument("--keep-hours", type=float, metavar="H", help="those cut in the last H hours stay verifiable")
+    prune.add_argument(
+        "--keep-hours",
+        type=float,
+        metavar="H",
+        help="those cut in the last H hours stay verifiable; N is 0 then where it is not given",
+    )
     prune.add_argument("--dry-run", action="store_true", help="print what would go and why the rest stays")
     prune.add_argument("--yes", action="store_true", help="delete it; there is no way back")
     prune.add_argument("--checkpoints", type=Path, metavar="DIR", help="where learners' checkpoints lie")

@@ -32,9 +32,9 @@ KEEP_BATCHES = 1000
 """Batches that stay verifiable where nothing else is said."""
 _TIMEOUT_S = 30.0
 _WHY = {
-    WINDOW: "the batches that stay verifiable (--keep-batches, --keep-hours), and the snapshot before them",
-    RECOVERY: "what a grouping process reads to restore its tasks as they were committed",
-    ACCOUNT: "batches the journal that is kept tells of",
+    WINDOW: "what stays verifiable, from a snapshot on",
+    RECOVERY: "what a grouping process restores its tasks from",
+    ACCOUNT: "batches that the journal, where it is kept, tells of",
 }
 _WHY_WIDTH = 26
 
@@ -56,7 +56,14 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
     deletions = plan(positions, keep_batches=keep, keep_from_ms=keep_from_ms)
     if not args.dry_run:
         delete(config.kafka, config.run, deletions)
-    rows = [
+    rows = rows_of(deletions)
+    print(json.dumps({"deleted": not args.dry_run, "plan": rows}) if args.json else plan_text(rows, args.dry_run))
+    return 0
+
+
+def rows_of(deletions: Sequence[Deletion]) -> list[dict[str, Any]]:
+    """A plan as programs read it."""
+    return [
         {
             "topic": d.topic,
             "partition": d.partition,
@@ -67,8 +74,6 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
         }
         for d in deletions
     ]
-    print(json.dumps({"deleted": not args.dry_run, "plan": rows}) if args.json else plan_text(rows, args.dry_run))
-    return 0
 
 
 def plan_text(rows: Sequence[Mapping[str, Any]], dry_run: bool) -> str:
@@ -80,7 +85,10 @@ def plan_text(rows: Sequence[Mapping[str, Any]], dry_run: bool) -> str:
     lines = [table(header, cells), ""]
     met = dict.fromkeys(row["kept_for"] for row in rows)
     lines += [f"{why}: {_WHY[why]}" for why in met if why in _WHY]
-    lines += [f"{why}: has not read beyond it" for why in met if why.startswith(("learner", "group"))]
+    lines += [f"{why}: may have to read on from there" for why in met if why.startswith("learner")]
+    lines += [
+        f"{why}: has not read beyond it; delete the group if it is over" for why in met if why.startswith("group")
+    ]
     total = sum(row["offsets"] for row in rows)
     return "\n".join([*lines, f"{total:,} offsets {'would be' if dry_run else 'were'} deleted"])
 

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from consumers.grouping import state
 from consumers.grouping.config import GroupingConfig
+from pipeline.cli import main
 from pipeline.journals import PartitionJournal
 from pipeline.pruning import ACCOUNT, RECOVERY, TOPICS, WINDOW, Batch, Deletion, Positions, Snapshot, Task, plan
 from pipeline.refold import beginnings
+from pipeline.tools.prune import plan_text, rows_of
 from topics.records import JournalRecord
 
 Plan = dict[tuple[str, int], Deletion]
@@ -199,6 +201,22 @@ def test_pruning_again_deletes_nothing_more(positions: Positions, keep_batches: 
     )
     again = planned(after, keep_batches)
     assert {place: d.offsets for place, d in again.items()} == dict.fromkeys(again, 0)
+
+
+def test_the_plan_fits_80_columns_and_says_what_it_stops_at() -> None:
+    positions = one_partition(learners={"learner of-a-run-with-a-long-name/and-a-long-name-itself": 5})
+    rows = rows_of(plan(positions, keep_batches=3))
+    text = plan_text(rows, dry_run=True).splitlines()
+    assert text[1] == "rollouts             0     0  60       60  verification window"
+    assert max(map(len, text[: 1 + len(rows)])) <= 80
+    assert "learner of-a-run-with-a-long-name/and-a-long-name-itself: may have to read on from there" in text
+    assert text[-1] == f"{60 + 55 + 5 + 6} offsets would be deleted"
+
+
+@pytest.mark.parametrize("words", [["prune"], ["prune", "--keep-batches", "-1", "--yes"]])
+def test_nothing_is_deleted_without_being_told_so(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "-b", "127.0.0.1:1"]) == 2
+    assert "no Kafka broker" not in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- a journal whose beginning was deleted
