@@ -38,6 +38,8 @@ from topics.keys import encode_key
 from topics.records import Drop, ExcludedBatch, JournalRecord, Mark, Rollout, TrainingBatch
 
 _TIMEOUT_S = 30.0
+_ROWS = 40
+"""Most lines of batches that are printed for people."""
 _DETAIL = re.compile(r"(environment|worker|offset) (.*) is excluded", re.DOTALL)
 """What judging says of a group it drops."""
 
@@ -386,13 +388,16 @@ def _print(
     verb = "would be excluded" if args.dry_run else f"excluded, as generation {current.generation} has it"
     print(f"run {config.run}: {exclusion} {verb}\n")
     later = {IN_FLIGHT: "in flight, dropped when their groups are complete or due", UNREAD: "not yet read"}
-    rows = [(later.get(name, name), count) for name, count in sorted(report.fates.items())]
+    fates = [(later.get(name, name), count) for name, count in sorted(report.fates.items())]
     if report.dropped_along:
-        rows.append(("dropped along, as members of their groups", report.dropped_along))
-    print(table(("rollouts", ""), rows) if rows else "no rollout of it is on the log")
+        fates.append(("dropped along, as members of their groups", report.dropped_along))
+    print(table(("rollouts", ""), fates) if fates else "no rollout of it is on the log")
     if report.batches:
         print()
-        print(table(("batch", "excluded", "rollouts", "learner", "step", "use", "version"), _rows(report.batches)))
+        rows = _rows(report.batches)
+        print(table(("batch", "excluded", "rollouts", "learner", "step", "use", "version"), rows[-_ROWS:]))
+        if len(rows) > _ROWS:
+            print(f"... the newest of {len(report.batches):,} batches; --json names all of them")
         if not args.dry_run:
             print("\nlearners that reach one of them from now on leave it out, whole")
     for of in report.touched:
