@@ -36,6 +36,11 @@ _WHY = {
     RECOVERY: "what a grouping process restores its tasks from",
     ACCOUNT: "batches that the journal, where it is kept, tells of",
 }
+_BARE = " (no checkpoint)"
+_LEARNERS = {
+    False: "may have to read on from there",
+    True: "--checkpoints may say where they lie",
+}
 _WHY_WIDTH = 26
 
 
@@ -85,7 +90,7 @@ def plan_text(rows: Sequence[Mapping[str, Any]], dry_run: bool) -> str:
     lines = [table(header, cells), ""]
     met = dict.fromkeys(row["kept_for"] for row in rows)
     lines += [f"{why}: {_WHY[why]}" for why in met if why in _WHY]
-    lines += [f"{why}: may have to read on from there" for why in met if why.startswith("learner")]
+    lines += [f"{why}: {_LEARNERS[why.endswith(_BARE)]}" for why in met if why.startswith("learner")]
     lines += [
         f"{why}: has not read beyond it; delete the group if it is over" for why in met if why.startswith("group")
     ]
@@ -212,7 +217,7 @@ def _learners(kafka: KafkaConfig, run: str, checkpoints: Path | None) -> dict[st
         name = f"learner {learner}" if of == run else f"learner {of}/{learner}"
         position = step.position if checkpoints is None else _oldest_checkpoint(checkpoints / of / learner)
         if position is None:
-            found[f"{name} (no checkpoint)"] = 0
+            found[f"{name}{_BARE}"] = 0
         else:
             found[name] = min(position, step.position)
     return found
