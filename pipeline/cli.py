@@ -178,6 +178,9 @@ def _add_runs(commands: "Commands") -> None:
     demo.add_argument("--data", dest="data_dir=", metavar="DIR", help="where its data lies (default: .rollstream/demo)")
     demo.add_argument("--keep", action="store_true", help="keep the broker's data, to ask it more afterwards")
     demo.add_argument("--no-faults", action="store_true", help="kill nothing on the way")
+    demo.add_argument(
+        "--compare", action="store_true", help="train the same recipe in one process, too, and show what the log costs"
+    )
     demo.set_defaults(default_config=Path(__file__).with_name("demo.toml"))
 
 

@@ -22,6 +22,7 @@ from pipeline.evaluation import evaluate
 from pipeline.faults import Fault, SecondAct, plan_faults
 from pipeline.ledger import ledger
 from pipeline.observer import RunObserver
+from pipeline.one_process import compare
 from pipeline.plan import LEARN
 from pipeline.process import Interrupted, Interrupts
 from pipeline.report import DemoReport, Evaluation
@@ -78,6 +79,10 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
             played = play(config, stack, interrupts, display, faults=not args.no_faults)
             say("the books: ledger, verification of every batch, bytes through each topic")
             report = examine(config, played, kept=args.keep, began=began, say=say)
+            if args.compare:
+                say(f"{report.steps:,} steps of the same recipe in one process")
+                beside = compare(config, report.steps, played.seconds, played.observer.rewards)
+                report = replace(report, compare=beside, seconds=round(time.monotonic() - began, 1))
         except Interrupted as interrupted:
             say(f"{interrupted}: stopping what was started")
             raise

@@ -122,6 +122,7 @@ class Flow:
         self._staleness: Counter[int] = Counter()
         self._rates = {name: Rate() for name in ("rollouts", "read", "batches", "steps", "policies")}
         self._seconds: dict[int, list[float]] = {}
+        self._versions: dict[int, tuple[int, float]] = {}
 
     def record(self, partition: int, offset: int, at_ms: int) -> None:
         """Any record of `rollouts`."""
@@ -133,9 +134,16 @@ class Flow:
         """A rollout among them; `version` is the newest that sampled a token of it."""
         self._rates["rollouts"].add(at_ms)
         self._sampled = max(self._sampled, version)
+        count, total = self._versions.get(version, (0, 0.0))
+        self._versions[version] = (count + 1, total + reward)
         sums = self._seconds.setdefault(at_ms // 1000, [0.0, 0.0, 0.0])
         for i, value in enumerate((1.0, reward, exact)):
             sums[i] += value
+
+    @property
+    def rewards(self) -> dict[int, tuple[int, float]]:
+        """By the newest policy version of a rollout: how many there are, and the sum of their rewards."""
+        return dict(self._versions)
 
     def journal(self, record: JournalRecord, at_ms: int) -> None:
         """The next journal record of its partition."""

@@ -111,6 +111,11 @@ class RunObserver:
         recent = self.last(newest)
         return self._flow.snapshot(int(time.time() * 1000), recent.reward, recent.exact)
 
+    @property
+    def rewards(self) -> dict[int, tuple[int, float]]:
+        """By policy version: rollouts it sampled, and the sum of their rewards."""
+        return self._flow.rewards
+
     def close(self) -> None:
         self._consumer.close()
 

@@ -12,6 +12,7 @@ from pipeline.faults import Fault, faults_text, plain_faults
 from pipeline.tables import bytes_text, table
 
 if TYPE_CHECKING:
+    from pipeline.one_process import Comparison
     from pipeline.tools.lineage import Node
     from pipeline.tools.replay import Replay
 
@@ -63,6 +64,8 @@ class DemoReport:
     """Of one rollout, up and down."""
     replay: "Replay | None" = None
     """The log folded again with another estimator."""
+    compare: "Comparison | None" = None
+    """Beside the same recipe in one process, where that was asked for."""
     kept: bool
     places: Mapping[str, str] = field(default_factory=dict)
     """Where what remains lies: logs, checkpoints, report, data."""
@@ -89,9 +92,10 @@ class DemoReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON holds it."""
-        values = asdict(replace(self, faults=(), lineage=None, replay=None))
+        values = asdict(replace(self, faults=(), lineage=None, replay=None, compare=None))
         values["faults"] = plain_faults(self.faults)
         values["lineage"] = None if self.lineage is None else self.lineage.as_dict()
+        values["compare"] = None if self.compare is None else self.compare.as_dict()
         values["replay"] = None if self.replay is None else self.replay.as_dict()
         for name in ("first", "last"):
             evaluation = values.pop(f"heldout_{name}")
@@ -142,6 +146,10 @@ class DemoReport:
             from pipeline.tools.replay import replay_text
 
             parts.append(f"the same log, as another estimator would have had it:\n{replay_text(self.replay)}")
+        if self.compare is not None:
+            from pipeline.one_process import comparison_text
+
+            parts.append(comparison_text(self.compare))
         return "\n\n".join(parts)
 
     def _places(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pipeline.faults import Fault
+from pipeline.one_process import Comparison
 from pipeline.report import DemoReport, Evaluation, ledger_text, verification_text
 from pipeline.tables import bytes_text, table
 from pipeline.tools.lineage import Node
@@ -49,6 +50,7 @@ REPORT = DemoReport(
     verify={"batches": 5, "drops": 20, "mismatches": 0, "differences": []},
     faults=(Fault(role="group-1", pid=7, step=84, at_s=31.0, back_s=2.5, back="its partitions"),),
     lineage=Node("rollout", "u-0", {"with": [f"u-{n}" for n in range(100)]}, [Node("batch", "0-7")]),
+    compare=Comparison(steps=9, seconds_over_the_log=80.0, seconds_one_process=20.0, spans=()),
     replay=Replay(changed={"estimator": [["rloo"], "grpo"]}),
     kept=False,
     places={"logs": "/somewhere/logs"},
@@ -91,6 +93,9 @@ def test_a_program_reads_the_promised_keys() -> None:
         {"role": "group-1", "pid": 7, "step": 84, "at_s": 31.0, "back_s": 2.5, "back": "its partitions"}
     ]
     assert report["lineage"]["children"] == [{"kind": "batch", "name": "0-7"}]
+    assert report["compare"] == {
+        "steps": 9, "seconds_over_the_log": 80.0, "seconds_one_process": 20.0, "spans": []
+    }  # fmt: skip
     assert report["replay"]["changed"] == {"estimator": [["rloo"], "grpo"]}
 
 
@@ -99,6 +104,7 @@ def test_the_text_ends_with_what_the_log_can_tell() -> None:
     assert "group-1     step 84, 31 s  2.5 s, its partitions" in text
     assert "└─ batch 0-7" in text
     assert "estimator: rloo -> grpo" in text
+    assert "9 steps over the log: 80 s, 8.89 s each" in text
 
 
 def test_the_text_fits_a_terminal() -> None:

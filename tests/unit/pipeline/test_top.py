@@ -246,6 +246,13 @@ def test_a_run_that_rests_keeps_the_rates_it_had() -> None:
     assert len(Flow("r").snapshot(0).rewards) == 0
 
 
+def test_rewards_are_told_by_the_version_that_sampled() -> None:
+    flow = Flow("r")
+    for version, reward in ((0, 1.0), (3, 0.5), (0, 0.5)):
+        flow.rollout(1000, version, reward, 0.0)
+    assert flow.rewards == {0: (2, 1.5), 3: (1, 0.5)}
+
+
 def test_curves_are_means_over_equal_spans() -> None:
     flow = Flow("r")
     for second in range(72):
