@@ -50,7 +50,7 @@ def test_other_partitions_than_the_runs_are_refused_in_one_line(broker: str, run
     assert "has 2 partitions, the configuration says 3" in found.stderr
 
 
-@pytest.mark.parametrize("command", ["group", "learn", "infer", "env", "ledger", "verify"])
+@pytest.mark.parametrize("command", ["group", "learn", "infer", "env", "ledger", "verify", "top"])
 def test_a_missing_topic_is_one_line_with_the_remedy(broker: str, run_name: str, command: str) -> None:
     found = rollstream(broker, command, "--run", run_name)
     lines = [line for line in found.stderr.splitlines() if not line.startswith("{")]  # a role logs beside it
