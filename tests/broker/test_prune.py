@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from consumers.batch_reader import BatchReader
 from consumers.grouping.config import GrouperConfig, GroupingConfig
 from pipeline.ledger import Ledger, ledger
 from pipeline.pruning import Deletion, plan
-from pipeline.tools.prune import read_positions
+from pipeline.tools.prune import delete, read_positions
 from pipeline.tools.replay import replay
 from pipeline.verify import index_of, verify
 from tests.runs import RealRun, rollout
@@ -176,6 +177,18 @@ def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_r
     assert other.changed == {"estimator": [["rloo"], "grpo"]}
     assert other.replayed.batches >= 6
     assert planned(run, checkpoints, 6)["batch-index", 0].to <= position
+
+    # Once more, further, from a journal whose beginning is gone already.
+    positions = read_positions(run.kafka, run.name, run.grouper.group_id(run.name), checkpoints)
+    deletions = plan(replace(positions, learners={"learner ahead": 10**9}), keep_batches=6)
+    for topic in ("rollouts", "batch-index", "batches"):
+        assert sum(d.offsets for d in deletions if d.topic == topic) > 0, topic
+    delete(run.kafka, run.name, deletions)
+    book = ledger(run.kafka, run.name)
+    assert book.as_dict() == last.as_dict() | {"pruned": book.pruned}
+    assert book.pruned > last.pruned
+    found = verify(run.kafka, run.name, only=list(index_of(run.kafka, run.name))[-6:])
+    assert (found.batches, found.unverifiable, found.mismatches) == (6, 0, [])
 
 
 def check_window(run: RealRun) -> None:
