@@ -4,16 +4,14 @@ Whole partitions from their first record, or from the oldest snapshot of which a
 only some batches, each from the snapshot before it.
 """
 
-import multiprocessing
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from consumers.grouping.makers import makers_of
-from pipeline.refold import beginnings, journal_of, log_begins, refold
+from pipeline.refold import beginnings, journal_of, log_begins, refold, spread
 from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as
@@ -103,7 +101,7 @@ def verify(
     expected = len(index) if only is None else len(set(only))
     result = Verification()
     progress(0, expected)
-    for found in _spread(jobs, processes):
+    for found in spread(_verify_partition, jobs, processes):
         result.add(found)
         done = result.batches + result.unverifiable
         progress(done, max(expected, done))
@@ -114,17 +112,6 @@ def index_of(kafka: KafkaConfig, run: str) -> dict[str, BatchIndexEntry]:
     """Entries of the index by batch, in its order."""
     messages = clients.read_to_end(kafka, topic_name(run, "batch-index"))
     return {entry.batch_id: entry for entry in (decode_as(BatchIndexEntry, m.value()) for m in messages)}
-
-
-def _spread(jobs: Sequence[_Job], processes: int) -> Iterable[Verification]:
-    if min(processes, len(jobs)) < 2:
-        yield from map(_verify_partition, jobs)
-        return
-    # Not forked: librdkafka's threads would not be there in the child, its locks would.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool:
-        for future in as_completed([pool.submit(_verify_partition, job) for job in jobs]):
-            yield future.result()
 
 
 def _verify_partition(job: _Job) -> Verification:

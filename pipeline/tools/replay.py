@@ -7,11 +7,9 @@ its batches as those of a run of another name, for a learner to follow.
 import argparse
 import json
 import math
-import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +22,7 @@ from consumers.grouping.publisher import index_entry
 from consumers.grouping.runs import from_runs
 from pipeline.config import RunConfig
 from pipeline.progress import progress
-from pipeline.refold import Change, beginnings, journal_of, log_begins, refold
+from pipeline.refold import Change, beginnings, journal_of, log_begins, refold, spread
 from pipeline.settings import environment_layers, file_layers, fill, flag_layers
 from pipeline.tables import table
 from pipeline.tools.cat import milliseconds
@@ -227,7 +225,7 @@ def replay(
     jobs = [_Job(kafka, run, p, tuple(makers), dict(overrides), since_ms, into) for p in range(partitions)]
     result = Replay()
     progress(0, len(jobs))
-    for done, part in enumerate(_spread(jobs, processes), 1):
+    for done, part in enumerate(spread(_replay_partition, jobs, processes), 1):
         result.merge(part)
         progress(done, len(jobs))
     if into is not None:
@@ -237,16 +235,6 @@ def replay(
 
 def _in_order(timed: tuple[int, BatchIndexEntry]) -> tuple[int, int, int]:
     return timed[0], timed[1].partition, timed[1].offset
-
-
-def _spread(jobs: Sequence[_Job], processes: int) -> Iterable[Replay]:
-    if min(processes, len(jobs)) < 2:
-        yield from map(_replay_partition, jobs)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool:
-        for future in as_completed([pool.submit(_replay_partition, job) for job in jobs]):
-            yield future.result()
 
 
 # ---------------------------------------------------------------------- one partition
