@@ -24,7 +24,7 @@ from topics.catalogue import topic_name
 from topics.codec import decode_as
 from topics.config import KafkaConfig
 from topics.errors import StateRefused
-from topics.records import JournalRecord, LearnerStep, TrainingBatch
+from topics.records import JournalRecord, LearnerStep, TrainingBatch, batch_numbers
 
 _MOST_PROBLEMS = 20
 _PATIENCE_S = 3.0
@@ -213,7 +213,7 @@ def _check_batches(
                 found.problem(f"batch {batch.batch_id} is in batches and not in the journal")
         missing = expected - rows.keys()
         deleted = {p for p, (low, _end) in clients.bounds(kafka, topic_name(run, "batches")).items() if low > 0}
-        gone = {name for name in missing if _partition(name) in deleted and _number(name) < _first(oldest, name)}
+        gone = {name for name in missing if batch_numbers(name)[0] in deleted and _is_older(name, oldest)}
         if missing == gone or time.monotonic() > deadline:
             break
         time.sleep(0.1)
@@ -226,7 +226,7 @@ def _check_batches(
         named = (journal.offsets(BATCHED) | (journal.delivered & in_flight)) - journal.delivered_before
         batches = carried[number]
         # Which rollouts a deleted batch held, nothing says.
-        lost = named - batches.keys() if any(_partition(name) == number for name in gone) else set()
+        lost = named - batches.keys() if any(batch_numbers(name)[0] == number for name in gone) else set()
         for offset in sorted((named - lost).symmetric_difference(batches)):
             place = "journal and no batch" if offset in named else "a batch and not the journal"
             result.problem(f"rollouts[{number}] offset {offset} is batched in {place}")
@@ -237,17 +237,10 @@ def _check_batches(
     return rows
 
 
-def _partition(batch_id: str) -> int:
-    return int(batch_id.split("-")[0])
-
-
-def _number(batch_id: str) -> int:
-    return int(batch_id.split("-")[1])
-
-
-def _first(oldest: Mapping[int, int], batch_id: str) -> int:
-    """Number of the first batch still held of the partition of this one; more than its own where none is."""
-    return oldest.get(_partition(batch_id), _number(batch_id) + 1)
+def _is_older(batch_id: str, oldest: Mapping[int, int]) -> bool:
+    """Whether a batch came before all that its partition still holds; `oldest` has the number of the first of them."""
+    partition, number = batch_numbers(batch_id)
+    return partition not in oldest or number < oldest[partition]
 
 
 def _check_dead_letters(kafka: KafkaConfig, run: str, journals: dict[int, PartitionJournal], result: Ledger) -> None:
@@ -304,7 +297,7 @@ def _check_records(kafka: KafkaConfig, run: str, journals: dict[int, PartitionJo
     Returns how many of the records in flight are rollouts.
     """
     topic = topic_name(run, "rollouts")
-    frames = tuple(codec.MAGIC + schema.fingerprint for schema in codec.schemas()["Rollout"])
+    frames = codec.frames("Rollout")
     seen: dict[int, set[int]] = {p: set() for p in journals}
     rollouts: Counter[int] = Counter()
     unread: Counter[int] = Counter()
@@ -381,14 +374,18 @@ def _check_steps(
 ) -> None:
     """Uses against batches: each batch at most once a learner, and never one that does not exist."""
     used: set[tuple[str, str]] = set()
-    kept = {p: min((_number(b) for b in rows if _partition(b) == p), default=j.batches) for p, j in journals.items()}
+    kept = {partition: journal.batches for partition, journal in journals.items()}
+    for batch_id in rows:
+        partition, number = batch_numbers(batch_id)
+        kept[partition] = min(kept[partition], number)
     for step in sorted(steps, key=lambda s: (s.learner, s.step)):
         result.steps += step.step > 0
         for use in step.uses if step.input_run == run else ():
             if (step.learner, use.batch_id) in used:
                 result.problem(f"step {step.step} of learner {step.learner} uses batch {use.batch_id} a second time")
             used.add((step.learner, use.batch_id))
-            deleted = result.pruned and _number(use.batch_id) < kept.get(_partition(use.batch_id), 0)
+            partition, number = batch_numbers(use.batch_id)
+            deleted = result.pruned and number < kept.get(partition, 0)
             if not deleted and rows.get(use.batch_id) != use.rows:
                 result.problem(
                     f"step {step.step} of learner {step.learner} used {use.rows} rows of batch {use.batch_id}, which "

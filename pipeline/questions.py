@@ -14,6 +14,7 @@ from typing import Any
 from pipeline.config import RunConfig
 from pipeline.report import ledger_text, verification_text
 from pipeline.tables import table
+from topics.errors import ConfigurationError
 
 _NAME_WIDTH = 48
 """Of an environment in a table that must fit 80 columns."""
@@ -72,6 +73,8 @@ def show_verification(config: RunConfig, args: argparse.Namespace) -> int:
     from pipeline.progress import progress
     from pipeline.verify import index_of, verify
 
+    if args.batch and (args.all or args.last is not None or args.sample is not None):
+        raise ConfigurationError("batches are named, and --all, --last or --sample chooses others; say one of both")
     only = list(args.batch) or None
     if args.last is not None or args.sample is not None:
         names = list(index_of(config.kafka, config.run))

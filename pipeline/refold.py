@@ -56,12 +56,16 @@ def beginnings(journal: Sequence[JournalRecord], log_begin: int) -> list[int]:
     return [
         i
         for i, record in enumerate(journal)
-        if record.snapshot
-        and record.part == record.parts - 1
-        and i >= record.part
+        if ends_snapshot(journal, i)
         and record.watermark >= log_begin
         and (whole or told_ms < record.remembered_since_ms)
     ]
+
+
+def ends_snapshot(journal: Sequence[JournalRecord], i: int) -> bool:
+    """Whether record `i` is the last part of a snapshot all parts of which are there."""
+    record = journal[i]
+    return record.snapshot and record.part == record.parts - 1 and i >= record.part
 
 
 def log_begins(kafka: KafkaConfig, run: str, topic: str) -> dict[int, int]:
@@ -113,7 +117,7 @@ def refold(
 
 def _changed(record: Record, change: Change) -> Record:
     """The record, with another configuration where it is a mark that carries one."""
-    if record.value is None or not record.value.startswith(_mark_frames()):
+    if record.value is None or not record.value.startswith(codec.frames("Mark")):
         return record
     try:
         mark = decode_as(Mark, record.value)
@@ -123,10 +127,6 @@ def _changed(record: Record, change: Change) -> Record:
         return record
     configuration = change(GroupingConfig.from_json(mark.configuration)).to_json()
     return record._replace(value=encode(replace(mark, configuration=configuration)))
-
-
-def _mark_frames() -> tuple[bytes, ...]:
-    return tuple(codec.MAGIC + schema.fingerprint for schema in codec.schemas()["Mark"])
 
 
 def spread(work: Callable[[J], R], jobs: Sequence[J], processes: int) -> Iterator[R]:

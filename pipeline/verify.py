@@ -6,11 +6,12 @@ only some batches, each from the snapshot before it.
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from consumers.grouping.makers import makers_of
+from pipeline.progress import Progress
 from pipeline.refold import beginnings, journal_of, log_begins, refold, spread
 from topics import clients
 from topics.catalogue import topic_name
@@ -18,10 +19,7 @@ from topics.codec import decode_as
 from topics.config import KafkaConfig
 from topics.errors import RecordError, TopicError
 from topics.examples import batch_digest
-from topics.records import BatchIndexEntry, Drop, JournalRecord, TrainingBatch, same
-
-Progress = Callable[[int, int], None]
-"""Called with batches verified so far and batches to verify."""
+from topics.records import BatchIndexEntry, Drop, JournalRecord, TrainingBatch, batch_numbers, same
 
 
 @dataclass
@@ -124,15 +122,13 @@ def _verify_partition(job: _Job) -> Verification:
     first = journal[begin].batch_number
     if job.only is None:
         result = _verify_all(job, journal, begin)
-        result.unverifiable = sum(_number(batch_id) < first for batch_id in job.index)
+        result.unverifiable = sum(batch_numbers(batch_id)[1] < first for batch_id in job.index)
         return result
-    result = _verify_some(job, journal, begin, {batch_id for batch_id in job.only if _number(batch_id) >= first})
-    result.unverifiable = sum(_number(batch_id) < first for batch_id in job.only)
+    result = _verify_some(
+        job, journal, begin, {batch_id for batch_id in job.only if batch_numbers(batch_id)[1] >= first}
+    )
+    result.unverifiable = sum(batch_numbers(batch_id)[1] < first for batch_id in job.only)
     return result
-
-
-def _number(batch_id: str) -> int:
-    return int(batch_id.split("-")[1])
 
 
 def _settled(job: _Job, patience_s: float = 10.0) -> tuple[_Job, list[JournalRecord]]:
@@ -146,7 +142,7 @@ def _settled(job: _Job, patience_s: float = 10.0) -> tuple[_Job, list[JournalRec
             return job, journal
         first = journal[begin].batch_number
         journaled = {batch_id for record in journal[begin + 1 :] for batch_id in record.batch_ids}
-        wanted = {batch_id for batch_id in job.only or () if _number(batch_id) >= first}
+        wanted = {batch_id for batch_id in job.only or () if batch_numbers(batch_id)[1] >= first}
         if not journaled <= job.index.keys():
             index = index_of(job.kafka, job.run)
             job = replace(job, index={name: e for name, e in index.items() if e.partition == job.partition})
@@ -252,12 +248,9 @@ def _fetched(job: _Job, batch_id: str, result: Verification) -> str | None:
 
 
 def _fetch(job: _Job, batch_id: str, result: Verification) -> TrainingBatch | None:
-    entry = job.index[batch_id]
-    start = {job.partition: entry.offset}
-    topic = topic_name(job.run, "batches")
-    messages = clients.read_to_end(job.kafka, topic, partitions=[job.partition], start=start)
-    message = next(iter(messages), None)
-    if message is None or message.offset() != entry.offset:
+    entry, topic = job.index[batch_id], topic_name(job.run, "batches")
+    message = clients.fetch(job.kafka, topic, job.partition, entry.offset)
+    if message is None:
         result.mismatches.append(f"batch {batch_id}: {topic}[{job.partition}] holds nothing at offset {entry.offset}")
         return None
     return _batch(message.value(), job.partition, entry.offset, result)
@@ -265,10 +258,12 @@ def _fetch(job: _Job, batch_id: str, result: Verification) -> TrainingBatch | No
 
 def _differences(job: _Job, folded: TrainingBatch) -> list[str]:
     """What differs between a recorded batch and the refold's, by field."""
+    if folded.batch_id not in job.index:
+        return [f"batch {folded.batch_id}: differs from the refold"]
     noted = Verification()
     recorded = _fetch(job, folded.batch_id, noted)
     if recorded is None:
-        return []
+        return noted.mismatches
     differing = [f.name for f in fields(recorded) if not same(getattr(recorded, f.name), getattr(folded, f.name))]
     return [f"batch {folded.batch_id}: {', '.join(differing)} differ from the refold"]
 

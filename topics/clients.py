@@ -298,6 +298,15 @@ def read_to_end(
         consumer.close()
 
 
+def fetch(
+    config: KafkaConfig, topic: str, partition: int, offset: int, *, isolation: str = "read_committed"
+) -> Message | None:
+    """The record at an offset; None where none is there to see. Raises as `read_to_end` does."""
+    reading = read_to_end(config, topic, partitions=[partition], start={partition: offset}, isolation=isolation)
+    message = next(reading, None)
+    return message if message is not None and message.offset() == offset else None
+
+
 def at_hand(consumer: Consumer, most: int, wait_s: float) -> list[Message]:
     """What there is, `most` messages at most; waits up to `wait_s` where there is nothing.
 

@@ -165,6 +165,12 @@ def _flattener(cls: type) -> Plan:
     return flatten
 
 
+@cache
+def frames(name: str) -> tuple[bytes, ...]:
+    """What an encoded record of that name begins with, in any version: tells its kind without decoding it."""
+    return tuple(MAGIC + schema.fingerprint for schema in schemas()[name])
+
+
 def encode(record: object, *, version: int | None = None) -> bytes:
     """Frame a record with its newest schema, or an older `version` of it.
 

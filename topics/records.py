@@ -408,6 +408,12 @@ class ExcludedBatch:
     wall_time: float = 0.0
 
 
+def batch_numbers(batch_id: str) -> tuple[int, int]:
+    """Partition and number of a batch, which its id is made of."""
+    partition, _, number = batch_id.partition("-")
+    return int(partition), int(number)
+
+
 def same(a: object, b: object) -> bool:
     """Whether two records, or values within them, are equal: dtype, shape and bits of arrays included."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):

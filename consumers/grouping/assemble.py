@@ -12,24 +12,15 @@ import numpy as np
 from consumers.grouping.batch_maker import group_bytes, row_bytes
 from consumers.grouping.groups import Group, Member
 from topics.examples import REFERENCE, RLExample, batch_digest
-from topics.records import BatchGroup, Float32, Int32, TrainingBatch
+from topics.records import BatchGroup, Float32, TrainingBatch
+
+_SEGMENT = np.int32(1)
+"""Of every position: examples are packed by learners."""
 
 
 def advantage_array(advantage: float, length: int) -> Float32:
     """A scalar advantage on every position, float32 [T]."""
     return np.full(length, advantage, "<f4")
-
-
-_ones = np.ones(0, "<i4")
-
-
-def _one_segment(length: int) -> Int32:
-    """Segment 1 on every position, int32 [T]: a view of one array that examples share, not to be written to."""
-    global _ones
-    if length > len(_ones):
-        _ones = np.ones(2 * length, "<i4")
-        _ones.flags.writeable = False
-    return _ones[:length]
 
 
 def example(member: Member, advantage: float) -> RLExample:
@@ -41,7 +32,7 @@ def example(member: Member, advantage: float) -> RLExample:
         loss_mask=rollout.loss_mask,
         advantage=advantage_array(advantage, len(rollout.tokens)),
         generator_log_probs=rollout.logprobs,
-        segment_ids=_one_segment(len(rollout.tokens)),
+        segment_ids=np.broadcast_to(_SEGMENT, len(rollout.tokens)),
         source=member.source,
         reference_log_probs=None if reference is None else reference.array().astype("<f4"),
     )

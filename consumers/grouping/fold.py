@@ -11,7 +11,6 @@ is not consulted for them; re-reading has no effects.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from typing import Literal
 
 from consumers.grouping import advantages, assemble
@@ -30,11 +29,6 @@ from topics import codec
 from topics.errors import RecordError, StateRefused
 from topics.examples import Source
 from topics.records import GroupCancelled, Mark, Rollout
-
-
-@cache
-def _mark_frames() -> tuple[bytes, ...]:
-    return tuple(codec.MAGIC + schema.fingerprint for schema in codec.schemas()["Mark"])
 
 
 class Fold:
@@ -139,7 +133,7 @@ class Fold:
                 )
             return
         # Finished already: only what moves clocks and configuration matters, and only marks do.
-        if record.value is not None and record.value.startswith(_mark_frames()):
+        if record.value is not None and record.value.startswith(codec.frames("Mark")):
             try:
                 mark = codec.decode_as(Mark, record.value)
             except RecordError:

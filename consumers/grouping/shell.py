@@ -5,7 +5,6 @@ anywhere loses nothing and repeats nothing. Scaling is starting more processes; 
 nothing (static membership).
 """
 
-import gc
 import logging
 import threading
 import time
@@ -64,8 +63,6 @@ def run_grouping(
             f"{LEAST_RECORD_BYTES}"
         )
     clients.check_broker(kafka)
-    # What a fold holds grows with what is in flight, is in no cycles, and was looked through at every tenth collection.
-    gc.set_threshold(50_000, 50, 1000)
     GroupingProcess(kafka, run, grouping, grouper, ordinal, on_ready).run(stop)
 
 

@@ -1,10 +1,15 @@
 """The role `group`: one grouping consumer; scaling is starting more of them under further ordinals."""
 
 import argparse
+import gc
 
 from consumers.grouping.shell import run_grouping
 from pipeline.config import RunConfig
 from pipeline.process import announce_ready, stop_on_signals
+
+COLLECT_AFTER = (50_000, 50, 1000)
+"""Thresholds of the garbage collector. What a fold holds grows with what is in flight, is in no cycles, and by default
+would be looked through again and again."""
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
@@ -12,6 +17,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     if args.action == "recover":
         return _recover(config)
     stop = stop_on_signals()
+    gc.set_threshold(*COLLECT_AFTER)
     run_grouping(config.kafka, config.run, config.grouping, config.grouper, args.ordinal, stop, on_ready=announce_ready)
     return 0
 

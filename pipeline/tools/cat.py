@@ -84,7 +84,7 @@ def messages(kafka: KafkaConfig, topic: str, span: Span) -> Iterator[Message]:
         if span.partition is not None and span.partition not in partitions:
             raise ConfigurationError(f"-p {span.partition}: {topic} has partitions 0 to {len(partitions) - 1}")
         numbers = list(partitions) if span.partition is None else [span.partition]
-        starts = _starts(consumer, topic, numbers, span.start)
+        starts = _starts(kafka, consumer, topic, numbers, span.start)
         clients.follow(consumer, kafka, [TopicPartition(topic, p, starts[p]) for p in numbers])
         pending, position = set(numbers), dict(starts)
         while pending or span.follow:
@@ -102,8 +102,8 @@ def messages(kafka: KafkaConfig, topic: str, span: Span) -> Iterator[Message]:
         consumer.close()
 
 
-def _starts(consumer: Consumer, topic: str, numbers: list[int], start: str) -> dict[int, int]:
-    bounds = {p: consumer.get_watermark_offsets(TopicPartition(topic, p), 10.0) or (0, 0) for p in numbers}
+def _starts(kafka: KafkaConfig, consumer: Consumer, topic: str, numbers: list[int], start: str) -> dict[int, int]:
+    bounds = {p: at for p, at in clients.bounds(kafka, topic).items() if p in numbers}
     if start == "beginning":
         return {p: low for p, (low, _high) in bounds.items()}
     if start == "end":

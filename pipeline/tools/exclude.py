@@ -138,11 +138,8 @@ def _journal_at(kafka: KafkaConfig, run: str, committed: TopicPartition) -> Jour
     """The journal record that an offset was committed with: its being committed proves the record to be."""
     partition, topic = committed.partition, topic_name(run, "journal")
     at = CommitMetadata.decode(committed.metadata, f"{committed.topic}[{partition}]").journal
-    reading = clients.read_to_end(
-        kafka, topic, partitions=[partition], start={partition: at}, isolation="read_uncommitted"
-    )
-    message = next(reading, None)
-    if message is None or message.offset() != at:
+    message = clients.fetch(kafka, topic, partition, at, isolation="read_uncommitted")
+    if message is None:
         raise StateRefused(f"{topic}[{partition}] does not hold offset {at}, which the committed offset names")
     return decode_as(JournalRecord, message.value())
 

@@ -112,7 +112,8 @@ def of_place(view: View, place: Place) -> Node:
             "tokens": len(record.tokens),
         }
         node.children.append(_sampler(view, record))
-    node.children.append(_fate(view, place, fate))
+    batch = view.batch_of(place, fate) if fate.name == BATCHED else None
+    node.children.append(fate_node(view, place, fate, batch))
     return node
 
 
@@ -138,12 +139,12 @@ def _sampler(view: View, rollout: Rollout) -> Node:
     return node
 
 
-def _fate(view: View, place: Place, fate: Fate) -> Node:
+def fate_node(view: View, place: Place, fate: Fate, batch: TrainingBatch | None) -> Node:
+    """What became of a record; `batch` is the one that carries it, where one does."""
     if fate.name == DROPPED and fate.drop is not None:
         return Node("fate", f"dropped: {fate.drop.reason}", {"detail": fate.drop.detail} if fate.drop.detail else {})
     if fate.name != BATCHED:
         return Node("fate", fate.name.replace("_", " "))
-    batch = view.batch_of(place, fate)
     if batch is None:
         return Node("fate", "batched", {"in": "a batch that is not in the index (any more)"})
     row = batch.source_offsets.tolist().index(place.offset)

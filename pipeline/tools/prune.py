@@ -19,14 +19,14 @@ from consumers.grouping.bootstrap import committed_offsets
 from consumers.grouping.state import CommitMetadata
 from pipeline.config import RunConfig
 from pipeline.pruning import ACCOUNT, RECOVERY, TOPICS, WINDOW, Batch, Deletion, Place, Positions, Snapshot, Task, plan
-from pipeline.refold import beginnings
+from pipeline.refold import beginnings, ends_snapshot
 from pipeline.tables import table
 from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as
 from topics.config import KafkaConfig
 from topics.errors import BrokerUnavailable, ConfigurationError, StateRefused
-from topics.records import BatchIndexEntry, JournalRecord, LearnerStep
+from topics.records import BatchIndexEntry, JournalRecord, LearnerStep, batch_numbers
 
 KEEP_BATCHES = 1000
 """Batches that stay verifiable where nothing else is said."""
@@ -164,7 +164,7 @@ def _task(kafka: KafkaConfig, run: str, partition: int, metadata: CommitMetadata
     times = [record.stream_time_ms for record in journal]
     snapshots = []
     for i, record in enumerate(journal):
-        if record.snapshot and record.part == record.parts - 1 and i >= record.part:
+        if ends_snapshot(journal, i):
             # The record before the first that may tell of a group remembered then: it proves that none is missing.
             remembered = max(0, bisect_left(times, record.remembered_since_ms) - 1)
             snapshots.append(
@@ -189,7 +189,7 @@ def _batches(kafka: KafkaConfig, run: str) -> tuple[Batch, ...]:
         found.append(
             Batch(
                 partition=entry.partition,
-                number=int(entry.batch_id.split("-")[1]),
+                number=batch_numbers(entry.batch_id)[1],
                 offset=entry.offset,
                 index_offset=message.offset() or 0,
                 time_ms=message.timestamp()[1],

@@ -21,7 +21,7 @@ from consumers.grouping.makers import makers_of
 from consumers.grouping.publisher import index_entry
 from consumers.grouping.runs import from_runs
 from pipeline.config import RunConfig
-from pipeline.progress import progress
+from pipeline.progress import Progress, progress
 from pipeline.refold import Change, beginnings, journal_of, log_begins, refold, spread
 from pipeline.settings import environment_layers, file_layers, fill, flag_layers
 from pipeline.tables import table
@@ -32,7 +32,7 @@ from topics.codec import decode_as, encode
 from topics.config import KafkaConfig, TopicsConfig
 from topics.errors import ConfigurationError, DeliveryError, TopicError
 from topics.keys import encode_key
-from topics.records import BatchIndexEntry, Drop, JournalRecord, TrainingBatch
+from topics.records import BatchIndexEntry, Drop, JournalRecord, TrainingBatch, batch_numbers
 
 _FIXED = ("generation",)
 """What a replay does not change: configurations stay the ones they were, one after the other."""
@@ -139,7 +139,7 @@ class Replay:
     def differing(self) -> list[str]:
         """Batches that are not the same on both sides."""
         a, b = self.recorded.digests, self.replayed.digests
-        return sorted((name for name in a.keys() | b.keys() if a.get(name) != b.get(name)), key=_numbers)
+        return sorted((name for name in a.keys() | b.keys() if a.get(name) != b.get(name)), key=batch_numbers)
 
     def merge(self, other: "Replay") -> None:
         """Add another partition's."""
@@ -159,10 +159,6 @@ class Replay:
             "differing": len(self.differing),
             "batches_differing": self.differing[:100],
         }
-
-
-def _numbers(batch_id: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in batch_id.split("-"))
 
 
 @dataclass(frozen=True)
@@ -211,7 +207,7 @@ def replay(
     since_ms: int | None = None,
     into: str | None = None,
     processes: int = 1,
-    progress: Any = lambda _done, _all: None,
+    progress: Progress = lambda _done, _all: None,
 ) -> Replay:
     """Fold a run again with `overrides` in every configuration its log holds.
 
@@ -248,7 +244,7 @@ def _replay_partition(job: _Job) -> Replay:
     configurations = _configurations(journal)
     for name, value in job.overrides.items():
         if any(getattr(c, name) != value for c in configurations):
-            result.changed[name] = [_distinct(getattr(c, name) for c in configurations), value]
+            result.changed[name] = [list(dict.fromkeys(getattr(c, name) for c in configurations)), value]
     change: Change | None = (lambda c: replace(c, **job.overrides)) if result.changed else None
     begin, first = _beginning(job, journal, change)
     stop = journal[-1].position
@@ -270,12 +266,6 @@ def _replay_partition(job: _Job) -> Replay:
 def _configurations(journal: Sequence[JournalRecord]) -> list[GroupingConfig]:
     texts = dict.fromkeys(record.watermark_configuration for record in journal)
     return [GroupingConfig.from_json(text) for text in texts]
-
-
-def _distinct(values: Iterable[Any]) -> list[Any]:
-    found: list[Any] = []
-    found.extend(value for value in values if value not in found)
-    return found
 
 
 def _beginning(

@@ -12,7 +12,7 @@ from typing import Any
 from consumers.grouping.changes import BATCHED
 from pipeline.config import RunConfig
 from pipeline.tables import table
-from pipeline.tools.lineage import Node, of_place, place_of
+from pipeline.tools.lineage import Node, fate_node, place_of
 from pipeline.tools.plain import decoded, plain, time_text
 from pipeline.tools.view import Place, View
 from topics.errors import TopicError
@@ -72,8 +72,8 @@ def _look(view: View, place: Place) -> Shown:
     fate = view.fates(place.partition, {place.offset})[place.offset]
     batch = view.batch_of(place, fate) if fate.name == BATCHED else None
     group, advantage = _group(batch, place) if batch is not None else ([], None)
-    tree = of_place(view, place)
-    return Shown(place, message.timestamp()[1], rollout, advantage, group, tree.children[-1])
+    told = fate_node(view, place, fate, batch)
+    return Shown(place, message.timestamp()[1], rollout, advantage, group, told)
 
 
 def _group(batch: TrainingBatch, place: Place) -> tuple[list[tuple[str, float, float]], float]:

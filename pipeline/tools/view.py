@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from confluent_kafka import Message, TopicPartition
+from confluent_kafka import Message
 
 from consumers.grouping.changes import BATCHED, DROPPED
 from consumers.grouping.runs import from_runs
@@ -16,7 +16,7 @@ from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as
 from topics.config import KafkaConfig
-from topics.errors import BrokerUnavailable, TopicError
+from topics.errors import TopicError
 from topics.records import (
     BatchIndexEntry,
     BatchUse,
@@ -124,23 +124,16 @@ class View:
     def record(self, name: str, partition: int, offset: int) -> Message:
         """One record. Raises TopicError when it is not there."""
         topic = self.topic(name)
-        consumer = clients.reader(self.kafka, fetch_wait_ms=10)
-        try:
-            if not 0 <= partition < clients.partitions_of(self.kafka, topic, consumer):
-                raise TopicError(f"{topic} has no partition {partition}")
-            low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), 10.0) or (0, 0)
-            if low <= offset < high:
-                consumer.assign([TopicPartition(topic, partition, offset)])
-                for _ in range(200):
-                    for message in clients.with_unreadable(consumer, consumer.consume(1, 0.05), {partition: offset}):
-                        if message.error() is None and message.offset() == offset:
-                            return message
-                        if message.offset() is not None and (message.offset() or 0) > offset:
-                            raise TopicError(f"{topic}[{partition}] holds no record at offset {offset}")
-                raise BrokerUnavailable(f"{topic}[{partition}] did not show offset {offset} in time")
-        finally:
-            consumer.close()
-        raise TopicError(f"{topic}[{partition}] holds offsets {low} to {high - 1}, not {offset}")
+        bounds = clients.bounds(self.kafka, topic)
+        if partition not in bounds:
+            raise TopicError(f"{topic} has no partition {partition}")
+        low, high = bounds[partition]
+        if not low <= offset < high:
+            raise TopicError(f"{topic}[{partition}] holds offsets {low} to {high - 1}, not {offset}")
+        message = clients.fetch(self.kafka, topic, partition, offset)
+        if message is None:
+            raise TopicError(f"{topic}[{partition}] holds no record at offset {offset}")
+        return message
 
     def batch(self, batch_id: str) -> TrainingBatch:
         """A batch of the index. Raises TopicError when the index does not name it."""

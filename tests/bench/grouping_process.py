@@ -1,5 +1,6 @@
 """The subject of `group-and-batch`: a process of the shell `rollstream group` runs, its transactions timed."""
 
+import gc
 import json
 import sys
 import threading
@@ -9,6 +10,7 @@ from typing import Any
 from consumers.grouping import shell
 from consumers.grouping.config import GrouperConfig, GroupingConfig
 from consumers.grouping.publisher import Part, TransactionPublisher
+from pipeline.roles.group import COLLECT_AFTER
 from tests.bench.measure import Timing
 from tests.bench.timer import TransactionTimer
 from topics import logs
@@ -26,6 +28,7 @@ def group(arguments: dict[str, Any]) -> Timing:
             timer.committed(sum(p.output.journal.position - p.output.journal.begin for p in parts))
 
     shell.TransactionPublisher = Timed  # type: ignore[misc]
+    gc.set_threshold(*COLLECT_AFTER)
     grouper = GrouperConfig(
         max_poll_records=arguments["poll_records"],
         commit_interval_s=arguments["commit_interval_s"],
