@@ -5,44 +5,12 @@ start, AdamW with a cosine schedule.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
+from consumers.learner.objective import LossConfig, OptimizerConfig
 from consumers.models.config import DecoderConfig
 from consumers.weights.config import WeightsConfig
 from topics.errors import ConfigurationError
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossConfig:
-    """The clipped policy-gradient loss."""
-
-    clip_low: float = 0.2
-    """Ratios below 1 - clip_low earn no more for negative advantages (PPO, arXiv:1707.06347)."""
-    clip_high: float = 0.28
-    """Ratios above 1 + clip_high earn no more for positive advantages (clip-higher of DAPO, arXiv:2503.14476)."""
-    ratio_cap: float = 2.0
-    """Ratios above this are not pushed down further for negative advantages (dual clip, arXiv:1912.09729)."""
-    entropy_coefficient: float = 0.005
-    """Weight of the mean token entropy that is added to the objective."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW with global-norm clipping and a cosine schedule."""
-
-    learning_rate: float = 2e-3
-    """At the first step."""
-    final_learning_rate: float = 4e-4
-    """At `max_steps` and after."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.95
-    """Decay of the second moment."""
-    epsilon: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +38,18 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How the devices of all processes are laid out; data x fsdp x tensor is their number."""
+
+    data: int = 0
+    """Copies of the parameters, each training on its share of the rows; 0 takes the devices the other axes leave."""
+    fsdp: int = 1
+    """Devices the parameters and the optimizer's state are split over; each also trains on its share of the rows."""
+    tensor: int = 1
+    """Devices each matrix product is split over (Megatron, arXiv:1909.08053)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
     """One learner: what it trains on, how, and how long."""
 
@@ -87,10 +67,36 @@ class LearnerConfig:
     """A batch whose lowest policy version is more than this many steps old when reached is skipped, on record."""
     publish_every_steps: int = 1
     """Steps between published policy versions."""
+    source: Literal["batches"] = "batches"
+    """Where a step's rollouts come from: the batches of `input_run`, in index order."""
+    epochs: int = 1
+    """How often a step goes through its rollouts; more than once, log-probabilities are computed again before."""
+    minibatches: int = 1
+    """Optimizer updates in one such pass, each on its share of the rollouts."""
     microbatch_rows: int = 40
-    """Rows of one packed microbatch; as many microbatches as needed make a step."""
+    """Rows of one packed microbatch at `sequence_length`; as many microbatches as needed make an update."""
     sequence_length: int = 64
-    """Tokens of a packed row; a longer rollout is an error that names this setting."""
+    """Tokens of a packed row."""
+    length_buckets: tuple[int, ...] = ()
+    """Up to two shorter row lengths beside sequence_length, for rollouts that fit; each is compiled once."""
+    too_long: Literal["skip", "truncate", "error"] = "skip"
+    """What becomes of a rollout longer than sequence_length: left out and counted, cut at the end, or an error."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of activations and of the parameters' copies in a step; masters and the optimizer are float32."""
+    remat: bool = False
+    """Compute a block's activations again in the backward pass rather than keep them."""
+    vocabulary_chunk: int = 0
+    """Vocabulary entries whose logits are held at once, so that [rows, tokens, vocabulary] never is; 0 takes all."""
+    pretrained: str = ""
+    """Directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer.json) the run starts from."""
+    reference: str = ""
+    """What the KL term compares with: "carried" log-probabilities, the "initial" parameters, or such a directory."""
+    processes: int = 1
+    """Processes of this learner; they train together, and number 0 leads."""
+    coordinator: str = "127.0.0.1:7733"
+    """host:port where the lead coordinates them, when there are several."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """Layout of the devices."""
     threads: int = 2
     """CPU threads of XLA (NPROC), set before JAX is imported: another number changes the last bits of a result."""
     model: DecoderConfig = field(default_factory=DecoderConfig)
@@ -110,12 +116,20 @@ class LearnerConfig:
         counts = {
             "rollouts_per_step": self.rollouts_per_step,
             "publish_every_steps": self.publish_every_steps,
+            "epochs": self.epochs,
+            "minibatches": self.minibatches,
             "microbatch_rows": self.microbatch_rows,
             "sequence_length": self.sequence_length,
             "threads": self.threads,
+            "processes": self.processes,
             "checkpoint.every_steps": self.checkpoint.every_steps,
             "checkpoint.keep": self.checkpoint.keep,
         }
         for name, value in counts.items():
             if value < 1:
                 raise ConfigurationError(f"learner.{name} is {value}; it must be at least 1")
+        if len(self.length_buckets) > 2 or any(not 0 < length < self.sequence_length for length in self.length_buckets):
+            raise ConfigurationError(
+                f"learner.length_buckets {list(self.length_buckets)}: give at most two lengths, each below "
+                f"sequence_length {self.sequence_length}"
+            )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from consumers.learner.config import LossConfig
+from consumers.learner.objective import LossConfig
 from consumers.models.config import DecoderConfig
 from consumers.models.decoder import Params, head, hidden
 

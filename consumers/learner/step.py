@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from consumers.learner.config import LearnerConfig, OptimizerConfig
+from consumers.learner.config import LearnerConfig
 from consumers.learner.loss import POLICY_METRICS, SUPERVISED_METRICS, Arrays, policy_loss, supervised_loss
+from consumers.learner.objective import OptimizerConfig
 from consumers.learner.packing import PackedStep, TrainingSequence, pack
 from consumers.models import decoder
 

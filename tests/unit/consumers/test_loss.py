@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from consumers.learner.config import LossConfig
 from consumers.learner.loss import POLICY_METRICS, policy_loss, supervised_loss
+from consumers.learner.objective import LossConfig
 from consumers.learner.packing import PackedStep, TrainingSequence, pack
 from consumers.models import decoder
 from consumers.models.config import DecoderConfig

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from consumers.learner.config import LearnerConfig, OptimizerConfig, WarmStartConfig
+from consumers.learner.config import LearnerConfig, WarmStartConfig
+from consumers.learner.objective import OptimizerConfig
 from consumers.learner.packing import TrainingSequence, pack, sequences_of
 from consumers.learner.step import TrainState, TrainStep, make_schedule
 from consumers.models.config import DecoderConfig
