@@ -4,9 +4,21 @@ The defaults are the demo's model: 105 thousand parameters over a character voca
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from consumers.models.tokenizer import CharacterTokenizer
 from topics.errors import ConfigurationError
+
+
+class Compute(NamedTuple):
+    """How the same function is computed; none of it changes what is computed but for rounding."""
+
+    dtype: str = "float32"
+    """Of activations and of the copies of the parameters they meet: float32 or bfloat16."""
+    remat: bool = False
+    """Compute a block's activations again in the backward pass rather than keep them."""
+    vocabulary_chunk: int = 0
+    """Vocabulary entries whose logits are held at once; 0 holds all."""
 
 
 @dataclass(frozen=True, kw_only=True)
