@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from consumers.learner.objective import LossConfig
 from consumers.models.config import DecoderConfig
-from consumers.models.decoder import Params, head, hidden
+from consumers.models.decoder import Params, hidden, token_logprobs
 
 Arrays = Mapping[str, jax.Array]
 
@@ -24,18 +24,6 @@ POLICY_METRICS = (
     "clip_ratio/high_mean",
     "clip_ratio/cap_mean",
 )
-
-
-def token_logprobs(
-    params: Params, states: jax.Array, targets: jax.Array, temperatures: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of `targets` and entropy of the distribution, float32 [...].
-
-    `states` are final states [..., hidden_size]; `temperatures` [...] divide the logits.
-    """
-    log_probabilities = jax.nn.log_softmax(head(params, states) / temperatures[..., None])
-    chosen = jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
-    return chosen, -jnp.sum(jnp.exp(log_probabilities) * log_probabilities, axis=-1)
 
 
 def policy_loss(
@@ -88,4 +76,4 @@ def supervised_loss(
 def _next_token_logprobs(params: Params, model: DecoderConfig, batch: Arrays) -> tuple[jax.Array, jax.Array]:
     """Log-probability and entropy [rows, sequence_length - 1] of tokens 1 onwards given those before."""
     states = hidden(params, model, batch["tokens"], batch["positions"], batch["segment_ids"])
-    return token_logprobs(params, states[:, :-1], batch["tokens"][:, 1:], batch["temperatures"][:, 1:])
+    return token_logprobs(params, model, states[:, :-1], batch["tokens"][:, 1:], batch["temperatures"][:, 1:])

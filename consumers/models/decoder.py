@@ -91,18 +91,29 @@ def pspecs(params: Params) -> dict[str, PartitionSpec]:
 
 
 def hidden(
-    params: Params, config: DecoderConfig, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array
+    params: Params,
+    config: DecoderConfig,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    remat: bool = False,
 ) -> jax.Array:
     """Final normalised states [B, T, hidden_size] of packed sequences.
 
     `tokens`, `positions` and `segment_ids` are int32 [B, T]. A token attends to earlier tokens of its own segment.
+    With `remat` only the residual stream between blocks is kept for the backward pass.
     """
     length = tokens.shape[1]
     causal = jnp.tril(jnp.ones((length, length), bool))
     mask = (segment_ids[:, :, None] == segment_ids[:, None, :]) & causal
     x = params[EMBEDDING][tokens]
     for layer in range(config.num_hidden_layers):
-        x = _block(params, config, layer, x, positions, lambda q, k, v: _attention(q, k, v, mask))
+
+        def block(params: Params, x: jax.Array, layer: int = layer) -> jax.Array:
+            return _block(params, config, layer, x, positions, lambda q, k, v: _attention(q, k, v, mask))
+
+        x = (jax.checkpoint(block) if remat else block)(params, x)
     return _rms_norm(x, params[FINAL_NORM], config.rms_norm_eps)
 
 
@@ -117,6 +128,25 @@ def head(params: Params, states: jax.Array) -> jax.Array:
     """Logits, float32 [..., vocab_size], of final states [..., hidden_size]."""
     weight = params.get(HEAD, params[EMBEDDING])
     return jnp.matmul(states, weight.T, preferred_element_type=jnp.float32)
+
+
+def token_logprobs(
+    params: Params,
+    config: DecoderConfig,
+    states: jax.Array,
+    targets: jax.Array,
+    temperatures: jax.Array,
+    *,
+    chunk: int = 0,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of `targets` and entropy of the distribution, float32 [...].
+
+    `states` are final states [..., hidden_size]; `temperatures` [...] divide the logits. `chunk` is the number of
+    vocabulary entries whose logits are held at once; 0 holds all.
+    """
+    log_probabilities = jax.nn.log_softmax(head(params, states) / temperatures[..., None])
+    chosen = jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
+    return chosen, -jnp.sum(jnp.exp(log_probabilities) * log_probabilities, axis=-1)
 
 
 def empty_cache(config: DecoderConfig, rows: int, slots: int, dtype: jnp.dtype) -> KeyValueCache:
