@@ -6,6 +6,8 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LONG_STAMP := $(VENV)/.installed-long
+LOCK = $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --custom-compile-command "make lock"
 PACKAGES := topics producers consumers pipeline infra
 
 .DEFAULT_GOAL := help
@@ -25,6 +27,11 @@ $(STAMP): requirements.txt pyproject.toml
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation --no-deps -e .
 	@touch $@
 
+# Gigabytes that only the long tests need.
+$(LONG_STAMP): requirements-long.txt $(STAMP)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements-long.txt
+	@touch $@
+
 demo: $(STAMP) ## Train a small model through a local Kafka and print a report, e.g. make demo ARGS="--seed 1"
 	$(BIN)/rollstream demo $(ARGS)
 
@@ -36,7 +43,7 @@ test-unit: $(STAMP) ## Run the tests that need no broker
 test-real: $(STAMP) ## Run the tests on a real Kafka, one after the other
 	$(BIN)/python -m pytest tests --ignore=tests/unit --ignore=tests/bench -m "not long" $(ARGS)
 
-test-all: $(STAMP) ## Run all tests, the long ones too
+test-all: $(LONG_STAMP) ## Run all tests, the long ones too (installs gigabytes they compare with)
 	$(BIN)/python -m pytest tests/unit -n 2 $(ARGS)
 	$(BIN)/python -m pytest tests --ignore=tests/unit --ignore=tests/bench $(ARGS)
 
@@ -53,8 +60,8 @@ format: $(STAMP) ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix .
 
 lock: ## Lock the requirements again, for all platforms, with hashes
-	$(BIN)/uv pip compile --quiet --universal --generate-hashes --all-extras --no-emit-index-url \
-		--custom-compile-command "make lock" pyproject.toml -o requirements.txt $(ARGS)
+	$(LOCK) --extra all --extra dev pyproject.toml -o requirements.txt $(ARGS)
+	$(LOCK) --extra peers --extra tpu --constraint requirements.txt pyproject.toml -o requirements-long.txt $(ARGS)
 
 clean: ## Remove .venv and the caches (not .rollstream, where runs are kept)
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

@@ -11,6 +11,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+# On the CPU wherever the tests run, so that their bits are the same; and JAX does not look for a TPU where libtpu is.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 ROOT = Path(__file__).parent
 MARKED_BY_LOCATION = ("unit", "broker", "containers", "faults", "browser", "bench")
 

@@ -47,14 +47,34 @@ def test_the_wheel_holds_nothing_but_the_packages_and_its_own_record(wheel: zipf
     assert {name.split("/")[0] for name in wheel.namelist()} == {*PACKAGES, "rollstream-0.1.0.dist-info"}
 
 
-def test_the_locked_requirements_pin_every_package_with_a_hash_and_name_no_registry() -> None:
-    text = (ROOT / "requirements.txt").read_text()
-    assert "://" not in text
-    blocks = [block for block in text.replace("\\\n", " ").splitlines() if block and not block.lstrip().startswith("#")]
+def locked(name: str) -> list[str]:
+    """The requirements of a lock file, each with its hashes on one line."""
+    lines = (ROOT / name).read_text().replace("\\\n", " ").splitlines()
+    return [line for line in lines if line and not line.lstrip().startswith("#")]
+
+
+def locked_versions(name: str) -> dict[str, set[str]]:
+    """Versions by package: there may be several, for different interpreters."""
+    found: dict[str, set[str]] = {}
+    for package, version in (line.split()[0].split("==") for line in locked(name)):
+        found.setdefault(package, set()).add(version)
+    return found
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-long.txt"])
+def test_the_locked_requirements_pin_every_package_with_a_hash_and_name_no_registry(name: str) -> None:
+    assert "://" not in (ROOT / name).read_text()
+    blocks = locked(name)
     assert len(blocks) > 50
     for block in blocks:
         assert "==" in block
         assert "--hash=sha256:" in block
+
+
+def test_the_long_requirements_agree_with_those_that_setup_installs_and_only_they_are_gigabytes() -> None:
+    always, long = locked_versions("requirements.txt"), locked_versions("requirements-long.txt")
+    assert {name: found for name, found in long.items() if name in always and not found <= always[name]} == {}
+    assert {"torch", "transformers", "libtpu"} <= long.keys() - always.keys()
 
 
 def test_make_help_explains_every_target() -> None:
