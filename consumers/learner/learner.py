@@ -161,7 +161,12 @@ class _Learner:
         """Train, publish and record one step."""
         started = time.monotonic()
         sequences = [sequence for read in taken.trained for sequence in sequences_of(read.batch)]
-        packed = pack(sequences, rows=self._config.microbatch_rows, sequence_length=self._config.sequence_length)
+        packed = pack(
+            sequences,
+            rows=self._config.microbatch_rows,
+            sequence_length=self._config.sequence_length,
+            loss=self._config.loss,
+        )
         self._state, metrics = self._train_step.train(self._state, packed)
         step_s = time.monotonic() - started
         metrics |= trained_metrics(taken)

@@ -1,7 +1,7 @@
 """The losses of the learner as pure JAX functions over one packed microbatch.
 
-Sums are divided by a denominator given from outside, the step's number of trained tokens, so that microbatches add up
-to the same gradient however a step is split.
+Sums are divided by denominators given from outside, counted over the whole update, so that microbatches and processes
+add up to the same gradient however an update is split.
 """
 
 from collections.abc import Mapping
@@ -9,38 +9,32 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from consumers.learner.objective import LossConfig
-from consumers.models.config import DecoderConfig
+from consumers.learner.objective import LossConfig, denominator_of
+from consumers.models.config import Compute, DecoderConfig
 from consumers.models.decoder import Params, hidden, token_logprobs
 
 Arrays = Mapping[str, jax.Array]
 
 SUPERVISED_METRICS = ("loss",)
-POLICY_METRICS = (
-    "loss",
-    "entropy/mean",
-    "mismatch_kl/mean",
-    "clip_ratio/low_mean",
-    "clip_ratio/high_mean",
-    "clip_ratio/cap_mean",
-)
 
 
 def policy_loss(
-    params: Params, model: DecoderConfig, config: LossConfig, batch: Arrays, denominator: jax.Array
+    params: Params, model: DecoderConfig, compute: Compute, config: LossConfig, batch: Arrays, denominators: Arrays
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """PPO's clipped objective as a token mean, with an entropy bonus, to be minimised.
+    """PPO's clipped objective with an entropy bonus, to be minimised.
 
     With r the ratio of the learner's to the generator's probability of a token and A its advantage, a token adds
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), for A < 0 at most -ratio_cap A (PPO arXiv:1707.06347, clip-higher
-    arXiv:2503.14476, dual clip arXiv:1912.09729). `batch` holds the arrays of a PackedBatch; `denominator` is the
-    number of trained tokens of the whole step.
+    arXiv:2503.14476, dual clip arXiv:1912.09729). `batch` holds the arrays of a PackedBatch; `denominators` are the
+    numbers of trained "tokens" and of "sequences" with any, of the whole update over all processes.
 
-    Returns the loss and metrics, both already divided by `denominator`, so that summing over microbatches gives the
-    step's. `mismatch_kl/mean` estimates KL(generator || learner) per token by k3 (http://joschu.net/blog/kl-approx.html).
+    Returns the loss, sum(loss_weights * token loss) / denominators[denominator_of(config)], and metrics, means over
+    trained tokens; both already divided, so that summing over microbatches gives the update's. `mismatch_kl/mean`
+    estimates KL(generator || learner) per token by k3 (http://joschu.net/blog/kl-approx.html).
     """
-    learner_logprobs, entropy = _next_token_logprobs(params, model, batch)
+    learner_logprobs, entropy = _next_token_logprobs(params, model, compute, batch)
     mask = batch["loss_mask"][:, 1:]
+    weights = batch["loss_weights"][:, 1:] * mask
     advantages = batch["advantages"][:, 1:]
     # Where nothing is trained the difference is set to 0: rubbish there must not overflow to inf, for inf * 0 is NaN.
     log_ratio = jnp.where(mask > 0, learner_logprobs - batch["generator_log_probs"][:, 1:], 0.0)
@@ -50,9 +44,10 @@ def policy_loss(
     objective = jnp.where(advantages < 0, jnp.maximum(objective, config.ratio_cap * advantages), objective)
 
     def mean(values: jax.Array) -> jax.Array:
-        return jnp.sum(values * mask) / denominator
+        return jnp.sum(values * mask) / denominators["tokens"]
 
-    loss = -mean(objective) - config.entropy_coefficient * mean(entropy)
+    token_loss = -objective - config.entropy_coefficient * entropy
+    loss = jnp.sum(weights * token_loss) / denominators[denominator_of(config)]
     metrics = {
         "loss": loss,
         "entropy/mean": mean(entropy),
@@ -65,15 +60,35 @@ def policy_loss(
 
 
 def supervised_loss(
-    params: Params, model: DecoderConfig, batch: Arrays, denominator: jax.Array
+    params: Params, model: DecoderConfig, compute: Compute, batch: Arrays, denominators: Arrays
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Mean negative log-probability of the trained tokens; arguments and results as for `policy_loss`."""
-    logprobs, _ = _next_token_logprobs(params, model, batch)
-    loss = -jnp.sum(logprobs * batch["loss_mask"][:, 1:]) / denominator
+    logprobs, _ = _next_token_logprobs(params, model, compute, batch)
+    loss = -jnp.sum(logprobs * batch["loss_mask"][:, 1:]) / denominators["tokens"]
     return loss, {"loss": loss}
 
 
-def _next_token_logprobs(params: Params, model: DecoderConfig, batch: Arrays) -> tuple[jax.Array, jax.Array]:
+def log_probs(params: Params, model: DecoderConfig, compute: Compute, batch: Arrays) -> jax.Array:
+    """Log-probability of every token given those before it in its segment, float32 [rows, sequence_length].
+
+    Meaningless at the first token of a segment, and 0 at the first of a row.
+    """
+    logprobs, _ = _next_token_logprobs(params, model, compute, batch)
+    return jnp.pad(logprobs, ((0, 0), (1, 0)))
+
+
+def _next_token_logprobs(
+    params: Params, model: DecoderConfig, compute: Compute, batch: Arrays
+) -> tuple[jax.Array, jax.Array]:
     """Log-probability and entropy [rows, sequence_length - 1] of tokens 1 onwards given those before."""
-    states = hidden(params, model, batch["tokens"], batch["positions"], batch["segment_ids"])
-    return token_logprobs(params, model, states[:, :-1], batch["tokens"][:, 1:], batch["temperatures"][:, 1:])
+    dtype = jnp.dtype(compute.dtype)
+    params = {name: value.astype(dtype) for name, value in params.items()}
+    states = hidden(params, model, batch["tokens"], batch["positions"], batch["segment_ids"], remat=compute.remat)
+    return token_logprobs(
+        params,
+        model,
+        states[:, :-1],
+        batch["tokens"][:, 1:],
+        batch["temperatures"][:, 1:],
+        chunk=compute.vocabulary_chunk,
+    )

@@ -1,6 +1,7 @@
-"""Settings of the objective and of the optimizer, without JAX."""
+"""Settings of the objective and of the optimizer, and what follows from them before anything is computed; no JAX."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,3 +36,40 @@ class OptimizerConfig:
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
+
+
+def token_weight(config: LossConfig, trained_tokens: int) -> float:
+    """Weight of each trained token's loss in a sequence with `trained_tokens` of them, at least 1."""
+    return 1.0
+
+
+def denominator_of(config: LossConfig) -> Literal["tokens", "sequences"]:
+    """What the sum of weighted token losses is divided by: trained tokens, or sequences that have any."""
+    return "tokens"
+
+
+def trains(config: LossConfig, truncated: bool) -> bool:
+    """Whether the tokens of a rollout, `truncated` or not, are trained at all."""
+    return True
+
+
+def needs_proximal(config: LossConfig, updates_per_step: int) -> bool:
+    """Whether a step of several updates must compute log-probabilities before the first (`proximal_log_probs`)."""
+    return False
+
+
+def needs_reference(config: LossConfig) -> bool:
+    """Whether the loss cannot do without `reference_log_probs`."""
+    return False
+
+
+def policy_metrics(config: LossConfig, *, reference: bool = False) -> tuple[str, ...]:
+    """Names of the metrics of `policy_loss`, where its batches have `reference_log_probs` or not."""
+    return (
+        "loss",
+        "entropy/mean",
+        "mismatch_kl/mean",
+        "clip_ratio/low_mean",
+        "clip_ratio/high_mean",
+        "clip_ratio/cap_mean",
+    )

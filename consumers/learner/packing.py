@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from consumers.learner.objective import LossConfig, token_weight
 from topics.errors import ConfigurationError
 from topics.records import TrainingBatch
 
@@ -41,6 +42,8 @@ class PackedBatch:
     """Number of the segment within its row, from 1; 0 is padding."""
     loss_mask: NDArray[np.float32]
     """1 where the token is trained, else 0; never 1 at the first token of a segment."""
+    loss_weights: NDArray[np.float32]
+    """Weight of the token's loss in the sum over the update, 0 where it is not trained."""
     advantages: NDArray[np.float32]
     """Advantages."""
     generator_log_probs: NDArray[np.float32]
@@ -61,6 +64,8 @@ class PackedStep:
     """At least one, all of the same shape."""
     trained_tokens: int
     """Sum of the loss masks: the denominator of the token mean."""
+    trained_sequences: int
+    """Sequences with a trained token: the denominator of means over sequences."""
     tokens: int
     """Tokens that are not padding."""
 
@@ -95,19 +100,23 @@ def sequences_of(batch: TrainingBatch) -> list[TrainingSequence]:
     return found
 
 
-def pack(sequences: Sequence[TrainingSequence], *, rows: int, sequence_length: int) -> PackedStep:
-    """Pack sequences into microbatches of shape [rows, sequence_length].
+def pack(
+    sequences: Sequence[TrainingSequence], *, rows: int, sequence_length: int, loss: LossConfig | None = None
+) -> PackedStep:
+    """Pack sequences into microbatches of shape [rows, sequence_length], their tokens weighed as `loss` says.
 
     Longest first, each into the first row with room, ties in the order given. Raises ConfigurationError for a
     sequence longer than a row.
     """
+    loss = loss or LossConfig()
     layout = first_fit_decreasing([len(sequence.tokens) for sequence in sequences], sequence_length)
     microbatches = []
     for start in range(0, max(len(layout), 1), rows):
-        microbatches.append(_fill(sequences, layout[start : start + rows], rows, sequence_length))
+        microbatches.append(_fill(sequences, layout[start : start + rows], rows, sequence_length, loss))
     return PackedStep(
         microbatches=tuple(microbatches),
         trained_tokens=int(sum(microbatch.loss_mask.sum(dtype=np.int64) for microbatch in microbatches)),
+        trained_sequences=sum(bool(sequence.loss_mask[1:].any()) for sequence in sequences),
         tokens=sum(len(sequence.tokens) for sequence in sequences),
     )
 
@@ -136,7 +145,11 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 
 def _fill(
-    sequences: Sequence[TrainingSequence], layout: Sequence[Sequence[int]], rows: int, sequence_length: int
+    sequences: Sequence[TrainingSequence],
+    layout: Sequence[Sequence[int]],
+    rows: int,
+    sequence_length: int,
+    loss: LossConfig,
 ) -> PackedBatch:
     shape = (rows, sequence_length)
     packed = PackedBatch(
@@ -144,6 +157,7 @@ def _fill(
         positions=np.zeros(shape, np.int32),
         segment_ids=np.zeros(shape, np.int32),
         loss_mask=np.zeros(shape, np.float32),
+        loss_weights=np.zeros(shape, np.float32),
         advantages=np.zeros(shape, np.float32),
         generator_log_probs=np.zeros(shape, np.float32),
         temperatures=np.ones(shape, np.float32),
@@ -159,6 +173,8 @@ def _fill(
             packed.segment_ids[where] = segment
             packed.loss_mask[where] = sequence.loss_mask
             packed.loss_mask[row, start] = 0.0
+            trained = int(packed.loss_mask[where].sum())
+            packed.loss_weights[where] = packed.loss_mask[where] * token_weight(loss, max(trained, 1))
             packed.advantages[where] = sequence.advantages
             packed.generator_log_probs[where] = sequence.generator_log_probs
             packed.temperatures[where] = sequence.temperature

@@ -13,10 +13,12 @@ import numpy as np
 import optax
 
 from consumers.learner.config import LearnerConfig
-from consumers.learner.loss import POLICY_METRICS, SUPERVISED_METRICS, Arrays, policy_loss, supervised_loss
-from consumers.learner.objective import OptimizerConfig
+from consumers.learner.loss import SUPERVISED_METRICS, Arrays, policy_loss, supervised_loss
+from consumers.learner.objective import OptimizerConfig, policy_metrics
+from consumers.learner.optimizer import make_optimizer, make_schedule
 from consumers.learner.packing import PackedStep, TrainingSequence, pack
 from consumers.models import decoder
+from consumers.models.config import Compute
 
 Metrics = dict[str, float]
 
@@ -40,8 +42,9 @@ class TrainStep:
     def __init__(self, config: LearnerConfig) -> None:
         self.config = config
         self._optimizer = make_optimizer(config.optimizer, config.max_steps)
-        policy = partial(policy_loss, model=config.model, config=config.loss)
-        supervised = partial(supervised_loss, model=config.model)
+        compute = Compute(config.compute_dtype, config.remat, config.vocabulary_chunk)
+        policy = partial(policy_loss, model=config.model, compute=compute, config=config.loss)
+        supervised = partial(supervised_loss, model=config.model, compute=compute)
         self._accumulate_policy = _accumulator(policy)
         self._accumulate_supervised = _accumulator(supervised)
         self._apply = jax.jit(self._update, donate_argnums=0)
@@ -59,14 +62,18 @@ class TrainStep:
 
     def warm_up(self, state: TrainState) -> None:
         """Compile what `train` runs, on a step of padding whose result is thrown away."""
-        step = pack([], rows=self.config.microbatch_rows, sequence_length=self.config.sequence_length)
+        step = pack(
+            [],
+            rows=self.config.microbatch_rows,
+            sequence_length=self.config.sequence_length,
+            loss=self.config.loss,
+        )
         self.train(jax.tree.map(jnp.copy, state), step)
 
     def train(self, state: TrainState, step: PackedStep) -> tuple[TrainState, Metrics]:
         """One update. `state` is consumed. A step without a trained token updates with a zero gradient."""
-        denominator = np.float32(max(step.trained_tokens, 1))
         gradients, metrics = _sum_over_microbatches(
-            self._accumulate_policy, state.params, POLICY_METRICS, step, denominator
+            self._accumulate_policy, state.params, policy_metrics(self.config.loss), step
         )
         state, more = self._apply(state, gradients)
         return state, {name: float(value) for name, value in jax.device_get({**metrics, **more}).items()}
@@ -95,10 +102,7 @@ class TrainStep:
         for _ in range(warm.steps):
             chosen = [examples[index] for index in draws.integers(len(examples), size=warm.sequences_per_step)]
             step = pack(chosen, rows=self.config.microbatch_rows, sequence_length=self.config.sequence_length)
-            denominator = np.float32(max(step.trained_tokens, 1))
-            gradients, metrics = _sum_over_microbatches(
-                self._accumulate_supervised, params, SUPERVISED_METRICS, step, denominator
-            )
+            gradients, metrics = _sum_over_microbatches(self._accumulate_supervised, params, SUPERVISED_METRICS, step)
             params, optimizer_state = apply(params, optimizer_state, gradients)
         return self.fresh_state(params), {f"warm_start/{name}": float(value) for name, value in metrics.items()}
 
@@ -110,35 +114,14 @@ class TrainStep:
         return TrainState(params, optimizer_state, state.rng, state.step + 1), metrics
 
 
-def make_schedule(config: OptimizerConfig, max_steps: int) -> optax.Schedule:
-    """Cosine from the first learning rate to the final one over `max_steps` updates."""
-    return optax.cosine_decay_schedule(
-        config.learning_rate, max(max_steps, 1), alpha=config.final_learning_rate / config.learning_rate
-    )
-
-
-def make_optimizer(config: OptimizerConfig, max_steps: int) -> optax.GradientTransformation:
-    """AdamW (arXiv:1711.05101) behind global-norm clipping."""
-    return optax.chain(
-        optax.clip_by_global_norm(config.max_grad_norm),
-        optax.adamw(
-            make_schedule(config, max_steps),
-            b1=config.beta1,
-            b2=config.beta2,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-        ),
-    )
-
-
 def _accumulator(loss: Any) -> Any:
     """A jitted function that adds one microbatch's gradient and metrics to the sums so far, whose buffers it takes."""
 
     def accumulate(
-        params: dict[str, jax.Array], sums: tuple[Any, Any], batch: Arrays, denominator: jax.Array
+        params: dict[str, jax.Array], sums: tuple[Any, Any], batch: Arrays, denominators: Arrays
     ) -> tuple[Any, Any]:
         def of(params: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-            result: tuple[jax.Array, dict[str, jax.Array]] = loss(params, batch=batch, denominator=denominator)
+            result: tuple[jax.Array, dict[str, jax.Array]] = loss(params, batch=batch, denominators=denominators)
             return result
 
         total: tuple[Any, Any] = jax.tree.map(jnp.add, sums, jax.grad(of, has_aux=True)(params))
@@ -148,12 +131,16 @@ def _accumulator(loss: Any) -> Any:
 
 
 def _sum_over_microbatches(
-    accumulate: Any, params: dict[str, jax.Array], names: Sequence[str], step: PackedStep, denominator: np.float32
+    accumulate: Any, params: dict[str, jax.Array], names: Sequence[str], step: PackedStep
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Gradients and the metrics called `names`, starting from zero so that the first microbatch is like the others."""
     sums: tuple[Any, Any] = _zeros(params), {name: jnp.zeros((), jnp.float32) for name in names}
+    denominators = {
+        "tokens": np.float32(max(step.trained_tokens, 1)),
+        "sequences": np.float32(max(step.trained_sequences, 1)),
+    }
     for microbatch in step.microbatches:
-        sums = accumulate(params, sums, microbatch.arrays(), denominator)
+        sums = accumulate(params, sums, microbatch.arrays(), denominators)
     return sums
 
 

@@ -7,28 +7,40 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from consumers.learner.loss import POLICY_METRICS, policy_loss, supervised_loss
-from consumers.learner.objective import LossConfig
+from consumers.learner.loss import policy_loss, supervised_loss
+from consumers.learner.objective import LossConfig, policy_metrics
 from consumers.learner.packing import PackedStep, TrainingSequence, pack
 from consumers.models import decoder
-from consumers.models.config import DecoderConfig
+from consumers.models.config import Compute, DecoderConfig
 
 MODEL = DecoderConfig(num_hidden_layers=1)
+COMPUTE = Compute()
 CONFIG = LossConfig()
+POLICY_METRICS = policy_metrics(CONFIG)
 ROWS, LENGTH = 4, 24
 logits_of = jax.jit(decoder.logits, static_argnums=1)
 
 
 @jax.jit
 def loss_and_gradient(
-    params: decoder.Params, batch: Mapping[str, jax.Array], denominator: jax.Array
+    params: decoder.Params, batch: Mapping[str, jax.Array], denominators: Mapping[str, jax.Array]
 ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], dict[str, jax.Array]]:
-    return jax.value_and_grad(lambda p: policy_loss(p, MODEL, CONFIG, batch, denominator), has_aux=True)(params)
+    return jax.value_and_grad(lambda p: policy_loss(p, MODEL, COMPUTE, CONFIG, batch, denominators), has_aux=True)(
+        params
+    )
 
 
 @jax.jit
 def gradient_without_bonus(params: decoder.Params, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    return jax.grad(lambda p: policy_loss(p, MODEL, LossConfig(entropy_coefficient=0.0), batch, 1.0)[0])(params)
+    config, ones = LossConfig(entropy_coefficient=0.0), {"tokens": jnp.float32(1), "sequences": jnp.float32(1)}
+    return jax.grad(lambda p: policy_loss(p, MODEL, COMPUTE, config, batch, ones)[0])(params)
+
+
+def denominators_of(*steps: PackedStep) -> dict[str, np.float32]:
+    return {
+        "tokens": np.float32(max(1, sum(step.trained_tokens for step in steps))),
+        "sequences": np.float32(max(1, sum(step.trained_sequences for step in steps))),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +110,8 @@ def reference(params: decoder.Params, sequences: list[TrainingSequence], config:
 
 def summed(params: decoder.Params, *steps: PackedStep) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Metrics and gradients added over the microbatches of one step, which may have been packed in several parts."""
-    denominator = np.float32(sum(step.trained_tokens for step in steps))
-    parts = [loss_and_gradient(params, m.arrays(), denominator) for step in steps for m in step.microbatches]
+    denominators = denominators_of(*steps)
+    parts = [loss_and_gradient(params, m.arrays(), denominators) for step in steps for m in step.microbatches]
     metrics = {name: sum(float(part[0][1][name]) for part in parts) for name in POLICY_METRICS}
     return metrics, {name: sum(np.asarray(part[1][name], np.float64) for part in parts) for name in params}
 
@@ -149,7 +161,7 @@ def test_padding_and_masked_tokens_have_no_effect_whatever_they_hold(params: dic
         "generator_log_probs": np.where(untrained, np.float32(-1e30), microbatch.generator_log_probs),
         "advantages": np.where(untrained, np.float32(1e30), microbatch.advantages),
     }
-    denominator = np.float32(step.trained_tokens)
+    denominator = denominators_of(step)
     (clean, _), clean_gradient = loss_and_gradient(params, arrays, denominator)
     (dirty, _), dirty_gradient = loss_and_gradient(params, rubbish, denominator)
     assert float(clean) == float(dirty)
@@ -159,7 +171,7 @@ def test_padding_and_masked_tokens_have_no_effect_whatever_they_hold(params: dic
 
 def test_a_fully_masked_microbatch_gives_zero_and_no_nan(params: dict[str, jax.Array]) -> None:
     step = pack([], rows=ROWS, sequence_length=LENGTH)
-    (loss, metrics), gradient = loss_and_gradient(params, step.microbatches[0].arrays(), jnp.float32(1))
+    (loss, metrics), gradient = loss_and_gradient(params, step.microbatches[0].arrays(), denominators_of(step))
     assert float(loss) == 0.0
     assert all(float(value) == 0.0 for value in metrics.values())
     assert all(not np.asarray(value).any() for value in gradient.values())
@@ -191,7 +203,7 @@ def test_a_token_beyond_its_bound_has_no_gradient(
 def test_the_supervised_loss_is_the_mean_negative_log_probability(params: dict[str, jax.Array]) -> None:
     sequences = some_sequences()
     step = packed(sequences)
-    supervised = jax.jit(lambda batch: supervised_loss(params, MODEL, batch, np.float32(step.trained_tokens))[0])
+    supervised = jax.jit(lambda batch: supervised_loss(params, MODEL, COMPUTE, batch, denominators_of(step))[0])
     found = sum(float(supervised(microbatch.arrays())) for microbatch in step.microbatches)
     expected = [-logprobs[sequence.tokens[t]] for sequence, t, logprobs in trained_tokens(params, sequences)]
     assert found == pytest.approx(np.mean(expected), rel=1e-5)

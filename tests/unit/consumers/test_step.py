@@ -6,8 +6,9 @@ import pytest
 
 from consumers.learner.config import LearnerConfig, WarmStartConfig
 from consumers.learner.objective import OptimizerConfig
+from consumers.learner.optimizer import make_schedule
 from consumers.learner.packing import TrainingSequence, pack, sequences_of
-from consumers.learner.step import TrainState, TrainStep, make_schedule
+from consumers.learner.step import TrainState, TrainStep
 from consumers.models.config import DecoderConfig
 from consumers.weights.layout import params_digest
 from tests.batches import random_batch
