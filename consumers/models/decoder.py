@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from consumers.models import vocabulary
 from consumers.models.config import DecoderConfig
 
 Params = Mapping[str, jax.Array]
@@ -121,13 +122,17 @@ def logits(
     params: Params, config: DecoderConfig, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array
 ) -> jax.Array:
     """Next-token logits, float32 [B, T, vocab_size], of packed sequences; arguments as for `hidden`."""
-    return head(params, hidden(params, config, tokens, positions, segment_ids))
+    return head(params, config, hidden(params, config, tokens, positions, segment_ids))
 
 
-def head(params: Params, states: jax.Array) -> jax.Array:
+def head_weight(params: Params, config: DecoderConfig) -> jax.Array:
+    """The output head [vocab_size, hidden_size]: the embedding where they are tied."""
+    return params[EMBEDDING if config.tie_word_embeddings else HEAD]
+
+
+def head(params: Params, config: DecoderConfig, states: jax.Array) -> jax.Array:
     """Logits, float32 [..., vocab_size], of final states [..., hidden_size]."""
-    weight = params.get(HEAD, params[EMBEDDING])
-    return jnp.matmul(states, weight.T, preferred_element_type=jnp.float32)
+    return jnp.matmul(states, head_weight(params, config).T, preferred_element_type=jnp.float32)
 
 
 def token_logprobs(
@@ -142,11 +147,12 @@ def token_logprobs(
     """Log-probability of `targets` and entropy of the distribution, float32 [...].
 
     `states` are final states [..., hidden_size]; `temperatures` [...] divide the logits. `chunk` is the number of
-    vocabulary entries whose logits are held at once; 0 holds all.
+    vocabulary entries whose logits are held at once, forward and backward; 0 holds all.
     """
-    log_probabilities = jax.nn.log_softmax(head(params, states) / temperatures[..., None])
-    chosen = jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
-    return chosen, -jnp.sum(jnp.exp(log_probabilities) * log_probabilities, axis=-1)
+    weight = head_weight(params, config)
+    if 0 < chunk < config.vocab_size:
+        return vocabulary.chunked(states, weight, targets, temperatures, chunk)
+    return vocabulary.whole(states, weight, targets, temperatures)
 
 
 def empty_cache(config: DecoderConfig, rows: int, slots: int, dtype: jnp.dtype) -> KeyValueCache:
@@ -178,7 +184,7 @@ def prefill(
 
         x = _block(params, config, layer, x, positions, attend)
     last = x[jnp.arange(rows), lengths - 1]
-    return head(params, _rms_norm(last, params[FINAL_NORM], config.rms_norm_eps)), cache
+    return head(params, config, _rms_norm(last, params[FINAL_NORM], config.rms_norm_eps)), cache
 
 
 def decode_step(
@@ -199,7 +205,7 @@ def decode_step(
             return _attention(q, cache.keys[layer], cache.values[layer], mask)
 
         x = _block(params, config, layer, x, positions[:, None], attend)
-    return head(params, _rms_norm(x[:, 0], params[FINAL_NORM], config.rms_norm_eps)), cache
+    return head(params, config, _rms_norm(x[:, 0], params[FINAL_NORM], config.rms_norm_eps)), cache
 
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

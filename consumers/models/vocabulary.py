@@ -1,0 +1,124 @@
+"""Log-probability and entropy of tokens without ever holding a logit for every position and vocabulary entry.
+
+Two passes over chunks of the vocabulary, one forward and one backward; both give what the whole softmax would. Logits,
+sums and results are float32 whatever the states and weights are.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+_NEVER = -1e30
+"""The logit of an entry that is padding: finite, so that its probability 0 times its logit is 0."""
+
+
+def whole(
+    states: jax.Array, weight: jax.Array, targets: jax.Array, temperatures: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What `chunked` gives, from logits [..., V] held at once."""
+    logits = jnp.matmul(states, weight.T, preferred_element_type=jnp.float32)
+    log_probabilities = jax.nn.log_softmax(logits / temperatures[..., None])
+    chosen = jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
+    return chosen, -jnp.sum(jnp.exp(log_probabilities) * log_probabilities, axis=-1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def chunked(
+    states: jax.Array, weight: jax.Array, targets: jax.Array, temperatures: jax.Array, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of `targets` and entropy, both float32 [...], holding logits for at most `chunk` entries.
+
+    `states` [..., H] and `weight` [V, H] have one dtype; `targets` int32 [...]; `temperatures` float32 [...] divide
+    the logits. The log-sum-exp is kept running over the chunks (arXiv:1805.02867); the backward pass computes each
+    chunk's logits again, and its gradients meet states and weights in their dtype.
+    """
+    return _forward(states, weight, targets, temperatures, chunk)[0]
+
+
+def _forward(
+    states: jax.Array, weight: jax.Array, targets: jax.Array, temperatures: jax.Array, chunk: int
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    count = chunks_of(weight.shape[0], chunk)
+    view = _view(weight, count)
+
+    def add(carry: tuple[jax.Array, ...], index: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        """Add a chunk to max m, z = sum exp(s - m), t = sum exp(s - m) (s - m) of all scaled logits s."""
+        m, z, t, chosen = carry
+        scaled, ours = _chunk(states, view, index, temperatures, targets, weight.shape[0])
+        highest = jnp.maximum(m, jnp.max(scaled, axis=-1))
+        shift, centred = m - highest, scaled - highest[..., None]
+        exponentials = jnp.exp(centred)
+        t = jnp.exp(shift) * (t + z * shift) + jnp.sum(exponentials * centred, axis=-1)
+        z = jnp.exp(shift) * z + jnp.sum(exponentials, axis=-1)
+        return (highest, z, t, chosen + jnp.sum(jnp.where(ours, scaled, 0.0), axis=-1)), None
+
+    nothing = jnp.zeros(targets.shape, jnp.float32)
+    start: tuple[jax.Array, ...] = (nothing + _NEVER, nothing, nothing, nothing)
+    (m, z, t, chosen), _ = jax.lax.scan(add, start, jnp.arange(count))
+    normaliser = m + jnp.log(z)
+    entropy = jnp.log(z) - t / z
+    return (chosen - normaliser, entropy), (states, weight, targets, temperatures, normaliser, entropy)
+
+
+def _backward(
+    chunk: int, kept: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, None, jax.Array]:
+    states, weight, targets, temperatures, normaliser, entropy = kept
+    to_chosen, to_entropy = (cotangent[..., None] for cotangent in cotangents)
+    count = chunks_of(weight.shape[0], chunk)
+    view = _view(weight, count)
+    leading = tuple(range(targets.ndim))
+
+    def add(carry: tuple[jax.Array, ...], index: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        """With p the probabilities: d chosen / d s = [target] - p and d entropy / d s = -p (log p + entropy)."""
+        d_states, d_view, d_temperatures = carry
+        scaled, ours = _chunk(states, view, index, temperatures, targets, weight.shape[0])
+        log_p = scaled - normaliser[..., None]
+        p = jnp.exp(log_p)
+        d_scaled = to_chosen * (ours - p) - to_entropy * p * (log_p + entropy[..., None])
+        d_temperatures -= jnp.sum(d_scaled * scaled, axis=-1) / temperatures
+        d_logits = (d_scaled / temperatures[..., None]).astype(weight.dtype)
+        part = jax.lax.dynamic_index_in_dim(view, index, 1, keepdims=False)
+        d_states += jnp.matmul(d_logits, part, preferred_element_type=jnp.float32)
+        d_part = jnp.tensordot(d_logits, states, (leading, leading), preferred_element_type=jnp.float32)
+        d_view = jax.lax.dynamic_update_index_in_dim(d_view, d_part.astype(weight.dtype), index, 1)
+        return (d_states, d_view, d_temperatures), None
+
+    nothing = jnp.zeros(targets.shape, jnp.float32)
+    start: tuple[jax.Array, ...] = (jnp.zeros(states.shape, jnp.float32), jnp.zeros_like(view), nothing)
+    (d_states, d_view, d_temperatures), _ = jax.lax.scan(add, start, jnp.arange(count))
+    d_weight = d_view.reshape(-1, weight.shape[1])[: weight.shape[0]]
+    return d_states.astype(states.dtype), d_weight, None, d_temperatures
+
+
+chunked.defvjp(_forward, _backward)
+
+
+def chunks_of(entries: int, chunk: int) -> int:
+    """Number of chunks of at most `chunk` of the vocabulary's entries: where one divides them, nothing is padded."""
+    least = -(-entries // chunk)
+    return next((count for count in range(least, 2 * least) if entries % count == 0), least)
+
+
+def _view(weight: jax.Array, count: int) -> jax.Array:
+    """[V, H] as [chunk, count, H]: chunk `index` is `[:, index]`, every count-th entry.
+
+    Interleaved, because entries split over devices stay where they are while the chunks are gone through.
+    """
+    entries, width = weight.shape
+    size = -(-entries // count)
+    return jnp.pad(weight, ((0, size * count - entries), (0, 0))).reshape(size, count, width)
+
+
+def _chunk(
+    states: jax.Array, view: jax.Array, index: jax.Array, temperatures: jax.Array, targets: jax.Array, entries: int
+) -> tuple[jax.Array, jax.Array]:
+    """Scaled logits float32 [..., chunk] of one chunk, and where the target is."""
+    part = jax.lax.dynamic_index_in_dim(view, index, 1, keepdims=False)
+    size, count, _ = view.shape
+    numbers = jnp.arange(size) * count + index
+    scaled = jnp.matmul(states, part.T, preferred_element_type=jnp.float32) / temperatures[..., None]
+    if size * count > entries:
+        scaled = jnp.where(numbers < entries, scaled, _NEVER)
+    return scaled, targets[..., None] == numbers
