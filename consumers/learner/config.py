@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from consumers.learner.objective import LossConfig, OptimizerConfig
+from consumers.learner.sinks_config import SinksConfig
 from consumers.models.config import DecoderConfig
 from consumers.weights.config import WeightsConfig
 from topics.errors import ConfigurationError
@@ -111,6 +112,8 @@ class LearnerConfig:
     """Checkpoints."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """Publication of policy versions."""
+    sinks: SinksConfig = field(default_factory=SinksConfig)
+    """Copies of each step's figures, besides the log."""
 
     def __post_init__(self) -> None:
         counts = {

@@ -56,7 +56,7 @@ def fingerprint(config: LearnerConfig) -> dict[str, str]:
 def _training_settings(config: LearnerConfig) -> dict[str, object]:
     """The settings that change what a step computes, by name."""
     settings = asdict(config)
-    for name in ("name", "input_run", "checkpoint", "weights", "threads", "publish_every_steps"):
+    for name in ("name", "input_run", "checkpoint", "weights", "threads", "publish_every_steps", "sinks"):
         del settings[name]
     return settings
 

@@ -1,0 +1,39 @@
+"""A learner's figures on the topic `metrics`: each step once, whatever is executed again."""
+
+from consumers.learner.sinks import open_sinks
+from consumers.learner.sinks_config import SinksConfig
+from tests.runs import RealRun
+from topics import provisioning
+from topics.metrics import MetricsWriter
+from topics.records import LearnerStep, Metrics
+
+
+def step_of(number: int) -> LearnerStep:
+    return LearnerStep(
+        learner="a",
+        step=number,
+        input_run="r",
+        uses=(),
+        position=number,
+        policy_version=number,
+        params_digest="d",
+        trained_total=0,
+        skipped_total=0,
+        metrics={"reward": float(number)},
+    )
+
+
+def test_a_learner_that_executes_steps_again_says_each_on_metrics_once(real_run: RealRun) -> None:
+    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
+    another = MetricsWriter(real_run.kafka, real_run.name, "learn-b")
+    for recorded, steps in ((-1, (0, 1, 2, 3)), (3, (2, 3, 4))):
+        sinks = open_sinks(SinksConfig(), real_run.kafka, real_run.name, "a", recorded)
+        for step in steps:
+            sinks.write(step_of(step))
+        sinks.close()
+        another.write({"reward": 0.0}, step=9)
+        another.close()
+    found = [r for r in real_run.read("metrics") if isinstance(r, Metrics) and r.component == "learn-a"]
+    assert [(r.step, r.values["reward"], r.labels["policy_version"]) for r in found] == [
+        (n, float(n), str(n)) for n in range(5)
+    ]
