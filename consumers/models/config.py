@@ -19,6 +19,8 @@ class Compute(NamedTuple):
     """Compute a block's activations again in the backward pass rather than keep them."""
     vocabulary_chunk: int = 0
     """Vocabulary entries whose logits are held at once; 0 holds all."""
+    attention: str = "auto"
+    """auto, plain, blocks or splash (consumers.models.attention)."""
 
 
 @dataclass(frozen=True, kw_only=True)

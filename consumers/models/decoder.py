@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from consumers.models import vocabulary
+from consumers.models.attention import attend, masked
 from consumers.models.config import DecoderConfig
 
 Params = Mapping[str, jax.Array]
@@ -99,20 +100,19 @@ def hidden(
     segment_ids: jax.Array,
     *,
     remat: bool = False,
+    attention: str = "auto",
 ) -> jax.Array:
     """Final normalised states [B, T, hidden_size] of packed sequences.
 
     `tokens`, `positions` and `segment_ids` are int32 [B, T]. A token attends to earlier tokens of its own segment.
-    With `remat` only the residual stream between blocks is kept for the backward pass.
+    With `remat` only the residual stream between blocks is kept for the backward pass; `attention` is the
+    implementation (consumers.models.attention).
     """
-    length = tokens.shape[1]
-    causal = jnp.tril(jnp.ones((length, length), bool))
-    mask = (segment_ids[:, :, None] == segment_ids[:, None, :]) & causal
     x = params[EMBEDDING][tokens]
     for layer in range(config.num_hidden_layers):
 
         def block(params: Params, x: jax.Array, layer: int = layer) -> jax.Array:
-            return _block(params, config, layer, x, positions, lambda q, k, v: _attention(q, k, v, mask))
+            return _block(params, config, layer, x, positions, lambda q, k, v: attend(q, k, v, segment_ids, attention))
 
         x = (jax.checkpoint(block) if remat else block)(params, x)
     return _rms_norm(x, params[FINAL_NORM], config.rms_norm_eps)
@@ -172,17 +172,17 @@ def prefill(
     """
     rows, width = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (rows, width, width))
+    one_segment = jnp.zeros_like(tokens)
     cache = empty_cache(config, rows, slots, params[EMBEDDING].dtype)
     x = params[EMBEDDING][tokens]
     for layer in range(config.num_hidden_layers):
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: int = layer) -> jax.Array:
+        def remember(q: jax.Array, k: jax.Array, v: jax.Array, layer: int = layer) -> jax.Array:
             nonlocal cache
             cache = KeyValueCache(cache.keys.at[layer, :, :width].set(k), cache.values.at[layer, :, :width].set(v))
-            return _attention(q, k, v, mask)
+            return attend(q, k, v, one_segment)
 
-        x = _block(params, config, layer, x, positions, attend)
+        x = _block(params, config, layer, x, positions, remember)
     last = x[jnp.arange(rows), lengths - 1]
     return head(params, config, _rms_norm(last, params[FINAL_NORM], config.rms_norm_eps)), cache
 
@@ -197,49 +197,44 @@ def decode_step(
     x = params[EMBEDDING][tokens][:, None, :]
     for layer in range(config.num_hidden_layers):
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, layer: int = layer) -> jax.Array:
+        def remember(q: jax.Array, k: jax.Array, v: jax.Array, layer: int = layer) -> jax.Array:
             nonlocal cache
             cache = KeyValueCache(
                 cache.keys.at[layer, rows, positions].set(k[:, 0]), cache.values.at[layer, rows, positions].set(v[:, 0])
             )
-            return _attention(q, cache.keys[layer], cache.values[layer], mask)
+            return masked(q, cache.keys[layer], cache.values[layer], mask)
 
-        x = _block(params, config, layer, x, positions[:, None], attend)
+        x = _block(params, config, layer, x, positions[:, None], remember)
     return head(params, config, _rms_norm(x[:, 0], params[FINAL_NORM], config.rms_norm_eps)), cache
 
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def _block(
-    params: Params, config: DecoderConfig, layer: int, x: jax.Array, positions: jax.Array, attend: Attend
+    params: Params, config: DecoderConfig, layer: int, x: jax.Array, positions: jax.Array, attention: Attention
 ) -> jax.Array:
-    """One transformer block; `attend` maps queries, keys and values [B, T, heads, head_dim] to the queries' shape."""
-    block, attention = f"model.layers.{layer}", f"model.layers.{layer}.self_attn"
+    """One transformer block; `attention` maps q, k and v [B, T, heads, head_dim] to q's shape."""
+    block, projections = f"model.layers.{layer}", f"model.layers.{layer}.self_attn"
     normed = _rms_norm(x, params[f"{block}.input_layernorm.weight"], config.rms_norm_eps)
 
     def heads(name: str) -> jax.Array:
-        projected = normed @ params[f"{attention}.{name}_proj.weight"].T
+        projected = normed @ params[f"{projections}.{name}_proj.weight"].T
         if config.qkv_bias:
-            projected = projected + params[f"{attention}.{name}_proj.bias"]
+            projected = projected + params[f"{projections}.{name}_proj.bias"]
         projected = projected.reshape(*projected.shape[:-1], -1, config.head_dim)
         if name == "v":
             return projected
         if config.qk_norm:
-            projected = _rms_norm(projected, params[f"{attention}.{name}_norm.weight"], config.rms_norm_eps)
+            projected = _rms_norm(projected, params[f"{projections}.{name}_norm.weight"], config.rms_norm_eps)
         return _rope(projected, positions, config.rope_theta)
 
-    attended = attend(heads("q"), heads("k"), heads("v"))
-    x = x + attended.reshape(*attended.shape[:-2], -1) @ params[f"{attention}.o_proj.weight"].T
+    attended = attention(heads("q"), heads("k"), heads("v"))
+    x = x + attended.reshape(*attended.shape[:-2], -1) @ params[f"{projections}.o_proj.weight"].T
     normed = _rms_norm(x, params[f"{block}.post_attention_layernorm.weight"], config.rms_norm_eps)
     gate = jax.nn.silu(normed @ params[f"{block}.mlp.gate_proj.weight"].T)
     up = normed @ params[f"{block}.mlp.up_proj.weight"].T
     return x + (gate * up) @ params[f"{block}.mlp.down_proj.weight"].T
-
-
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Attention of q [B, T, heads, head_dim] over k and v [B, S, kv heads, head_dim] where mask [B, T, S] is true."""
-    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
 
 
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

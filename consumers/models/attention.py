@@ -1,0 +1,123 @@
+"""Causal attention within the segments of packed rows, computed three ways that agree up to rounding.
+
+`plain` holds scores [T, T]; `blocks` and `splash` never do, forward or backward. Rows that are all padding are safe.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+Implementation = Literal["auto", "plain", "blocks", "splash"]
+
+PLAIN_TOKENS = 1024
+"""Rows up to this long hold their scores: a block of queries would be most of the row."""
+QUERY_BLOCK = 256
+"""Queries whose scores are held at once by `blocks`."""
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, implementation: str = "auto") -> jax.Array:
+    """Attention of q [B, T, heads, head_dim] over k and v [B, T, kv heads, head_dim], in q's shape and dtype.
+
+    A token attends to itself and to earlier tokens of its own segment (`segment_ids` int32 [B, T]). Scores and their
+    softmax are float32. `auto` is `plain` for short rows, else `splash` where JAX's default backend is a TPU and the
+    shape allows it, else `blocks`; it is decided when the function is traced, so whoever compiles for another device
+    than the default one names the implementation.
+    """
+    if implementation == "auto":
+        implementation = _choose(q.shape[1])
+    if implementation == "plain":
+        return masked(q, k, v, _mask(segment_ids, segment_ids, 0))
+    if implementation == "blocks":
+        return _blocks(q, k, v, segment_ids)
+    if implementation == "splash":
+        return _splash(q, k, v, segment_ids)
+    raise ValueError(f"attention {implementation!r}: use auto, plain, blocks or splash")
+
+
+def masked(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Attention of q [B, T, heads, head_dim] over k and v [B, S, kv heads, head_dim] where mask [B, T, S] is true."""
+    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+
+
+def _choose(length: int) -> str:
+    if length <= PLAIN_TOKENS:
+        return "plain"
+    return "splash" if jax.default_backend() == "tpu" and length % 128 == 0 else "blocks"
+
+
+def _mask(query_ids: jax.Array, key_ids: jax.Array, start: jax.Array | int) -> jax.Array:
+    """Which keys [B, S] the queries [B, T], the first of which is at `start` of the row, may see: bool [B, T, S]."""
+    causal = start + jnp.arange(query_ids.shape[1])[:, None] >= jnp.arange(key_ids.shape[1])
+    return (query_ids[:, :, None] == key_ids[:, None, :]) & causal
+
+
+def _blocks(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """One block of queries after the other; the backward pass computes each block's scores again."""
+    rows, length, *head_shape = q.shape
+    count = -(-length // QUERY_BLOCK)
+    padding = count * QUERY_BLOCK - length
+    queries = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0))).reshape(rows, count, QUERY_BLOCK, *head_shape)
+    ids = jnp.pad(segment_ids, ((0, 0), (0, padding))).reshape(rows, count, QUERY_BLOCK)
+
+    @jax.checkpoint
+    def block(inputs: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        queries, ids, start = inputs
+        return masked(queries, k, v, _mask(ids, segment_ids, start))
+
+    starts = QUERY_BLOCK * jnp.arange(count)
+    attended = jax.lax.map(block, (jnp.moveaxis(queries, 1, 0), jnp.moveaxis(ids, 1, 0), starts))
+    return jnp.moveaxis(attended, 0, 1).reshape(rows, count * QUERY_BLOCK, *head_shape)[:, :length]
+
+
+def _splash(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """The TPU kernel that comes with JAX; rows must be a multiple of 128 tokens long.
+
+    A kernel cannot be split by the compiler. Where a mesh is set (jax.set_mesh), rows are split over its axes data and
+    fsdp by hand, and heads over tensor where it divides the key and value heads.
+    """
+    if q.shape[1] % 128:
+        raise ValueError(f"splash attention takes rows of a multiple of 128 tokens, not {q.shape[1]}: use blocks")
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        return _splash_kernel(q, k, v, ids, interpret)
+
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    if not sizes:
+        return local(q, k, v, segment_ids)
+    rows = tuple(axis for axis in ("data", "fsdp") if axis in sizes)
+    heads = "tensor" if "tensor" in sizes and k.shape[2] % sizes["tensor"] == 0 else None
+    activations = PartitionSpec(rows, None, heads, None)  # type: ignore[no-untyped-call]
+    ids = PartitionSpec(rows, None)  # type: ignore[no-untyped-call]
+    split = jax.shard_map(
+        local, in_specs=(activations, activations, activations, ids), out_specs=activations, check_vma=False
+    )
+    return split(q, k, v, segment_ids)
+
+
+def _splash_kernel(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, interpret: bool) -> jax.Array:
+    # Imported here: the module compiles helpers for TPUs at import, which other devices need not wait for.
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    length, heads, head_dim = q.shape[1:]
+    block = next(size for size in (512, 256, 128) if length % size == 0)
+    sizes = splash.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * heads)
+    kernel = splash.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1, block_sizes=sizes, interpret=interpret)
+
+    def row(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        attended: jax.Array = kernel(q, k, v, segment_ids=splash.SegmentIds(ids, ids))
+        return attended
+
+    queries, keys, values = (jnp.swapaxes(x, 1, 2) for x in (q * head_dim**-0.5, k, v))
+    return jnp.swapaxes(jax.vmap(row)(queries, keys, values, segment_ids), 1, 2)
