@@ -88,6 +88,8 @@ class LearnerConfig:
     """Compute a block's activations again in the backward pass rather than keep them."""
     vocabulary_chunk: int = 0
     """Vocabulary entries whose logits are held at once, so that [rows, tokens, vocabulary] never is; 0 takes all."""
+    attention: Literal["auto", "plain", "blocks", "splash"] = "auto"
+    """How attention is computed: auto holds scores [tokens, tokens] for short rows only; splash is the TPU's."""
     pretrained: str = ""
     """Directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer.json) the run starts from."""
     reference: str = ""

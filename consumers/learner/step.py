@@ -42,7 +42,7 @@ class TrainStep:
     def __init__(self, config: LearnerConfig) -> None:
         self.config = config
         self._optimizer = make_optimizer(config.optimizer, config.max_steps)
-        compute = Compute(config.compute_dtype, config.remat, config.vocabulary_chunk)
+        compute = Compute(config.compute_dtype, config.remat, config.vocabulary_chunk, config.attention)
         policy = partial(policy_loss, model=config.model, compute=compute, config=config.loss)
         supervised = partial(supervised_loss, model=config.model, compute=compute)
         self._accumulate_policy = _accumulator(policy)
