@@ -8,6 +8,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Self
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, TopicPartition
 
@@ -15,13 +16,27 @@ from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as
 from topics.config import KafkaConfig
-from topics.errors import DeadlineExceeded, TopicError
+from topics.errors import ConfigurationError, DeadlineExceeded, TopicError
 from topics.examples import RLExample, batch_digest, examples_of
 from topics.records import BatchIndexEntry, TrainingBatch
 
 _MOST_AHEAD = 64
 _GAP = 100
 """Offsets that are read on through; across more of them a seek, which throws away what was fetched, costs less."""
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """One entry of the index."""
+
+    entry: BatchIndexEntry
+    index_offset: int
+    """Offset of the entry in batch-index."""
+
+    @property
+    def position(self) -> int:
+        """Where a reader goes on after this entry."""
+        return self.index_offset + 1
 
 
 @dataclass(frozen=True)
@@ -32,79 +47,95 @@ class ReadBatch:
     batch: TrainingBatch
     index_offset: int
     """Offset of the entry in batch-index."""
-
-    @property
-    def position(self) -> int:
-        """Where a reader goes on after this batch."""
-        return self.index_offset + 1
+    position: int
+    """Where every reader of the same `processes` goes on once all of them have had their batches up to this one."""
 
     def examples(self) -> list[RLExample]:
         """The rows of the batch."""
         return examples_of(self.batch)
 
 
-class BatchReader:
-    """Reads batches one by one, in index order."""
+class _Closing:
+    """Closes its consumers at the end of a with block."""
 
-    def __init__(
-        self, kafka: KafkaConfig, run: str, start: int = 0, *, wait_s: float = 60.0, check_digests: bool = True
-    ) -> None:
-        """Start at index offset `start`. `wait_s` bounds the wait for a batch the index already names."""
-        self._run = run
-        self._index_topic = topic_name(run, "batch-index")
-        self._batches_topic = topic_name(run, "batches")
-        self._wait_s = wait_s
-        self._check_digests = check_digests
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+
+class IndexReader(_Closing):
+    """Follows batch-index: where batches are, and what is in them, without reading any."""
+
+    def __init__(self, kafka: KafkaConfig, run: str, start: int = 0) -> None:
+        """Start at index offset `start`."""
+        self._topic = topic_name(run, "batch-index")
         self.position = start
         clients.check_broker(kafka)
-        self._index: Consumer = clients.reader(kafka)
-        clients.follow(self._index, kafka, [TopicPartition(self._index_topic, 0, start or OFFSET_BEGINNING)])
-        # The index proves the commit, so its batch may be read before the transaction shows on that partition.
-        self._batches: Consumer = clients.reader(kafka, isolation="read_uncommitted")
-        clients.partitions_of(kafka, self._batches_topic, self._batches)
-        self._at: dict[int, int] = {}
-        self._entries: deque[tuple[int, BatchIndexEntry]] = deque()
-        self._ahead: dict[tuple[int, int], bytes] = {}
-        """Batches read before their turn, by partition and offset; bounded, what does not fit is read again."""
+        self._consumer: Consumer = clients.reader(kafka)
+        clients.follow(self._consumer, kafka, [TopicPartition(self._topic, 0, start or OFFSET_BEGINNING)])
+        self._entries: deque[Indexed] = deque()
 
-    def poll(self, timeout_s: float = 1.0) -> ReadBatch | None:
-        """The next batch, or None when the index has no further entry within `timeout_s`.
-
-        Raises DeadlineExceeded when a batch the index names does not come, TopicError when the position is gone or a
-        batch does not match its digest.
-        """
+    def poll(self, timeout_s: float = 1.0) -> Indexed | None:
+        """The next entry, or None when there is none in time. Raises TopicError when the position is gone."""
         if not self._entries:
-            self._read_index(timeout_s)
+            self._read(timeout_s)
         if not self._entries:
             return None
-        offset, entry = self._entries[0]
-        batch = self._fetch(entry)
-        self._entries.popleft()
-        self.position = offset + 1
-        return ReadBatch(entry, batch, offset)
+        indexed = self._entries.popleft()
+        self.position = indexed.position
+        return indexed
 
-    def _read_index(self, timeout_s: float) -> None:
+    def _read(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not self._entries:
-            for message in clients.at_hand(self._index, 100, max(0.0, min(0.05, deadline - time.monotonic()))):
+            for message in clients.at_hand(self._consumer, 100, max(0.0, min(0.05, deadline - time.monotonic()))):
                 error = message.error()
                 if error is None:
-                    self._entries.append((message.offset() or 0, decode_as(BatchIndexEntry, message.value())))
+                    self._entries.append(Indexed(decode_as(BatchIndexEntry, message.value()), message.offset() or 0))
                 elif error.code() != KafkaError._PARTITION_EOF:
-                    clients.raise_for(error, f"reading {self._index_topic}")
+                    clients.raise_for(error, f"reading {self._topic}")
             if time.monotonic() >= deadline:
                 return
 
-    def _fetch(self, entry: BatchIndexEntry) -> TrainingBatch:
+    def close(self) -> None:
+        """Close the consumer."""
+        self._consumer.close()
+
+
+class BatchFetcher(_Closing):
+    """Fetches the batches that entries of the index name, by offset, and checks their digests."""
+
+    def __init__(self, kafka: KafkaConfig, run: str, *, wait_s: float = 60.0, check_digests: bool = True) -> None:
+        """`wait_s` bounds the wait for a batch the index already names."""
+        self._topic = topic_name(run, "batches")
+        self._wait_s = wait_s
+        self._check_digests = check_digests
+        # The index proves the commit, so its batch may be read before the transaction shows on that partition.
+        self._consumer: Consumer = clients.reader(kafka, isolation="read_uncommitted")
+        clients.partitions_of(kafka, self._topic, self._consumer)
+        self._at: dict[int, int] = {}
+        self._ahead: dict[tuple[int, int], bytes] = {}
+        """Batches read before their turn, by partition and offset; bounded, what does not fit is read again."""
+
+    def fetch(self, entry: BatchIndexEntry) -> TrainingBatch:
+        """The batch an entry names. Cheapest in the order of the index.
+
+        Raises DeadlineExceeded when it does not come, TopicError when it does not match its digest.
+        """
         wanted = (entry.partition, entry.offset)
         self._move_to(*wanted)
         deadline = time.monotonic() + self._wait_s
         while wanted not in self._ahead:
-            for message in clients.at_hand(self._batches, 20, 0.02):
+            for message in clients.at_hand(self._consumer, 20, 0.02):
                 self._keep(message, wanted)
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"batch {entry.batch_id} at {self._batches_topic}[{entry.partition}] offset {entry.offset} did not "
+                    f"batch {entry.batch_id} at {self._topic}[{entry.partition}] offset {entry.offset} did not "
                     f"come within {self._wait_s:g} s; the index names it, so look at the broker"
                 )
         batch = decode_as(TrainingBatch, self._ahead.pop(wanted))
@@ -112,7 +143,7 @@ class BatchReader:
         self._ahead = {at: value for at, value in self._ahead.items() if at[0] != wanted[0] or at[1] > wanted[1]}
         if self._check_digests and not batch_digest(batch) == batch.digest == entry.digest:
             raise TopicError(
-                f"batch {entry.batch_id} at {self._batches_topic}[{entry.partition}] offset {entry.offset} does not "
+                f"batch {entry.batch_id} at {self._topic}[{entry.partition}] offset {entry.offset} does not "
                 f"match its digest; run `rollstream verify`"
             )
         return batch
@@ -122,10 +153,10 @@ class BatchReader:
         at = self._at.get(partition)
         if at is None:
             self._at[partition] = offset
-            self._batches.incremental_assign([TopicPartition(self._batches_topic, partition, offset)])
+            self._consumer.incremental_assign([TopicPartition(self._topic, partition, offset)])
         elif (partition, offset) not in self._ahead and not offset - _GAP <= at <= offset:
             self._at[partition] = offset
-            self._batches.seek(TopicPartition(self._batches_topic, partition, offset))
+            self._consumer.seek(TopicPartition(self._topic, partition, offset))
 
     def _keep(self, message: Message, wanted: tuple[int, int]) -> None:
         error = message.error()
@@ -136,15 +167,60 @@ class BatchReader:
             if len(self._ahead) < _MOST_AHEAD or (partition, offset) == wanted:
                 self._ahead[partition, offset] = message.value() or b""
         elif error.code() != KafkaError._PARTITION_EOF:
-            clients.raise_for(error, f"reading {self._batches_topic}")
+            clients.raise_for(error, f"reading {self._topic}")
+
+    def close(self) -> None:
+        """Close the consumer."""
+        self._consumer.close()
+
+
+class BatchReader(_Closing):
+    """Reads batches one by one, in index order; or, as process i of n, every n-th of them from `start` on.
+
+    Processes that start at the same position read different batches, equally many, and all of them together.
+    """
+
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        start: int = 0,
+        *,
+        process: int = 0,
+        processes: int = 1,
+        wait_s: float = 60.0,
+        check_digests: bool = True,
+    ) -> None:
+        """Start at index offset `start`. `wait_s` bounds the wait for a batch the index already names."""
+        if not 0 <= process < processes:
+            raise ConfigurationError(f"process {process} of {processes}; give a number from 0 to {processes - 1}")
+        self._process, self._processes = process, processes
+        self._index = IndexReader(kafka, run, start)
+        self._fetcher = BatchFetcher(kafka, run, wait_s=wait_s, check_digests=check_digests)
+        self._round: list[Indexed] = []
+        self.position = start
+        """Where readers have to start to go on: after a whole round where there are several processes."""
+
+    def poll(self, timeout_s: float = 1.0) -> ReadBatch | None:
+        """The next batch, or None when the index has no further round of entries within `timeout_s`.
+
+        A round is one batch for each process, so that none ever has one more than another. Raises DeadlineExceeded
+        when a batch the index names does not come, TopicError when the position is gone or a batch does not match its
+        digest.
+        """
+        deadline = time.monotonic() + timeout_s
+        while len(self._round) < self._processes:
+            indexed = self._index.poll(max(0.0, deadline - time.monotonic()))
+            if indexed is None:
+                return None
+            self._round.append(indexed)
+        mine, end = self._round[self._process], self._round[-1].position
+        batch = self._fetcher.fetch(mine.entry)
+        self._round.clear()
+        self.position = end
+        return ReadBatch(mine.entry, batch, mine.index_offset, end)
 
     def close(self) -> None:
         """Close both consumers."""
         self._index.close()
-        self._batches.close()
-
-    def __enter__(self) -> "BatchReader":
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()
+        self._fetcher.close()

@@ -141,6 +141,12 @@ def _add_roles(commands: "Commands") -> None:
     env.add_argument(
         "--workers", dest="supervisor.workers=", metavar="N", help="workers that share the work (default: 2)"
     )
+    evaluator = _add(
+        commands, "eval", "pipeline.roles.eval:run", "evaluate the held-out split at every so many policy versions"
+    )
+    evaluator.add_argument(
+        "--every", dest="evaluation.every_versions=", metavar="K", help="versions that K divides (default: none)"
+    )
     group = _add(commands, "group", "pipeline.roles.group:run", "group rollouts into training batches, exactly once")
     group.add_argument("--ordinal", type=int, default=0, help="number of this consumer, from 0 (default: %(default)s)")
     group.add_argument(
@@ -150,7 +156,10 @@ def _add_roles(commands: "Commands") -> None:
         help="recover: commit lost positions again from the journal, and exit",
     )
     learn = _add(commands, "learn", "pipeline.roles.learn:run", "train on the batches and publish policy versions")
-    for role in (infer, env, group, learn):
+    learn.add_argument(
+        "--process", type=int, default=0, metavar="I", help="number of this process of learner.processes (default: 0)"
+    )
+    for role in (infer, env, evaluator, group, learn):
         role.set_defaults(role=True)
 
 

@@ -11,30 +11,18 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from consumers.learner.config import CheckpointConfig
+from consumers.learner.progress import Progress
 from consumers.learner.step import TrainState
 from topics.codec import decode_as, encode
+from topics.errors import StateRefused
 from topics.records import LearnerStep
 
 for _noisy in ("absl", "orbax"):
     logging.getLogger(_noisy).setLevel(logging.ERROR)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Where a learner stands in the log, beside its arrays."""
-
-    position: int
-    """Next offset of batch-index to read."""
-    trained_total: int
-    """Rollouts trained on since the start of the run."""
-    skipped_total: int
-    """Rollouts skipped since the start of the run."""
-    recent_steps: tuple[LearnerStep, ...]
-    """Records of the steps since the checkpoint before, which a resumed learner sends again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +44,21 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(max_to_keep=config.keep, create=True),
         )
 
+    @property
+    def steps(self) -> list[int]:
+        """Steps of which there is a complete checkpoint, ascending."""
+        return sorted(self._manager.all_steps())
+
     def save(self, state: TrainState, progress: Progress, fingerprint: dict[str, str]) -> None:
-        """Begin to save; the arrays are copied before this returns. A checkpoint of the same step is left as it is."""
+        """Begin to save; the arrays are copied before this returns. A checkpoint of the same step is left as it is.
+
+        Several processes call it together; what is said of the log is the lead's.
+        """
         step = int(state.step)
         if step in self._manager.all_steps():
             return
         # Copies, because the next update gives the state's buffers away while the save still runs.
-        arrays = jax.tree.map(lambda array: np.array(array), state._asdict())
+        arrays = _copy(state._asdict())
         meta = {
             "position": progress.position,
             "trained_total": progress.trained_total,
@@ -78,19 +74,25 @@ class Checkpoints:
         """Return when every save begun is complete on disk."""
         self._manager.wait_until_finished()
 
-    def restore(self, like: TrainState) -> Restored | None:
-        """The newest complete checkpoint, or None before the first. `like` gives the shapes and the device."""
-        step = self._manager.latest_step()
+    def restore(self, like: TrainState, step: int | None = None) -> Restored | None:
+        """The newest complete checkpoint, or None before the first; or the one of `step`.
+
+        `like` gives shapes and where arrays go: another number of processes or devices than at the time of the save may
+        read it. Raises StateRefused when there is none of `step`.
+        """
+        if step is not None and step not in self.steps:
+            raise StateRefused(f"no checkpoint of step {step} in {self.directory}; there are {self.steps}")
+        step = self._manager.latest_step() if step is None else step
         if step is None:
             return None
-        abstract = jax.tree.map(lambda array: np.empty(array.shape, array.dtype), like._asdict())
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
         found: Any = self._manager.restore(
             step,
             args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore()),
         )
         meta: dict[str, Any] = found["meta"]
         return Restored(
-            state=TrainState(**jax.tree.map(jax.device_put, found["state"])),
+            state=TrainState(**found["state"]),
             progress=Progress(
                 position=meta["position"],
                 trained_total=meta["trained_total"],
@@ -107,3 +109,9 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._manager.close()
+
+
+@jax.jit
+def _copy(arrays: dict[str, Any]) -> dict[str, Any]:
+    copies: dict[str, Any] = jax.tree.map(jnp.copy, arrays)
+    return copies

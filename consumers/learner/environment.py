@@ -46,6 +46,8 @@ def fingerprint(config: LearnerConfig) -> dict[str, str]:
         **{package: metadata.version(package) for package in ("jax", "jaxlib", "numpy", "optax")},
         "device": ", ".join(sorted({device.device_kind for device in jax.devices()})),
         "devices": str(jax.device_count()),
+        "processes": str(config.processes),
+        "mesh": repr(config.mesh),
         "machine": platform.machine(),
         "threads": os.environ.get("NPROC", ""),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
@@ -56,7 +58,18 @@ def fingerprint(config: LearnerConfig) -> dict[str, str]:
 def _training_settings(config: LearnerConfig) -> dict[str, object]:
     """The settings that change what a step computes, by name."""
     settings = asdict(config)
-    for name in ("name", "input_run", "checkpoint", "weights", "threads", "publish_every_steps", "sinks"):
+    for name in (
+        "name",
+        "input_run",
+        "checkpoint",
+        "weights",
+        "threads",
+        "publish_every_steps",
+        "sinks",
+        "processes",
+        "coordinator",
+        "mesh",
+    ):
         del settings[name]
     return settings
 

@@ -10,12 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from consumers.batch_reader import BatchReader, ReadBatch
+from consumers.batch_reader import Indexed, IndexReader
 from topics.logs import event
-from topics.records import BatchUse
+from topics.records import BatchUse, TrainingBatch
 
 logger = logging.getLogger(__name__)
 
@@ -29,54 +26,57 @@ class Taken:
 
     uses: tuple[BatchUse, ...]
     """Every batch read for the step, in index order."""
-    trained: tuple[ReadBatch, ...]
-    """Those it trains on."""
+    trained: tuple[Indexed, ...]
+    """Entries of those it trains on."""
     lags: tuple[int, ...]
     """Steps between each trained batch's lowest policy version and now."""
     position: int
     """Next offset of batch-index."""
     wait_s: float
-    """Time it took to get them."""
+    """Time until the index named them."""
 
 
 class Intake:
     """Takes the batches of one step after another.
 
-    `read_version_steps` gives the learner step of every published version; it is asked again when a batch names a
-    version it did not know. `skipped` hears of skipped batches that have waited for the rest of their step. `excluded`
-    says why a step leaves out a batch whatever its version, "" where it does not.
+    `read_version_steps` gives the learner step of every published version; it is asked when a batch names a version
+    that was not among them before. `skipped` hears of skipped batches that have waited for the rest of their step.
+    `decided` says why a step on record skipped a batch, "" where it did not, None where that is open; then `excluded`
+    says why a batch is left out whatever its version, "" where it is not.
     """
 
     def __init__(
         self,
-        reader: BatchReader,
+        index: IndexReader,
         *,
         rollouts_per_step: int,
         max_policy_lag: int,
-        read_version_steps: Callable[[], dict[int, int]],
+        read_version_steps: Callable[[int], dict[int, int]],
         skipped: Callable[[tuple[BatchUse, ...]], None],
-        excluded: Callable[[int, str], str] = lambda _step, _batch_id: "",
+        decided: Callable[[int, str], str | None] = lambda _step, _batch_id: None,
+        excluded: Callable[[str], str] = lambda _batch_id: "",
     ) -> None:
-        self._reader = reader
+        self._index = index
         self._rollouts_per_step = rollouts_per_step
         self._max_policy_lag = max_policy_lag
         self._read_version_steps = read_version_steps
         self._version_steps: dict[int, int] = {}
         self._skipped = skipped
+        self._decided = decided
         self._excluded = excluded
 
     def take(self, step: int, stop: threading.Event) -> Taken | None:
         """Batches until there are enough rollouts to train on, after `step` steps; None when `stop` was set first."""
         started = time.monotonic()
         uses: list[BatchUse] = []
-        trained: list[ReadBatch] = []
+        trained: list[Indexed] = []
         lags: list[int] = []
         rows = 0
         report_at: float | None = None
         while rows < self._rollouts_per_step:
             if stop.is_set():
                 return None
-            read = self._reader.poll(_POLL_S)
+            read = self._index.poll(_POLL_S)
             if read is None:
                 if report_at is not None and time.monotonic() > report_at:
                     self._skipped(tuple(use for use in uses if use.use == "skipped"))
@@ -102,48 +102,84 @@ class Intake:
             uses=tuple(uses),
             trained=tuple(trained),
             lags=tuple(lags),
-            position=self._reader.position,
+            position=self._index.position,
             wait_s=time.monotonic() - started,
         )
 
-    def _judge(self, read: ReadBatch, step: int) -> tuple[int, str]:
+    def _judge(self, read: Indexed, step: int) -> tuple[int, str]:
         """Steps since the batch's lowest policy version was published, and why to skip it ("" to train on it)."""
-        if reason := self._excluded(step + 1, read.entry.batch_id):
+        decided = self._decided(step + 1, read.entry.batch_id)
+        if decided:
+            return 0, decided
+        if decided is None and (reason := self._excluded(read.entry.batch_id)):
             return 0, reason
         version = read.entry.lowest_version
         if version not in self._version_steps:
-            self._version_steps = self._read_version_steps()
-        if version not in self._version_steps:
+            self._version_steps = self._read_version_steps(version)
+        if version not in self._version_steps and decided is None:
             return 0, f"policy version {version} is not on record"
-        lag = step - self._version_steps[version]
-        if lag > self._max_policy_lag:
+        lag = step - self._version_steps.get(version, step)
+        if lag > self._max_policy_lag and decided is None:
             return lag, f"policy version {version} is {lag} steps old, max_policy_lag is {self._max_policy_lag}"
         return lag, ""
 
 
-def trained_metrics(taken: Taken) -> dict[str, float]:
-    """Figures over the rollouts a step trains on; those over all rollouts produced are told by other components."""
-    batches = [read.batch for read in taken.trained]
-    rewards = np.concatenate([batch.rewards for batch in batches])
-    lengths = np.concatenate([_trained_lengths(read) for read in taken.trained])
-    return {
-        "trained/reward": float(rewards.mean()),
-        "trained/reward_std": float(rewards.std()),
-        "trained/completions/mean_length": float(lengths.mean()),
-        "trained/completions/clipped_ratio": float(np.concatenate([batch.truncated for batch in batches]).mean()),
-        "trained/rollouts": float(len(rewards)),
-        "off_policy/staleness": float(np.mean(taken.lags)),
-        "time/wait_for_batch": taken.wait_s,
-    }
+def share_of(trained: Sequence[Indexed], process: int, processes: int) -> tuple[Indexed, ...]:
+    """The batches one of several processes trains on, in index order: shares of about equally many tokens.
+
+    Largest first, each to the process with the fewest tokens so far: the same on every process.
+    """
+    load = [0] * processes
+    owner = {}
+    for read in sorted(trained, key=lambda read: (-read.entry.tokens, read.index_offset)):
+        owner[read.index_offset] = least = load.index(min(load))
+        load[least] += read.entry.tokens
+    return tuple(read for read in trained if owner[read.index_offset] == process)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcomes:
+    """Sums over rollouts that are trained on, which several processes may add up."""
+
+    rollouts: int = 0
+    reward: float = 0.0
+    reward_squared: float = 0.0
+    tokens: int = 0
+    truncated: int = 0
+
+    def __add__(self, other: "Outcomes") -> "Outcomes":
+        return Outcomes(
+            rollouts=self.rollouts + other.rollouts,
+            reward=self.reward + other.reward,
+            reward_squared=self.reward_squared + other.reward_squared,
+            tokens=self.tokens + other.tokens,
+            truncated=self.truncated + other.truncated,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Figures over what is trained; those over all rollouts produced are told by other components."""
+        count = max(self.rollouts, 1)
+        mean = self.reward / count
+        return {
+            "trained/reward": mean,
+            "trained/reward_std": max(self.reward_squared / count - mean * mean, 0.0) ** 0.5,
+            "trained/completions/mean_length": self.tokens / count,
+            "trained/completions/clipped_ratio": self.truncated / count,
+            "trained/rollouts": float(self.rollouts),
+        }
+
+
+def outcomes_of(batches: Sequence[TrainingBatch]) -> Outcomes:
+    """The sums over some batches."""
+    return Outcomes(
+        rollouts=sum(len(batch) for batch in batches),
+        reward=float(sum(batch.rewards.sum() for batch in batches)),
+        reward_squared=float(sum((batch.rewards * batch.rewards).sum() for batch in batches)),
+        tokens=int(sum(batch.loss_mask.sum() for batch in batches)),
+        truncated=int(sum(batch.truncated.sum() for batch in batches)),
+    )
 
 
 def rows_of(uses: Sequence[BatchUse], use: str) -> int:
     """Rollouts of the batches used in one way."""
     return sum(item.rows for item in uses if item.use == use)
-
-
-def _trained_lengths(read: ReadBatch) -> NDArray[np.int64]:
-    """Tokens under the loss mask of each row, [R]."""
-    ends = np.concatenate([[0], np.cumsum(read.batch.loss_mask, dtype=np.int64)])
-    lengths: NDArray[np.int64] = np.diff(ends[read.batch.splits])
-    return lengths

@@ -63,8 +63,8 @@ class WeightsPublisher:
 
     @property
     def versions(self) -> dict[int, int]:
-        """Learner step of every published version."""
-        return {version: manifest.step for version, manifest in self._manifests.items()}
+        """Learner step of every published version; may be asked from another thread."""
+        return {version: manifest.step for version, manifest in list(self._manifests.items())}
 
     @property
     def latest_version(self) -> int:

@@ -11,17 +11,17 @@ from pipeline.process import announce_ready, stop_on_signals
 from pipeline.roles.jax_runtime import prepare_jax
 from producers.tasks import create_task
 from topics import clients
-from topics.records import LearnerStep
 
 WARM_START_EXAMPLES = 2048
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Train until the last step or until told to stop; a checkpoint is on disk afterwards."""
+    """Train until the last step or until the lead is told to stop; a checkpoint is on disk afterwards."""
     task = create_task(config.task)
     clients.check_broker(config.kafka)
     prepare_jax(config)
     from consumers.learner.learner import Example, learn
+    from consumers.learner.team import join
 
     def examples() -> list[Example]:
         tokenizer = CharacterTokenizer()
@@ -32,21 +32,19 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 
     stop = threading.Event()
 
-    def committed(step: LearnerStep) -> None:
+    def ready() -> None:
         # Before its first step is on record there is nothing to drain, and a signal ends the process at once.
-        if not ready.is_set():
-            ready.set()
-            stop_on_signals(stop)
-            announce_ready()
+        stop_on_signals(stop)
+        announce_ready()
 
-    ready = threading.Event()
     learn(
         config.learner,
         config.kafka,
         config.run,
         warm_start_examples=examples,
         stop=stop,
-        on_step=committed,
+        team=join(config.learner, args.process),
+        on_ready=ready,
     )
     return 0
 

@@ -1,4 +1,4 @@
-"""The reader of batches on a real broker, where partitions are far apart."""
+"""The reader of batches on a real broker: partitions that are far apart, several processes that share."""
 
 from consumers.batch_reader import BatchReader
 from tests.batches import random_batch, send_batches
@@ -15,3 +15,25 @@ def test_a_batch_that_is_waited_for_has_a_place_however_many_of_other_partitions
         found = [reader.poll(10.0) for _ in batches]
         assert reader.poll(0.1) is None
     assert [read.batch.batch_id for read in found if read is not None] == [batch.batch_id for batch in batches]
+
+
+def test_processes_share_the_batches_and_any_number_can_go_on(real_run: RealRun) -> None:
+    real_run.prepare()
+    batches = [random_batch(number, partition=number % 2) for number in range(11)]
+    send_batches(real_run.kafka, real_run.name, batches)
+    names = [batch.batch_id for batch in batches]
+
+    def read(start: int, process: int, processes: int) -> tuple[list[str], int]:
+        with BatchReader(real_run.kafka, real_run.name, start, process=process, processes=processes) as reader:
+            found = []
+            while (batch := reader.poll(1.0)) is not None:
+                found.append(batch.batch.batch_id)
+                assert batch.position == reader.position
+            return found, reader.position
+
+    shares = [read(0, process, 3) for process in range(3)]
+    assert [found for found, _position in shares] == [names[process:9:3] for process in range(3)]
+    (position,) = {position for _found, position in shares}
+    # Two are left, too few for a round of three: one process more or less is a matter of where they begin.
+    rest = [read(position, process, 2) for process in range(2)]
+    assert [found for found, _position in rest] == [[names[9]], [names[10]]]

@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from consumers.learner.checkpoint import Checkpoints, Progress
+from consumers.learner.checkpoint import Checkpoints
 from consumers.learner.config import CheckpointConfig, LearnerConfig
+from consumers.learner.progress import Progress
 from consumers.learner.step import TrainState, TrainStep
 from consumers.models.config import DecoderConfig
 from topics.records import BatchUse, LearnerStep, same
@@ -35,8 +37,10 @@ def fresh() -> TrainState:
 
 def at(state: TrainState, step: int) -> TrainState:
     noise = np.random.default_rng(step)
-    params = {name: noise.standard_normal(value.shape).astype(np.float32) for name, value in state.params.items()}
-    return state._replace(params=params, step=np.asarray(step, np.int32))
+    params = {
+        name: jnp.asarray(noise.standard_normal(value.shape).astype(np.float32)) for name, value in state.params.items()
+    }
+    return state._replace(params=params, step=jnp.asarray(step, jnp.int32))
 
 
 def progress(position: int) -> Progress:

@@ -1,13 +1,30 @@
 """Which batches make a step: whole ones in index order, stale ones on record, and nothing by the clock."""
 
 import threading
+from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from consumers.batch_reader import ReadBatch
-from consumers.learner.intake import Intake, Taken, rows_of, trained_metrics
+from consumers.batch_reader import Indexed
+from consumers.learner.intake import Intake, Outcomes, Taken, outcomes_of, rows_of, share_of
 from tests.batches import random_batch
 from topics.records import BatchIndexEntry, BatchUse
+
+ENTRY = BatchIndexEntry(
+    batch_id="0-0",
+    partition=0,
+    offset=0,
+    rollouts=16,
+    tokens=1,
+    trained_tokens=1,
+    lowest_version=0,
+    highest_version=0,
+    size_bytes=1,
+    digest="",
+)
 
 
 class ScriptedReader:
@@ -18,7 +35,7 @@ class ScriptedReader:
         self._stop = stop
         self.position = 0
 
-    def poll(self, timeout_s: float) -> ReadBatch | None:
+    def poll(self, timeout_s: float) -> Indexed | None:
         if not self._script:
             self._stop.set()
             return None
@@ -39,7 +56,7 @@ class ScriptedReader:
             digest=batch.digest,
         )
         self.position = 10 * number + 1
-        return ReadBatch(entry, batch, 10 * number)
+        return Indexed(entry, 10 * number)
 
 
 def take(
@@ -51,7 +68,7 @@ def take(
         ScriptedReader(versions, stop),  # type: ignore[arg-type]
         rollouts_per_step=40,
         max_policy_lag=2,
-        read_version_steps=lambda: steps_of_versions or {0: 0},
+        read_version_steps=lambda _version: steps_of_versions or {0: 0},
         skipped=reported.append,
     )
     return intake.take(step, stop), reported
@@ -86,15 +103,15 @@ def test_a_batch_is_too_old_when_its_version_was_published_more_steps_ago_than_a
 def test_an_excluded_batch_is_skipped_whatever_its_version_and_replaced() -> None:
     stop, asked = threading.Event(), []
 
-    def excluded(step: int, batch_id: str) -> str:
-        asked.append((step, batch_id))
+    def excluded(batch_id: str) -> str:
+        asked.append(batch_id)
         return "excluded: worker w" if batch_id in ("0-1", "0-2") else ""
 
     intake = Intake(
         ScriptedReader([0, 0, 9, 0, 0], stop),  # type: ignore[arg-type]
         rollouts_per_step=40,
         max_policy_lag=2,
-        read_version_steps=lambda: {0: 0},
+        read_version_steps=lambda _version: {0: 0},
         skipped=lambda _uses: None,
         excluded=excluded,
     )
@@ -104,7 +121,30 @@ def test_an_excluded_batch_is_skipped_whatever_its_version_and_replaced() -> Non
     why = "excluded: worker w"
     assert reasons[:3] == [("0-0", "trained", ""), ("0-1", "skipped", why), ("0-2", "skipped", why)]
     assert [use.use for use in taken.uses[3:]] == ["trained", "trained"]
-    assert asked == [(3, f"0-{number}") for number in range(5)]
+    assert asked == [f"0-{number}" for number in range(5)]
+
+
+def test_a_step_on_record_takes_what_it_took_whatever_was_excluded_or_published_since() -> None:
+    stop = threading.Event()
+    on_record = {"0-0": "policy version 0 is not on record", "0-1": ""}
+    intake = Intake(
+        ScriptedReader([0, 0, 0, 0, 0], stop),  # type: ignore[arg-type]
+        rollouts_per_step=40,
+        max_policy_lag=2,
+        read_version_steps=lambda _version: {0: 0},
+        skipped=lambda _uses: None,
+        decided=lambda step, batch_id: on_record.get(batch_id) if step == 1 else None,
+        excluded=lambda batch_id: "excluded: worker w" if batch_id in ("0-1", "0-2") else "",
+    )
+    taken = intake.take(0, stop)
+    assert taken is not None
+    assert [(use.batch_id, use.reason) for use in taken.uses] == [
+        ("0-0", "policy version 0 is not on record"),
+        ("0-1", ""),
+        ("0-2", "excluded: worker w"),
+        ("0-3", ""),
+        ("0-4", ""),
+    ]
 
 
 def test_a_version_nobody_published_is_skipped_with_that_reason() -> None:
@@ -118,7 +158,7 @@ def test_manifests_are_read_again_when_a_batch_names_a_new_version() -> None:
     stop = threading.Event()
     reads = []
 
-    def read() -> dict[int, int]:
+    def read(_version: int) -> dict[int, int]:
         reads.append(dict(published))
         return dict(published)
 
@@ -140,9 +180,30 @@ def test_manifests_are_read_again_when_a_batch_names_a_new_version() -> None:
 def test_figures_are_over_what_is_trained_only() -> None:
     taken, _ = take([9, 0, 0, 0])
     assert taken is not None
-    metrics = trained_metrics(taken)
+    assert [read.entry.batch_id for read in taken.trained] == ["0-1", "0-2", "0-3"]
     batches = [random_batch(number) for number in (1, 2, 3)]
+    metrics = outcomes_of(batches).metrics()
+    rewards = np.concatenate([batch.rewards for batch in batches])
     assert metrics["trained/rollouts"] == 48
-    assert metrics["trained/reward"] == pytest.approx(sum(batch.rewards.sum() for batch in batches) / 48)
+    assert metrics["trained/reward"] == pytest.approx(rewards.mean())
+    assert metrics["trained/reward_std"] == pytest.approx(rewards.std())
     trained_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
     assert metrics["trained/completions/mean_length"] == pytest.approx(trained_tokens / 48)
+    truncated = np.concatenate([batch.truncated for batch in batches])
+    assert metrics["trained/completions/clipped_ratio"] == pytest.approx(truncated.mean())
+
+
+@given(st.lists(st.integers(1, 1000), max_size=20), st.integers(1, 5))
+def test_processes_share_a_step_without_gap_or_overlap_and_about_equally(tokens: list[int], processes: int) -> None:
+    trained = [Indexed(replace(ENTRY, tokens=count), 3 * number) for number, count in enumerate(tokens)]
+    shares = [share_of(trained, process, processes) for process in range(processes)]
+    assert sorted(read.index_offset for share in shares for read in share) == [read.index_offset for read in trained]
+    assert all(list(share) == sorted(share, key=lambda read: read.index_offset) for share in shares)
+    loads = [sum(read.entry.tokens for read in share) for share in shares]
+    assert max(loads) - min(loads) <= max(tokens, default=0)
+
+
+def test_what_processes_trained_on_adds_up_to_what_one_would_have() -> None:
+    batches = [random_batch(number) for number in range(5)]
+    parts = sum((outcomes_of(part) for part in (batches[:2], [], batches[2:])), Outcomes())
+    assert parts.metrics() == pytest.approx(outcomes_of(batches).metrics())

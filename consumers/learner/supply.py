@@ -1,0 +1,184 @@
+"""Gets what each step is made of, a step ahead: the lead decides on batches, each process fetches and packs its own.
+
+What is decided is decided: a step that was supplied to one process is supplied to all of them.
+"""
+
+import logging
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import msgspec
+
+from consumers.batch_reader import BatchFetcher, IndexReader
+from consumers.learner.config import LearnerConfig
+from consumers.learner.exclusions import Exclusions
+from consumers.learner.intake import Intake, Outcomes, Taken, outcomes_of, share_of
+from consumers.learner.packing import PackedStep, pack, sequences_of
+from consumers.learner.prefetch import Prefetcher
+from consumers.learner.recorder import Recorder
+from consumers.learner.team import Team
+from topics.config import KafkaConfig
+from topics.records import BatchUse
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supplied:
+    """What one step trains on."""
+
+    taken: Taken
+    """Which batches, the same in every process."""
+    packed: PackedStep
+    """This process's share of them."""
+    outcomes: Outcomes
+    """Of this process's share."""
+    load_s: float
+    """Time it took to fetch and pack the share."""
+
+
+class Source(Protocol):
+    """Where a step's rollouts come from: the lead takes, every process loads its share."""
+
+    def take(self, step: int, stop: threading.Event) -> Taken | None:
+        """What the step after `step` steps is made of; None once `stop` was set first."""
+
+    def load(self, taken: Taken) -> Supplied:
+        """This process's share, fetched and packed."""
+
+    def close(self) -> None:
+        """Let go of what it reads from."""
+
+
+class Loader:
+    """Fetches and packs one process's share of a step."""
+
+    def __init__(self, config: LearnerConfig, kafka: KafkaConfig, run: str, process: int = 0) -> None:
+        self._config = config
+        self._process = process
+        self._fetcher = BatchFetcher(kafka, config.input_run or run)
+
+    def load(self, taken: Taken) -> Supplied:
+        """Fetch and pack. Raises what BatchFetcher.fetch raises, and ConfigurationError as packing does."""
+        began = time.monotonic()
+        share = share_of(taken.trained, self._process, self._config.processes)
+        batches = [self._fetcher.fetch(read.entry) for read in share]
+        packed = pack(
+            [sequence for batch in batches for sequence in sequences_of(batch)],
+            rows=self._config.microbatch_rows,
+            sequence_length=self._config.sequence_length,
+            loss=self._config.loss,
+        )
+        return Supplied(taken=taken, packed=packed, outcomes=outcomes_of(batches), load_s=time.monotonic() - began)
+
+    def close(self) -> None:
+        """Close the consumer."""
+        self._fetcher.close()
+
+
+class Batches:
+    """The source `batches`: the index of the input run, read by the lead alone."""
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        kafka: KafkaConfig,
+        run: str,
+        position: int,
+        process: int = 0,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """With a `recorder`, that is in the lead, it reads the index from `position` on."""
+        self._stack = ExitStack()
+        self._loader = Loader(config, kafka, run, process)
+        self._stack.callback(self._loader.close)
+        self.load = self._loader.load
+        self.skips: tuple[int, tuple[BatchUse, ...]] | None = None
+        """Skipped batches of a step, by its number, that have waited for the rest of it."""
+        if recorder is None:
+            return
+        input_run = config.input_run or run
+        self._index = self._stack.enter_context(IndexReader(kafka, input_run, position))
+        exclusions = self._stack.enter_context(Exclusions(kafka, input_run))
+        self._intake = Intake(
+            self._index,
+            rollouts_per_step=config.rollouts_per_step,
+            max_policy_lag=config.max_policy_lag,
+            read_version_steps=recorder.version_steps,
+            skipped=self._skipped,
+            decided=recorder.decided,
+            excluded=exclusions.reason,
+        )
+        self._step = -1
+
+    def take(self, step: int, stop: threading.Event) -> Taken | None:
+        """Whole batches in the order of the index until they are enough."""
+        self._step = step
+        return self._intake.take(step, stop)
+
+    def close(self) -> None:
+        """Close the consumers."""
+        self._stack.close()
+
+    def _skipped(self, uses: tuple[BatchUse, ...]) -> None:
+        self.skips = (self._step + 1, uses)
+
+
+class Supply:
+    """The steps of a learner, one after another, each got ready while the one before is made."""
+
+    def __init__(self, source: Source, team: Team, first: int, last: int, stop: threading.Event) -> None:
+        """Steps `first` to `last`. Once `stop` is set in the lead, nothing more is decided."""
+        self._source = source
+        self._team = team
+        self._stop = stop
+        self._prefetcher = Prefetcher(self._make, first, last)
+
+    def next(self, timeout_s: float) -> Supplied | None:
+        """What the next step is made of; None when it is not ready in time, or never will be: see `ended`.
+
+        Raises what reading, packing or losing the team raised.
+        """
+        return self._prefetcher.next(timeout_s)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no further step comes."""
+        return self._prefetcher.ended
+
+    def close(self) -> None:
+        """Stop getting ready; the source stays open."""
+        self._prefetcher.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _make(self, step: int, unwanted: threading.Event) -> Supplied | None:
+        """Step number `step`, after `step - 1` steps."""
+        taken = self._decide(step, unwanted)
+        return None if taken is None else self._source.load(taken)
+
+    def _decide(self, step: int, unwanted: threading.Event) -> Taken | None:
+        key = f"step/{step}"
+        if self._team.process:
+            return msgspec.json.decode(self._team.hear(key), type=Taken | None)
+        taken = self._source.take(step - 1, _Either(self._stop, unwanted))
+        self._team.tell(key, msgspec.json.encode(taken))
+        return taken
+
+
+class _Either(threading.Event):
+    """Set when one of two events is."""
+
+    def __init__(self, one: threading.Event, other: threading.Event) -> None:
+        super().__init__()
+        self._both = (one, other)
+
+    def is_set(self) -> bool:
+        return any(event.is_set() for event in self._both)
