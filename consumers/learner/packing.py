@@ -1,17 +1,21 @@
-"""Packs ragged rollouts into arrays of one fixed shape, so that a training step compiles once (numpy only).
+"""Packs ragged rollouts into arrays of a few fixed shapes, so that a training step compiles once for each (numpy only).
 
 First-fit decreasing, deterministic: the same rollouts in the same order give the same arrays, bit for bit.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from consumers.learner.objective import LossConfig, token_weight
+from consumers.learner.binning import layout
+from consumers.learner.objective import LossConfig, token_weight, trains
 from topics.errors import ConfigurationError
 from topics.records import TrainingBatch
+
+TooLong = Literal["skip", "truncate", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +32,15 @@ class TrainingSequence:
     """Log-probability of each token under the policy that sampled it."""
     temperature: float = 1.0
     """Temperature at which the generator's log-probabilities hold."""
+    truncated: bool = False
+    """It was cut off before it ended; the loss may leave such ones out."""
+    reference_log_probs: NDArray[np.float32] | None = None
+    """Log-probability of each token under a reference policy, where the rollout carries them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """A microbatch: every array is [rows, sequence_length], and token t is predicted from tokens before it."""
+    """A microbatch: every array is [rows, length], and token t is predicted from tokens before it."""
 
     tokens: NDArray[np.int32]
     """Token ids, 0 where there is none."""
@@ -50,18 +58,21 @@ class PackedBatch:
     """Log-probabilities under the generating policy."""
     temperatures: NDArray[np.float32]
     """Sampling temperature of the token's rollout; 1 in padding."""
+    reference_log_probs: NDArray[np.float32] | None = None
+    """Log-probabilities under the reference policy, where rollouts carry them."""
 
-    def arrays(self) -> dict[str, NDArray[np.generic]]:
-        """The arrays by name, as jitted functions take them."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The arrays there are by name, as jitted functions take them."""
+        named = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: array for name, array in named.items() if array is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedStep:
-    """Everything one optimizer update trains on."""
+class PackedUpdate:
+    """What one optimizer update trains on, or this process's share of it."""
 
     microbatches: tuple[PackedBatch, ...]
-    """At least one, all of the same shape."""
+    """The longest rows first; none where there is no rollout."""
     trained_tokens: int
     """Sum of the loss masks: the denominator of the token mean."""
     trained_sequences: int
@@ -69,11 +80,41 @@ class PackedStep:
     tokens: int
     """Tokens that are not padding."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class PackedStep:
+    """What one step trains on, or this process's share of it: as many updates as there are minibatches."""
+
+    updates: tuple[PackedUpdate, ...]
+    """In the order they are made; each may be empty."""
+    too_long: int
+    """Rollouts that were left out or cut because no row holds them."""
+
+    @property
+    def microbatches(self) -> tuple[PackedBatch, ...]:
+        """Those of all updates."""
+        return tuple(microbatch for update in self.updates for microbatch in update.microbatches)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Trained tokens of all updates."""
+        return sum(update.trained_tokens for update in self.updates)
+
+    @property
+    def trained_sequences(self) -> int:
+        """Sequences with a trained token in all updates."""
+        return sum(update.trained_sequences for update in self.updates)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all updates that are not padding."""
+        return sum(update.tokens for update in self.updates)
+
     @property
     def padding_fraction(self) -> float:
         """Share of the arrays' positions that hold no token."""
         capacity = sum(microbatch.tokens.size for microbatch in self.microbatches)
-        return 1.0 - self.tokens / capacity
+        return 1.0 - self.tokens / capacity if capacity else 0.0
 
 
 def sequences_of(batch: TrainingBatch) -> list[TrainingSequence]:
@@ -84,75 +125,89 @@ def sequences_of(batch: TrainingBatch) -> list[TrainingSequence]:
     per_token = batch.advantages
     if len(per_token) != len(batch.tokens):
         per_token = np.repeat(per_token, np.diff(batch.splits))
-    found = []
-    for row in range(len(batch)):
-        span = slice(int(batch.splits[row]), int(batch.splits[row + 1]))
-        temperature = float(batch.temperatures[row]) if batch.logprobs_processed[row] else 1.0
-        found.append(
-            TrainingSequence(
-                tokens=batch.tokens[span],
-                loss_mask=batch.loss_mask[span],
-                advantages=per_token[span],
-                generator_log_probs=batch.logprobs[span],
-                temperature=temperature or 1.0,
-            )
+    splits, reference = batch.splits.tolist(), batch.reference_logprobs
+    temperatures = np.where(batch.logprobs_processed, batch.temperatures, 1.0).tolist()
+    return [
+        TrainingSequence(
+            tokens=batch.tokens[start:end],
+            loss_mask=batch.loss_mask[start:end],
+            advantages=per_token[start:end],
+            generator_log_probs=batch.logprobs[start:end],
+            temperature=temperature or 1.0,
+            truncated=truncated,
+            reference_log_probs=reference[start:end] if len(reference) else None,
         )
-    return found
+        for start, end, temperature, truncated in zip(
+            splits[:-1], splits[1:], temperatures, batch.truncated.tolist(), strict=True
+        )
+    ]
+
+
+def rows_of_bucket(length: int, *, rows: int, sequence_length: int) -> int:
+    """Rows of a microbatch whose rows have `length` tokens: as many tokens as `rows` of `sequence_length` hold."""
+    return rows * sequence_length // length
 
 
 def pack(
-    sequences: Sequence[TrainingSequence], *, rows: int, sequence_length: int, loss: LossConfig | None = None
+    sequences: Sequence[TrainingSequence],
+    *,
+    rows: int,
+    sequence_length: int,
+    length_buckets: Sequence[int] = (),
+    minibatches: int = 1,
+    too_long: TooLong = "error",
+    loss: LossConfig | None = None,
+    carried_reference: bool = False,
+    numbers: Sequence[int] | None = None,
+    rollouts: int | None = None,
 ) -> PackedStep:
-    """Pack sequences into microbatches of shape [rows, sequence_length], their tokens weighed as `loss` says.
+    """Pack sequences into microbatches of rows of `sequence_length` or of a shorter bucket, as few as can be had.
 
-    Longest first, each into the first row with room, ties in the order given. Raises ConfigurationError for a
-    sequence longer than a row.
+    A microbatch of a bucket has `rows_of_bucket` rows. Longest first, each sequence goes into the first row with room;
+    what room is left in microbatches of longer rows is filled with shorter sequences before a bucket of theirs is
+    begun. Tokens are weighed, and truncated sequences left untrained, as `loss` says.
+
+    Minibatches are contiguous ranges of rollouts: of `rollouts` in the whole step, `numbers` are those of the sequences
+    (where other processes have the others), so that what an update trains on does not depend on who packs it.
+
+    A sequence longer than `sequence_length` is left out or cut, and counted, or raises ConfigurationError.
     """
     loss = loss or LossConfig()
-    layout = first_fit_decreasing([len(sequence.tokens) for sequence in sequences], sequence_length)
-    microbatches = []
-    for start in range(0, max(len(layout), 1), rows):
-        microbatches.append(_fill(sequences, layout[start : start + rows], rows, sequence_length, loss))
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    longest = max(lengths, default=0)
+    if longest > sequence_length and too_long == "error":
+        raise ConfigurationError(
+            f"a rollout has {longest} tokens and packed rows hold {sequence_length}; set learner.sequence_length to at "
+            f'least {longest}, or learner.too_long to "skip" or "truncate"'
+        )
+    if carried_reference and any(sequence.reference_log_probs is None for sequence in sequences):
+        raise ConfigurationError(
+            'learner.reference is "carried", but rollouts come without reference log-probabilities; let the workers '
+            'send them, or set learner.reference to "initial" or a directory'
+        )
+    total = len(sequences) if rollouts is None else rollouts
+    shares: list[list[TrainingSequence]] = [[] for _ in range(minibatches)]
+    for number, length, sequence in zip(numbers or range(len(sequences)), lengths, sequences, strict=True):
+        if length > sequence_length:
+            if too_long == "skip":
+                continue
+            sequence = _cut(sequence, sequence_length)
+        if length:
+            shares[number * minibatches // total].append(sequence)
+    shapes = {
+        length: rows_of_bucket(length, rows=rows, sequence_length=sequence_length)
+        for length in sorted({*length_buckets, sequence_length}, reverse=True)
+    }
     return PackedStep(
-        microbatches=tuple(microbatches),
-        trained_tokens=int(sum(microbatch.loss_mask.sum(dtype=np.int64) for microbatch in microbatches)),
-        trained_sequences=sum(bool(sequence.loss_mask[1:].any()) for sequence in sequences),
-        tokens=sum(len(sequence.tokens) for sequence in sequences),
+        updates=tuple(_update(share, shapes, loss, carried_reference) for share in shares),
+        too_long=sum(length > sequence_length for length in lengths),
     )
 
 
-def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of the items in each bin; bins hold at most `capacity`."""
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
-        length = lengths[index]
-        if length > capacity:
-            raise ConfigurationError(
-                f"a rollout has {length} tokens and packed rows hold {capacity}; "
-                f"set learner.sequence_length to at least {length}"
-            )
-        if length == 0:
-            continue
-        row = next((row for row, free in enumerate(room) if free >= length), None)
-        if row is None:
-            row = len(bins)
-            bins.append([])
-            room.append(capacity)
-        bins[row].append(index)
-        room[row] -= length
-    return bins
-
-
-def _fill(
-    sequences: Sequence[TrainingSequence],
-    layout: Sequence[Sequence[int]],
-    rows: int,
-    sequence_length: int,
-    loss: LossConfig,
-) -> PackedBatch:
-    shape = (rows, sequence_length)
-    packed = PackedBatch(
+def padding(rows: int, length: int, *, reference: bool = False) -> PackedBatch:
+    """A microbatch without a token: the same sums come out with it and without it."""
+    shape = (rows, length)
+    return PackedBatch(
         tokens=np.zeros(shape, np.int32),
         positions=np.zeros(shape, np.int32),
         segment_ids=np.zeros(shape, np.int32),
@@ -161,22 +216,98 @@ def _fill(
         advantages=np.zeros(shape, np.float32),
         generator_log_probs=np.zeros(shape, np.float32),
         temperatures=np.ones(shape, np.float32),
+        reference_log_probs=np.zeros(shape, np.float32) if reference else None,
     )
-    for row, members in enumerate(layout):
-        start = 0
-        for segment, index in enumerate(members, start=1):
-            sequence = sequences[index]
-            length = len(sequence.tokens)
-            where = (row, slice(start, start + length))
-            packed.tokens[where] = sequence.tokens
-            packed.positions[where] = np.arange(length)
-            packed.segment_ids[where] = segment
-            packed.loss_mask[where] = sequence.loss_mask
-            packed.loss_mask[row, start] = 0.0
-            trained = int(packed.loss_mask[where].sum())
-            packed.loss_weights[where] = packed.loss_mask[where] * token_weight(loss, max(trained, 1))
-            packed.advantages[where] = sequence.advantages
-            packed.generator_log_probs[where] = sequence.generator_log_probs
-            packed.temperatures[where] = sequence.temperature
-            start += length
-    return packed
+
+
+def _cut(sequence: TrainingSequence, length: int) -> TrainingSequence:
+    """The first tokens of a sequence, which is truncated from then on."""
+    reference = sequence.reference_log_probs
+    return replace(
+        sequence,
+        tokens=sequence.tokens[:length],
+        loss_mask=sequence.loss_mask[:length],
+        advantages=sequence.advantages[:length],
+        generator_log_probs=sequence.generator_log_probs[:length],
+        truncated=True,
+        reference_log_probs=None if reference is None else reference[:length],
+    )
+
+
+def _update(
+    sequences: Sequence[TrainingSequence], shapes: dict[int, int], loss: LossConfig, reference: bool
+) -> PackedUpdate:
+    """Pack one update; `shapes` are rows by row length, longest first."""
+    lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
+    packed = [
+        _fill([sequences[index] for index in items], bins, rows, length, loss, reference)
+        for (length, rows), (items, bins) in zip(shapes.items(), layout(lengths, shapes), strict=True)
+        if len(items)
+    ]
+    return PackedUpdate(
+        microbatches=tuple(microbatch for bucket, _sequences in packed for microbatch in bucket),
+        trained_tokens=int(
+            sum(microbatch.loss_mask.sum(dtype=np.int64) for bucket, _sequences in packed for microbatch in bucket)
+        ),
+        trained_sequences=sum(trained for _bucket, trained in packed),
+        tokens=int(lengths.sum()),
+    )
+
+
+def _fill(
+    sequences: Sequence[TrainingSequence],
+    bins: NDArray[np.int64],
+    rows: int,
+    length: int,
+    loss: LossConfig,
+    reference: bool,
+) -> tuple[list[PackedBatch], int]:
+    """The microbatches of one bucket, and how many sequences have a trained token."""
+    total = rows * (-(-(int(bins.max()) + 1) // rows))
+    # A row is its sequences, in the order they were placed, and one piece of padding.
+    lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
+    gaps = length - np.bincount(bins, lengths, total).astype(np.int64)
+    order = np.argsort(np.concatenate([bins, np.arange(total)]), kind="stable")
+    sizes = np.concatenate([lengths, gaps])[order]
+    starts = np.cumsum(sizes) - sizes
+    real = order < len(sequences)
+    pieces = [sequences[index] if index < len(sequences) else None for index in order.tolist()]
+    chosen = [piece for piece in pieces if piece is not None]
+    rows_begin = np.flatnonzero(np.concatenate([[True], ~real[:-1]]))
+    segments = np.arange(len(order)) - np.repeat(rows_begin, np.diff(rows_begin, append=len(order))) + 1
+
+    def joined(name: str, dtype: type) -> NDArray[Any]:
+        gap: NDArray[Any] = np.zeros(length, dtype)
+        parts = [
+            gap[:size] if piece is None else getattr(piece, name) for piece, size in zip(pieces, sizes, strict=True)
+        ]
+        return np.concatenate(parts, dtype=dtype, casting="unsafe")
+
+    def spread(values: float | Sequence[float] | NDArray[Any], dtype: type, gap: float = 0) -> NDArray[Any]:
+        of_pieces: NDArray[Any] = np.full(len(order), gap, dtype)
+        of_pieces[real] = values
+        return np.repeat(of_pieces, sizes)
+
+    mask = joined("loss_mask", np.float32)
+    mask[starts[real]] = 0.0
+    mask *= spread([trains(loss, sequence.truncated) for sequence in chosen], np.float32)
+    trained = np.add.reduceat(mask, starts[real], dtype=np.float64).astype(np.int64)
+    weights = [token_weight(loss, max(count, 1)) for count in trained.tolist()]
+    positions = np.arange(total * length, dtype=np.int32) - np.repeat(starts.astype(np.int32), sizes)
+    arrays = {
+        "tokens": joined("tokens", np.int32),
+        "positions": positions * spread(1, np.int32),
+        "segment_ids": spread(segments[real], np.int32),
+        "loss_mask": mask,
+        "loss_weights": mask * spread(weights, np.float32),
+        "advantages": joined("advantages", np.float32),
+        "generator_log_probs": joined("generator_log_probs", np.float32),
+        "temperatures": spread([sequence.temperature for sequence in chosen], np.float32, 1.0),
+    }
+    if reference:
+        arrays["reference_log_probs"] = joined("reference_log_probs", np.float32)
+    stacked = {name: array.reshape(-1, rows, length) for name, array in arrays.items()}
+    microbatches = [
+        PackedBatch(**{name: array[number] for name, array in stacked.items()}) for number in range(total // rows)
+    ]
+    return microbatches, int(np.count_nonzero(trained))

@@ -16,7 +16,7 @@ from consumers.learner.config import LearnerConfig
 from consumers.learner.loss import SUPERVISED_METRICS, Arrays, policy_loss, supervised_loss
 from consumers.learner.objective import OptimizerConfig, policy_metrics
 from consumers.learner.optimizer import make_optimizer, make_schedule
-from consumers.learner.packing import PackedStep, TrainingSequence, pack
+from consumers.learner.packing import PackedStep, PackedUpdate, TrainingSequence, pack, padding
 from consumers.models import decoder
 from consumers.models.config import Compute
 
