@@ -24,6 +24,7 @@ from consumers.learner.intake import Outcomes
 from consumers.learner.packing import TrainingSequence
 from consumers.learner.progress import Progress
 from consumers.learner.recorder import Recorder
+from consumers.learner.sinks import Sinks, open_sinks
 from consumers.learner.step import Metrics, TrainStep
 from consumers.learner.supply import Batches, Supplied, Supply
 from consumers.learner.team import Alone, Team, host_copies
@@ -78,6 +79,7 @@ class _Learner:
         self._recorder: Recorder | None = None
         if team.process == 0:
             self._recorder = stack.enter_context(Recorder(config, kafka, run, json.dumps(asdict(config.model))))
+        self._sinks: Sinks | None = None
         self._checkpoints = stack.enter_context(Checkpoints(config.checkpoint, run, config.name))
         self._train_step = TrainStep(config)
         self._fingerprint = fingerprint(config)
@@ -101,6 +103,7 @@ class _Learner:
             if restored is not None:
                 self._recorder.same_bits = not self._changed_since(restored.fingerprint)
                 self._recorder.resend(self._progress.recent_steps)
+            self._sinks = self._open_sinks(self._recorder)
             step = int(self._state.step)
             recorded = self._recorder.recorded(step)
             if recorded is None:
@@ -190,10 +193,20 @@ class _Learner:
         arrays: dict[str, np.ndarray[Any, Any]],
     ) -> None:
         """Have the lead put the step on record; go on from it."""
-        if self._recorder is None:
+        if self._recorder is None or self._sinks is None:
             return
         record = self._recorder.record(int(self._state.step), uses, position, metrics, arrays, self._progress)
         self._progress = self._progress.after(record)
+        self._sinks.write(record)
+
+    def _open_sinks(self, recorder: Recorder) -> Sinks:
+        """The sinks, with what a crash kept from them."""
+        config = self._config
+        sinks = open_sinks(config.sinks, self._kafka, self._run, config.name, recorder.last_recorded)
+        self._stack.callback(sinks.close)
+        for record in recorder.steps:
+            sinks.write(record)
+        return sinks
 
     def _changed_since(self, saved: dict[str, str]) -> bool:
         """Whether other hardware or software than at the checkpoint may make other bits of the same settings."""

@@ -51,6 +51,11 @@ class Recorder:
         """The highest step on record, -1 before the first."""
         return max(self._recorded, default=-1)
 
+    @property
+    def steps(self) -> tuple[LearnerStep, ...]:
+        """Every step that was on record when this learner began, in order."""
+        return tuple(self._recorded[step] for step in sorted(self._recorded))
+
     def resend(self, steps: tuple[LearnerStep, ...]) -> None:
         """Write again what a checkpoint says was on record."""
         if steps:
