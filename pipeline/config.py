@@ -15,7 +15,7 @@ from infra.config import BrokerConfig
 from pipeline.settings import Keys, environment_layers, file_layers, fill, flag_layers, plain
 from pipeline.toml import render
 from producers.capacity import check_capacity
-from producers.config import CapacityConfig, InferenceConfig, WorkerConfig
+from producers.config import CapacityConfig, EvaluationConfig, InferenceConfig, WorkerConfig
 from topics.config import KafkaConfig, TopicsConfig
 from topics.errors import ConfigurationError
 
@@ -58,6 +58,7 @@ class RunConfig:
     broker: BrokerConfig = field(default_factory=BrokerConfig)
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     grouping: GroupingConfig = field(default_factory=GroupingConfig)
     grouper: GrouperConfig = field(default_factory=GrouperConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -122,7 +123,7 @@ def load(
 
 def _derived(config: RunConfig, origins: Mapping[Keys, str]) -> RunConfig:
     """What nobody set follows from what is: seeds from seed, paths from data_dir and run, an address from its port."""
-    for name in ("inference", "worker", "grouping", "learner"):
+    for name in ("inference", "worker", "evaluation", "grouping", "learner"):
         if (name, "seed") not in origins:
             config = replace(config, **{name: replace(getattr(config, name), seed=config.seed)})
     if ("learner", "checkpoint", "directory") not in origins:

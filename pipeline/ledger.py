@@ -23,8 +23,8 @@ from topics import clients, codec
 from topics.catalogue import topic_name
 from topics.codec import decode_as
 from topics.config import KafkaConfig
-from topics.errors import StateRefused
-from topics.records import JournalRecord, LearnerStep, TrainingBatch, batch_numbers
+from topics.errors import RecordError, StateRefused
+from topics.records import JournalRecord, LearnerStep, Rollout, TrainingBatch, batch_numbers
 
 _MOST_PROBLEMS = 20
 _PATIENCE_S = 3.0
@@ -52,6 +52,11 @@ class Ledger:
     in_flight: int = 0
     unread: int = 0
     evals: int = 0
+    """Rollouts made for evaluation."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """Each evaluation: environment, split, phase, version asked for and those that answered, rollouts and means."""
+    evals_batched: int = 0
+    """Rollouts of batches that are made for evaluation: each is a problem."""
     pruned: int = 0
     """Of all these, records known by the journal's counts alone, as they or the journal's beginning were deleted."""
     environments: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -84,6 +89,8 @@ class Ledger:
             "in_flight": self.in_flight,
             "unread": self.unread,
             "evals": self.evals,
+            "evals_batched": self.evals_batched,
+            "evaluations": self.evaluations,
             "pruned": self.pruned,
             "tokens": self.tokens,
             "environments": self.environments,
@@ -115,13 +122,47 @@ def ledger(kafka: KafkaConfig, run: str, group: str | None = None) -> Ledger:
     steps = _read_steps(kafka, run)
     journals = _read_journals(kafka, run, group or GrouperConfig().group_id(run), result)
     result.selection = selections(count for journal in journals.values() for count in journal.counts)
-    rows = _check_batches(kafka, run, journals, result)
+    evals = _read_evals(kafka, run, result)
+    rows = _check_batches(kafka, run, journals, evals, result)
     _check_dead_letters(kafka, run, journals, result)
     in_flight = _check_records(kafka, run, journals, result)
     _sum_up(journals, in_flight, result)
     _check_steps(steps, rows, journals, run, result)
-    result.evals = sum(1 for _ in clients.read_to_end(kafka, topic_name(run, "evals")))
     return result
+
+
+def _read_evals(kafka: KafkaConfig, run: str, result: Ledger) -> set[str]:
+    """What was made for evaluation, told by evaluation; its uids. Where one was sent again, the newer counts."""
+    newest = {}
+    for message in clients.read_to_end(kafka, topic_name(run, "evals")):
+        try:
+            rollout = decode_as(Rollout, message.value())
+        except RecordError as error:
+            result.problem(f"evals[{message.partition()}] offset {message.offset()}: {error}")
+            continue
+        newest[rollout.uid] = rollout
+    told: dict[tuple[str, str, str, int], list[Rollout]] = {}
+    for rollout in newest.values():
+        of = (rollout.environment, rollout.extra.get("split", ""), rollout.extra.get("phase", ""))
+        told.setdefault((*of, rollout.policy_version), []).append(rollout)
+    for (environment, split, phase, version), rollouts in sorted(told.items()):
+        exact = [r.reward_components["exact"] for r in rollouts if "exact" in r.reward_components]
+        result.evaluations.append(
+            {
+                "environment": environment,
+                "split": split,
+                "phase": phase,
+                "version": version,
+                "lowest_version": min(r.lowest_version for r in rollouts),
+                "highest_version": max(r.highest_version for r in rollouts),
+                "rollouts": len(rollouts),
+                "prompts": max(int(r.extra.get("prompts", len(rollouts))) for r in rollouts),
+                "reward": sum(r.reward for r in rollouts) / len(rollouts),
+                "exact": sum(exact) / len(exact) if exact else None,
+            }
+        )
+    result.evals = len(newest)
+    return set(newest)
 
 
 def _read_steps(kafka: KafkaConfig, run: str) -> list[LearnerStep]:
@@ -188,9 +229,11 @@ def _cut(kafka: KafkaConfig, run: str, group: str, partitions: int) -> dict[int,
 
 
 def _check_batches(
-    kafka: KafkaConfig, run: str, journals: dict[int, PartitionJournal], result: Ledger
+    kafka: KafkaConfig, run: str, journals: dict[int, PartitionJournal], evals: set[str], result: Ledger
 ) -> dict[str, int]:
-    """Batches against the journal: the same batches, made of exactly the offsets it calls batched. Rows by batch id."""
+    """Batches against the journal: the same batches, made of exactly the offsets it calls batched and of nothing that
+    was made for evaluation. Rows by batch id.
+    """
     expected = {batch_id for journal in journals.values() for batch_id in journal.batch_ids}
     deadline = time.monotonic() + _PATIENCE_S
     while True:
@@ -207,6 +250,9 @@ def _check_batches(
             if batch.batch_id in rows:
                 found.problem(f"batch {batch.batch_id} is in batches twice")
             rows[batch.batch_id] = len(batch)
+            for uid in evals.intersection(batch.uids):
+                found.evals_batched += 1
+                found.problem(f"rollout {uid} of evals is in batch {batch.batch_id}")
             if batch.batch_id in expected:
                 carried[batch.partition].update(batch.source_offsets.tolist())
             elif batch.number >= journal.base_batches:
@@ -219,6 +265,7 @@ def _check_batches(
         time.sleep(0.1)
     for text in found.problems:
         result.problem(text)
+    result.evals_batched = found.evals_batched
     for batch_id in sorted(missing - gone):
         result.problem(f"batch {batch_id} is in the journal and not in batches")
     for number, journal in journals.items():

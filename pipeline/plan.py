@@ -25,6 +25,8 @@ class RunPlan:
     infer: RoleSpec
     groupers: tuple[RoleSpec, ...]
     workers: tuple[RoleSpec, ...]
+    evaluators: tuple[RoleSpec, ...] = ()
+    """One, where versions are to be evaluated."""
 
     @property
     def consumers(self) -> tuple[RoleSpec, ...]:
@@ -69,6 +71,7 @@ def plan(config: RunConfig, path: Path) -> RunPlan:
         infer=spec(INFER, "infer"),
         groupers=tuple(spec(f"group-{n}", "group", "--ordinal", str(n)) for n in range(config.grouper.processes)),
         workers=tuple(spec(f"env-{n}", "env", "--ordinal", str(n)) for n in range(config.supervisor.workers)),
+        evaluators=(spec("eval", "eval"),) if config.evaluation.every_versions else (),
     )
 
 

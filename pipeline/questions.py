@@ -8,7 +8,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.config import RunConfig
@@ -43,7 +43,12 @@ def book_text(book: Mapping[str, Any], *, by_environment: bool = False) -> str:
         parts.append(table(("of what was read", "tokens"), rows))
     if by_environment:
         parts.append(environments_text(book["environments"]))
+    if book["evaluations"]:
+        parts.append(evaluations_text(book["evaluations"]))
     apart = [f"evals, apart from all this: {book['evals']:,} rollouts"]
+    if book["evals"]:
+        trained_on = f"{book['evals_batched']:,} OF THEM IN BATCHES" if book["evals_batched"] else "none in a batch"
+        apart[0] += f", {trained_on}"
     if book["pruned"]:
         apart.append(f"{book['pruned']:,} records were pruned: they are known by the journal's counts alone")
     return "\n\n".join([*parts, "\n".join(apart)])
@@ -58,6 +63,19 @@ def environments_text(found: Mapping[str, Any]) -> str:
             if count or fate == "produced":
                 rows.append((label, count, figures["tokens"].get(fate, 0)))
     return table(("environment", "rollouts", "tokens"), rows) if rows else "no environment is on record yet"
+
+
+def evaluations_text(found: Sequence[Mapping[str, Any]]) -> str:
+    """Evaluations by environment, split and version; what answered, where that is not the version asked for."""
+    rows: list[tuple[object, ...]] = []
+    for one in found:
+        low, high = one["lowest_version"], one["highest_version"]
+        answered = "" if low == high == one["version"] else f"{low}" if low == high else f"{low}-{high}"
+        missing = f" of {one['prompts']:,}" if one["rollouts"] < one["prompts"] else ""
+        means = (one["reward"], "" if one["exact"] is None else f"{one['exact']:.3f}")
+        name = f"{_shortened(one['environment'])}/{one['split']} {one['phase']}"
+        rows.append((name, one["version"], answered, f"{one['rollouts']:,}{missing}", *means))
+    return table(("evaluation", "version", "answered by", "rollouts", "reward", "exact"), rows)
 
 
 def _words(fate: str) -> str:

@@ -51,5 +51,5 @@ def start(supervisor: Supervisor, roles: RunPlan) -> None:
     """Start what consumes, and once all of it is ready what produces."""
     supervisor.start(*roles.consumers)
     supervisor.wait_ready(spec.name for spec in roles.consumers)
-    supervisor.start(*roles.workers)
-    supervisor.wait_ready(spec.name for spec in roles.workers)
+    supervisor.start(*roles.workers, *roles.evaluators)
+    supervisor.wait_ready(spec.name for spec in (*roles.workers, *roles.evaluators))

@@ -52,6 +52,27 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Answers to held-out prompts while a run goes on, onto `evals`. worker.inference_urls says who is asked."""
+
+    every_versions: int = 0
+    """Evaluate each policy version that this divides, 0 included; 0 evaluates none."""
+    max_prompts: int = 0
+    """Take the first so many prompts of the held-out split; 0 takes all."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy."""
+    concurrency: int = 64
+    """Prompts in flight at once."""
+    seed: int = 0
+    """Of sampling above temperature 0."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("every_versions", 0), ("max_prompts", 0), ("temperature", 0), ("concurrency", 1)):
+            if not getattr(self, name) >= least:
+                raise ConfigurationError(f"evaluation.{name} is {getattr(self, name)}; it must be at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CapacityConfig:
     """How far producers may run ahead of the learner; every number but `workers` comes from another role's settings."""
 

@@ -1,4 +1,4 @@
-"""Greedy evaluation of a split at one policy version, onto `evals`: never trained on, and on record like the rest."""
+"""Evaluation of a split at a policy version, onto `evals`: never trained on, and on record like the rest."""
 
 import asyncio
 import time
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from producers.assembly import Stamp, rollout_of
 from producers.environment import Environment, Prompt, Split
+from producers.inference.batching import row_seed
 from producers.inference.client import CompletionsClient, InferenceRefused, InferenceUnavailable
 from producers.rollout_producer import RolloutProducer
 from producers.sampling import GroupSampler, Sampling
@@ -19,6 +20,10 @@ class Evaluation:
     """Means over the prompts of a split."""
 
     version: int
+    """The version asked for."""
+    lowest_version: int
+    """Lowest version that answered; it differs from `version` only where that was allowed."""
+    highest_version: int
     prompts: int
     reward: float
     components: Mapping[str, float]
@@ -40,12 +45,17 @@ async def evaluate(
     split: Split = "heldout",
     max_prompts: int = 0,
     concurrency: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    exactly: bool = True,
 ) -> Evaluation:
-    """Answer each prompt of a split once, at temperature 0, with the given policy version.
+    """Answer each prompt of a split once, with the given policy version.
 
-    Waits for the servers to have the version, no longer than the client's timeout. Rollouts carry extra["split"] and
-    extra["phase"]; `producer` must write to `evals`. `max_prompts` takes the first so many, 0 all. Raises
-    InferenceUnavailable when the version does not come, InferenceRefused when another one answered.
+    Waits for the servers to have the version, no longer than the client's timeout. Rollouts carry the version asked
+    for as their policy_version and those that answered as lowest and highest, and extra "split", "phase" and
+    "prompts", how many the evaluation has; nothing is sent before all are answered. `producer` must write to `evals`.
+    `max_prompts` takes the first so many, 0 all. Raises InferenceUnavailable when the version does not come,
+    InferenceRefused when another one answered; without `exactly` a newer one may.
     """
     await _wait_for(client, version)
     prompts = environment.prompts(split)[: max_prompts or None]
@@ -58,27 +68,30 @@ async def evaluate(
             group_id=group_id,
             group_size=1,
             policy_version=version,
-            temperature=0.0,
+            temperature=temperature,
             logprobs_mode="processed",
             worker_id=worker_id,
         )
-        sampling = Sampling(group_size=1, temperature=0.0, seed=0, assume_version=version)
+        sampling = Sampling(
+            group_size=1, temperature=temperature, seed=row_seed(seed, group_id) >> 1, assume_version=version
+        )
         async with slots:
             sampler = GroupSampler(client, environment, sampling)
             try:
                 episode = await environment.run(prompt, sampler.member(0))
             finally:
                 sampler.close()
-        extra = {"split": split, "phase": phase}
+        extra = {"split": split, "phase": phase, "prompts": str(len(prompts))}
         return rollout_of(episode, prompt, stamp, uid=group_id, timestamp=time.time(), extra=extra)
 
     rollouts = await asyncio.gather(*map(one, prompts))
     for rollout in rollouts:
-        if (rollout.lowest_version, rollout.highest_version) != (version, version):
+        if exactly and (rollout.lowest_version, rollout.highest_version) != (version, version):
             raise InferenceRefused(
                 f"policy version {rollout.highest_version} answered an evaluation of version {version}; stop the "
                 "learner while evaluating, or evaluate the newest version"
             )
+    for rollout in rollouts:
         producer.send(rollout)
     await asyncio.to_thread(producer.flush)
     components: Counter[str] = Counter()
@@ -86,6 +99,8 @@ async def evaluate(
         components.update(rollout.reward_components)
     return Evaluation(
         version=version,
+        lowest_version=min(rollout.lowest_version for rollout in rollouts),
+        highest_version=max(rollout.highest_version for rollout in rollouts),
         prompts=len(rollouts),
         reward=sum(rollout.reward for rollout in rollouts) / len(rollouts),
         components={name: total / len(rollouts) for name, total in components.items()},

@@ -1,0 +1,110 @@
+"""Evaluation while a run goes on: on a real Kafka, asking a real server in front of a generator that answers right."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from pipeline.ledger import ledger
+from pipeline.questions import book_text
+from producers.config import EvaluationConfig, WorkerConfig
+from producers.evaluator import run_evaluator
+from producers.rollout_producer import RolloutProducer
+from producers.tasks import create_task
+from tests.producing import SortingGenerator, serving
+from tests.runs import RealRun, rollout
+from tests.waiting import eventually
+from topics.records import Metrics, Rollout
+
+TASK = create_task("dsort3")
+PROMPTS = 20
+
+
+@contextmanager
+def evaluating(run: RealRun, base_url: str) -> Iterator[None]:
+    """An evaluator of every second version, in a thread of its own; told to stop, and waited for, at the end."""
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    work = run_evaluator(
+        TASK,
+        run.kafka,
+        run.name,
+        EvaluationConfig(every_versions=2, max_prompts=PROMPTS),
+        WorkerConfig(inference_urls=(base_url,), request_timeout_s=20.0),
+        stop=stop,
+    )
+    failures: list[BaseException] = []
+
+    def play() -> None:
+        try:
+            loop.run_until_complete(work)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=play, name="evaluator")
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(60)
+        loop.close()
+    assert failures == []
+
+
+def evaluated(run: RealRun) -> dict[int, set[tuple[int, int]]]:
+    """By version asked for: which versions answered; whole evaluations only."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for record in run.read("evals"):
+        assert isinstance(record, Rollout)
+        found.setdefault(record.policy_version, []).append((record.lowest_version, record.highest_version))
+    return {version: set(answered) for version, answered in found.items() if len(answered) == PROMPTS}
+
+
+def test_versions_that_are_due_are_evaluated_once_and_the_ledger_shows_that_none_is_trained_on(
+    real_run: RealRun,
+) -> None:
+    run = real_run.prepare()
+    run.start("group")
+    run.send(rollout(f"x{example}", member) for example in range(4) for member in range(4))
+    generator = SortingGenerator()
+    with serving(generator, refresh_ms=1) as server:
+        with evaluating(run, server.base_url):
+            eventually(lambda: evaluated(run) == {0: {(0, 0)}}, 30, "version 0 evaluated")
+            # The server has moved on by the time version 2 is asked for.
+            generator.versions = [3]
+            run.publish_version(2)
+            eventually(lambda: 2 in evaluated(run), 30, "version 2 evaluated")
+        generator.versions = [8]
+        eventually(lambda: sum(len(batch.uids) for batch in run.read("batches")) == 16, 30, "everything in batches")  # type: ignore[attr-defined]
+        for version in (4, 5, 6, 8):
+            run.publish_version(version)
+        with evaluating(run, server.base_url):
+            pass
+    assert evaluated(run) == {0: {(0, 0)}, 2: {(3, 3)}, 8: {(8, 8)}}, "4 and 6 were passed by, 0 and 2 are done"
+    assert len(run.read("evals")) == 3 * PROMPTS
+
+    told = [r for r in run.read("metrics") if isinstance(r, Metrics) and r.component == "eval"]
+    assert [(r.step, r.values["eval/version"], r.values["eval/highest_version"]) for r in told] == [
+        (0, 0, 0),
+        (2, 2, 3),
+        (8, 8, 8),
+    ]
+    assert {(r.values["eval/reward"], r.values["eval/exact"], r.values["eval/prompts"]) for r in told} == {(1, 1, 20)}
+
+    eventually(lambda: not ledger(run.kafka, run.name).unread, 30, "everything read")
+    book = ledger(run.kafka, run.name)
+    assert book.balanced, book.problems
+    assert (book.evals, book.evals_batched, book.rollouts) == (3 * PROMPTS, 0, 16)
+    lines = [" ".join(line.split()) for line in book_text(json.loads(json.dumps(book.as_dict()))).splitlines()]
+    assert "dsort3/heldout periodic 2 3 20 1.000 1.000" in lines
+    assert "dsort3/heldout periodic 8 20 1.000 1.000" in lines
+    assert "evals, apart from all this: 60 rollouts, none in a batch" in lines
+
+    with RolloutProducer(run.kafka, run.name, topic="evals") as producer:
+        producer.send(replace(rollout("x0", 1), extra={"split": "heldout"}))
+    book = ledger(run.kafka, run.name)
+    assert not book.balanced
+    assert any("rollout x0-1 of evals is in batch" in problem for problem in book.problems)
+    assert "61 rollouts, 1 OF THEM IN BATCHES" in book_text(book.as_dict())

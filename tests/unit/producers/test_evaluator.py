@@ -1,0 +1,75 @@
+"""Which policy versions are due for evaluation, and which were evaluated before."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from producers.config import EvaluationConfig
+from producers.evaluator import due, evaluated
+from tests.runs import rollout
+from topics.errors import ConfigurationError
+from topics.records import Rollout
+
+
+@pytest.mark.parametrize(
+    ("published", "settled", "found"),
+    [
+        ((), (), (None, [])),
+        ((0,), (), (0, [])),
+        ((0, 1, 2), (0,), (None, [])),
+        ((0, 1, 2, 3), (0,), (3, [])),
+        (range(8), (0,), (6, [3])),
+        (range(10), (), (9, [0, 3, 6])),
+        (range(8), (6,), (None, [0, 3])),
+        (range(8), (0, 3, 6), (None, [])),
+    ],
+)
+def test_the_newest_version_that_is_due_is_evaluated_and_those_before_it_are_passed_by(
+    published: tuple[int, ...], settled: tuple[int, ...], found: tuple[int | None, list[int]]
+) -> None:
+    assert due(published, 3, settled) == found
+
+
+@given(
+    every=st.integers(1, 5),
+    looks=st.lists(st.integers(0, 30)),
+    earlier=st.sets(st.integers(0, 30)),
+)
+def test_each_version_that_is_due_is_settled_once_and_never_after_a_newer_one(
+    every: int, looks: list[int], earlier: set[int]
+) -> None:
+    settled = {version for version in earlier if version % every == 0}
+    evaluated_now: list[int] = []
+    newest = 0
+    for look in looks:
+        newest = max(newest, look)
+        version, passed = due(range(newest + 1), every, settled)
+        assert not settled.intersection(passed)
+        settled.update(passed)
+        if version is not None:
+            assert version > max(settled, default=-1)
+            settled.add(version)
+            evaluated_now.append(version)
+        assert settled >= set(range(0, newest + 1, every))
+    assert evaluated_now == sorted(set(evaluated_now))
+    assert not earlier.intersection(evaluated_now)
+
+
+def answer(version: int, example: str, **changes: object) -> Rollout:
+    extra = {"phase": "periodic", "prompts": "2"}
+    return replace(rollout(example, 0, policy_version=version, extra=extra, group_size=1), **changes)  # type: ignore[arg-type]
+
+
+def test_an_evaluation_counts_once_all_its_answers_are_there() -> None:
+    whole = [answer(0, "x"), answer(0, "y")]
+    half = [answer(3, "x"), answer(3, "x")]
+    others = [answer(6, example, extra={"phase": "first", "prompts": "1"}) for example in "xy"]
+    elsewhere = [answer(9, example, environment="other") for example in "xy"]
+    assert evaluated([*whole, *half, *others, *elsewhere], "env") == {0}
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"evaluation\.concurrency is 0"):
+        EvaluationConfig(concurrency=0)
