@@ -159,6 +159,9 @@ def _add_roles(commands: "Commands") -> None:
     learn.add_argument(
         "--process", type=int, default=0, metavar="I", help="number of this process of learner.processes (default: 0)"
     )
+    learn.add_argument(
+        "--warm-start", dest="learner.warm_start.file=", metavar="FILE", help="supervised examples before version 0"
+    )
     for role in (infer, env, evaluator, group, learn):
         role.set_defaults(role=True)
 

@@ -94,7 +94,7 @@ def train(config: RunConfig, steps: int, ready: Callable[[], object] = lambda: N
     from consumers.learner.step import TrainStep
     from consumers.models.sampler import Sampler
     from consumers.models.tokenizer import CharacterTokenizer
-    from pipeline.roles.learn import WARM_START_EXAMPLES, encode_example
+    from pipeline.warm_start import warm_start_examples
 
     task, tokenizer, learner = create_task(config.task), CharacterTokenizer(), config.learner
     supervised = [
@@ -104,10 +104,7 @@ def train(config: RunConfig, steps: int, ready: Callable[[], object] = lambda: N
             advantages=np.zeros(len(tokens), np.float32),
             generator_log_probs=np.zeros(len(tokens), np.float32),
         )
-        for tokens, mask in (
-            encode_example(tokenizer, prompt, answer)
-            for prompt, answer in task.warm_start_examples(config.seed, WARM_START_EXAMPLES)
-        )
+        for tokens, mask in warm_start_examples(config, tokenizer)
     ]
     train_step = TrainStep(learner)
     state, _metrics = train_step.warm_start(train_step.initial_state(), supervised)

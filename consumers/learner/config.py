@@ -20,6 +20,8 @@ class WarmStartConfig:
 
     steps: int = 60
     """Updates; 0 turns the warm start off."""
+    file: str = ""
+    """JSON lines of examples: prompt and answer, or tokens and loss_mask. Empty: those of the task."""
     sequences_per_step: int = 128
     """Examples in one update, drawn with replacement from those given."""
     learning_rate: float = 2e-3
