@@ -86,13 +86,18 @@ def _sections(cls: type, path: tuple[str, ...]) -> Iterator[str]:
         here = (*path, field.name)
         if dataclasses.is_dataclass(hints[field.name]):
             nested.append((hints[field.name], here))
-        elif field.init and field.default is not None:  # TOML has no None: such a field is not for files
+        elif field.init and not (field.default is None and _has_table(hints[field.name])):
             plain.append((f"`{'.'.join(here)}`", f"`{_default(field)}`", documented[field.name]))
     title = f"`[{'.'.join(path)}]`" if path else "The run"
     about = " ".join(inspect.cleandoc(cls.__doc__ or "").split())
     yield f"### {title}\n\n{about}\n\n{table(('key', 'default', 'meaning'), plain)}"
     for kind, here in nested:
         yield from _sections(kind, here)
+
+
+def _has_table(hint: Any) -> bool:
+    """Whether a dataclass may stand there: with no default of its own such a field is not for files."""
+    return any(dataclasses.is_dataclass(kind) for kind in typing.get_args(hint))
 
 
 def attribute_docstrings(cls: type) -> dict[str, str]:
@@ -114,6 +119,8 @@ def _default(field: "dataclasses.Field[Any]") -> str:
 
 
 def _toml(value: Any) -> str:
+    if value is None:  # TOML has no None
+        return "unset"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

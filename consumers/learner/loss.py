@@ -9,9 +9,12 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from consumers.learner.objective import LossConfig, denominator_of
+from consumers.learner.corrections import divergence, importance_weights, log_ratio
+from consumers.learner.objective import LossConfig, denominator_of, needs_reference
+from consumers.learner.surrogates import SURROGATES, Tokens
 from consumers.models.config import Compute, DecoderConfig
 from consumers.models.decoder import Params, hidden, token_logprobs
+from topics.errors import ConfigurationError
 
 Arrays = Mapping[str, jax.Array]
 
@@ -21,42 +24,82 @@ SUPERVISED_METRICS = ("loss",)
 def policy_loss(
     params: Params, model: DecoderConfig, compute: Compute, config: LossConfig, batch: Arrays, denominators: Arrays
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """PPO's clipped objective with an entropy bonus, to be minimised.
+    """The configured policy-gradient loss, to be minimised, and its metrics.
 
-    With r the ratio of the learner's to the generator's probability of a token and A its advantage, a token adds
-    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), for A < 0 at most -ratio_cap A (PPO arXiv:1707.06347, clip-higher
-    arXiv:2503.14476, dual clip arXiv:1912.09729). `batch` holds the arrays of a PackedBatch; `denominators` are the
-    numbers of trained "tokens" and of "sequences" with any, of the whole update over all processes.
-
-    Returns the loss, sum(loss_weights * token loss) / denominators[denominator_of(config)], and metrics, means over
-    trained tokens; both already divided, so that summing over microbatches gives the update's. `mismatch_kl/mean`
-    estimates KL(generator || learner) per token by k3 (http://joschu.net/blog/kl-approx.html).
+    `batch` holds the arrays of a PackedBatch, [rows, sequence_length]; `denominators` are the numbers of trained
+    "tokens" and of "sequences" with any, of the whole update over all processes, float32 and at least 1. The rest is
+    `policy_loss_of`.
     """
-    learner_logprobs, entropy = _next_token_logprobs(params, model, compute, batch)
-    mask = batch["loss_mask"][:, 1:]
-    weights = batch["loss_weights"][:, 1:] * mask
-    advantages = batch["advantages"][:, 1:]
-    # Where nothing is trained the difference is set to 0: rubbish there must not overflow to inf, for inf * 0 is NaN.
-    log_ratio = jnp.where(mask > 0, learner_logprobs - batch["generator_log_probs"][:, 1:], 0.0)
-    ratio = jnp.exp(log_ratio)
-    clipped = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
-    objective = jnp.minimum(ratio * advantages, clipped * advantages)
-    objective = jnp.where(advantages < 0, jnp.maximum(objective, config.ratio_cap * advantages), objective)
+    logprobs, entropy = _next_token_logprobs(params, model, compute, batch)
+    return policy_loss_of(logprobs, entropy, config, batch, denominators)
+
+
+def policy_loss_of(
+    logprobs: jax.Array, entropy: jax.Array, config: LossConfig, batch: Arrays, denominators: Arrays
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss given the learner's log-probabilities of tokens 1 onwards and entropies, [rows, sequence_length - 1].
+
+    A token's loss is w L - entropy_coefficient H + kl_coefficient D. L is the surrogate (`surrogates`) of the ratio of
+    the learner to the generator, and w = 1; or, with importance sampling, of the learner to the proximal policy, and w
+    weighs that against the generator (decoupled PPO, arXiv:2110.00641 and 2505.24298). The proximal policy is the
+    learner before the step: `proximal_log_probs`, or, in a step's only update, the learner itself. H is the entropy, D
+    the divergence from the reference.
+
+    Returns sum(loss_weights * token loss) / denominators[denominator_of(config)] and the metrics called
+    `policy_metrics(config, reference=...)`, means over trained tokens. All are already divided, so that adding over
+    microbatches and processes gives the update's. Raises ConfigurationError where kl_coefficient is set and there are
+    no `reference_log_probs`.
+    """
+    if needs_reference(config) and "reference_log_probs" not in batch:
+        raise ConfigurationError(
+            "learner.loss.kl_coefficient is set, but the rollouts carry no reference log-probabilities and no "
+            "reference model is loaded; set learner.reference, or kl_coefficient to 0"
+        )
+    recipe = config.recipe
+    mask, segment_ids = batch["loss_mask"][:, 1:], batch["segment_ids"][:, 1:]
+    trained = mask > 0
+    logprobs, entropy = jnp.where(trained, logprobs, 0.0), jnp.where(trained, entropy, 0.0)
+    generator = batch["generator_log_probs"][:, 1:]
+    decoupled = recipe.importance_sampling != "none"
+    before = jax.lax.stop_gradient(logprobs)
+    if decoupled and "proximal_log_probs" in batch:
+        before = batch["proximal_log_probs"][:, 1:]
+    tokens = Tokens(
+        log_probs=logprobs,
+        log_ratio=log_ratio(logprobs, before if decoupled else generator, mask),
+        advantages=jnp.where(trained, batch["advantages"][:, 1:], 0.0),
+        mask=mask,
+        segment_ids=segment_ids,
+    )
+    mismatch = log_ratio(before, generator, mask)
 
     def mean(values: jax.Array) -> jax.Array:
         return jnp.sum(values * mask) / denominators["tokens"]
 
-    token_loss = -objective - config.entropy_coefficient * entropy
-    loss = jnp.sum(weights * token_loss) / denominators[denominator_of(config)]
+    surrogate = SURROGATES[config.name](tokens, recipe)
+    token_loss = surrogate.loss
     metrics = {
-        "loss": loss,
         "entropy/mean": mean(entropy),
-        "mismatch_kl/mean": mean(ratio - 1.0 - log_ratio),
-        "clip_ratio/low_mean": mean((advantages < 0) & (ratio < 1.0 - config.clip_low)),
-        "clip_ratio/high_mean": mean((advantages > 0) & (ratio > 1.0 + config.clip_high)),
-        "clip_ratio/cap_mean": mean((advantages < 0) & (ratio > config.ratio_cap)),
+        "mismatch_kl/mean": mean(divergence("k3", mismatch)),
+        "mismatch_log_ratio/mean": mean(mismatch),
+        "clip_ratio/low_mean": mean(surrogate.low),
+        "clip_ratio/high_mean": mean(surrogate.high),
+        "clip_ratio/cap_mean": mean(surrogate.cap),
     }
-    return loss, metrics
+    if decoupled:
+        weights, limited = importance_weights(config, mismatch, mask, segment_ids)
+        token_loss = weights * token_loss
+        metrics |= {"importance/weight_mean": mean(weights), "importance/limited_mean": mean(limited)}
+    if recipe.entropy_coefficient:
+        token_loss -= recipe.entropy_coefficient * entropy
+    if "reference_log_probs" in batch:
+        distance = divergence(config.kl_estimator, log_ratio(batch["reference_log_probs"][:, 1:], logprobs, mask))
+        if config.kl_coefficient:
+            token_loss += config.kl_coefficient * distance
+        metrics["kl/mean"] = mean(distance)
+    loss_weights = jnp.where(trained, batch["loss_weights"][:, 1:], 0.0)
+    loss = jnp.sum(loss_weights * token_loss) / denominators[denominator_of(config)]
+    return loss, {"loss": loss, **metrics}
 
 
 def supervised_loss(
@@ -83,7 +126,8 @@ def _next_token_logprobs(
     """Log-probability and entropy [rows, sequence_length - 1] of tokens 1 onwards given those before."""
     dtype = jnp.dtype(compute.dtype)
     params = {name: value.astype(dtype) for name, value in params.items()}
-    states = hidden(params, model, batch["tokens"], batch["positions"], batch["segment_ids"], remat=compute.remat)
+    packed = batch["tokens"], batch["positions"], batch["segment_ids"]
+    states = hidden(params, model, *packed, remat=compute.remat, attention=compute.attention)
     return token_logprobs(
         params,
         model,

@@ -1,0 +1,112 @@
+"""What one token adds to the loss, by the loss's name: pure functions over trained tokens, from their papers' formulas.
+
+They know nothing of masks, weights and sums: what is not trained comes as zeros, and what they say of it is not used.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from consumers.learner.objective import Recipe
+
+
+class Tokens(NamedTuple):
+    """Arrays [rows, tokens]; all are 0 where nothing is trained."""
+
+    log_probs: jax.Array
+    """Of the learner, differentiated."""
+    log_ratio: jax.Array
+    """Logarithm of the learner's probability over that of the policy ratios are taken against, differentiated."""
+    advantages: jax.Array
+    """Of each token."""
+    mask: jax.Array
+    """1 where the token is trained, else 0."""
+    segment_ids: jax.Array
+    """Number of the token's sequence within its row."""
+
+
+class TokenLoss(NamedTuple):
+    """Arrays [rows, tokens]: the loss and where a bound was met."""
+
+    loss: jax.Array
+    low: jax.Array
+    high: jax.Array
+    cap: jax.Array
+
+
+Surrogate = Callable[[Tokens, Recipe], TokenLoss]
+
+
+def clipped(tokens: Tokens, recipe: Recipe) -> TokenLoss:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and at most -ratio_cap A where A < 0.
+
+    PPO (arXiv:1707.06347) with an upper bound of its own (DAPO, arXiv:2503.14476) and a dual clip (arXiv:1912.09729).
+    GRPO, Dr. GRPO and DAPO share it; they differ in advantages, reduction and bounds.
+    """
+    ratio, advantages = jnp.exp(tokens.log_ratio), tokens.advantages
+    within = jnp.clip(ratio, 1.0 - recipe.clip_low, 1.0 + recipe.clip_high)
+    objective = jnp.minimum(ratio * advantages, within * advantages)
+    if math.isfinite(recipe.ratio_cap):
+        objective = jnp.where(advantages < 0, jnp.maximum(objective, recipe.ratio_cap * advantages), objective)
+    return TokenLoss(
+        loss=-objective,
+        low=(advantages < 0) & (ratio < 1.0 - recipe.clip_low),
+        high=(advantages > 0) & (ratio > 1.0 + recipe.clip_high),
+        cap=(advantages < 0) & (ratio > recipe.ratio_cap),
+    )
+
+
+def reinforce(tokens: Tokens, recipe: Recipe) -> TokenLoss:
+    """-A log p: REINFORCE on whole completions, as RLOO has it (arXiv:2402.14740)."""
+    nowhere = jnp.zeros_like(tokens.mask, bool)
+    return TokenLoss(-tokens.advantages * tokens.log_probs, nowhere, nowhere, nowhere)
+
+
+def sequence_clipped(tokens: Tokens, recipe: Recipe) -> TokenLoss:
+    """`clipped` with the geometric mean s of a sequence's ratios in place of each of them (GSPO, arXiv:2507.18071).
+
+    In the paper's form GSPO-token, which has GSPO's gradient where a sequence's advantages are equal, and a meaning
+    where they are not: token t's ratio is stop(s) p_t / stop(p_t).
+    """
+    stop = jax.lax.stop_gradient
+    log_mean = sequence_means(tokens.log_ratio, tokens.mask, tokens.segment_ids)
+    return clipped(tokens._replace(log_ratio=stop(log_mean) + tokens.log_probs - stop(tokens.log_probs)), recipe)
+
+
+def clipped_weight(tokens: Tokens, recipe: Recipe) -> TokenLoss:
+    """-stop(clip(r, 1 - clip_low, 1 + clip_high)) A log p: no token is silenced (CISPO, arXiv:2506.13585)."""
+    ratio = jnp.exp(jax.lax.stop_gradient(tokens.log_ratio))
+    low, high = 1.0 - recipe.clip_low, 1.0 + recipe.clip_high
+    return TokenLoss(
+        loss=-jnp.clip(ratio, low, high) * tokens.advantages * tokens.log_probs,
+        low=ratio < low,
+        high=ratio > high,
+        cap=jnp.zeros_like(tokens.mask, bool),
+    )
+
+
+SURROGATES: dict[str, Surrogate] = {
+    "ppo_clip": clipped,
+    "grpo": clipped,
+    "dr_grpo": clipped,
+    "dapo": clipped,
+    "rloo": reinforce,
+    "gspo": sequence_clipped,
+    "cispo": clipped_weight,
+}
+"""By the names of objective.RECIPES."""
+
+
+def sequence_sums(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Sum of `values` [rows, tokens] over each token's sequence; `segment_ids` are at most the number of tokens."""
+    rows = jnp.arange(values.shape[0])[:, None]
+    sums = jnp.zeros((values.shape[0], values.shape[1] + 2), values.dtype).at[rows, segment_ids].add(values)
+    return sums[rows, segment_ids]
+
+
+def sequence_means(values: jax.Array, mask: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Mean of `values` over the trained tokens of each token's sequence, 0 where it has none."""
+    return sequence_sums(values * mask, segment_ids) / jnp.maximum(sequence_sums(mask, segment_ids), 1.0)
