@@ -27,15 +27,20 @@ class RunPlan:
     workers: tuple[RoleSpec, ...]
     evaluators: tuple[RoleSpec, ...] = ()
     """One, where versions are to be evaluated."""
+    followers: tuple[RoleSpec, ...] = ()
+    """The other processes of a learner that has several."""
 
     @property
     def consumers(self) -> tuple[RoleSpec, ...]:
         """Everything that must be ready before a rollout is produced."""
-        return (self.learn, self.infer, *self.groupers)
+        return (self.learn, *self.followers, self.infer, *self.groupers)
 
 
 def settle(config: RunConfig) -> RunConfig:
-    """The configuration with every choice made that processes must agree on: a port of the inference server."""
+    """The configuration with every choice made that processes must agree on: ports of this machine."""
+    if config.learner.processes > 1 and not config.learner.coordinator:
+        coordinator = f"127.0.0.1:{_free_port('127.0.0.1')}"
+        config = replace(config, learner=replace(config.learner, coordinator=coordinator))
     if config.inference.port:
         return config
     inference = replace(config.inference, port=_free_port(config.inference.host))
@@ -68,6 +73,10 @@ def plan(config: RunConfig, path: Path) -> RunPlan:
 
     return RunPlan(
         learn=spec(LEARN, "learn", finishes=True),
+        followers=tuple(
+            spec(f"{LEARN}-{n}", "learn", "--process", str(n), finishes=True)
+            for n in range(1, config.learner.processes)
+        ),
         infer=spec(INFER, "infer"),
         groupers=tuple(spec(f"group-{n}", "group", "--ordinal", str(n)) for n in range(config.grouper.processes)),
         workers=tuple(spec(f"env-{n}", "env", "--ordinal", str(n)) for n in range(config.supervisor.workers)),

@@ -98,8 +98,8 @@ class LearnerConfig:
     """What the KL term compares with: "carried" log-probabilities, the "initial" parameters, or such a directory."""
     processes: int = 1
     """Processes of this learner; they train together, and number 0 leads."""
-    coordinator: str = "127.0.0.1:7733"
-    """host:port where the lead coordinates them, when there are several."""
+    coordinator: str = ""
+    """host:port where the lead coordinates them; where it is empty a supervised run takes a free port."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """Layout of the devices."""
     threads: int = 2

@@ -27,7 +27,7 @@ from consumers.learner.recorder import Recorder
 from consumers.learner.sinks import Sinks, open_sinks
 from consumers.learner.step import Metrics, TrainStep
 from consumers.learner.supply import Batches, Supplied, Supply
-from consumers.learner.team import Alone, Team, host_copies
+from consumers.learner.team import Alone, Team, host_copies, in_company
 from consumers.weights.layout import params_digest
 from topics.config import KafkaConfig
 from topics.logs import event
@@ -60,8 +60,9 @@ def learn(
     Raises Fenced when another learner of the name takes over, StateRefused when a step executed again differs from
     its record, TeamLost when another process of the learner is gone.
     """
-    with ExitStack() as stack:
-        learner = _Learner(config, kafka, run, team or Alone(), stack)
+    team = team or Alone()
+    with in_company(team), ExitStack() as stack:
+        learner = _Learner(config, kafka, run, team, stack)
         learner.start(warm_start_examples)
         on_ready()
         return learner.run(stop)
@@ -165,6 +166,7 @@ class _Learner:
             "off_policy/staleness": sum(taken.lags) / max(len(taken.lags), 1),
             "packing/microbatches": float(len(packed.microbatches)),
             "packing/padding_fraction": packed.padding_fraction,
+            "packing/too_long": float(packed.too_long),
             "perf/throughput": packed.tokens / (ended - self._ended),
             "time/step": trained_s,
             "time/wait_for_batch": self._waited_s,

@@ -3,7 +3,7 @@
 What is decided is decided: a step that was supplied to one process is supplied to all of them.
 """
 
-import logging
+import itertools
 import threading
 import time
 from contextlib import ExitStack
@@ -16,14 +16,12 @@ from consumers.batch_reader import BatchFetcher, IndexReader
 from consumers.learner.config import LearnerConfig
 from consumers.learner.exclusions import Exclusions
 from consumers.learner.intake import Intake, Outcomes, Taken, outcomes_of, share_of
-from consumers.learner.packing import PackedStep, pack, sequences_of
+from consumers.learner.packing import PackedStep, TrainingSequence, pack, sequences_of
 from consumers.learner.prefetch import Prefetcher
 from consumers.learner.recorder import Recorder
 from consumers.learner.team import Team
 from topics.config import KafkaConfig
-from topics.records import BatchUse
-
-logger = logging.getLogger(__name__)
+from topics.records import BatchUse, TrainingBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +61,28 @@ class Loader:
 
     def load(self, taken: Taken) -> Supplied:
         """Fetch and pack. Raises what BatchFetcher.fetch raises, and ConfigurationError as packing does."""
-        began = time.monotonic()
-        share = share_of(taken.trained, self._process, self._config.processes)
-        batches = [self._fetcher.fetch(read.entry) for read in share]
+        began, config = time.monotonic(), self._config
+        first = itertools.accumulate((read.entry.rollouts for read in taken.trained), initial=0)
+        starts = {read.index_offset: start for read, start in zip(taken.trained, first, strict=False)}
+        batches: list[TrainingBatch] = []
+        sequences: list[TrainingSequence] = []
+        numbers: list[int] = []
+        for read in share_of(taken.trained, self._process, config.processes):
+            batch = self._fetcher.fetch(read.entry)
+            batches.append(batch)
+            sequences += sequences_of(batch)
+            numbers += range(start := starts[read.index_offset], start + len(batch))
         packed = pack(
-            [sequence for batch in batches for sequence in sequences_of(batch)],
-            rows=self._config.microbatch_rows,
-            sequence_length=self._config.sequence_length,
-            loss=self._config.loss,
+            sequences,
+            rows=config.microbatch_rows,
+            sequence_length=config.sequence_length,
+            length_buckets=config.length_buckets,
+            minibatches=config.minibatches,
+            too_long=config.too_long,
+            loss=config.loss,
+            carried_reference=config.reference == "carried",
+            numbers=numbers,
+            rollouts=sum(read.entry.rollouts for read in taken.trained),
         )
         return Supplied(taken=taken, packed=packed, outcomes=outcomes_of(batches), load_s=time.monotonic() - began)
 

@@ -4,7 +4,8 @@ What they tell each other goes through JAX's coordination service, which the lea
 ends with TeamLost. Arrays go through the step itself.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import jax
@@ -17,7 +18,10 @@ from topics.errors import ConfigurationError, RollstreamError
 HEARTBEAT_TIMEOUT_S = 20
 """A process that has not been heard of for so long is gone, and its team with it."""
 _JOIN_TIMEOUT_S = 120
+_LEAVE_TIMEOUT_S = 10
 _LISTEN_MS = 5_000
+_LOST = ("Gloo", "coordination", "heartbeat", "UNAVAILABLE", "Connection")
+"""What errors of a computation say when another process has gone, not when the computation is wrong."""
 
 
 class TeamLost(RollstreamError):
@@ -102,6 +106,11 @@ def join(config: LearnerConfig, process: int) -> Team:
         )
     if config.processes == 1:
         return Alone()
+    if not config.coordinator:
+        raise ConfigurationError(
+            "learner.coordinator is not set: several processes of a learner need host:port of the lead "
+            "(`rollstream run` chooses one where all are on this machine)"
+        )
     try:
         jax.distributed.initialize(
             config.coordinator,
@@ -109,6 +118,7 @@ def join(config: LearnerConfig, process: int) -> Team:
             process,
             initialization_timeout=_JOIN_TIMEOUT_S,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+            shutdown_timeout_seconds=_LEAVE_TIMEOUT_S,
         )
     except (RuntimeError, ValueError) as error:
         raise TeamLost(
@@ -118,6 +128,21 @@ def join(config: LearnerConfig, process: int) -> Team:
     return JaxTeam(process, config.processes)
 
 
+@contextmanager
+def in_company(team: Team) -> Iterator[None]:
+    """What a computation of several processes raises when one is gone becomes TeamLost."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if team.processes == 1 or not any(sign in str(error) for sign in _LOST):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise TeamLost(
+            f"process {team.process} of the learner lost another one ({reason}); start all {team.processes} again: "
+            "they go on from the checkpoint"
+        ) from error
+
+
 def host_copies(params: Mapping[str, jax.Array]) -> dict[str, np.ndarray[Any, Any]]:
     """Whole arrays in the memory of every process, however they are split; all processes must call it together."""
     whole = {
@@ -125,3 +150,12 @@ def host_copies(params: Mapping[str, jax.Array]) -> dict[str, np.ndarray[Any, An
         for name, value in params.items()
     }
     return {name: np.array(value) for name, value in whole.items()}
+
+
+def placed(arrays: Mapping[str, np.ndarray[Any, Any]], like: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Whole arrays that every process has, split over the devices as `like` is and with its dtypes."""
+    found: dict[str, jax.Array] = {}
+    for name, model in like.items():
+        array = np.asarray(arrays[name], model.dtype)
+        found[name] = jax.make_array_from_callback(array.shape, model.sharding, array.__getitem__)
+    return found
