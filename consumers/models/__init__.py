@@ -1,1 +1,1 @@
-"""The decoder, its tokenizer and its sampler. Only decoder.py and sampler.py import JAX."""
+"""The decoder, its tokenizers, files and sampler. Only attention, decoder, sampler and vocabulary import JAX."""

@@ -45,10 +45,22 @@ class DecoderConfig:
     """Added to the mean square before the root."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
+    rope_scaling_factor: float = 1.0
+    """How far Llama 3.1 stretches the slow rotary frequencies; 1 leaves them all alone, whatever follows says."""
+    rope_low_freq_factor: float = 1.0
+    """Frequencies of fewer turns than this in `rope_original_positions` are divided by the factor."""
+    rope_high_freq_factor: float = 4.0
+    """Frequencies of more turns than this stay; between the two the change is gradual."""
+    rope_original_positions: int = 8192
+    """Length of context before it was stretched."""
     qk_norm: bool = True
     """Normalise each query and key head before RoPE, as Qwen3 does."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections, as Qwen2 has."""
+    o_bias: bool = False
+    """A bias on the attention's output projection, as Llama's attention_bias adds to the other three."""
+    mlp_bias: bool = False
+    """Biases on the three projections of the feed-forward layer."""
     tie_word_embeddings: bool = True
     """Use the embedding as the output head; otherwise `lm_head.weight` is its own tensor."""
 
@@ -60,3 +72,8 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ConfigurationError(f"head_dim {self.head_dim} is odd; rotary embeddings need an even one")
+        if self.rope_high_freq_factor <= self.rope_low_freq_factor or self.rope_scaling_factor < 1:
+            raise ConfigurationError(
+                f"rope_scaling_factor {self.rope_scaling_factor} must be at least 1, and rope_low_freq_factor "
+                f"{self.rope_low_freq_factor} below rope_high_freq_factor {self.rope_high_freq_factor}"
+            )

@@ -5,21 +5,22 @@ publishing weights need no renaming. All functions are pure; packed sequences ne
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from consumers.models import vocabulary
 from consumers.models.attention import attend, masked
 from consumers.models.config import DecoderConfig
+from consumers.models.parameters import EMBEDDING, FINAL_NORM, HEAD, shapes
 
 Params = Mapping[str, jax.Array]
 
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-FINAL_NORM = "model.norm.weight"
+_ROW_SPLIT = ("o_proj", "down_proj")
+"""Projections whose input is split over `tensor`; of all others the output is."""
 
 
 class KeyValueCache(NamedTuple):
@@ -29,33 +30,6 @@ class KeyValueCache(NamedTuple):
     """[layers, rows, slots, kv heads, head_dim]"""
     values: jax.Array
     """[layers, rows, slots, kv heads, head_dim]"""
-
-
-def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter, in the order of the network."""
-    width, ff = config.hidden_size, config.intermediate_size
-    q_width = config.num_attention_heads * config.head_dim
-    kv_width = config.num_key_value_heads * config.head_dim
-    found: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, width)}
-    for layer in range(config.num_hidden_layers):
-        block, attention = f"model.layers.{layer}", f"model.layers.{layer}.self_attn"
-        found[f"{block}.input_layernorm.weight"] = (width,)
-        for name, out in (("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width)):
-            found[f"{attention}.{name}.weight"] = (out, width)
-            if config.qkv_bias:
-                found[f"{attention}.{name}.bias"] = (out,)
-        if config.qk_norm:
-            found[f"{attention}.q_norm.weight"] = (config.head_dim,)
-            found[f"{attention}.k_norm.weight"] = (config.head_dim,)
-        found[f"{attention}.o_proj.weight"] = (width, q_width)
-        found[f"{block}.post_attention_layernorm.weight"] = (width,)
-        found[f"{block}.mlp.gate_proj.weight"] = (ff, width)
-        found[f"{block}.mlp.up_proj.weight"] = (ff, width)
-        found[f"{block}.mlp.down_proj.weight"] = (width, ff)
-    found[FINAL_NORM] = (width,)
-    if not config.tie_word_embeddings:
-        found[HEAD] = (config.vocab_size, width)
-    return found
 
 
 def init(key: jax.Array, config: DecoderConfig) -> dict[str, jax.Array]:
@@ -79,17 +53,32 @@ def init(key: jax.Array, config: DecoderConfig) -> dict[str, jax.Array]:
     return params
 
 
-def pspecs(params: Params) -> dict[str, PartitionSpec]:
-    """How each parameter is split over the mesh axes `fsdp` and `tensor` (Megatron's column and row split)."""
+def pspecs(params: Mapping[str, Any], axis_sizes: Mapping[str, int] | None = None) -> dict[str, PartitionSpec]:
+    """How each parameter is split over the mesh axes `fsdp` and `tensor` (Megatron's column and row split).
+
+    `params` are arrays or anything else with a shape. Of the mesh's `axis_sizes` an axis that does not divide a
+    dimension is left out for it; without them no dimension is looked at.
+    """
 
     def axes(name: str) -> tuple[str, ...]:
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            return ("fsdp", "tensor")
+        module, kind = name.rsplit(".", 2)[-2:]
+        if kind == "bias":
+            return ("tensor",) if module not in _ROW_SPLIT else ()
         if name.endswith("norm.weight"):
             return ()
-        return ("tensor",) if name.endswith("bias") else ("tensor", "fsdp")
+        return ("fsdp", "tensor") if module in _ROW_SPLIT else ("tensor", "fsdp")
 
-    return {name: PartitionSpec(*axes(name)) for name in params}  # type: ignore[no-untyped-call]
+    def fitting(name: str) -> list[str | None]:
+        wanted = axes(name)
+        if axis_sizes is None:
+            return list(wanted)
+        lengths = params[name].shape
+        return [
+            axis if axis in axis_sizes and length % axis_sizes[axis] == 0 else None
+            for axis, length in zip(wanted, lengths, strict=False)
+        ]
+
+    return {name: PartitionSpec(*fitting(name)) for name in params}  # type: ignore[no-untyped-call]
 
 
 def hidden(
@@ -219,22 +208,26 @@ def _block(
     normed = _rms_norm(x, params[f"{block}.input_layernorm.weight"], config.rms_norm_eps)
 
     def heads(name: str) -> jax.Array:
-        projected = normed @ params[f"{projections}.{name}_proj.weight"].T
-        if config.qkv_bias:
-            projected = projected + params[f"{projections}.{name}_proj.bias"]
+        projected = _linear(params, f"{projections}.{name}_proj", normed)
         projected = projected.reshape(*projected.shape[:-1], -1, config.head_dim)
         if name == "v":
             return projected
         if config.qk_norm:
             projected = _rms_norm(projected, params[f"{projections}.{name}_norm.weight"], config.rms_norm_eps)
-        return _rope(projected, positions, config.rope_theta)
+        return _rope(projected, positions, config)
 
     attended = attention(heads("q"), heads("k"), heads("v"))
-    x = x + attended.reshape(*attended.shape[:-2], -1) @ params[f"{projections}.o_proj.weight"].T
+    x = x + _linear(params, f"{projections}.o_proj", attended.reshape(*attended.shape[:-2], -1))
     normed = _rms_norm(x, params[f"{block}.post_attention_layernorm.weight"], config.rms_norm_eps)
-    gate = jax.nn.silu(normed @ params[f"{block}.mlp.gate_proj.weight"].T)
-    up = normed @ params[f"{block}.mlp.up_proj.weight"].T
-    return x + (gate * up) @ params[f"{block}.mlp.down_proj.weight"].T
+    gate = jax.nn.silu(_linear(params, f"{block}.mlp.gate_proj", normed))
+    return x + _linear(params, f"{block}.mlp.down_proj", gate * _linear(params, f"{block}.mlp.up_proj", normed))
+
+
+def _linear(params: Params, name: str, x: jax.Array) -> jax.Array:
+    """A projection, with a bias where the model has one."""
+    projected = x @ params[f"{name}.weight"].T
+    bias = params.get(f"{name}.bias")
+    return projected if bias is None else projected + bias
 
 
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -244,11 +237,21 @@ def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return normed.astype(x.dtype) * weight
 
 
-def _rope(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+def rope_frequencies(config: DecoderConfig) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Radians per position of each of the head_dim / 2 pairs, the slow ones stretched as in Llama 3.1's release."""
+    half = config.head_dim // 2
+    frequencies = config.rope_theta ** (-np.arange(half) / half)
+    if config.rope_scaling_factor != 1.0:
+        turns = config.rope_original_positions * frequencies / (2 * np.pi)
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        frequencies = frequencies * (kept + (1.0 - kept) / config.rope_scaling_factor)
+    return frequencies.astype(np.float32)
+
+
+def _rope(x: jax.Array, positions: jax.Array, config: DecoderConfig) -> jax.Array:
     """Rotary embedding (arXiv:2104.09864) of x [B, T, heads, head_dim], halves paired as Hugging Face does."""
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
+    angles = positions[:, :, None, None].astype(jnp.float32) * rope_frequencies(config)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

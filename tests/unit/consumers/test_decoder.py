@@ -11,7 +11,7 @@ from topics.errors import ConfigurationError
 
 VARIANTS = {
     "demo, as Qwen3": DecoderConfig(),
-    "as Qwen2, untied": DecoderConfig(
+    "with all biases, untied, stretched": DecoderConfig(
         num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -19,6 +19,10 @@ VARIANTS = {
         rope_theta=500_000.0,
         qk_norm=False,
         qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        rope_scaling_factor=8.0,
+        rope_original_positions=64,
         tie_word_embeddings=False,
     ),
 }
@@ -126,6 +130,23 @@ def test_every_parameter_has_a_shape_a_split_and_an_effect(config: DecoderConfig
     gradients = jax.jit(jax.grad(total))(params)
     silent = [name for name, gradient in gradients.items() if not np.abs(gradient).max() > 0]
     assert silent == []
+
+
+def test_a_parameter_is_split_only_where_the_mesh_divides_it() -> None:
+    config = DecoderConfig(num_hidden_layers=1, hidden_size=64, num_key_value_heads=1, head_dim=6, vocab_size=100)
+    split = {
+        name: tuple(spec)
+        for name, spec in decoder.pspecs(
+            {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in decoder.shapes(config).items()},
+            {"data": 2, "fsdp": 2, "tensor": 4},
+        ).items()
+    }
+    assert split["model.embed_tokens.weight"] == ("tensor", "fsdp")
+    assert split["model.layers.0.self_attn.k_proj.weight"] == (None, "fsdp")
+    assert split["model.layers.0.mlp.down_proj.weight"] == ("fsdp", "tensor")
+    assert split["model.norm.weight"] == ()
+    without_tensor = decoder.pspecs({"model.embed_tokens.weight": np.zeros((100, 64))}, {"fsdp": 2})
+    assert tuple(without_tensor["model.embed_tokens.weight"]) == (None, "fsdp")
 
 
 def test_the_demo_model_has_105_thousand_parameters() -> None:

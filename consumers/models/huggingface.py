@@ -1,0 +1,252 @@
+"""Directories of Hugging Face checkpoints, without torch: config.json and safetensors of Qwen2, Qwen3 and Llama.
+
+A setting that would change what the model computes and is not supported is refused by name, and so is a tensor that
+is missing, left over or misshapen: what loads is the model that was saved.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from consumers.models import safetensors_files
+from consumers.models.config import DecoderConfig
+from consumers.models.errors import CheckpointRefused
+from consumers.models.parameters import HEAD, shapes
+from topics.errors import ConfigurationError
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000
+_QKV_BIAS = {"qwen2": True, "qwen3": False, "llama": False}
+"""Whether a family has biases on queries, keys and values where config.json has no attention_bias."""
+_NEVER_USED = ("rotary_emb.inv_freq",)
+"""Endings of tensors that old checkpoints carry and no model reads."""
+
+
+def load_config(directory: Path | str) -> DecoderConfig:
+    """The decoder a directory's config.json describes. Raises ConfigurationError, naming the key, where it cannot."""
+    path = Path(directory) / CONFIG
+    found = read_json(path)
+    family = found.get("model_type")
+    if family not in _QKV_BIAS:
+        raise ConfigurationError(f"{path}: model_type {family!r} is not supported; use one of {', '.join(_QKV_BIAS)}")
+    _refuse_unsupported(path, found)
+    try:
+        heads, width = found["num_attention_heads"], found["hidden_size"]
+        # transformers 5 gathers what earlier versions spread over rope_theta and rope_scaling.
+        rope = {**(found.get("rope_scaling") or {}), **(found.get("rope_parameters") or {})}
+        biased = found.get("attention_bias", False) and family != "qwen2"
+        return DecoderConfig(
+            vocab_size=found["vocab_size"],
+            hidden_size=width,
+            num_hidden_layers=found["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=found.get("num_key_value_heads") or heads,
+            head_dim=found.get("head_dim") or (128 if family == "qwen3" else width // heads),
+            intermediate_size=found["intermediate_size"],
+            rms_norm_eps=found.get("rms_norm_eps", 1e-6),
+            rope_theta=float(rope.get("rope_theta", found.get("rope_theta", 10_000.0))),
+            **_stretch(path, rope),
+            qk_norm=family == "qwen3",
+            qkv_bias=biased or _QKV_BIAS[family],
+            o_bias=biased,
+            mlp_bias=found.get("mlp_bias", False),
+            tie_word_embeddings=found.get("tie_word_embeddings", False),
+        )
+    except KeyError as error:
+        raise ConfigurationError(f"{path} has no {error.args[0]}") from error
+
+
+def _refuse_unsupported(path: Path, found: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for a setting under which the decoder would compute something else."""
+    full_attention = {"full_attention"}
+    refused = {
+        "hidden_act": found.get("hidden_act", "silu") != "silu",
+        "use_sliding_window": found.get("use_sliding_window", False),
+        "layer_types": not set(found.get("layer_types") or full_attention) <= full_attention,
+        "quantization_config": found.get("quantization_config") is not None,
+        "num_experts": found.get("num_experts") or found.get("num_local_experts"),
+        "partial_rotary_factor": found.get("partial_rotary_factor", 1.0) != 1.0,
+    }
+    for key, unsupported in refused.items():
+        if unsupported:
+            raise ConfigurationError(f"{path}: {key} {found.get(key)!r} is not supported; choose a dense full model")
+
+
+def _stretch(path: Path, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the rotary frequencies."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return {}
+    if kind != "llama3":
+        raise ConfigurationError(f"{path}: rope_scaling of rope_type {kind!r} is not supported; only llama3 is")
+    return {
+        "rope_scaling_factor": float(rope["factor"]),
+        "rope_low_freq_factor": float(rope["low_freq_factor"]),
+        "rope_high_freq_factor": float(rope["high_freq_factor"]),
+        "rope_original_positions": int(rope["original_max_position_embeddings"]),
+    }
+
+
+def config_json(config: DecoderConfig) -> dict[str, Any]:
+    """The config.json of a decoder. Raises ConfigurationError where none of the families has its parts together."""
+    all_biased = config.qkv_bias and config.o_bias
+    some_biased = config.qkv_bias or config.o_bias
+    if config.qk_norm and some_biased == all_biased and not config.mlp_bias:
+        family = "qwen3"
+    elif not config.qk_norm and config.qkv_bias and not config.o_bias and not config.mlp_bias:
+        family = "qwen2"
+    elif not config.qk_norm and some_biased == all_biased:
+        family = "llama"
+    else:
+        raise ConfigurationError(
+            f"neither Qwen2, Qwen3 nor Llama has qk_norm={config.qk_norm}, qkv_bias={config.qkv_bias}, "
+            f"o_bias={config.o_bias} and mlp_bias={config.mlp_bias} together; change one of them"
+        )
+    scaling = {
+        "rope_type": "llama3",
+        "factor": config.rope_scaling_factor,
+        "low_freq_factor": config.rope_low_freq_factor,
+        "high_freq_factor": config.rope_high_freq_factor,
+        "original_max_position_embeddings": config.rope_original_positions,
+    }
+    stretched = config.rope_scaling_factor != 1.0
+    found = {
+        "architectures": [{"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family] + "ForCausalLM"],
+        "model_type": family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling if stretched else None,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
+    if family != "qwen2":
+        found["attention_bias"] = all_biased
+    if family == "llama":
+        found["mlp_bias"] = config.mlp_bias
+    return found
+
+
+def load(directory: Path | str, config: DecoderConfig | None = None) -> dict[str, NDArray[Any]]:
+    """The parameters of a checkpoint by name, in the dtype they are stored in: read-only views of its files.
+
+    `config` defaults to that of the directory. Raises CheckpointRefused, naming the tensors, unless they are exactly
+    the decoder's; a head stored beside a tied embedding is ignored, as everywhere.
+    """
+    directory = Path(directory)
+    wanted = shapes(config or load_config(directory))
+    found: dict[str, NDArray[Any]] = {}
+    for path in _files(directory):
+        found |= safetensors_files.read(path)
+    ignored = {name for name in found if name.endswith(_NEVER_USED)} | ({HEAD} - set(wanted))
+    found = {name: array for name, array in found.items() if name not in ignored}
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [f"{name} belongs to no part of the model" for name in sorted(set(found) - set(wanted))]
+    problems += [
+        f"{name} has shape {list(array.shape)}, not {list(wanted[name])}"
+        for name, array in found.items()
+        if name in wanted and array.shape != wanted[name]
+    ]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointRefused(f"{directory} does not hold the model of its {CONFIG}: {'; '.join(problems[:5])}{more}")
+    return {name: found[name] for name in wanted}
+
+
+def _files(directory: Path) -> list[Path]:
+    """The safetensors files of a directory: those its index names, or the only one."""
+    if (directory / INDEX).exists():
+        return [directory / name for name in sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))]
+    if (directory / SINGLE).exists():
+        return [directory / SINGLE]
+    raise CheckpointRefused(f"{directory} holds neither {SINGLE} nor {INDEX}; fetch the model's safetensors files")
+
+
+def save(
+    directory: Path | str,
+    config: DecoderConfig,
+    params: Mapping[str, Any],
+    *,
+    dtype: DTypeLike | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a checkpoint that `load` and other libraries read; in shards where it exceeds `max_shard_bytes`.
+
+    `params` are arrays of any kind, taken to the host one at a time; `dtype` is what they are stored as, their own by
+    default. What says that the checkpoint is whole, the single file or the index, is written last. Raises
+    CheckpointRefused where the directory already holds a model.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    if (directory / INDEX).exists() or any(directory.glob("*.safetensors")):
+        raise CheckpointRefused(f"{directory} already holds a model; give a directory that does not")
+    tensors = {name: _Lazy(params[name], dtype) for name in shapes(config)}
+    shards: list[dict[str, _Lazy]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += tensor.nbytes
+    stored = {str(tensor.dtype) for tensor in tensors.values()}
+    settings = {**config_json(config), "torch_dtype": stored.pop()}
+    write_json(directory / CONFIG, settings)
+    if len(shards) == 1:
+        safetensors_files.write(directory / SINGLE, shards[0])
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        safetensors_files.write(directory / file, shard)
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+class _Lazy:
+    """An array that becomes numpy's, in the dtype asked for, only when it is written."""
+
+    def __init__(self, array: Any, dtype: DTypeLike | None) -> None:
+        self._array = array
+        self.dtype = np.dtype(dtype or array.dtype)
+        self.shape = tuple(array.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size once it is numpy's."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self._array).astype(dtype or self.dtype, copy=False)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ConfigurationError where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"there is no {path}; give the directory of a Hugging Face checkpoint") from error
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{path} is not a JSON object")
+    return found
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object whole or not at all."""
+    encoded = json.dumps(value, indent=2).encode() + b"\n"
+    safetensors_files.replace_file(path, lambda file: file.write(encoded))

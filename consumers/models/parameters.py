@@ -1,0 +1,37 @@
+"""Names and shapes of a decoder's parameters, without JAX: Hugging Face's names and layout, projections [out, in]."""
+
+from consumers.models.config import DecoderConfig
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
+
+
+def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter, in the order of the network."""
+    width, ff = config.hidden_size, config.intermediate_size
+    q_width = config.num_attention_heads * config.head_dim
+    kv_width = config.num_key_value_heads * config.head_dim
+    found: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, width)}
+    for layer in range(config.num_hidden_layers):
+        block, attention = f"model.layers.{layer}", f"model.layers.{layer}.self_attn"
+        found[f"{block}.input_layernorm.weight"] = (width,)
+        for name, out in (("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width)):
+            found[f"{attention}.{name}.weight"] = (out, width)
+            if config.qkv_bias:
+                found[f"{attention}.{name}.bias"] = (out,)
+        if config.qk_norm:
+            found[f"{attention}.q_norm.weight"] = (config.head_dim,)
+            found[f"{attention}.k_norm.weight"] = (config.head_dim,)
+        found[f"{attention}.o_proj.weight"] = (width, q_width)
+        if config.o_bias:
+            found[f"{attention}.o_proj.bias"] = (width,)
+        found[f"{block}.post_attention_layernorm.weight"] = (width,)
+        for name, out, fan_in in (("gate_proj", ff, width), ("up_proj", ff, width), ("down_proj", width, ff)):
+            found[f"{block}.mlp.{name}.weight"] = (out, fan_in)
+            if config.mlp_bias:
+                found[f"{block}.mlp.{name}.bias"] = (out,)
+    found[FINAL_NORM] = (width,)
+    if not config.tie_word_embeddings:
+        found[HEAD] = (config.vocab_size, width)
+    return found

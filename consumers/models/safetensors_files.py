@@ -1,0 +1,114 @@
+"""Safetensors files as numpy arrays, bfloat16 included: read as views of the file, written whole or not at all.
+
+The format: https://github.com/huggingface/safetensors#format. A view costs memory only where it is looked at, so
+whoever needs a slice of a tensor reads no more.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from consumers.models.errors import CheckpointRefused
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""The types of parameters, by the format's name."""
+_LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 100_000_000
+
+
+def read(path: Path) -> dict[str, NDArray[Any]]:
+    """Read-only views of all tensors of a file, by name. Raises CheckpointRefused where the file is not sound."""
+    try:
+        data = np.memmap(path, np.uint8, "r")
+        length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
+        if length > min(_MOST_HEADER_BYTES, len(data) - _LENGTH_BYTES):
+            raise ValueError(f"its header would be {length} bytes")
+        header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes())
+        header.pop("__metadata__", None)
+        body = data[_LENGTH_BYTES + length :]
+        return {name: _view(body, name, **entry) for name, entry in header.items()}
+    except OSError as error:
+        raise CheckpointRefused(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointRefused(f"{path} is not a sound safetensors file ({error}); fetch it again") from error
+
+
+def _view(
+    body: NDArray[np.uint8], name: str, *, dtype: str, shape: list[int], data_offsets: tuple[int, int]
+) -> NDArray[Any]:
+    begin, end = data_offsets
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} is {dtype}, not one of {', '.join(DTYPES)}")
+    if end > len(body) or end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise ValueError(f"{name} of shape {shape} lies at {begin} to {end} of {len(body)} bytes")
+    return body[begin:end].view(DTYPES[dtype]).reshape(shape)
+
+
+class Storable(Protocol):
+    """What can be written: an array of numpy, or what becomes one when it is asked to."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __array__(self, dtype: Any = None, /) -> NDArray[Any]: ...
+
+
+def write(path: Path, tensors: Mapping[str, Storable]) -> None:
+    """Write a file whole or not at all, one tensor at a time. Raises CheckpointRefused for a dtype it cannot hold."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _name(name, tensor.dtype), "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % _LENGTH_BYTES)
+
+    def fill(file: Any) -> None:
+        file.write(len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded)
+        for name, tensor in tensors.items():
+            file.write(np.ascontiguousarray(tensor, DTYPES[_name(name, tensor.dtype)]).tobytes())
+
+    replace_file(path, fill)
+
+
+def _name(tensor: str, dtype: np.dtype[Any]) -> str:
+    for name, known in DTYPES.items():
+        if dtype.newbyteorder("<") == known:
+            return name
+    raise CheckpointRefused(f"{tensor} is {dtype}; a checkpoint's tensors are {', '.join(map(str, DTYPES.values()))}")
+
+
+def replace_file(path: Path, fill: Callable[[Any], None]) -> None:
+    """Have `fill` write a file that takes its name only once all of it is on disk."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
