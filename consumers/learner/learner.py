@@ -94,7 +94,7 @@ class _Learner:
         restored = self._checkpoints.restore(self._state)
         metrics: Metrics = {}
         if restored is None:
-            self._state, metrics = self._train_step.warm_start(self._state, _supervised(warm_start_examples()))
+            self._state, metrics = self._train_step.warm_start(self._state, supervised(warm_start_examples()))
             self._checkpoint()
             self._checkpoints.wait()
         else:
@@ -227,7 +227,8 @@ class _Learner:
         self._progress = self._progress.saved()
 
 
-def _supervised(examples: Sequence[Example]) -> list[TrainingSequence]:
+def supervised(examples: Sequence[Example]) -> list[TrainingSequence]:
+    """Examples as the warm start takes them."""
     return [
         TrainingSequence(
             tokens=np.asarray(tokens, np.int32),
