@@ -6,6 +6,7 @@
 import json
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from consumers.models.config import DecoderConfig
 from consumers.models.huggingface import CONFIG, SINGLE, load_config
 from consumers.models.parameters import shapes
 
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 RECORDED = Path(__file__).parent / "fixtures" / "transformers-logits.npz"
 
 _SIZE = {
@@ -62,6 +64,25 @@ def random_parameters(config: DecoderConfig) -> dict[str, NDArray[np.float32]]:
         scale = 1.5 * shape[-1] ** -0.5 if len(shape) == 2 else 0.3
         found[name] = (scale * draw.standard_normal(shape) + name.endswith("norm.weight")).astype(np.float32)
     return found
+
+
+def write_tokenizer(directory: Path, corpus: Iterable[str], size: int = 320) -> None:
+    """Write a tokenizer.json of Qwen's kind, merged from `corpus`: bytes, then special tokens at the end of it."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size - len(SPECIAL_TOKENS),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    ends = [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")]
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
 
 
 def tokens_of(config: DecoderConfig) -> NDArray[np.int32]:

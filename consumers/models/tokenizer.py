@@ -1,15 +1,38 @@
-"""A character tokenizer for the small tasks: one token per printable ASCII character, newline, padding and end.
+"""What a tokenizer is, and one of characters for the small tasks: printable ASCII, newline, padding and end.
 
-Encoding and decoding are each other's inverse on text of the vocabulary; anything else is refused, never replaced.
+Its encoding and decoding are each other's inverse on text of the vocabulary; anything else is refused, never replaced.
 """
 
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from consumers.models.errors import PromptRefused
 
 PRINTABLE_ASCII = string.digits + string.ascii_letters + string.punctuation + " \n"
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends a text."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """All tokens that end what is sampled, `eos_id` among them."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, none added to it. Raises PromptRefused where it cannot be encoded."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; end tokens are silent."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +42,11 @@ class CharacterTokenizer:
     vocabulary: str = PRINTABLE_ASCII
     pad_id: int = field(default=0, init=False)
     eos_id: int = field(default=1, init=False)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The one token that ends a text."""
+        return (self.eos_id,)
 
     @property
     def vocab_size(self) -> int:

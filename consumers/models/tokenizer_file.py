@@ -1,0 +1,97 @@
+"""A tokenizer from the files a model comes with: tokenizer.json, and the end tokens its configuration names.
+
+Text is encoded as it is: special tokens written in it are recognised, none is added.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from consumers.models.errors import PromptRefused
+from consumers.models.huggingface import CONFIG, read_json
+from topics.errors import ConfigurationError
+
+TOKENIZER = "tokenizer.json"
+_GENERATION_CONFIG = "generation_config.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_UNKNOWN = "\ufffd"
+
+
+class TokenizerFile:
+    """Text to token ids and back as the model's own tokenizer does it."""
+
+    def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
+        """`tokenizer` is one of the package tokenizers; the first of `eos_ids` ends a text, any ends a completion."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.eos_ids = tuple(eos_ids)
+        self.eos_id = self.eos_ids[0]
+        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`. Raises PromptRefused where the vocabulary cannot express it."""
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the package raises nothing more specific
+            raise PromptRefused(f"the tokenizer cannot encode {text[:80]!r}: {error}") from error
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids. End tokens are silent; other special tokens show, and U+FFFD shows for ids it lacks."""
+        pieces: list[list[int]] = [[]]
+        for identifier in ids:
+            if self._tokenizer.id_to_token(identifier) is None:
+                pieces.append([])
+            elif identifier not in self.eos_ids:
+                pieces[-1].append(identifier)
+        return _UNKNOWN.join(self._tokenizer.decode(piece, skip_special_tokens=False) for piece in pieces)
+
+
+def load_tokenizer(path: Path | str) -> TokenizerFile:
+    """The tokenizer of a checkpoint's directory, or of a tokenizer.json within one.
+
+    End tokens are eos_token_id of generation_config.json and config.json, else the eos_token of tokenizer_config.json.
+    Raises ConfigurationError where there is no tokenizer, no end token, or the model has fewer rows than tokens.
+    """
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ConfigurationError(
+            "reading a tokenizer.json takes the package tokenizers: pip install 'rollstream[hf]'"
+        ) from error
+    file = Path(path) if Path(path).name == TOKENIZER else Path(path) / TOKENIZER
+    directory = file.parent
+    if not file.exists():
+        raise ConfigurationError(f"there is no {file}; fetch it with the model")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises nothing more specific
+        raise ConfigurationError(f"{file} is not a tokenizer the package tokenizers reads: {error}") from error
+    loaded = TokenizerFile(tokenizer, _end_tokens(directory, tokenizer))
+    rows = _optional(directory / CONFIG).get("vocab_size", loaded.vocab_size)
+    if rows < loaded.vocab_size:
+        raise ConfigurationError(f"{file} has {loaded.vocab_size} tokens and the model's vocab_size is {rows}")
+    return loaded
+
+
+def _end_tokens(directory: Path, tokenizer: Any) -> list[int]:
+    """Ids that end a text, without repetition, the first the generation configuration's first."""
+    found: list[int] = []
+    for name in (_GENERATION_CONFIG, CONFIG):
+        ids = _optional(directory / name).get("eos_token_id")
+        found += [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not found:
+        token = _optional(directory / _TOKENIZER_CONFIG).get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        identifier = tokenizer.token_to_id(text) if text else None
+        found = [] if identifier is None else [identifier]
+    if not found:
+        raise ConfigurationError(
+            f"no end token in {directory}: set eos_token_id in {_GENERATION_CONFIG}, or nothing sampled would ever end"
+        )
+    return list(dict.fromkeys(found))
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
