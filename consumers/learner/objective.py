@@ -123,7 +123,7 @@ class OptimizerConfig:
     """The optimizer behind global-norm clipping, and its schedule."""
 
     name: Literal["adamw", "adam", "sgd", "lion", "muon", "adafactor"] = "adamw"
-    """optax's optimizer of that name; muon keeps to AdamW for embedding, head, norms and biases."""
+    """optax's optimizer of that name; muon leaves embedding, head, norms and biases to adam."""
     learning_rate: float = 2e-3
     """The highest one."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"

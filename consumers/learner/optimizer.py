@@ -1,26 +1,121 @@
-"""Builds the optimizer and its schedule from settings: the learner's updates and its metrics ask the same functions."""
+"""Builds the optimizer and its schedule from settings, and says what an update did.
 
+An update whose gradient is not finite is skipped: parameters and optimizer stay as they are, bit for bit, the schedule
+stands still, and `optim/skipped` counts it.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 import optax
 
 from consumers.learner.objective import OptimizerConfig
 
+MUON_RMS = 0.2
+"""Root mean square of muon's update per learning rate: that of AdamW's (arXiv:2502.16982), so their rates compare."""
+
+
+class GuardedState(NamedTuple):
+    """State of an optimizer that skips updates whose gradient is not finite."""
+
+    made: jax.Array
+    """int32: updates made, which is where the schedule stands."""
+    skipped: jax.Array
+    """int32: updates skipped."""
+    inner: Any
+    """State of the optimizer."""
+
 
 def make_schedule(config: OptimizerConfig, updates: int) -> optax.Schedule:
-    """Cosine from the first learning rate to the final one over `updates` updates."""
-    return optax.cosine_decay_schedule(
-        config.learning_rate, max(updates, 1), alpha=config.final_learning_rate / config.learning_rate
-    )
+    """Learning rate of update n, counted from 0: a linear rise, then as configured until `updates`, then constant.
+
+    Of w updates of warm-up, n has (n + 1) / (w + 1) of the rate, so that none is made at rate 0.
+    """
+    rate, final, warmup = config.learning_rate, config.final_learning_rate, config.warmup_updates
+    length = max(updates - warmup, 1)
+    main = {
+        "cosine": optax.cosine_decay_schedule(rate, length, alpha=final / rate),
+        "linear": optax.linear_schedule(rate, final, length),
+        "constant": optax.constant_schedule(rate),
+    }[config.schedule]
+    if not warmup:
+        return main
+    return optax.join_schedules([optax.linear_schedule(rate / (warmup + 1), rate, warmup), main], [warmup])
 
 
 def make_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTransformation:
-    """AdamW (arXiv:1711.05101) behind global-norm clipping."""
-    return optax.chain(
-        optax.clip_by_global_norm(config.max_grad_norm),
-        optax.adamw(
-            make_schedule(config, updates),
-            b1=config.beta1,
-            b2=config.beta2,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-        ),
+    """The optimizer behind global-norm clipping, for parameters by Hugging Face name; its state is a GuardedState.
+
+    AdamW (arXiv:1711.05101), Adam (1412.6980), SGD, Lion (2302.06675), Muon (kellerjordan.github.io/posts/muon; scaled
+    as in 2502.16982) or Adafactor (1804.04235). Weight decay is the learning rate times weight_decay, whichever it is.
+    """
+    schedule = make_schedule(config, updates)
+    parts = [_direction(config, schedule)]
+    if config.max_grad_norm:
+        parts.insert(0, optax.clip_by_global_norm(config.max_grad_norm))
+    if config.weight_decay:
+        parts.append(optax.add_decayed_weights(lambda made: -config.weight_decay * schedule(made), mask=decays))
+    return skip_nonfinite(optax.chain(*parts))
+
+
+def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`inner`, except that a gradient whose global norm is not finite changes nothing but the count of those."""
+
+    def init(params: Any) -> GuardedState:
+        return GuardedState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), inner.init(params))
+
+    def update(gradients: Any, state: GuardedState, params: Any = None) -> tuple[Any, GuardedState]:
+        finite = jnp.isfinite(optax.global_norm(gradients))
+        clean = jax.tree.map(lambda gradient: jnp.where(finite, gradient, 0), gradients)
+        changes, after = inner.update(clean, state.inner, params)
+        changes = jax.tree.map(lambda change: jnp.where(finite, change, 0), changes)
+        after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state.inner)
+        made = finite.astype(jnp.int32)
+        return changes, GuardedState(state.made + made, state.skipped + 1 - made, after)
+
+    return optax.GradientTransformation(init, update)
+
+
+def update_metrics(
+    schedule: optax.Schedule, gradients: Any, before: GuardedState, after: GuardedState
+) -> dict[str, jax.Array]:
+    """Figures of one update, float32: the gradient's norm, the learning rate, and 1 where the update was skipped."""
+    return {
+        "optim/grad_norm": optax.global_norm(gradients),
+        "optim/lr": jnp.asarray(schedule(before.made), jnp.float32),
+        "optim/skipped": (after.skipped - before.skipped).astype(jnp.float32),
+    }
+
+
+def decays(params: Mapping[str, Any]) -> dict[str, bool]:
+    """Which parameters weight decay is for: matrices, so all but norms and biases."""
+    return {name: not name.endswith(("norm.weight", "bias")) for name in params}
+
+
+def _direction(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """The change without clipping and decay."""
+    if config.name == "sgd":
+        return optax.sgd(schedule, momentum=config.beta1 or None)
+    if config.name == "lion":
+        return optax.lion(schedule, b1=config.beta1, b2=config.beta2, weight_decay=0.0)
+    if config.name == "adafactor":
+        return optax.adafactor(schedule)
+    adam = optax.adam(schedule, b1=config.beta1, b2=config.beta2, eps=config.epsilon)
+    if config.name != "muon":
+        return adam
+    muon = optax.contrib.muon(
+        schedule,
+        beta=config.beta1,
+        consistent_rms=MUON_RMS,
+        # Projections are [out, in].
+        muon_weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0),
     )
+    return optax.partition({"muon": muon, "adam": adam}, _labels)
+
+
+def _labels(params: Mapping[str, Any]) -> dict[str, str]:
+    """Muon is for the matrices of blocks; embedding and head are none in its sense."""
+    matrices = decays(params)
+    return {name: "muon" if matrices[name] and name.startswith("model.layers.") else "adam" for name in params}
