@@ -22,6 +22,7 @@ from consumers.learner.config import LearnerConfig
 from consumers.learner.environment import fingerprint
 from consumers.learner.intake import Outcomes
 from consumers.learner.packing import TrainingSequence
+from consumers.learner.pretrained import resolved
 from consumers.learner.progress import Progress
 from consumers.learner.recorder import Recorder
 from consumers.learner.sinks import Sinks, open_sinks
@@ -60,7 +61,7 @@ def learn(
     Raises Fenced when another learner of the name takes over, StateRefused when a step executed again differs from
     its record, TeamLost when another process of the learner is gone.
     """
-    team = team or Alone()
+    config, team = resolved(config), team or Alone()
     with in_company(team), ExitStack() as stack:
         learner = _Learner(config, kafka, run, team, stack)
         learner.start(warm_start_examples)

@@ -4,6 +4,7 @@ Without `learner.pretrained` all three are the small model's. Imports JAX only w
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 def model_of(config: LearnerConfig) -> DecoderConfig:
     """Shape of the policy: that of `pretrained`'s config.json, else `model`. Raises ConfigurationError."""
     return huggingface.load_config(config.pretrained) if config.pretrained else config.model
+
+
+def resolved(config: LearnerConfig) -> LearnerConfig:
+    """The settings with `model` as `model_of` gives it: what a learner works with."""
+    return replace(config, model=model_of(config))
 
 
 def tokenizer_of(config: LearnerConfig) -> Tokenizer:

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 from consumers.models import vocabulary
 from consumers.models.attention import attend, masked
 from consumers.models.config import DecoderConfig
-from consumers.models.parameters import EMBEDDING, FINAL_NORM, HEAD, shapes
+from consumers.models.parameters import EMBEDDING, FINAL_NORM, HEAD
+from consumers.models.parameters import shapes as shapes
 
 Params = Mapping[str, jax.Array]
 
