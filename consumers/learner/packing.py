@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from consumers.learner.binning import layout
+from consumers.learner.config import LearnerConfig
 from consumers.learner.objective import LossConfig, token_weight, trains
 from topics.errors import ConfigurationError
 from topics.records import TrainingBatch
@@ -143,9 +144,31 @@ def sequences_of(batch: TrainingBatch) -> list[TrainingSequence]:
     ]
 
 
-def rows_of_bucket(length: int, *, rows: int, sequence_length: int) -> int:
-    """Rows of a microbatch whose rows have `length` tokens: as many tokens as `rows` of `sequence_length` hold."""
-    return rows * sequence_length // length
+def rows_by_length(config: LearnerConfig) -> dict[int, int]:
+    """Rows of a microbatch over all processes by row length, longest first: as many as fill it with as many tokens."""
+    return _rows_by_length(config.microbatch_rows, config.sequence_length, config.length_buckets)
+
+
+def pack_for(
+    config: LearnerConfig,
+    sequences: Sequence[TrainingSequence],
+    *,
+    numbers: Sequence[int] | None = None,
+    rollouts: int | None = None,
+) -> PackedStep:
+    """`pack` as a learner is configured: this process's share of a step, into its share of the rows."""
+    return pack(
+        sequences,
+        rows=config.microbatch_rows // config.processes,
+        sequence_length=config.sequence_length,
+        length_buckets=config.length_buckets,
+        minibatches=config.minibatches,
+        too_long=config.too_long,
+        loss=config.loss,
+        carried_reference=config.reference == "carried",
+        numbers=numbers,
+        rollouts=rollouts,
+    )
 
 
 def pack(
@@ -163,9 +186,10 @@ def pack(
 ) -> PackedStep:
     """Pack sequences into microbatches of rows of `sequence_length` or of a shorter bucket, as few as can be had.
 
-    A microbatch of a bucket has `rows_of_bucket` rows. Longest first, each sequence goes into the first row with room;
-    what room is left in microbatches of longer rows is filled with shorter sequences before a bucket of theirs is
-    begun. Tokens are weighed, and truncated sequences left untrained, as `loss` says.
+    A microbatch has `rows` rows of `sequence_length`, and of a bucket as many times more as fit into that. Longest
+    first, each sequence goes into the first row with room; what room is left in microbatches of longer rows is filled
+    with shorter sequences before a bucket of theirs is begun. Tokens are weighed, and truncated sequences left
+    untrained, as `loss` says.
 
     Minibatches are contiguous ranges of rollouts: of `rollouts` in the whole step, `numbers` are those of the sequences
     (where other processes have the others), so that what an update trains on does not depend on who packs it.
@@ -194,10 +218,7 @@ def pack(
             sequence = _cut(sequence, sequence_length)
         if length:
             shares[number * minibatches // total].append(sequence)
-    shapes = {
-        length: rows_of_bucket(length, rows=rows, sequence_length=sequence_length)
-        for length in sorted({*length_buckets, sequence_length}, reverse=True)
-    }
+    shapes = _rows_by_length(rows, sequence_length, length_buckets)
     return PackedStep(
         updates=tuple(_update(share, shapes, loss, carried_reference) for share in shares),
         too_long=sum(length > sequence_length for length in lengths),
@@ -218,6 +239,11 @@ def padding(rows: int, length: int, *, reference: bool = False) -> PackedBatch:
         temperatures=np.ones(shape, np.float32),
         reference_log_probs=np.zeros(shape, np.float32) if reference else None,
     )
+
+
+def _rows_by_length(rows: int, sequence_length: int, buckets: Sequence[int]) -> dict[int, int]:
+    lengths = sorted({*buckets, sequence_length}, reverse=True)
+    return {length: rows * (sequence_length // length) for length in lengths}
 
 
 def _cut(sequence: TrainingSequence, length: int) -> TrainingSequence:

@@ -1,9 +1,11 @@
-"""One optimizer update as jitted functions over a state.
+"""One training step as jitted functions over a state, on however many devices and processes there are.
 
-On the same software, device kind and thread count, the same state and the same packed step give the same bits.
+On the same software, device kind, mesh and thread count, the same state and the same packed step give the same bits;
+on another mesh or number of processes the same up to rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,139 +13,360 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
+from numpy.typing import NDArray
 
+from consumers.learner import mesh as layout
+from consumers.learner.agreement import AgreedStep, agree
 from consumers.learner.config import LearnerConfig
-from consumers.learner.loss import SUPERVISED_METRICS, Arrays, policy_loss, supervised_loss
-from consumers.learner.objective import OptimizerConfig, policy_metrics
-from consumers.learner.optimizer import make_optimizer, make_schedule
-from consumers.learner.packing import PackedStep, PackedUpdate, TrainingSequence, pack, padding
-from consumers.models import decoder
+from consumers.learner.loss import SUPERVISED_METRICS, Arrays, log_probs, policy_loss, supervised_loss
+from consumers.learner.objective import OptimizerConfig, needs_proximal, policy_metrics
+from consumers.learner.optimizer import make_optimizer, make_schedule, update_metrics
+from consumers.learner.packing import PackedBatch, PackedStep, TrainingSequence, pack_for, padding, rows_by_length
+from consumers.learner.pretrained import initial_params
+from consumers.models import decoder, parameters
 from consumers.models.config import Compute
+from topics.errors import ConfigurationError
 
 Metrics = dict[str, float]
+Params = dict[str, jax.Array]
 
 
 class TrainState(NamedTuple):
-    """Everything an update changes."""
+    """Everything a step changes."""
 
-    params: dict[str, jax.Array]
-    """Parameters by Hugging Face name."""
+    params: Params
+    """Parameters by Hugging Face name, float32."""
     optimizer: Any
     """optax's state."""
     rng: jax.Array
     """Key data uint32 [2] of the learner's own random numbers."""
     step: jax.Array
-    """int32: updates made so far."""
+    """int32: steps made so far."""
+
+
+class PlacedUpdate(NamedTuple):
+    """What one update trains on, on the devices."""
+
+    microbatches: tuple[dict[str, jax.Array], ...]
+    """Arrays [rows, length] over all processes."""
+    denominators: dict[str, np.float32]
+    """What sums over the update are divided by."""
+    empty: bool
+    """Whether nothing is trained."""
+
+
+@dataclass(frozen=True)
+class PlacedStep:
+    """What one step trains on, on the devices."""
+
+    updates: tuple[PlacedUpdate, ...]
+    """In the order they are made."""
+    metrics: Metrics
+    """How it was packed, over all processes."""
 
 
 class TrainStep:
-    """The compiled functions of one configuration. Holds no state of training."""
+    """The compiled functions of one configuration on one mesh. Holds no state of training."""
 
-    def __init__(self, config: LearnerConfig) -> None:
+    def __init__(self, config: LearnerConfig, mesh: Mesh | None = None) -> None:
+        """On `mesh`, by default one of all devices of all processes laid out as configured.
+
+        Raises ConfigurationError where the devices do not fit the mesh, or the rows of a microbatch the devices.
+        """
         self.config = config
-        self._optimizer = make_optimizer(config.optimizer, config.max_steps)
-        compute = Compute(config.compute_dtype, config.remat, config.vocabulary_chunk, config.attention)
-        policy = partial(policy_loss, model=config.model, compute=compute, config=config.loss)
-        supervised = partial(supervised_loss, model=config.model, compute=compute)
-        self._accumulate_policy = _accumulator(policy)
-        self._accumulate_supervised = _accumulator(supervised)
-        self._apply = jax.jit(self._update, donate_argnums=0)
+        self.mesh = layout.build_mesh(config.mesh) if mesh is None else mesh
+        self.compilations = 0
+        """Functions traced so far: what has run once does not compile again."""
+        self.updates_per_step = config.epochs * config.minibatches
+        shares = layout.row_shares(self.mesh)
+        if config.microbatch_rows % shares:
+            raise ConfigurationError(
+                f"learner.microbatch_rows {config.microbatch_rows} cannot be split evenly over data x fsdp = {shares} "
+                f"devices; make it a multiple of {shares}"
+            )
+        self._rows_by_length = rows_by_length(config)
+        updates = config.max_steps * self.updates_per_step
+        self._optimizer = make_optimizer(config.optimizer, updates)
+        self._schedule = make_schedule(config.optimizer, updates)
+        shapes = {name: _shape(shape, jnp.float32) for name, shape in parameters.shapes(config.model).items()}
+        everywhere = layout.replicated(self.mesh)
+        optimizer_shapes = jax.eval_shape(self._optimizer.init, shapes)
+        params = layout.of_params(self.mesh, shapes)
+        optimizer = layout.of_optimizer(self.mesh, shapes, optimizer_shapes)
+        self.shardings: Any = TrainState(params, optimizer, everywhere, everywhere)  # type: ignore[arg-type]
+        """Where each array of a state lies: a TrainState of shardings."""
+        self._rows = layout.of_rows(self.mesh)
+        self._compute = Compute(config.compute_dtype, config.remat, config.vocabulary_chunk, config.attention)
+        sums = (params, everywhere)
+        policy = partial(policy_loss, model=config.model, compute=self._compute, config=config.loss)
+        supervised = partial(supervised_loss, model=config.model, compute=self._compute)
+        self._accumulate_policy, self._accumulate_supervised = (
+            self._jit(_accumulator(loss), (params, sums, self._rows, everywhere), sums, donate_argnums=1)
+            for loss in (policy, supervised)
+        )
+        self._log_probs = self._jit(
+            partial(log_probs, model=config.model, compute=self._compute), (params, self._rows), self._rows
+        )
+        self._init = self._jit(lambda: decoder.init(jax.random.key(config.seed), config.model), (), params)
+        self._fresh = self._jit(self._beside, (params,), tuple(self.shardings[1:]))
+        self._zeros = self._jit(partial(jax.tree.map, jnp.zeros_like), (params,), params)
+        self._apply = self._jit(
+            self._update, (self.shardings, params, everywhere), (self.shardings, everywhere), donate_argnums=0
+        )
 
     def initial_state(self) -> TrainState:
-        """Random parameters from the configured seed, a fresh optimizer, step 0."""
-        key = jax.random.key(self.config.seed)
-        params = jax.jit(decoder.init, static_argnums=1)(key, self.config.model)
-        return self.fresh_state(params)
+        """The parameters of `pretrained` or random ones from the configured seed, a fresh optimizer, step 0."""
+        if self.config.pretrained:
+            return self._state_around(initial_params(self.config.pretrained, self.config.model, self.shardings.params))
+        return self._state_around(self._init())
 
-    def fresh_state(self, params: dict[str, jax.Array]) -> TrainState:
-        """A fresh optimizer and step 0 around given parameters."""
-        rng = jax.random.key_data(jax.random.fold_in(jax.random.key(self.config.seed), 1))
-        return TrainState(params, jax.jit(self._optimizer.init)(params), rng, jnp.zeros((), jnp.int32))
+    def fresh_state(self, params: Mapping[str, jax.Array | NDArray[Any]]) -> TrainState:
+        """A fresh optimizer and step 0 around given parameters, whole ones in every process."""
+        return self._state_around(self._placed_params(params, jnp.float32))
+
+    def frozen(self, params: Mapping[str, jax.Array | NDArray[Any]]) -> Params:
+        """Parameters of a reference model as `train` takes them: whole ones given, split, in the compute dtype."""
+        return self._placed_params(params, jnp.dtype(self.config.compute_dtype))
 
     def warm_up(self, state: TrainState) -> None:
-        """Compile what `train` runs, on a step of padding whose result is thrown away."""
-        step = pack(
-            [],
-            rows=self.config.microbatch_rows,
-            sequence_length=self.config.sequence_length,
-            loss=self.config.loss,
-        )
-        self.train(jax.tree.map(jnp.copy, state), step)
+        """Compile what `train` runs, without running it; `state` is left alone."""
+        for lowered in self.lower().values():
+            lowered.compile()
 
-    def train(self, state: TrainState, step: PackedStep) -> tuple[TrainState, Metrics]:
-        """One update. `state` is consumed. A step without a trained token updates with a zero gradient."""
-        gradients, metrics = _sum_over_microbatches(
-            self._accumulate_policy, state.params, policy_metrics(self.config.loss), step
+    def lower(self) -> dict[str, jax.stages.Lowered]:
+        """The functions `train` runs, lowered for the mesh's devices but not compiled, by what they do."""
+        state = self.abstract_state()
+        scalar = _shape((), jnp.float32)
+        names = policy_metrics(self.config.loss, reference=bool(self.config.reference))
+        sums = (state.params, dict.fromkeys(names, scalar))
+        found = {}
+        for length, rows in self._rows_by_length.items():
+            batch = self._abstract_batch(rows, length)
+            if self._extra_log_probs:
+                found[f"log_probs {rows}x{length}"] = self._log_probs.lower(state.params, batch)
+            for extra in self._extra_log_probs:
+                batch[extra] = batch["generator_log_probs"]
+            denominators = {"tokens": scalar, "sequences": scalar}
+            found[f"gradient {rows}x{length}"] = self._accumulate_policy.lower(state.params, sums, batch, denominators)
+        found["zeros"] = self._zeros.lower(state.params)
+        found["update"] = self._apply.lower(state, state.params, _shape((), jnp.int32))
+        return found
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of a state, without arrays: what a checkpoint is restored into."""
+        shapes = jax.eval_shape(
+            lambda: TrainState(
+                params=(params := decoder.init(jax.random.key(0), self.config.model)),
+                optimizer=self._optimizer.init(params),
+                rng=jax.random.key_data(jax.random.key(0)),
+                step=jnp.zeros((), jnp.int32),
+            )
         )
-        state, more = self._apply(state, gradients)
-        return state, {name: float(value) for name, value in jax.device_get({**metrics, **more}).items()}
+        state: TrainState = jax.tree.map(
+            lambda leaf, sharding: _shape(leaf.shape, leaf.dtype, sharding), shapes, self.shardings
+        )
+        return state
+
+    def place(self, step: PackedStep) -> PlacedStep:
+        """Put a packed step on the devices, which may be done ahead of `train`, in another thread.
+
+        With several processes each gives its share; all must call it together, and not beside other work on devices.
+        """
+        agreed = agree(step, list(self._rows_by_length))
+        updates = []
+        for own, over_all in zip(step.updates, agreed.updates, strict=True):
+            microbatches = []
+            for (length, rows), count in zip(self._rows_by_length.items(), over_all.microbatches, strict=True):
+                mine = [batch for batch in own.microbatches if batch.tokens.shape[1] == length]
+                blank = padding(rows // jax.process_count(), length, reference=self.config.reference == "carried")
+                microbatches += [self._on_devices(batch) for batch in (*mine, *[blank] * (count - len(mine)))]
+            denominators = {"tokens": over_all.trained_tokens, "sequences": over_all.trained_sequences}
+            updates.append(
+                PlacedUpdate(
+                    microbatches=tuple(microbatches),
+                    denominators={name: np.float32(max(count, 1)) for name, count in denominators.items()},
+                    empty=not over_all.trained_tokens,
+                )
+            )
+        return PlacedStep(tuple(updates), self._packing_metrics(agreed))
+
+    def train(
+        self, state: TrainState, step: PackedStep | PlacedStep, reference: Params | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """One step: `epochs` times the updates of `step`. `state` is consumed.
+
+        An update without a trained token has a zero gradient. `reference` are `frozen` parameters, where the
+        configuration has the learner compute what the KL term compares with. Metrics are means over updates that
+        train, but for `optim/lr`, which is the last one's, and `optim/skipped`, a sum. With several processes each
+        gives its share of the step, and all call it together.
+        """
+        placed = step if isinstance(step, PlacedStep) else self.place(step)
+        batches = [self._complete(update, state.params, reference) for update in placed.updates]
+        names = policy_metrics(self.config.loss, reference=bool(self.config.reference))
+        found, counts = [], []
+        for number in range(self.updates_per_step):
+            update = placed.updates[number % len(placed.updates)]
+            gradients, metrics = self._sum(
+                self._accumulate_policy, state.params, names, batches[number % len(batches)], update.denominators
+            )
+            state, more = self._apply(state, gradients, np.int32(number))
+            found.append({**metrics, **more})
+            counts.append(not update.empty)
+        values = jax.device_get(found)
+        chosen = [value for value, trains in zip(values, counts, strict=True) if trains] or values[-1:]
+        means = {name: float(np.mean([value[name] for value in chosen])) for name in chosen[0]}
+        means["optim/lr"] = float(values[-1]["optim/lr"])
+        means["optim/skipped"] = float(sum(value["optim/skipped"] for value in values))
+        return state, {**means, **placed.metrics}
 
     def warm_start(self, state: TrainState, examples: list[TrainingSequence]) -> tuple[TrainState, Metrics]:
         """Supervised updates on `examples` as configured; returns a state with a fresh optimizer at step 0.
 
-        The draws come from the configured seed. With no examples or no steps configured the state is unchanged.
+        The draws come from the configured seed. With no examples or no steps configured the state is unchanged. With
+        several processes each gives all examples and trains on its share of the drawn ones.
         """
         warm = self.config.warm_start
         if not examples or not warm.steps:
             return state, {}
         settings = OptimizerConfig(learning_rate=warm.learning_rate, final_learning_rate=warm.learning_rate)
         optimizer = make_optimizer(settings, warm.steps)
+        one_update = replace(self.config, minibatches=1, reference="")
         draws = np.random.Generator(np.random.Philox(key=self.config.seed))
+        shardings = self.shardings.params
+        optimizer_shapes = jax.eval_shape(optimizer.init, state.params)
+        own = layout.of_optimizer(self.mesh, state.params, optimizer_shapes)
 
-        @jax.jit
-        def apply(
-            params: dict[str, jax.Array], optimizer_state: Any, gradients: dict[str, jax.Array]
-        ) -> tuple[dict[str, jax.Array], Any]:
+        @partial(jax.jit, in_shardings=(shardings, own, shardings), out_shardings=(shardings, own))
+        def apply(params: Params, optimizer_state: Any, gradients: Params) -> tuple[Params, Any]:
             updates, optimizer_state = optimizer.update(gradients, optimizer_state, params)
             return optax.apply_updates(params, updates), optimizer_state
 
-        params, optimizer_state = state.params, jax.jit(optimizer.init)(state.params)
+        params, optimizer_state = state.params, jax.jit(optimizer.init, out_shardings=own)(state.params)
         metrics: dict[str, jax.Array] = {}
         for _ in range(warm.steps):
-            chosen = [examples[index] for index in draws.integers(len(examples), size=warm.sequences_per_step)]
-            step = pack(chosen, rows=self.config.microbatch_rows, sequence_length=self.config.sequence_length)
-            gradients, metrics = _sum_over_microbatches(self._accumulate_supervised, params, SUPERVISED_METRICS, step)
+            chosen = draws.integers(len(examples), size=warm.sequences_per_step)
+            share = [examples[index] for index in chosen[jax.process_index() :: jax.process_count()]]
+            (update,) = self.place(pack_for(one_update, share)).updates
+            gradients, metrics = self._sum(
+                self._accumulate_supervised, params, SUPERVISED_METRICS, update.microbatches, update.denominators
+            )
             params, optimizer_state = apply(params, optimizer_state, gradients)
-        return self.fresh_state(params), {f"warm_start/{name}": float(value) for name, value in metrics.items()}
+        return self._state_around(params), {f"warm_start/{name}": float(value) for name, value in metrics.items()}
 
-    def _update(self, state: TrainState, gradients: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
+    @property
+    def _extra_log_probs(self) -> tuple[str, ...]:
+        """Arrays of log-probabilities that are computed before a step's first update."""
+        computed = ["reference_log_probs"] if self.config.reference not in ("", "carried") else []
+        if needs_proximal(self.config.loss, self.updates_per_step):
+            computed.append("proximal_log_probs")
+        return tuple(computed)
+
+    def _complete(
+        self, update: PlacedUpdate, params: Params, reference: Params | None
+    ) -> tuple[dict[str, jax.Array], ...]:
+        """The microbatches with what log-probabilities are computed before the first update."""
+        if "reference_log_probs" in self._extra_log_probs and reference is None:
+            raise ValueError(f"learner.reference is {self.config.reference!r}: give its parameters to train()")
+        models = {"reference_log_probs": reference, "proximal_log_probs": params}
+        return tuple(
+            {**batch, **{name: self._log_probs(models[name], batch) for name in self._extra_log_probs}}
+            for batch in update.microbatches
+        )
+
+    def _sum(
+        self,
+        accumulate: Callable[..., Any],
+        params: Params,
+        names: Sequence[str],
+        microbatches: Sequence[dict[str, jax.Array]],
+        denominators: dict[str, np.float32],
+    ) -> tuple[Params, dict[str, jax.Array]]:
+        """Gradients and the metrics called `names`, from zero, so that the first microbatch is like the others."""
+        sums: tuple[Any, Any] = self._zeros(params), {name: np.float32(0) for name in names}
+        for batch in microbatches:
+            sums = accumulate(params, sums, batch, denominators)
+        return sums
+
+    def _update(
+        self, state: TrainState, gradients: Params, number: jax.Array
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Update `number` of a step, counted from 0; the last one completes the step."""
         updates, optimizer_state = self._optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        schedule = make_schedule(self.config.optimizer, self.config.max_steps)
-        metrics = {"optim/grad_norm": optax.global_norm(gradients), "optim/lr": jnp.asarray(schedule(state.step))}
-        return TrainState(params, optimizer_state, state.rng, state.step + 1), metrics
+        metrics = update_metrics(self._schedule, gradients, state.optimizer, optimizer_state)
+        done = (number == self.updates_per_step - 1).astype(jnp.int32)
+        return TrainState(params, optimizer_state, state.rng, state.step + done), metrics
+
+    def _beside(self, params: Params) -> tuple[Any, jax.Array, jax.Array]:
+        """What stands beside the parameters in a state of step 0."""
+        rng = jax.random.key_data(jax.random.fold_in(jax.random.key(self.config.seed), 1))
+        return self._optimizer.init(params), rng, jnp.zeros((), jnp.int32)
+
+    def _state_around(self, params: Params) -> TrainState:
+        return TrainState(params, *self._fresh(params))
+
+    def _placed_params(self, params: Mapping[str, jax.Array | NDArray[Any]], dtype: Any) -> Params:
+        def place(name: str, value: jax.Array | NDArray[Any]) -> jax.Array:
+            sharding: Any = self.shardings.params[name]
+            if isinstance(value, jax.Array) and value.sharding == sharding and value.dtype == dtype:
+                return value
+            whole = np.asarray(value, dtype)
+            return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+        return {name: place(name, params[name]) for name in self.shardings.params}
+
+    def _on_devices(self, batch: PackedBatch) -> dict[str, jax.Array]:
+        arrays = batch.arrays()
+        if jax.process_count() == 1:
+            placed: dict[str, jax.Array] = jax.device_put(arrays, self._rows)
+            return placed
+        together: Any = jax.make_array_from_process_local_data
+        return {name: together(self._rows, array) for name, array in arrays.items()}
+
+    def _abstract_batch(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+        arrays = padding(rows, length, reference=self.config.reference == "carried").arrays()
+        return {name: _shape(array.shape, array.dtype, self._rows) for name, array in arrays.items()}
+
+    def _packing_metrics(self, agreed: AgreedStep) -> Metrics:
+        counts = [sum(update.microbatches) for update in agreed.updates]
+        capacity = sum(
+            count * rows * length
+            for update in agreed.updates
+            for count, (length, rows) in zip(update.microbatches, self._rows_by_length.items(), strict=True)
+        )
+        tokens = sum(update.tokens for update in agreed.updates)
+        return {
+            "packing/microbatches": float(sum(counts)),
+            "packing/tokens": float(tokens),
+            "packing/padding_fraction": 1.0 - tokens / capacity if capacity else 0.0,
+            "packing/too_long": float(agreed.too_long),
+        }
+
+    def _jit(self, function: Callable[..., Any], in_shardings: Any, out_shardings: Any, **options: Any) -> Any:
+        """A jitted function over the mesh whose traces are counted."""
+
+        def traced(*arguments: Any) -> Any:
+            self.compilations += 1
+            # For parts that the compiler cannot split by itself.
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                return function(*arguments)
+
+        return jax.jit(traced, in_shardings=in_shardings, out_shardings=out_shardings, **options)
 
 
-def _accumulator(loss: Any) -> Any:
-    """A jitted function that adds one microbatch's gradient and metrics to the sums so far, whose buffers it takes."""
+def _shape(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
-    def accumulate(
-        params: dict[str, jax.Array], sums: tuple[Any, Any], batch: Arrays, denominators: Arrays
-    ) -> tuple[Any, Any]:
-        def of(params: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-            result: tuple[jax.Array, dict[str, jax.Array]] = loss(params, batch=batch, denominators=denominators)
-            return result
+
+def _accumulator(loss: Callable[..., tuple[jax.Array, dict[str, jax.Array]]]) -> Callable[..., tuple[Any, Any]]:
+    """A function that adds one microbatch's gradient and metrics to the sums so far."""
+
+    def accumulate(params: Params, sums: tuple[Any, Any], batch: Arrays, denominators: Arrays) -> tuple[Any, Any]:
+        def of(params: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+            return loss(params, batch=batch, denominators=denominators)
 
         total: tuple[Any, Any] = jax.tree.map(jnp.add, sums, jax.grad(of, has_aux=True)(params))
         return total
 
-    return jax.jit(accumulate, donate_argnums=1)
-
-
-def _sum_over_microbatches(
-    accumulate: Any, params: dict[str, jax.Array], names: Sequence[str], step: PackedStep
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Gradients and the metrics called `names`, starting from zero so that the first microbatch is like the others."""
-    sums: tuple[Any, Any] = _zeros(params), {name: jnp.zeros((), jnp.float32) for name in names}
-    denominators = {
-        "tokens": np.float32(max(step.trained_tokens, 1)),
-        "sequences": np.float32(max(step.trained_sequences, 1)),
-    }
-    for microbatch in step.microbatches:
-        sums = accumulate(params, sums, microbatch.arrays(), denominators)
-    return sums
-
-
-@jax.jit
-def _zeros(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: jnp.zeros_like(value) for name, value in params.items()}
+    return accumulate

@@ -16,7 +16,7 @@ from consumers.batch_reader import BatchFetcher, IndexReader
 from consumers.learner.config import LearnerConfig
 from consumers.learner.exclusions import Exclusions
 from consumers.learner.intake import Intake, Outcomes, Taken, outcomes_of, share_of
-from consumers.learner.packing import PackedStep, TrainingSequence, pack, sequences_of
+from consumers.learner.packing import PackedStep, TrainingSequence, pack_for, sequences_of
 from consumers.learner.prefetch import Prefetcher
 from consumers.learner.recorder import Recorder
 from consumers.learner.team import Team
@@ -72,18 +72,8 @@ class Loader:
             batches.append(batch)
             sequences += sequences_of(batch)
             numbers += range(start := starts[read.index_offset], start + len(batch))
-        packed = pack(
-            sequences,
-            rows=config.microbatch_rows,
-            sequence_length=config.sequence_length,
-            length_buckets=config.length_buckets,
-            minibatches=config.minibatches,
-            too_long=config.too_long,
-            loss=config.loss,
-            carried_reference=config.reference == "carried",
-            numbers=numbers,
-            rollouts=sum(read.entry.rollouts for read in taken.trained),
-        )
+        rollouts = sum(read.entry.rollouts for read in taken.trained)
+        packed = pack_for(config, sequences, numbers=numbers, rollouts=rollouts)
         return Supplied(taken=taken, packed=packed, outcomes=outcomes_of(batches), load_s=time.monotonic() - began)
 
     def close(self) -> None:

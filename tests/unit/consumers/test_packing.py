@@ -9,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from consumers.learner.binning import first_fit, layout
+from consumers.learner.config import LearnerConfig
 from consumers.learner.packing import (
     PackedBatch,
     PackedStep,
     TrainingSequence,
     pack,
+    pack_for,
     padding,
-    rows_of_bucket,
+    rows_by_length,
     sequences_of,
 )
 from tests.batches import random_batch
@@ -160,7 +162,15 @@ def test_shorter_rollouts_fill_the_rows_of_a_longer_bucket_rather_than_begin_a_m
 
 
 def test_a_bucket_holds_as_many_tokens_as_the_longest_rows() -> None:
-    assert rows_of_bucket(512, rows=8, sequence_length=2048) == 32
+    config = LearnerConfig(microbatch_rows=8, sequence_length=2048, length_buckets=(512, 900))
+    assert list(rows_by_length(config).items()) == [(2048, 8), (900, 16), (512, 32)]
+
+
+def test_a_process_packs_its_share_of_the_rows() -> None:
+    config = LearnerConfig(microbatch_rows=8, sequence_length=16, length_buckets=(4,), processes=2, minibatches=2)
+    step = pack_for(config, sequences([3, 16]), numbers=[0, 5], rollouts=6)
+    shapes = [[microbatch.tokens.shape for microbatch in update.microbatches] for update in step.updates]
+    assert shapes == [[(16, 4)], [(4, 16)]]
 
 
 def test_the_same_rollouts_give_the_same_arrays() -> None:

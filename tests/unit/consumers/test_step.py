@@ -67,10 +67,10 @@ def test_the_warm_up_changes_nothing_and_nothing_compiles_after_it(train_step: T
     before = digest(state)
     train_step.warm_up(state)
     assert digest(state) == before
-    compiled = train_step._accumulate_policy._cache_size(), train_step._apply._cache_size()
+    compiled = train_step.compilations
     for rows in (32, 1, 8, 64, 5):
         state, _ = train_step.train(state, packed(1, rows=rows))
-    assert (train_step._accumulate_policy._cache_size(), train_step._apply._cache_size()) == compiled
+    assert train_step.compilations == compiled
 
 
 def test_the_learning_rate_falls_by_cosine_to_the_final_one_and_stays() -> None:
