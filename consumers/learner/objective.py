@@ -78,10 +78,10 @@ class LossConfig:
     """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
     train_truncated: bool | None = None
     """Train on rollouts that were cut off before their end; otherwise their tokens are masked."""
-    mismatch_limit: float = 0.05
-    """Warn where mismatch_kl/mean is above this though the learner samples no older policy than its own."""
-    stale_mismatch_limit: float = 0.5
-    """The same for rollouts of older policies, which differ for a reason."""
+    mismatch_limit: float = 0.02
+    """Warn where mismatch_kl/mean is above this though all rollouts are of the newest policy."""
+    stale_mismatch_limit: float = 0.2
+    """The same where some are of older policies, which differ for a reason."""
 
     def __post_init__(self) -> None:
         recipe = self.recipe

@@ -1,0 +1,48 @@
+"""Judges whether recorded log-probabilities are those of the policy that sampled, from a step's metrics alone; no JAX.
+
+Samplers of another precision or kernel differ a little; a wrong declaration of what was recorded differs a lot, and
+trains without an error.
+"""
+
+import math
+from collections.abc import Mapping
+
+from consumers.learner.objective import LossConfig
+
+
+def judge(metrics: Mapping[str, float], config: LossConfig) -> str | None:
+    """A warning that names the likely cause, or None where sampler and learner agree as far as configured.
+
+    `metrics` are those of one step: mismatch_kl/mean, mismatch_log_ratio/mean and off_policy/staleness. Of a policy
+    compared with itself both of the former are zero but for rounding. Of different policies the mean log ratio is minus
+    their divergence, so negative, if what is on record are the probabilities the tokens were drawn with.
+    """
+    divergence, log_ratio = metrics.get("mismatch_kl/mean", 0.0), metrics.get("mismatch_log_ratio/mean", 0.0)
+    staleness = metrics.get("off_policy/staleness", 0.0)
+    fresh = staleness == 0.0
+    name, limit = (
+        ("mismatch_limit", config.mismatch_limit) if fresh else ("stale_mismatch_limit", config.stale_mismatch_limit)
+    )
+    if divergence <= limit:  # not so for NaN
+        return None
+    if not math.isfinite(divergence):
+        cause = "log-probabilities that are not numbers were recorded, or the learner's parameters are not"
+    elif log_ratio > 0:
+        cause = (
+            "the tokens were likelier than recorded: log-probabilities from before temperature (raw) declared as "
+            "processed, or sampling cut by top_p, top_k or min_p"
+        )
+    elif fresh:
+        cause = (
+            "log-probabilities from after temperature (processed) declared as raw, another temperature than declared, "
+            "other weights or another model in the sampler than the version it names, or its precision"
+        )
+    else:
+        cause = (
+            "rollouts too old for how fast the policy moves (learner.max_policy_lag, learner.optimizer.learning_rate), "
+            "or what is recorded is wrong: see whether it is there at staleness 0"
+        )
+    return (
+        f"mismatch_kl/mean {divergence:.3g} at staleness {staleness:.3g} is above learner.loss.{name} {limit:g} (mean "
+        f"log ratio {log_ratio:.3g}); likely {cause}"
+    )
