@@ -15,7 +15,7 @@ from infra.config import BrokerConfig
 from pipeline.settings import Keys, environment_layers, file_layers, fill, flag_layers, plain
 from pipeline.toml import render
 from producers.capacity import check_capacity
-from producers.config import CapacityConfig, EvaluationConfig, InferenceConfig, WorkerConfig
+from producers.config import CapacityConfig, EvaluationConfig, InferenceConfig, TasksConfig, WorkerConfig
 from topics.config import KafkaConfig, TopicsConfig
 from topics.errors import ConfigurationError
 
@@ -49,6 +49,8 @@ class RunConfig:
     """Of everything that is drawn: the seed of each part that has none of its own."""
     task: str = "dsort3"
     """Environment that is played, one of producers.tasks."""
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    """Settings of the tasks that have some."""
     data_dir: Path = Path(".rollstream")
     """Where logs, checkpoints, caches and the local broker's data lie."""
     log_level: str = "info"

@@ -63,7 +63,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Play the demo; 0 when it learned, the ledger balances and every batch follows from the log, else 1."""
     began = time.monotonic()
     require_jax()
-    create_task(config.task)
+    create_task(config.task, config.tasks)
     interrupts = Interrupts()
     interrupts.install()
     base = config.data_dir

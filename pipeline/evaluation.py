@@ -24,5 +24,5 @@ async def _evaluate(config: RunConfig, version: int, phase: str) -> Evaluation:
         async with CompletionsClient(
             worker.inference_urls, model=worker.model, api_key=worker.api_key, timeout_s=worker.request_timeout_s
         ) as client:
-            found = await play(create_task(config.task), client, producer, version=version, phase=phase)
+            found = await play(create_task(config.task, config.tasks), client, producer, version=version, phase=phase)
     return Evaluation(version=found.version, prompts=found.prompts, reward=found.reward, exact=found.exact)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from consumers.grouping.estimators import Outcomes, estimator
+from consumers.learner.pretrained import resolved, tokenizer_of
 from pipeline.config import RunConfig
 from pipeline.roles.jax_runtime import prepare_jax
 from pipeline.tables import table
@@ -93,10 +94,10 @@ def train(config: RunConfig, steps: int, ready: Callable[[], object] = lambda: N
     from consumers.learner.packing import TrainingSequence, pack
     from consumers.learner.step import TrainStep
     from consumers.models.sampler import Sampler
-    from consumers.models.tokenizer import CharacterTokenizer
     from pipeline.warm_start import warm_start_examples
 
-    task, tokenizer, learner = create_task(config.task), CharacterTokenizer(), config.learner
+    task, tokenizer = create_task(config.task, config.tasks), tokenizer_of(config.learner)
+    learner = resolved(config.learner)
     supervised = [
         TrainingSequence(
             tokens=tokens,
@@ -113,7 +114,7 @@ def train(config: RunConfig, steps: int, ready: Callable[[], object] = lambda: N
     sampler = Sampler(
         learner.model,
         row_buckets=(config.inference.max_rows,),
-        max_prompt_length=max(len(prompt.text) for prompt in prompts),
+        max_prompt_length=max(len(tokenizer.encode(prompt.text)) for prompt in prompts),
         max_new_tokens=task.max_tokens,
     )
     sampler.warm_up(state.params)
@@ -128,7 +129,7 @@ def train(config: RunConfig, steps: int, ready: Callable[[], object] = lambda: N
         texts = [tokenizer.encode(prompt.text) for prompt in chosen for _ in range(size)]
         seeds = [row_seed(config.seed, step, draw.getrandbits(63)) for _ in texts]
         completions = sampler.sample(
-            state.params, texts, seeds, [temperature] * len(texts), [task.max_tokens] * len(texts), [tokenizer.eos_id]
+            state.params, texts, seeds, [temperature] * len(texts), [task.max_tokens] * len(texts), tokenizer.eos_ids
         )
         kept: list[TrainingSequence] = []
         rewards: list[float] = []

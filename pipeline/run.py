@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Run until SIGTERM (0), Ctrl-C (130), the learner's last step (0) or a role that keeps failing (1)."""
     require_jax()
-    create_task(config.task)
+    create_task(config.task, config.tasks)
     interrupts = Interrupts()
     interrupts.install()
     try:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from consumers.models.tokenizer import CharacterTokenizer
+from consumers.learner.pretrained import model_of, tokenizer_of
 from pipeline.config import RunConfig
 from producers.tasks import create_task
 from topics.errors import ConfigurationError, RollstreamError
@@ -34,10 +34,10 @@ class Encoder(Protocol):
 
 def warm_start_examples(config: RunConfig, tokenizer: Encoder | None = None) -> list[Example]:
     """Those of learner.warm_start.file where one is set, else the task's. Raises ConfigurationError naming the line."""
-    tokenizer = tokenizer or CharacterTokenizer()
+    tokenizer = tokenizer or tokenizer_of(config.learner)
     if config.learner.warm_start.file:
-        return examples_from(Path(config.learner.warm_start.file), tokenizer, config.learner.model.vocab_size)
-    pairs = create_task(config.task).warm_start_examples(config.seed, TASK_EXAMPLES)
+        return examples_from(Path(config.learner.warm_start.file), tokenizer, model_of(config.learner).vocab_size)
+    pairs = create_task(config.task, config.tasks).warm_start_examples(config.seed, TASK_EXAMPLES)
     return [encode_example(tokenizer, prompt, answer) for prompt, answer in pairs]
 
 

@@ -1,6 +1,6 @@
 """Settings of who writes rollouts: the environment worker, its flow control, and the inference server it asks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from topics.errors import ConfigurationError
@@ -70,6 +70,29 @@ class EvaluationConfig:
         for name, least in (("every_versions", 0), ("max_prompts", 0), ("temperature", 0), ("concurrency", 1)):
             if not getattr(self, name) >= least:
                 raise ConfigurationError(f"evaluation.{name} is {getattr(self, name)}; it must be at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gsm8kConfig:
+    """The task gsm8k: arithmetic in words (arXiv:2110.14168), from files of one JSON object with question and answer
+    a line."""
+
+    train_file: str = ""
+    """Problems to train on, as GSM8K's train.jsonl."""
+    heldout_file: str = ""
+    """Problems to evaluate on, as GSM8K's test.jsonl; empty holds out every fifth of train_file."""
+    prompt: Literal["plain", "chatml"] = "chatml"
+    """How a problem is put: to a model tuned to chat as Qwen's are, or as plain text that a base model continues."""
+    max_tokens: int = 320
+    """Most tokens of an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksConfig:
+    """Settings of the tasks that have some, by task."""
+
+    gsm8k: Gsm8kConfig = field(default_factory=Gsm8kConfig)
+    """Arithmetic in words."""
 
 
 @dataclass(frozen=True, kw_only=True)

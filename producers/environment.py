@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Split = Literal["train", "heldout"]
+SPLITS: tuple[Split, ...] = ("train", "heldout")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 async def _work(config: RunConfig, ordinal: int) -> None:
     announce_ready()
     await run_worker(
-        create_task(config.task),
+        create_task(config.task, config.tasks),
         config.kafka,
         config.run,
         replace(config.worker, worker_id=f"env-{ordinal}"),

@@ -16,7 +16,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Evaluate until told to stop, then what is due still."""
     if not config.evaluation.every_versions:
         raise ConfigurationError("evaluation.every_versions is 0: nothing is due; set it, e.g. to 50")
-    task = create_task(config.task)
+    task = create_task(config.task, config.tasks)
     clients.check_broker(config.kafka)
 
     async def evaluate() -> None:

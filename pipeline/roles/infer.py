@@ -12,12 +12,14 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from consumers.learner.pretrained import tokenizer_of
 from consumers.models.config import DecoderConfig
-from consumers.models.tokenizer import CharacterTokenizer
+from consumers.models.tokenizer import Tokenizer
 from consumers.weights.follower import WeightsFollower
 from pipeline.config import RunConfig
 from pipeline.process import announce_ready
 from pipeline.roles.jax_runtime import prepare_jax
+from producers.environment import SPLITS
 from producers.inference.batching import Generated
 from producers.inference.server import InferenceServer
 from producers.tasks import Task, create_task
@@ -36,10 +38,10 @@ _ROW_BUCKETS = (64,)
 class FollowedPolicy:
     """The newest whole policy version of a run, as the engine's generator."""
 
-    def __init__(self, follower: WeightsFollower, sampler: "Sampler") -> None:
+    def __init__(self, follower: WeightsFollower, sampler: "Sampler", stop_ids: Sequence[int]) -> None:
         self._follower = follower
         self._sampler = sampler
-        self._stop_ids = (CharacterTokenizer().eos_id,)
+        self._stop_ids = stop_ids
         self._version = -1
         self._params: Params | None = None
 
@@ -81,26 +83,27 @@ class FollowedPolicy:
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Serve until told to stop."""
-    task = create_task(config.task)
+    task = create_task(config.task, config.tasks)
+    tokenizer = tokenizer_of(config.learner)
     clients.check_broker(config.kafka)
     with WeightsFollower(config.kafka, config.run) as follower:
         prepare_jax(config)
         # Until it listens there is nothing to drain, and a signal ends it at once.
-        policy = _prepare(config, task, follower)
-        asyncio.run(_serve(config, policy))
+        policy = _prepare(config, task, tokenizer, follower)
+        asyncio.run(_serve(config, policy, tokenizer))
     return 0
 
 
-async def _serve(config: RunConfig, policy: FollowedPolicy) -> None:
+async def _serve(config: RunConfig, policy: FollowedPolicy, tokenizer: Tokenizer) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with InferenceServer(policy, CharacterTokenizer(), config.inference) as server:
+    async with InferenceServer(policy, tokenizer, config.inference) as server:
         announce_ready()
         await server.serve_until(stop)
 
 
-def _prepare(config: RunConfig, task: Task, follower: WeightsFollower) -> FollowedPolicy:
+def _prepare(config: RunConfig, task: Task, tokenizer: Tokenizer, follower: WeightsFollower) -> FollowedPolicy:
     """Wait for a first version and compile for its shapes; importing JAX overlaps with the wait."""
     from consumers.models.sampler import Sampler
 
@@ -111,10 +114,10 @@ def _prepare(config: RunConfig, task: Task, follower: WeightsFollower) -> Follow
     sampler = Sampler(
         DecoderConfig(**json.loads(manifest.model)),
         row_buckets=(*(rows for rows in _ROW_BUCKETS if rows < config.inference.max_rows), config.inference.max_rows),
-        max_prompt_length=max(len(p.text) for split in ("train", "heldout") for p in task.prompts(split)),
+        max_prompt_length=max(len(tokenizer.encode(p.text)) for split in SPLITS for p in task.prompts(split)),
         max_new_tokens=task.max_tokens,
     )
-    policy = FollowedPolicy(follower, sampler)
+    policy = FollowedPolicy(follower, sampler, tokenizer.eos_ids)
     policy.refresh()
     policy.warm_up()
     event(logger, "sampler_compiled", seconds=round(time.monotonic() - began, 2), model=manifest.model)

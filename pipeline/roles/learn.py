@@ -16,7 +16,7 @@ from topics.errors import RollstreamError
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Train until the last step or until the lead is told to stop; a checkpoint is on disk afterwards."""
-    create_task(config.task)
+    create_task(config.task, config.tasks)
     clients.check_broker(config.kafka)
     prepare_jax(config)
     from consumers.learner.learner import learn
