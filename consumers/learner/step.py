@@ -30,6 +30,7 @@ from topics.errors import ConfigurationError
 
 Metrics = dict[str, float]
 Params = dict[str, jax.Array]
+Metric = dict[str, jax.Array]
 
 
 class TrainState(NamedTuple):
@@ -66,6 +67,23 @@ class PlacedStep:
     """How it was packed, over all processes."""
 
 
+class _Gradient(NamedTuple):
+    """Jitted functions that sum gradients and metrics over microbatches."""
+
+    zeros: Any
+    """Sums to begin with, so that the first microbatch is like the others."""
+    add: Any
+    """The sums so far, whose buffers it takes, with those of one microbatch."""
+
+    def __call__(
+        self, params: Params, microbatches: Sequence[dict[str, jax.Array]], denominators: dict[str, np.float32]
+    ) -> tuple[Params, Metric]:
+        sums: tuple[Params, Metric] = self.zeros(params)
+        for batch in microbatches:
+            sums = self.add(params, sums, batch, denominators)
+        return sums
+
+
 class TrainStep:
     """The compiled functions of one configuration on one mesh. Holds no state of training."""
 
@@ -98,19 +116,15 @@ class TrainStep:
         """Where each array of a state lies: a TrainState of shardings."""
         self._rows = layout.of_rows(self.mesh)
         self._compute = Compute(config.compute_dtype, config.remat, config.vocabulary_chunk, config.attention)
-        sums = (params, everywhere)
         policy = partial(policy_loss, model=config.model, compute=self._compute, config=config.loss)
         supervised = partial(supervised_loss, model=config.model, compute=self._compute)
-        self._accumulate_policy, self._accumulate_supervised = (
-            self._jit(_accumulator(loss), (params, sums, self._rows, everywhere), sums, donate_argnums=1)
-            for loss in (policy, supervised)
-        )
+        self._policy = self._gradient(policy, policy_metrics(config.loss, reference=bool(config.reference)))
+        self._supervised = self._gradient(supervised, SUPERVISED_METRICS)
         self._log_probs = self._jit(
             partial(log_probs, model=config.model, compute=self._compute), (params, self._rows), self._rows
         )
         self._init = self._jit(lambda: decoder.init(jax.random.key(config.seed), config.model), (), params)
         self._fresh = self._jit(self._beside, (params,), tuple(self.shardings[1:]))
-        self._zeros = self._jit(partial(jax.tree.map, jnp.zeros_like), (params,), params)
         self._apply = self._jit(
             self._update, (self.shardings, params, everywhere), (self.shardings, everywhere), donate_argnums=0
         )
@@ -138,9 +152,9 @@ class TrainStep:
         """The functions `train` runs, lowered for the mesh's devices but not compiled, by what they do."""
         state = self.abstract_state()
         scalar = _shape((), jnp.float32)
-        names = policy_metrics(self.config.loss, reference=bool(self.config.reference))
-        sums = (state.params, dict.fromkeys(names, scalar))
-        found = {}
+        zeros = self._policy.zeros.lower(state.params)
+        sums = jax.tree.map(lambda leaf: _shape(leaf.shape, leaf.dtype, leaf.sharding), zeros.out_info)
+        found = {"zeros": zeros}
         for length, rows in self._rows_by_length.items():
             batch = self._abstract_batch(rows, length)
             if self._extra_log_probs:
@@ -148,8 +162,7 @@ class TrainStep:
             for extra in self._extra_log_probs:
                 batch[extra] = batch["generator_log_probs"]
             denominators = {"tokens": scalar, "sequences": scalar}
-            found[f"gradient {rows}x{length}"] = self._accumulate_policy.lower(state.params, sums, batch, denominators)
-        found["zeros"] = self._zeros.lower(state.params)
+            found[f"gradient {rows}x{length}"] = self._policy.add.lower(state.params, sums, batch, denominators)
         found["update"] = self._apply.lower(state, state.params, _shape((), jnp.int32))
         return found
 
@@ -203,13 +216,10 @@ class TrainStep:
         """
         placed = step if isinstance(step, PlacedStep) else self.place(step)
         batches = [self._complete(update, state.params, reference) for update in placed.updates]
-        names = policy_metrics(self.config.loss, reference=bool(self.config.reference))
         found, counts = [], []
         for number in range(self.updates_per_step):
             update = placed.updates[number % len(placed.updates)]
-            gradients, metrics = self._sum(
-                self._accumulate_policy, state.params, names, batches[number % len(batches)], update.denominators
-            )
+            gradients, metrics = self._policy(state.params, batches[number % len(batches)], update.denominators)
             state, more = self._apply(state, gradients, np.int32(number))
             found.append({**metrics, **more})
             counts.append(not update.empty)
@@ -248,9 +258,7 @@ class TrainStep:
             chosen = draws.integers(len(examples), size=warm.sequences_per_step)
             share = [examples[index] for index in chosen[jax.process_index() :: jax.process_count()]]
             (update,) = self.place(pack_for(one_update, share)).updates
-            gradients, metrics = self._sum(
-                self._accumulate_supervised, params, SUPERVISED_METRICS, update.microbatches, update.denominators
-            )
+            gradients, metrics = self._supervised(params, update.microbatches, update.denominators)
             params, optimizer_state = apply(params, optimizer_state, gradients)
         return self._state_around(params), {f"warm_start/{name}": float(value) for name, value in metrics.items()}
 
@@ -274,19 +282,24 @@ class TrainStep:
             for batch in update.microbatches
         )
 
-    def _sum(
-        self,
-        accumulate: Callable[..., Any],
-        params: Params,
-        names: Sequence[str],
-        microbatches: Sequence[dict[str, jax.Array]],
-        denominators: dict[str, np.float32],
-    ) -> tuple[Params, dict[str, jax.Array]]:
-        """Gradients and the metrics called `names`, from zero, so that the first microbatch is like the others."""
-        sums: tuple[Any, Any] = self._zeros(params), {name: np.float32(0) for name in names}
-        for batch in microbatches:
-            sums = accumulate(params, sums, batch, denominators)
-        return sums
+    def _gradient(self, loss: Callable[..., tuple[jax.Array, Metric]], names: Sequence[str]) -> "_Gradient":
+        """The sum of a loss's gradients and of its metrics, called `names`, over microbatches."""
+
+        def zeros(params: Params) -> tuple[Params, Metric]:
+            return jax.tree.map(jnp.zeros_like, params), {name: jnp.zeros((), jnp.float32) for name in names}
+
+        def add(params: Params, sums: tuple[Params, Metric], batch: Arrays, denominators: Arrays) -> Any:
+            def of(params: Params) -> tuple[jax.Array, Metric]:
+                return loss(params, batch=batch, denominators=denominators)
+
+            return jax.tree.map(jnp.add, sums, jax.grad(of, has_aux=True)(params))
+
+        params, everywhere = self.shardings.params, layout.replicated(self.mesh)
+        sums = (params, everywhere)
+        return _Gradient(
+            zeros=self._jit(zeros, (params,), sums),
+            add=self._jit(add, (params, sums, self._rows, everywhere), sums, donate_argnums=1),
+        )
 
     def _update(
         self, state: TrainState, gradients: Params, number: jax.Array
@@ -357,16 +370,3 @@ class TrainStep:
 
 def _shape(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
-
-
-def _accumulator(loss: Callable[..., tuple[jax.Array, dict[str, jax.Array]]]) -> Callable[..., tuple[Any, Any]]:
-    """A function that adds one microbatch's gradient and metrics to the sums so far."""
-
-    def accumulate(params: Params, sums: tuple[Any, Any], batch: Arrays, denominators: Arrays) -> tuple[Any, Any]:
-        def of(params: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
-            return loss(params, batch=batch, denominators=denominators)
-
-        total: tuple[Any, Any] = jax.tree.map(jnp.add, sums, jax.grad(of, has_aux=True)(params))
-        return total
-
-    return accumulate
