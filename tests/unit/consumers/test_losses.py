@@ -109,7 +109,8 @@ def expected(
     level: str = "token",
 ) -> float:
     """The loss; `held` are the samples of which everything held constant is taken. `recomputed`: with proximal
-    log-probabilities. `level` "sequence": GSPO as it is written with one ratio for a sequence."""
+    log-probabilities. `level` "sequence": GSPO with its one ratio for a sequence; "sequence, token by token": with that
+    ratio's value, and each token's own change of it."""
     per_sequence = []
     for sample, constant in zip(samples, held or samples, strict=True):
         at = np.flatnonzero(sample.mask)
@@ -122,6 +123,9 @@ def expected(
         if level == "sequence":
             ratios = np.full(len(at), np.prod(ratios) ** (1 / len(at)))
             fixed = np.full(len(at), np.prod(fixed) ** (1 / len(at)))
+        elif level == "sequence, token by token":
+            moved = np.exp((sample.learner - constant.learner)[at])
+            ratios = np.prod(fixed) ** (1 / len(at)) * moved
         factors, _ = weights(config, (before - sample.generator)[at])
         losses = []
         for t, ratio, steady, factor in zip(at, ratios, fixed, factors, strict=True):
@@ -235,6 +239,11 @@ def test_gspo_has_the_value_and_the_gradient_of_the_sequence_level_objective() -
     assert metrics["clip_ratio/low_mean"] > 0
     assert metrics["clip_ratio/high_mean"] > 0
     agree(config, ppo(0.1, 0.15), samples, level="sequence")
+
+
+def test_gspo_has_a_gradient_for_each_token_where_their_advantages_differ() -> None:
+    config = LossConfig(name="gspo", clip_low=0.1, clip_high=0.15)
+    agree(config, ppo(0.1, 0.15), some_samples(), level="sequence, token by token")
 
 
 def test_cispo_silences_no_token_that_ppo_does() -> None:
