@@ -268,6 +268,7 @@ def _add_questions(commands: "Commands") -> None:
         default="auto",
         help="advantage as colour (default: %(default)s)",
     )
+    _add_retrain(commands)
     _add_prune(commands)
     _add_dlq(commands)
     _add_exclude(commands)
@@ -281,6 +282,37 @@ def _add_questions(commands: "Commands") -> None:
         json=True,
     )
     top.add_argument("--once", action="store_true", help="show it as it is now and end, as --json does")
+
+
+def _add_retrain(commands: "Commands") -> None:
+    retrain = _add(
+        commands,
+        "retrain",
+        "pipeline.tools.retrain:show_retraining",
+        "execute recorded steps again, from a checkpoint and the log, and compare the parameters",
+        example="rollstream retrain --config run.toml --from-step 100 --to-step 120",
+        json=True,
+    )
+    retrain.add_argument(
+        "--from-step", type=int, required=True, metavar="A", help="begin where the learner stood after this step"
+    )
+    retrain.add_argument("--to-step", type=int, metavar="B", help="the last step to execute (default: that on record)")
+    fork = _add(
+        commands,
+        "fork",
+        "pipeline.tools.fork:show_fork",
+        "start another learner where one stood, with other settings, on the same batches",
+        example="rollstream fork --config run.toml --from-step 100 --into longer --set learner.max_steps=2000",
+        json=True,
+    )
+    fork.add_argument(
+        "--from-step", type=int, required=True, metavar="A", help="the step it goes on after; a checkpoint is needed"
+    )
+    fork.add_argument("--into", required=True, metavar="RUN", help="the run of its own that it writes to")
+    fork.add_argument(
+        "--learner", metavar="NAME", help="the learner that made the step (default: learner.name, as the new one's)"
+    )
+    fork.add_argument("--start", action="store_true", help="start it here and now")
 
 
 def _add_prune(commands: "Commands") -> None:

@@ -1,0 +1,254 @@
+"""A recorded run can be audited and continued elsewhere: its steps executed again from the log, or a learner forked."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from confluent_kafka import TopicPartition
+
+from consumers.learner.recorded import batches_of
+from consumers.learner.step_log import read_steps
+from consumers.weights.publisher import read_manifests
+from pipeline.settings import file_layers
+from tests.batches import random_batch, send_batches
+from tests.runs import RealRun
+from topics import clients, provisioning
+from topics.catalogue import CATALOGUE
+from topics.config import KafkaConfig
+from topics.errors import TopicError
+from topics.records import BatchUse, LearnerStep
+
+SETTINGS = {
+    "learner__rollouts_per_step": 32,
+    "learner__max_steps": 8,
+    "learner__max_policy_lag": 5,
+    "learner__microbatch_rows": 8,
+    "learner__sequence_length": 32,
+    "learner__warm_start__steps": 2,
+    "learner__checkpoint__every_steps": 3,
+    "learner__checkpoint__keep": 2,
+    "learner__threads": 1,
+    "learner__model__num_hidden_layers": 1,
+    "learner__model__hidden_size": 32,
+    "grouping__batch_rollouts": 8,
+    "worker__group_size": 4,
+}
+OTHER = "--set=learner.optimizer.learning_rate=0.01"
+
+
+@pytest.fixture(scope="module")
+def source(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
+    """A run whose learner made 8 steps of 2 batches each and skipped one batch that was too old; checkpoints of its
+    steps 6 and 8.
+    """
+    directory = tmp_path_factory.mktemp("source")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "jax"))
+        run = RealRun(KafkaConfig(bootstrap_servers=broker), f"source-{directory.name}", directory)
+        provisioning.apply(run.kafka, run.topics, run.name)
+        versions = [0] * 12 + [3] + [0] + [4] * 3
+        send_batches(run.kafka, run.name, [random_batch(n, partition=n % 2, version=v) for n, v in enumerate(versions)])
+        try:
+            assert run.start("learn", **SETTINGS).wait(120) == 0
+            yield run
+        finally:
+            run.stop()
+
+
+RUN_COMMANDS = """
+import contextlib, io, json, sys
+from pipeline.cli import main
+found = []
+for words in json.load(sys.stdin):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
+        code = main(words)
+    found.append((code, out.getvalue(), error.getvalue()))
+json.dump(found, sys.stdout)
+"""
+"""Runs command lines in one process: most of what each alone would take is importing JAX."""
+
+
+class Answer(NamedTuple):
+    """What a command ended with."""
+
+    code: int
+    out: str
+    error: str
+
+
+@pytest.fixture(scope="module")
+def answers(source: RealRun) -> Iterator[dict[str, Answer]]:
+    """What the commands of this module say, one after the other; afterwards the run must be as it was."""
+    before, into = everything(source), f"{source.name}-fork"
+    commands = {
+        "audit": ("retrain", "--from-step", "6", "--json"),
+        "beginning": ("retrain", "--from-step", "0", "--to-step", "2"),
+        "too early": ("retrain", "--from-step", "4"),
+        "too late": ("retrain", "--from-step", "8"),
+        "other": ("retrain", "--from-step", "6", OTHER),
+        "fork too early": ("fork", "--from-step", "4", "--into", into),
+        "fork": ("fork", "--from-step", "6", "--into", into, "--json", OTHER),
+        "learn": ("learn", "--config", str(source.directory / "runs" / into / "run.toml")),
+        "fork again": ("fork", "--from-step", "8", "--into", into),
+        "fork into itself": ("fork", "--from-step", "8", "--into", source.name),
+    }
+    lines = [
+        list(words) if words[0] == "learn" else source.command(*words, **SETTINGS)[4:] for words in commands.values()
+    ]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", RUN_COMMANDS],
+        input=json.dumps(lines),
+        cwd=source.directory,
+        env=source._env(),
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    found = (Answer(*answer) for answer in json.loads(done.stdout))
+    yield dict(zip(commands, found, strict=True))
+    assert everything(source) == before
+
+
+def steps_of(run: RealRun, name: str = "") -> dict[int, LearnerStep]:
+    return read_steps(run.kafka, name or run.name, "default")
+
+
+def everything(run: RealRun) -> dict[str, list[tuple[Any, ...]]]:
+    """All records of the run's topics, place and bytes."""
+    return {
+        spec.name: sorted(
+            (m.partition(), m.offset(), m.key(), m.value())
+            for m in clients.read_to_end(run.kafka, run.topic(spec.name), isolation="read_uncommitted")
+        )
+        for spec in CATALOGUE
+    }
+
+
+def refused(answer: Answer) -> str:
+    """The one line of an error that says what to do."""
+    assert (answer.code, answer.out) == (2, ""), answer
+    [line] = [line for line in answer.error.splitlines() if not line.startswith("{")]
+    return line
+
+
+def test_executed_again_from_a_checkpoint_every_step_has_its_parameters(
+    source: RealRun, answers: dict[str, Answer]
+) -> None:
+    recorded, answer = steps_of(source), answers["audit"]
+    assert answer.code == 0, answer
+    told = json.loads(answer.out)
+    assert (told["checkpoint"], told["same"], told["first_difference"], told["environment"]) == (6, True, None, {})
+    assert [(s["step"], s["again"], s["batches"], s["skipped"]) for s in told["steps"]] == [
+        (6, recorded[6].params_digest, 2, 0),
+        (7, recorded[7].params_digest, 2, 16),
+        (8, recorded[8].params_digest, 2, 0),
+    ]
+
+
+def test_without_a_checkpoint_it_begins_with_the_initial_parameters_and_only_there(
+    source: RealRun, answers: dict[str, Answer]
+) -> None:
+    answer = answers["beginning"]
+    assert answer.code == 0, answer
+    assert "begun with the initial parameters, made again" in answer.out
+    assert "2 steps executed again from the log, every one with the parameters on record" in answer.out
+
+    line = refused(answers["too early"])
+    assert "no checkpoint at or before step 4" in line
+    assert "there are those of steps [6, 8]" in line
+    assert f"learner 'default' of run {source.name} has steps 0 to 8 on record" in refused(answers["too late"])
+
+
+def test_other_settings_make_another_step_which_is_named_with_what_changed(
+    source: RealRun, answers: dict[str, Answer]
+) -> None:
+    recorded, answer = steps_of(source), answers["other"]
+    assert answer.code == 1, answer
+    assert "STEP 7 DIFFERS: on record" in answer.out
+    assert recorded[7].params_digest in answer.out
+    assert recorded[8].params_digest[:16] not in answer.out
+    [line] = [line for line in answer.out.splitlines() if line.startswith("learner.optimizer")]
+    assert line.split() == ["learner.optimizer.learning_rate", "0.002", "0.01"]
+
+
+def test_a_fork_goes_on_from_a_step_with_other_settings_on_the_same_batches(
+    source: RealRun, answers: dict[str, Answer]
+) -> None:
+    recorded, into = steps_of(source), f"{source.name}-fork"
+    line = refused(answers["fork too early"])
+    assert "no checkpoint of step 4" in line
+    assert "steps [6, 8]" in line
+
+    told = json.loads(answers["fork"].out)
+    assert (told["position"], told["input_run"]) == (recorded[6].position, source.name)
+    assert told["command"] == f"rollstream learn --config {told['configuration']}"
+    [layer] = file_layers(source.directory / told["configuration"])
+    assert layer.value["learner"]["optimizer"]["learning_rate"] == 0.01
+
+    assert answers["learn"].code == 0, answers["learn"].error[-2000:]
+    made = steps_of(source, into)
+    assert sorted(made) == [6, 7, 8]
+    assert made[6].params_digest == recorded[6].params_digest
+    assert [made[step].uses for step in (7, 8)] == [recorded[step].uses for step in (7, 8)]
+    assert all(made[step].params_digest != recorded[step].params_digest for step in (7, 8))
+    assert [made[step].policy_version for step in (6, 7, 8)] == [0, 1, 2]
+    assert {made[step].input_run for step in made} == {source.name}
+    assert sorted(read_manifests(source.kafka, into)) == [0, 1, 2]
+
+    assert f"run {into} has steps already" in refused(answers["fork again"])
+    assert "is the run itself" in refused(answers["fork into itself"])
+
+
+def recorded_step(run: RealRun, number: int, *uses: tuple[str, int, str]) -> LearnerStep:
+    """A step that used these batches (id, offset in the index, use), as if 16 rows each."""
+    named = tuple(BatchUse(batch_id=name, index_offset=at, rows=16, use=use) for name, at, use in uses)  # type: ignore[arg-type]
+    return LearnerStep(
+        learner="default",
+        step=number,
+        input_run=run.name,
+        uses=named,
+        position=max(at for _, at, _ in uses) + 1,
+        policy_version=-1,
+        params_digest="d",
+        trained_total=0,
+        skipped_total=0,
+    )
+
+
+def test_batches_that_are_gone_or_are_others_are_named_before_anything_is_trained(real_run: RealRun) -> None:
+    run = real_run
+    provisioning.apply(run.kafka, run.topics, run.name)
+    send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(6)])
+    # A transaction's end takes an offset of the index, too.
+    first = recorded_step(run, 1, ("0-0", 0, "trained"), ("1-1", 2, "skipped"))
+    second = recorded_step(run, 2, ("0-2", 4, "trained"), ("1-3", 6, "trained"))
+    found = batches_of(run.kafka, 0, [first, second])
+    assert [[read.entry.batch_id for read in found[step].trained] for step in (1, 2)] == [["0-0"], ["0-2", "1-3"]]
+    assert batches_of(run.kafka, first.position, [second]).keys() == {2}
+
+    other = recorded_step(run, 2, ("0-2", 4, "trained"), ("1-9", 6, "trained"))
+    with pytest.raises(TopicError, match=r"batch 1-9 of step 2 had 16 rollouts; at offset 6 of batch-index is 1-3"):
+        batches_of(run.kafka, 0, [first, other])
+    with pytest.raises(TopicError, match=r"steps 2 to 2 cannot .*: no step names batch 1-1"):
+        batches_of(run.kafka, 2, [second])
+
+    places = {entry.batch_id: (entry.partition, entry.offset) for entry in run.read("batch-index")}  # type: ignore[attr-defined]
+    partition, offset = places["1-3"]
+    delete(run, "batches", partition, offset + 1)
+    with pytest.raises(TopicError, match=r"batch 1-3 of step 2 was deleted from batches\[1\]\. Begin at a later"):
+        batches_of(run.kafka, 0, [first, second])
+    delete(run, "batch-index", 0, 3)
+    with pytest.raises(
+        TopicError, match=r"batch 0-0 of step 1 is not at offset 0 .*; batch 1-1 of step 1 is not .*1-3"
+    ):
+        batches_of(run.kafka, 0, [first, second])
+
+
+def delete(run: RealRun, topic: str, partition: int, before: int) -> None:
+    client = clients.admin(run.kafka)
+    [deleted] = client.delete_records([TopicPartition(run.topic(topic), partition, before)]).values()
+    assert deleted.result(30).low_watermark == before
