@@ -350,6 +350,10 @@ def test_the_metrics_are_means_over_trained_tokens_whatever_the_reduction() -> N
         }
         assert all(wanted.values())
         assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=1e-12)
+    _, metrics, _ = found(LossConfig(name="cispo", clip_low=0.3, clip_high=0.5), samples)
+    limited = {"clip_ratio/low_mean": (ratio < 0.7).mean(), "clip_ratio/high_mean": (ratio > 1.5).mean()}
+    assert all(limited.values())
+    assert {name: metrics[name] for name in limited} == pytest.approx(limited)
     config = LossConfig(importance_sampling="masked", importance_high=1.1, importance_low=0.9)
     _, metrics, _ = found(config, samples, recomputed=False)
     inside = (ratio >= 0.9) & (ratio <= 1.1)
