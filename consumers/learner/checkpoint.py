@@ -5,6 +5,7 @@ A save that did not finish leaves nothing that `restore` would look at.
 
 import base64
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +40,7 @@ class Checkpoints:
 
     def __init__(self, config: CheckpointConfig, run: str, learner: str) -> None:
         self.directory = Path(config.directory).absolute() / run / learner
+        self._reference = self.directory.with_name(f"{learner}.reference")
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(max_to_keep=config.keep, create=True),
@@ -77,8 +79,8 @@ class Checkpoints:
     def restore(self, like: TrainState, step: int | None = None) -> Restored | None:
         """The newest complete checkpoint, or None before the first; or the one of `step`.
 
-        `like` gives shapes and where arrays go: another number of processes or devices than at the time of the save may
-        read it. Raises StateRefused when there is none of `step`.
+        `like` is an abstract state, or one with arrays: it gives shapes and where arrays go. Another number of
+        processes or devices than at the time of the save may read it. Raises StateRefused when there is none of `step`.
         """
         if step is not None and step not in self.steps:
             raise StateRefused(f"no checkpoint of step {step} in {self.directory}; there are {self.steps}")
@@ -101,6 +103,25 @@ class Checkpoints:
             ),
             fingerprint=meta["fingerprint"],
         )
+
+    def save_reference(self, params: Mapping[str, jax.Array]) -> None:
+        """Keep parameters beside the checkpoints for as long as they are; complete when it returns.
+
+        Several processes call it together.
+        """
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(self._reference, dict(params), force=True)
+
+    def reference(self, like: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """The parameters kept. `like` gives shapes and where they go. Raises StateRefused when there are none."""
+        if not self._reference.exists():
+            raise StateRefused(
+                f'learner.reference is "initial", but {self._reference} is gone or was never kept: this learner began '
+                "without it; give another learner.name, or the directory of a checkpoint"
+            )
+        with ocp.StandardCheckpointer() as checkpointer:
+            found: dict[str, jax.Array] = checkpointer.restore(self._reference, dict(like))
+        return found
 
     def __enter__(self) -> Self:
         return self

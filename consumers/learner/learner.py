@@ -21,12 +21,13 @@ from consumers.learner.checkpoint import Checkpoints
 from consumers.learner.config import LearnerConfig
 from consumers.learner.environment import fingerprint
 from consumers.learner.intake import Outcomes
+from consumers.learner.mismatch import judge
 from consumers.learner.packing import TrainingSequence
-from consumers.learner.pretrained import resolved
+from consumers.learner.pretrained import initial_params, resolved
 from consumers.learner.progress import Progress
 from consumers.learner.recorder import Recorder
 from consumers.learner.sinks import Sinks, open_sinks
-from consumers.learner.step import Metrics, TrainStep
+from consumers.learner.step import Metrics, Params, TrainState, TrainStep
 from consumers.learner.supply import Batches, Supplied, Supply
 from consumers.learner.team import Alone, Team, host_copies, in_company
 from consumers.weights.layout import params_digest
@@ -37,6 +38,7 @@ from topics.records import BatchUse
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+_WARN_EVERY_STEPS = 100
 
 Example = tuple[NDArray[np.int32], NDArray[np.bool_]]
 """Tokens and loss mask of one supervised example, both [tokens]."""
@@ -85,9 +87,11 @@ class _Learner:
         self._checkpoints = stack.enter_context(Checkpoints(config.checkpoint, run, config.name))
         self._train_step = TrainStep(config)
         self._fingerprint = fingerprint(config)
-        self._state = self._train_step.initial_state()
+        self._state = self._train_step.abstract_state()
+        self._reference: Params | None = None
         self._progress = Progress()
         self._waited_s = 0.0
+        self._warn_again_at = 0
         self._ended = time.monotonic()
 
     def start(self, warm_start_examples: Callable[[], Sequence[Example]]) -> None:
@@ -95,11 +99,15 @@ class _Learner:
         restored = self._checkpoints.restore(self._state)
         metrics: Metrics = {}
         if restored is None:
-            self._state, metrics = self._train_step.warm_start(self._state, supervised(warm_start_examples()))
+            self._state, metrics = self._train_step.warm_start(self._begin(), supervised(warm_start_examples()))
+            if self._config.reference == "initial":
+                # Before the first checkpoint: who finds one finds the reference, too.
+                self._checkpoints.save_reference(self._state.params)
             self._checkpoint()
             self._checkpoints.wait()
         else:
             self._state, self._progress = restored.state, restored.progress
+        self._reference = self._load_reference()
         arrays = host_copies(self._state.params)
         if self._recorder is not None:
             if restored is not None:
@@ -121,6 +129,26 @@ class _Learner:
                 steps_again=max(self._recorder.last_recorded, step) - step,
             )
 
+    def _begin(self) -> TrainState:
+        """The state before the first update and before a warm start: random parameters, or those of a checkpoint."""
+        config = self._config
+        if not config.pretrained:
+            return self._train_step.initial_state()
+        return self._train_step.fresh_state(
+            initial_params(config.pretrained, config.model, self._train_step.shardings.params)
+        )
+
+    def _load_reference(self) -> Params | None:
+        """The parameters the KL term compares with, where the learner computes their log-probabilities."""
+        name = self._config.reference
+        if name in ("", "carried"):
+            return None
+        if name == "initial":
+            found = self._checkpoints.reference(self._train_step.abstract_state().params)
+        else:
+            found = initial_params(name, self._config.model, self._train_step.shardings.params)
+        return self._train_step.frozen(found)
+
     def run(self, stop: threading.Event) -> int:
         """Steps until the last one or until `stop`; a checkpoint is complete when it returns."""
         step = int(self._state.step)
@@ -128,7 +156,9 @@ class _Learner:
             self._config, self._kafka, self._run, self._progress.position, self._team.process, self._recorder
         )
         self._stack.callback(source.close)
-        supply = self._stack.enter_context(Supply(source, self._team, step + 1, self._config.max_steps, stop))
+        # Several processes place what they have together, which only the thread that trains can.
+        place = self._train_step.place if self._team.processes == 1 else None
+        supply = self._stack.enter_context(Supply(source, self._team, step + 1, self._config.max_steps, stop, place))
         # While the first rollouts of this version are being made.
         self._train_step.warm_up(self._state)
         self._ended = time.monotonic()
@@ -157,24 +187,33 @@ class _Learner:
     def _step(self, step: int, supplied: Supplied) -> None:
         """Train, publish and record one step."""
         began = time.monotonic()
-        self._state, metrics = self._train_step.train(self._state, supplied.packed)
+        given = supplied.packed if supplied.placed is None else supplied.placed
+        self._state, metrics = self._train_step.train(self._state, given, self._reference)
         trained_s = time.monotonic() - began
         outcomes = self._add_up(step, supplied.outcomes)
         arrays = host_copies(self._state.params)
-        taken, packed, ended = supplied.taken, supplied.packed, time.monotonic()
+        taken, ended = supplied.taken, time.monotonic()
         metrics |= outcomes.metrics()
         metrics |= {
             "off_policy/staleness": sum(taken.lags) / max(len(taken.lags), 1),
-            "packing/microbatches": float(len(packed.microbatches)),
-            "packing/padding_fraction": packed.padding_fraction,
-            "packing/too_long": float(packed.too_long),
-            "perf/throughput": packed.tokens / (ended - self._ended),
+            "perf/throughput": metrics["packing/tokens"] / (ended - self._ended),
             "time/step": trained_s,
             "time/wait_for_batch": self._waited_s,
             "time/load": supplied.load_s,
         }
         self._ended = ended
         self._record(taken.uses, taken.position, metrics, arrays)
+        if self._recorder is not None:
+            self._warn_of_mismatch(step, metrics)
+
+    def _warn_of_mismatch(self, step: int, metrics: Metrics) -> None:
+        """Say that sampler and learner disagree when it begins, and now and then while it lasts."""
+        warning = judge(metrics, self._config.loss)
+        if warning is not None and step >= self._warn_again_at:
+            event(logger, "mismatch", level=logging.WARNING, step=step, warning=warning)
+            self._warn_again_at = step + _WARN_EVERY_STEPS
+        elif warning is None:
+            self._warn_again_at = 0
 
     def _add_up(self, step: int, outcomes: Outcomes) -> Outcomes:
         """The outcomes of all processes, in the lead."""

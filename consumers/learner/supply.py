@@ -6,8 +6,9 @@ What is decided is decided: a step that was supplied to one process is supplied 
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import msgspec
@@ -19,6 +20,7 @@ from consumers.learner.intake import Intake, Outcomes, Taken, outcomes_of, share
 from consumers.learner.packing import PackedStep, TrainingSequence, pack_for, sequences_of
 from consumers.learner.prefetch import Prefetcher
 from consumers.learner.recorder import Recorder
+from consumers.learner.step import PlacedStep
 from consumers.learner.team import Team
 from topics.config import KafkaConfig
 from topics.records import BatchUse, TrainingBatch
@@ -35,7 +37,9 @@ class Supplied:
     outcomes: Outcomes
     """Of this process's share."""
     load_s: float
-    """Time it took to fetch and pack the share."""
+    """Time it took to fetch, pack and place the share."""
+    placed: PlacedStep | None = None
+    """The same on the devices, where it was put there ahead."""
 
 
 class Source(Protocol):
@@ -132,11 +136,23 @@ class Batches:
 class Supply:
     """The steps of a learner, one after another, each got ready while the one before is made."""
 
-    def __init__(self, source: Source, team: Team, first: int, last: int, stop: threading.Event) -> None:
-        """Steps `first` to `last`. Once `stop` is set in the lead, nothing more is decided."""
+    def __init__(
+        self,
+        source: Source,
+        team: Team,
+        first: int,
+        last: int,
+        stop: threading.Event,
+        place: Callable[[PackedStep], PlacedStep] | None = None,
+    ) -> None:
+        """Steps `first` to `last`. Once `stop` is set in the lead, nothing more is decided.
+
+        `place` puts what was packed on the devices, if that may be done beside other work on them.
+        """
         self._source = source
         self._team = team
         self._stop = stop
+        self._place = place
         self._prefetcher = Prefetcher(self._make, first, last)
 
     def next(self, timeout_s: float) -> Supplied | None:
@@ -164,7 +180,14 @@ class Supply:
     def _make(self, step: int, unwanted: threading.Event) -> Supplied | None:
         """Step number `step`, after `step - 1` steps."""
         taken = self._decide(step, unwanted)
-        return None if taken is None else self._source.load(taken)
+        if taken is None:
+            return None
+        supplied = self._source.load(taken)
+        if self._place is None:
+            return supplied
+        began = time.monotonic()
+        placed = self._place(supplied.packed)
+        return replace(supplied, placed=placed, load_s=supplied.load_s + time.monotonic() - began)
 
     def _decide(self, step: int, unwanted: threading.Event) -> Taken | None:
         key = f"step/{step}"

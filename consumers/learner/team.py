@@ -150,12 +150,3 @@ def host_copies(params: Mapping[str, jax.Array]) -> dict[str, np.ndarray[Any, An
         for name, value in params.items()
     }
     return {name: np.array(value) for name, value in whole.items()}
-
-
-def placed(arrays: Mapping[str, np.ndarray[Any, Any]], like: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Whole arrays that every process has, split over the devices as `like` is and with its dtypes."""
-    found: dict[str, jax.Array] = {}
-    for name, model in like.items():
-        array = np.asarray(arrays[name], model.dtype)
-        found[name] = jax.make_array_from_callback(array.shape, model.sharding, array.__getitem__)
-    return found

@@ -1,7 +1,10 @@
 """The learner on a real broker: what kill -9 costs is time only, a name belongs to one, stale batches are on record."""
 
+import contextlib
 import os
+import random
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -87,6 +90,44 @@ def test_a_learner_killed_between_checkpoints_ends_with_the_bits_of_an_uninterru
         assert found[step].policy_version == record.policy_version == step
         assert found[step].trained_total == record.trained_total == 32 * step
     assert sorted(read_manifests(killed.kafka, killed.name)) == list(range(9))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(480)
+def test_killed_again_and_again_at_any_moment_it_ends_with_the_same_bits(
+    real_run: RealRun, broker: str, tmp_path: Path
+) -> None:
+    """Kills fall into the start, compilation, steps, checkpoints and commits alike."""
+    steps, seed = 40, random.randrange(2**32)
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    settings = {**SETTINGS, "learner__max_steps": steps, "learner__checkpoint__every_steps": 2}
+    whole = prepared(real_run, batches=2 * steps)
+    (tmp_path / "killed").mkdir()
+    killed = prepared(RealRun(KafkaConfig(bootstrap_servers=broker), f"{whole.name}-k", tmp_path / "killed"), 2 * steps)
+    try:
+        finish(whole, whole.start("learn", **settings))
+        kills = 0
+        while kills < 8:
+            process, before = killed.start("learn", **settings), len(steps_of(killed))
+            eventually(lambda p=process, n=before: len(steps_of(killed)) > n or p.poll() is not None, 60, "a step")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                finish(killed, process, moments.uniform(0.0, 0.6))
+                break
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            kills += 1
+        assert kills, "the learner was done before it was ever killed"
+        finish(killed, killed.start("learn", **settings))
+    finally:
+        killed.stop()
+    expected, found = steps_of(whole), steps_of(killed)
+    assert sorted(found) == list(range(steps + 1))
+    assert {step: record.params_digest for step, record in found.items()} == {
+        step: record.params_digest for step, record in expected.items()
+    }
+    assert [found[step].policy_version for step in sorted(found)] == list(range(steps + 1))
+    assert sorted(read_manifests(killed.kafka, killed.name)) == list(range(steps + 1))
 
 
 def test_a_second_learner_of_a_name_fences_the_first_which_exits_with_one_line(real_run: RealRun) -> None:

@@ -1,0 +1,163 @@
+"""Two processes of one learner on a real broker: the same steps as one within rounding, the same bits after kill -9."""
+
+import os
+import signal
+import socket
+import subprocess
+
+import numpy as np
+import pytest
+
+from consumers.learner.step_log import read_steps
+from consumers.weights.follower import WeightsFollower
+from consumers.weights.publisher import read_manifests
+from tests.batches import random_batch, send_batches
+from tests.broker.test_learner import SETTINGS
+from tests.runs import RealRun
+from tests.waiting import eventually
+from topics import provisioning
+from topics.config import KafkaConfig
+from topics.records import LearnerStep
+
+STEPS = 6
+TOLERANCE = 2e-5
+"""Largest difference of a parameter after these steps on one process and on two, whose sums round differently."""
+
+
+@pytest.fixture(autouse=True)
+def _one_compile_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All learners of the session share compiled functions."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "jax"))
+
+
+def prepared(run: RealRun, batches: int) -> RealRun:
+    provisioning.apply(run.kafka, run.topics, run.name)
+    send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(batches)])
+    return run
+
+
+def another(run: RealRun, name: str) -> RealRun:
+    """A second run beside one, with a directory of its own."""
+    directory = run.directory / name
+    directory.mkdir()
+    return RealRun(KafkaConfig(bootstrap_servers=run.kafka.bootstrap_servers), f"{run.name}-{name}", directory)
+
+
+def start(run: RealRun, processes: int = 2, **settings: object) -> list[subprocess.Popen[bytes]]:
+    """The processes of a learner of a few steps."""
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        port = trial.getsockname()[1]
+    every = {
+        **SETTINGS,
+        "learner__max_steps": STEPS,
+        "learner__processes": processes,
+        "learner__coordinator": f"127.0.0.1:{port}",
+        "learner__checkpoint__every_steps": 2,
+        # The batches of the tests are of no policy at all.
+        "learner__loss__stale_mismatch_limit": 10.0,
+        "learner__loss__mismatch_limit": 10.0,
+        **settings,
+    }
+    return [run.start("learn", f"--process={number}", **every) for number in range(processes)]
+
+
+def finish(run: RealRun, *processes: subprocess.Popen[bytes]) -> None:
+    for process in processes:
+        assert process.wait(120) == 0, run.log_of(process)[-3000:]
+
+
+def steps_of(run: RealRun) -> dict[int, LearnerStep]:
+    return read_steps(run.kafka, run.name, "default")
+
+
+def last_params(run: RealRun, version: int) -> dict[str, np.ndarray]:
+    with WeightsFollower(run.kafka, run.name) as follower:
+        found, arrays = follower.wait_for(version, 30)
+    assert found == version
+    return dict(arrays)
+
+
+def differences(one: RealRun, other: RealRun, version: int) -> float:
+    params, others = last_params(one, version), last_params(other, version)
+    assert params.keys() == others.keys()
+    return max(float(np.abs(params[name] - others[name]).max()) for name in params)
+
+
+@pytest.mark.timeout(240)
+def test_two_processes_make_the_steps_of_one_and_after_kill_9_their_own_bits_again(real_run: RealRun) -> None:
+    whole = prepared(real_run, 2 * STEPS)
+    killed = prepared(another(whole, "k"), 2 * STEPS)
+    alone = prepared(another(whole, "a"), 2 * STEPS)
+    try:
+        finish(whole, *start(whole))
+        team = start(killed)
+        eventually(lambda: max(steps_of(killed), default=-1) >= 3, 90, "step 3 of 6, checkpoints every 2")
+        os.kill(team[1].pid, signal.SIGKILL)
+        assert team[0].wait(60) != 0, "a lead whose team is gone must not go on"
+        assert "start all 2 again" in killed.log_of(team[0])
+        finish(killed, *start(killed))
+        finish(alone, *start(alone, processes=1))
+    finally:
+        killed.stop()
+        alone.stop()
+
+    expected, found = steps_of(whole), steps_of(killed)
+    assert sorted(found) == sorted(expected) == list(range(STEPS + 1))
+    for step, record in expected.items():
+        assert found[step].params_digest == record.params_digest, step
+        assert found[step].uses == record.uses
+        assert found[step].policy_version == step
+        assert found[step].metrics.get("trained/rollouts", 32.0) == 32.0
+    assert sorted(read_manifests(killed.kafka, killed.name)) == list(range(STEPS + 1))
+    assert differences(whole, alone, STEPS) < TOLERANCE
+    assert steps_of(alone)[STEPS].uses == expected[STEPS].uses
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_another_number_of_processes_goes_on_from_a_checkpoint(real_run: RealRun) -> None:
+    """What two processes began one goes on with, then two again: within rounding as one would have done it all."""
+    mixed = prepared(real_run, 0)
+    alone = prepared(another(mixed, "a"), 2 * STEPS)
+    try:
+        for last, processes in ((2, 2), (4, 1), (6, 2)):
+            batches = range(2 * last - 4, 2 * last)
+            send_batches(mixed.kafka, mixed.name, [random_batch(number, partition=number % 2) for number in batches])
+            team = start(mixed, processes=processes)
+            eventually(lambda last=last: last in steps_of(mixed), 90, f"step {last}")
+            for process in team:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGTERM)
+            finish(mixed, *team)
+            assert ('"environment_changed"' in mixed.log_of(team[0])) == (last > 2)
+        finish(alone, *start(alone, processes=1))
+    finally:
+        alone.stop()
+    assert sorted(steps_of(mixed)) == list(range(STEPS + 1))
+    assert differences(mixed, alone, STEPS) < TOLERANCE
+
+
+@pytest.mark.long
+def test_the_lead_killed_ends_the_others_and_all_start_again(real_run: RealRun) -> None:
+    run = prepared(real_run, 2 * STEPS)
+    team = start(run)
+    eventually(lambda: max(steps_of(run), default=-1) >= 3, 90, "step 3 of 6")
+    os.kill(team[0].pid, signal.SIGKILL)
+    assert team[1].wait(60) != 0
+    finish(run, *start(run))
+    assert sorted(steps_of(run)) == list(range(STEPS + 1))
+
+
+@pytest.mark.long
+def test_a_second_team_fences_the_first(real_run: RealRun) -> None:
+    run = prepared(real_run, STEPS)
+    first = start(run)
+    eventually(lambda: 3 in steps_of(run), 90, "the first team used up the batches")
+    second = start(run)
+    eventually(lambda: '"learner_resumed"' in run.log_of(second[0]), 90, "the second team took over")
+    send_batches(run.kafka, run.name, [random_batch(number) for number in range(STEPS, 2 * STEPS)])
+    assert first[0].wait(60) == 3, run.log_of(first[0])[-2000:]
+    assert first[1].wait(60) != 0
+    finish(run, *second)
+    assert sorted(steps_of(run)) == list(range(STEPS + 1))
