@@ -121,7 +121,9 @@ class TrainStep:
         self._policy = self._gradient(policy, policy_metrics(config.loss, reference=bool(config.reference)))
         self._supervised = self._gradient(supervised, SUPERVISED_METRICS)
         self._log_probs = self._jit(
-            partial(log_probs, model=config.model, compute=self._compute), (params, self._rows), self._rows
+            lambda params, batch: log_probs(params, config.model, self._compute, batch),
+            (params, self._rows),
+            self._rows,
         )
         self._init = self._jit(lambda: decoder.init(jax.random.key(config.seed), config.model), (), params)
         self._fresh = self._jit(self._beside, (params,), tuple(self.shardings[1:]))
