@@ -243,7 +243,8 @@ class TrainStep:
             return state, {}
         settings = OptimizerConfig(learning_rate=warm.learning_rate, final_learning_rate=warm.learning_rate)
         optimizer = make_optimizer(settings, warm.steps)
-        one_update = replace(self.config, minibatches=1, reference="")
+        loss = replace(self.config.loss, kl_coefficient=0.0)
+        one_update = replace(self.config, minibatches=1, reference="", loss=loss)
         draws = np.random.Generator(np.random.Philox(key=self.config.seed))
         shardings = self.shardings.params
         optimizer_shapes = jax.eval_shape(optimizer.init, state.params)
