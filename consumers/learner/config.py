@@ -7,7 +7,7 @@ start, AdamW with a cosine schedule.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from consumers.learner.objective import LossConfig, OptimizerConfig
+from consumers.learner.objective import LossConfig, OptimizerConfig, needs_reference
 from consumers.learner.sinks_config import SinksConfig
 from consumers.models.config import DecoderConfig
 from consumers.weights.config import WeightsConfig
@@ -73,7 +73,7 @@ class LearnerConfig:
     source: Literal["batches"] = "batches"
     """Where a step's rollouts come from: the batches of `input_run`, in index order."""
     epochs: int = 1
-    """How often a step goes through its rollouts; more than once, log-probabilities are computed again before."""
+    """How often a step goes through its rollouts."""
     minibatches: int = 1
     """Optimizer updates in one such pass, each on its share of the rollouts."""
     microbatch_rows: int = 40
@@ -135,6 +135,11 @@ class LearnerConfig:
         for name, value in counts.items():
             if value < 1:
                 raise ConfigurationError(f"learner.{name} is {value}; it must be at least 1")
+        if needs_reference(self.loss) and not self.reference:
+            raise ConfigurationError(
+                f"learner.loss.kl_coefficient is {self.loss.kl_coefficient}, but there is no reference; "
+                'set learner.reference to "initial", a directory or "carried", or kl_coefficient to 0'
+            )
         if len(self.length_buckets) > 2 or any(not 0 < length < self.sequence_length for length in self.length_buckets):
             raise ConfigurationError(
                 f"learner.length_buckets {list(self.length_buckets)}: give at most two lengths, each below "

@@ -101,10 +101,12 @@ SURROGATES: dict[str, Surrogate] = {
 
 
 def sequence_sums(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Sum of `values` [rows, tokens] over each token's sequence; `segment_ids` are at most the number of tokens."""
-    rows = jnp.arange(values.shape[0])[:, None]
-    sums = jnp.zeros((values.shape[0], values.shape[1] + 2), values.dtype).at[rows, segment_ids].add(values)
-    return sums[rows, segment_ids]
+    """Sum of `values` [rows, tokens] over each token's sequence; `segment_ids` are at most 1 + the number of tokens."""
+
+    def of_row(values: jax.Array, ids: jax.Array) -> jax.Array:
+        return jnp.zeros(len(ids) + 2, values.dtype).at[ids].add(values)[ids]
+
+    return jax.vmap(of_row)(values, segment_ids)
 
 
 def sequence_means(values: jax.Array, mask: jax.Array, segment_ids: jax.Array) -> jax.Array:

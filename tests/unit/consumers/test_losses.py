@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from consumers.learner.config import LearnerConfig
 from consumers.learner.loss import policy_loss_of
 from consumers.learner.objective import RECIPES, LossConfig, policy_metrics
 from consumers.learner.surrogates import SURROGATES
@@ -328,6 +329,8 @@ def test_k3_estimates_what_k1_does_with_less_variance() -> None:
 def test_a_divergence_wanted_without_a_reference_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"set learner\.reference"):
         found(LossConfig(kl_coefficient=0.1), some_samples(), reference=False)
+    with pytest.raises(ConfigurationError, match=r"set learner\.reference"):
+        LearnerConfig(loss=LossConfig(kl_coefficient=0.1))
 
 
 def test_the_metrics_are_means_over_trained_tokens_whatever_the_reduction() -> None:
