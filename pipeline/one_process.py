@@ -91,6 +91,7 @@ def spans(steps: int, every: int, log: Mapping[int, tuple[int, float]], alone: S
 def train(config: RunConfig, steps: int, ready: Callable[[], object] = lambda: None) -> list[float]:
     """Mean reward of what was sampled for each step. `ready` is called once everything is compiled."""
     prepare_jax(config)
+    from consumers.learner.beginning import begin
     from consumers.learner.packing import TrainingSequence, pack
     from consumers.learner.step import TrainStep
     from consumers.models.sampler import Sampler
@@ -98,17 +99,8 @@ def train(config: RunConfig, steps: int, ready: Callable[[], object] = lambda: N
 
     task, tokenizer = create_task(config.task, config.tasks), tokenizer_of(config.learner)
     learner = resolved(config.learner)
-    supervised = [
-        TrainingSequence(
-            tokens=tokens,
-            loss_mask=mask,
-            advantages=np.zeros(len(tokens), np.float32),
-            generator_log_probs=np.zeros(len(tokens), np.float32),
-        )
-        for tokens, mask in warm_start_examples(config, tokenizer)
-    ]
     train_step = TrainStep(learner)
-    state, _metrics = train_step.warm_start(train_step.initial_state(), supervised)
+    state, _metrics = begin(train_step, warm_start_examples(config, tokenizer))
     train_step.warm_up(state)
     prompts = task.prompts("train")
     sampler = Sampler(

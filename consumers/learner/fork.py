@@ -19,7 +19,8 @@ def checkpoint_steps(directory: Path) -> list[int]:
 
 
 def copy_checkpoint(source: Path, step: int, target: Path) -> None:
-    """Copy the checkpoint of a step between directories of learners, without the steps it would send again.
+    """Copy the checkpoint of a step between directories of learners, without the steps it would send again, and the
+    reference parameters where some are kept.
 
     To do it twice is to do it once. Raises StateRefused, naming the steps there are, where there is none of this step,
     ConfigurationError where the target holds another.
@@ -38,12 +39,21 @@ def copy_checkpoint(source: Path, step: int, target: Path) -> None:
     # Beside the target: a rename is whole or not, and a learner never looks there.
     copy = target.parent / f".fork-{target.name}-{uuid.uuid4().hex[:8]}"
     try:
+        _copy_reference(source, target)
         shutil.copytree(source / str(step), copy)
         meta = json.loads((copy / _META).read_text(encoding="utf-8"))
         (copy / _META).write_text(json.dumps({**meta, "recent_steps": []}), encoding="utf-8")
         copy.rename(target / str(step))
     finally:
         shutil.rmtree(copy, ignore_errors=True)
+
+
+def _copy_reference(source: Path, target: Path) -> None:
+    """Carry over what the KL term compares with, which lies beside the checkpoints, where there is one."""
+    before, after = (directory.with_name(f"{directory.name}.reference") for directory in (source, target))
+    if before.exists():
+        shutil.rmtree(after, ignore_errors=True)
+        shutil.copytree(before, after)
 
 
 def _there_are(steps: list[int]) -> str:

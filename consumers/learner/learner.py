@@ -15,19 +15,18 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from consumers.learner.beginning import Example, begin, load_reference
 from consumers.learner.checkpoint import Checkpoints
 from consumers.learner.config import LearnerConfig
 from consumers.learner.environment import fingerprint
 from consumers.learner.intake import Outcomes
 from consumers.learner.mismatch import judge
-from consumers.learner.packing import TrainingSequence
-from consumers.learner.pretrained import initial_params, resolved
+from consumers.learner.pretrained import resolved
 from consumers.learner.progress import Progress
 from consumers.learner.recorder import Recorder
 from consumers.learner.sinks import Sinks, open_sinks
-from consumers.learner.step import Metrics, Params, TrainState, TrainStep
+from consumers.learner.step import Metrics, Params, TrainStep
 from consumers.learner.supply import Batches, Supplied, Supply
 from consumers.learner.team import Alone, Team, host_copies, in_company
 from consumers.weights.layout import params_digest
@@ -39,9 +38,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _WARN_EVERY_STEPS = 100
-
-Example = tuple[NDArray[np.int32], NDArray[np.bool_]]
-"""Tokens and loss mask of one supervised example, both [tokens]."""
 
 
 def learn(
@@ -99,7 +95,7 @@ class _Learner:
         restored = self._checkpoints.restore(self._state)
         metrics: Metrics = {}
         if restored is None:
-            self._state, metrics = self._train_step.warm_start(self._begin(), supervised(warm_start_examples()))
+            self._state, metrics = begin(self._train_step, warm_start_examples())
             if self._config.reference == "initial":
                 # Before the first checkpoint: who finds one finds the reference, too.
                 self._checkpoints.save_reference(self._state.params)
@@ -107,7 +103,7 @@ class _Learner:
             self._checkpoints.wait()
         else:
             self._state, self._progress = restored.state, restored.progress
-        self._reference = self._load_reference()
+        self._reference = load_reference(self._train_step, self._checkpoints)
         arrays = host_copies(self._state.params)
         if self._recorder is not None:
             if restored is not None:
@@ -128,26 +124,6 @@ class _Learner:
                 position=self._progress.position,
                 steps_again=max(self._recorder.last_recorded, step) - step,
             )
-
-    def _begin(self) -> TrainState:
-        """The state before the first update and before a warm start: random parameters, or those of a checkpoint."""
-        config = self._config
-        if not config.pretrained:
-            return self._train_step.initial_state()
-        return self._train_step.fresh_state(
-            initial_params(config.pretrained, config.model, self._train_step.shardings.params)
-        )
-
-    def _load_reference(self) -> Params | None:
-        """The parameters the KL term compares with, where the learner computes their log-probabilities."""
-        name = self._config.reference
-        if name in ("", "carried"):
-            return None
-        if name == "initial":
-            found = self._checkpoints.reference(self._train_step.abstract_state().params)
-        else:
-            found = initial_params(name, self._config.model, self._train_step.shardings.params)
-        return self._train_step.frozen(found)
 
     def run(self, stop: threading.Event) -> int:
         """Steps until the last one or until `stop`; a checkpoint is complete when it returns."""
@@ -265,16 +241,3 @@ class _Learner:
         """Begin a checkpoint of where we stand; recent steps count from it."""
         self._checkpoints.save(self._state, self._progress, self._fingerprint)
         self._progress = self._progress.saved()
-
-
-def supervised(examples: Sequence[Example]) -> list[TrainingSequence]:
-    """Examples as the warm start takes them."""
-    return [
-        TrainingSequence(
-            tokens=np.asarray(tokens, np.int32),
-            loss_mask=np.asarray(mask, bool),
-            advantages=np.zeros(len(tokens), np.float32),
-            generator_log_probs=np.zeros(len(tokens), np.float32),
-        )
-        for tokens, mask in examples
-    ]

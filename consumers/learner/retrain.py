@@ -10,15 +10,15 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
-from consumers.learner.checkpoint import Checkpoints, Restored
+from consumers.learner.beginning import Example, begin, load_reference
+from consumers.learner.checkpoint import Checkpoints
 from consumers.learner.config import LearnerConfig
 from consumers.learner.environment import fingerprint
 from consumers.learner.intake import rows_of
-from consumers.learner.learner import Example, supervised
 from consumers.learner.prefetch import Prefetcher
 from consumers.learner.pretrained import resolved
 from consumers.learner.recorded import batches_of
-from consumers.learner.step import TrainState, TrainStep
+from consumers.learner.step import Params, TrainState, TrainStep
 from consumers.learner.step_log import read_steps
 from consumers.learner.supply import Loader, Supplied
 from consumers.learner.team import host_copies
@@ -100,11 +100,7 @@ def retrain(
     recorded = {step: record for step, record in read_steps(kafka, run, config.name).items() if record.params_digest}
     last = _check_range(recorded, run, config.name, from_step, to_step)
     train_step = TrainStep(config)
-    restored = _restore(config, run, from_step, train_step.initial_state())
-    if restored is None:
-        state, _ = train_step.warm_start(train_step.initial_state(), supervised(warm_start_examples()))
-    else:
-        state = restored.state
+    state, reference, saved = _begun(config, run, from_step, train_step, warm_start_examples)
     begins = int(state.step)
     _check_recorded(recorded, begins, last, config.name)
     taken = batches_of(kafka, recorded[begins].position, [recorded[step] for step in range(begins + 1, last + 1)])
@@ -114,15 +110,15 @@ def retrain(
         prefetched = stack.enter_context(Prefetcher(lambda step, _: loader.load(taken[step]), begins + 1, last))
         for step in range(begins, last + 1):
             if step > begins:
-                state, _ = train_step.train(state, _next(prefetched).packed)
+                state, _ = train_step.train(state, _next(prefetched).packed, reference)
             done.append(_beside(recorded[step], state))
             on_step(done[-1])
             if not done[-1].same:
                 break
-    changed = {} if restored is None else differences(restored.fingerprint, fingerprint(config))
+    changed = {} if saved is None else differences(saved, fingerprint(config))
     return Retraining(
         learner=config.name,
-        checkpoint=None if restored is None else begins,
+        checkpoint=None if saved is None else begins,
         last=last,
         steps=tuple(done),
         environment=changed,
@@ -168,19 +164,33 @@ def _check_range(
     return last
 
 
-def _restore(config: LearnerConfig, run: str, from_step: int, like: TrainState) -> Restored | None:
-    """The newest checkpoint at or before a step; None for step 0 where there is none."""
+def _begun(
+    config: LearnerConfig,
+    run: str,
+    from_step: int,
+    train_step: TrainStep,
+    warm_start_examples: Callable[[], Sequence[Example]],
+) -> tuple[TrainState, Params | None, dict[str, str] | None]:
+    """The newest state at or before a step, what its KL term compares with, and the fingerprint saved with it: None
+    where there is no checkpoint for step 0, and its state was made again.
+    """
     with Checkpoints(config.checkpoint, run, config.name) as checkpoints:
         before = [step for step in checkpoints.steps if step <= from_step]
         if before:
-            return checkpoints.restore(like, max(before))
-        if from_step == 0:
-            return None
-        there = f"there are those of steps {checkpoints.steps}" if checkpoints.steps else "there is none"
-        raise StateRefused(
-            f"no checkpoint at or before step {from_step} in {checkpoints.directory}: {there}; begin at a later step, "
-            "or with --from-step 0 at the initial parameters"
-        )
+            restored = checkpoints.restore(train_step.abstract_state(), max(before))
+            assert restored is not None, "a checkpoint that is named is there, or it raises"
+            return restored.state, load_reference(train_step, checkpoints), restored.fingerprint
+        if from_step > 0:
+            there = f"there are those of steps {checkpoints.steps}" if checkpoints.steps else "there is none"
+            raise StateRefused(
+                f"no checkpoint at or before step {from_step} in {checkpoints.directory}: {there}; begin at a later "
+                "step, or with --from-step 0 at the initial parameters"
+            )
+        state, _metrics = begin(train_step, warm_start_examples())
+        if config.reference == "initial":
+            # Copies: the next step takes the state's buffers.
+            return state, train_step.frozen(host_copies(state.params)), None
+        return state, load_reference(train_step, checkpoints), None
 
 
 def _check_recorded(recorded: Mapping[int, LearnerStep], begins: int, last: int, learner: str) -> None:

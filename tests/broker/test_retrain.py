@@ -31,6 +31,9 @@ SETTINGS = {
     "learner__checkpoint__every_steps": 3,
     "learner__checkpoint__keep": 2,
     "learner__threads": 1,
+    # So that its reference has to be found again, too.
+    "learner__reference": "initial",
+    "learner__loss__kl_coefficient": 0.1,
     "learner__model__num_hidden_layers": 1,
     "learner__model__hidden_size": 32,
     "grouping__batch_rollouts": 8,
