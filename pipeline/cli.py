@@ -269,6 +269,7 @@ def _add_questions(commands: "Commands") -> None:
         help="advantage as colour (default: %(default)s)",
     )
     _add_retrain(commands)
+    _add_export(commands)
     _add_prune(commands)
     _add_dlq(commands)
     _add_exclude(commands)
@@ -313,6 +314,23 @@ def _add_retrain(commands: "Commands") -> None:
         "--learner", metavar="NAME", help="the learner that made the step (default: learner.name, as the new one's)"
     )
     fork.add_argument("--start", action="store_true", help="start it here and now")
+
+
+def _add_export(commands: "Commands") -> None:
+    export = _add(
+        commands,
+        "export",
+        "pipeline.tools.export:show_export",
+        "write the newest policy version as a Hugging Face checkpoint",
+        example="rollstream export --config run.toml trained --dtype bfloat16",
+        json=True,
+    )
+    export.add_argument("directory", type=Path, metavar="DIRECTORY", help="where to; it must not hold a model yet")
+    export.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="what parameters are stored as (default: as published)",
+    )
 
 
 def _add_prune(commands: "Commands") -> None:

@@ -4,6 +4,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import ml_dtypes
+
 from consumers.models import huggingface
 from consumers.models.config import DecoderConfig
 from tests.checkpoints import random_parameters, write_tokenizer
@@ -55,6 +57,6 @@ def write_model(directory: Path, **changes: object) -> DecoderConfig:
     config = huggingface.load_config(directory)
     # Large weights would make a random model sure of itself.
     params = {name: 0.3 * array if array.ndim == 2 else array for name, array in random_parameters(config).items()}
-    stored = {name: array.astype("bfloat16") for name, array in params.items()}
+    stored = {name: array.astype(ml_dtypes.bfloat16) for name, array in params.items()}
     huggingface.safetensors_files.write(directory / huggingface.SINGLE, stored)
     return config

@@ -221,6 +221,7 @@ class _Lazy:
 
     def __init__(self, array: Any, dtype: DTypeLike | None) -> None:
         self._array = array
+        safetensors_files.dtypes()  # after this numpy knows bfloat16 by name
         self.dtype = np.dtype(dtype or array.dtype)
         self.shape = tuple(array.shape)
 

@@ -8,24 +8,31 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from consumers.models.errors import CheckpointRefused
 
-DTYPES: dict[str, np.dtype[Any]] = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
-"""The types of parameters, by the format's name."""
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000
+
+
+@cache
+def dtypes() -> dict[str, np.dtype[Any]]:
+    """The types of parameters, by the format's name."""
+    # It comes with JAX; who reads no tensors, as tools that import this module, can do without.
+    import ml_dtypes
+
+    return {
+        "F64": np.dtype("<f8"),
+        "F32": np.dtype("<f4"),
+        "F16": np.dtype("<f2"),
+        "BF16": np.dtype(ml_dtypes.bfloat16),
+    }
 
 
 def read(path: Path) -> dict[str, NDArray[Any]]:
@@ -49,11 +56,12 @@ def _view(
     body: NDArray[np.uint8], name: str, *, dtype: str, shape: list[int], data_offsets: tuple[int, int]
 ) -> NDArray[Any]:
     begin, end = data_offsets
-    if dtype not in DTYPES:
-        raise ValueError(f"{name} is {dtype}, not one of {', '.join(DTYPES)}")
-    if end > len(body) or end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+    known = dtypes()
+    if dtype not in known:
+        raise ValueError(f"{name} is {dtype}, not one of {', '.join(known)}")
+    if end > len(body) or end - begin != math.prod(shape) * known[dtype].itemsize:
         raise ValueError(f"{name} of shape {shape} lies at {begin} to {end} of {len(body)} bytes")
-    return body[begin:end].view(DTYPES[dtype]).reshape(shape)
+    return body[begin:end].view(known[dtype]).reshape(shape)
 
 
 class Storable(Protocol):
@@ -84,16 +92,16 @@ def write(path: Path, tensors: Mapping[str, Storable]) -> None:
     def fill(file: Any) -> None:
         file.write(len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded)
         for name, tensor in tensors.items():
-            file.write(np.ascontiguousarray(tensor, DTYPES[_name(name, tensor.dtype)]).tobytes())
+            file.write(np.ascontiguousarray(tensor, dtypes()[_name(name, tensor.dtype)]).tobytes())
 
     replace_file(path, fill)
 
 
 def _name(tensor: str, dtype: np.dtype[Any]) -> str:
-    for name, known in DTYPES.items():
+    for name, known in dtypes().items():
         if dtype.newbyteorder("<") == known:
             return name
-    raise CheckpointRefused(f"{tensor} is {dtype}; a checkpoint's tensors are {', '.join(map(str, DTYPES.values()))}")
+    raise CheckpointRefused(f"{tensor} is {dtype}; a checkpoint's tensors are {', '.join(map(str, dtypes().values()))}")
 
 
 def replace_file(path: Path, fill: Callable[[Any], None]) -> None:
