@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from consumers.models import vocabulary
+from consumers.models.activations import split_rows
 from consumers.models.attention import attend, masked
 from consumers.models.config import DecoderConfig
 from consumers.models.parameters import EMBEDDING, FINAL_NORM, HEAD
@@ -98,7 +99,7 @@ def hidden(
     With `remat` only the residual stream between blocks is kept for the backward pass; `attention` is the
     implementation (consumers.models.attention).
     """
-    x = params[EMBEDDING][tokens]
+    x = split_rows(params[EMBEDDING][tokens])
     for layer in range(config.num_hidden_layers):
 
         def block(params: Params, x: jax.Array, layer: int = layer) -> jax.Array:
@@ -226,7 +227,7 @@ def _block(
 
 def _linear(params: Params, name: str, x: jax.Array) -> jax.Array:
     """A projection, with a bias where the model has one."""
-    projected = x @ params[f"{name}.weight"].T
+    projected = split_rows(x @ params[f"{name}.weight"].T, columns=name.rsplit(".", 1)[1] not in _ROW_SPLIT)
     bias = params.get(f"{name}.bias")
     return projected if bias is None else projected + bias
 
