@@ -39,6 +39,8 @@ SETTINGS = {
     "grouping__batch_rollouts": 8,
     "worker__group_size": 4,
 }
+# Three learners' worth of compiling in one fixture, on a machine that may be busy.
+pytestmark = pytest.mark.timeout(300)
 OTHER = "--set=learner.optimizer.learning_rate=0.01"
 
 
@@ -55,7 +57,7 @@ def source(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Re
         versions = [0] * 12 + [3] + [0] + [4] * 3
         send_batches(run.kafka, run.name, [random_batch(n, partition=n % 2, version=v) for n, v in enumerate(versions)])
         try:
-            assert run.start("learn", **SETTINGS).wait(120) == 0
+            assert run.start("learn", **SETTINGS).wait(200) == 0
             yield run
         finally:
             run.stop()
@@ -108,7 +110,7 @@ def answers(source: RealRun) -> Iterator[dict[str, Answer]]:
         env=source._env(),
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     found = (Answer(*answer) for answer in json.loads(done.stdout))
