@@ -20,7 +20,7 @@ from topics.errors import ConfigurationError, DeadlineExceeded, TopicError
 from topics.examples import RLExample, batch_digest, examples_of
 from topics.records import BatchIndexEntry, TrainingBatch
 
-_MOST_AHEAD = 64
+_AHEAD_BYTES = 128 * 1024 * 1024
 _GAP = 100
 """Offsets that are read on through; across more of them a seek, which throws away what was fetched, costs less."""
 
@@ -110,8 +110,19 @@ class IndexReader(_Closing):
 class BatchFetcher(_Closing):
     """Fetches the batches that entries of the index name, by offset, and checks their digests."""
 
-    def __init__(self, kafka: KafkaConfig, run: str, *, wait_s: float = 60.0, check_digests: bool = True) -> None:
-        """`wait_s` bounds the wait for a batch the index already names."""
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        *,
+        wait_s: float = 60.0,
+        check_digests: bool = True,
+        ahead_bytes: int = _AHEAD_BYTES,
+    ) -> None:
+        """`wait_s` bounds the wait for a batch the index already names, `ahead_bytes` what came before its turn.
+
+        Partitions are fetched in large pieces, each at its own pace: kept is what several of them bring at once.
+        """
         self._topic = topic_name(run, "batches")
         self._wait_s = wait_s
         self._check_digests = check_digests
@@ -119,8 +130,10 @@ class BatchFetcher(_Closing):
         self._consumer: Consumer = clients.reader(kafka, isolation="read_uncommitted")
         clients.partitions_of(kafka, self._topic, self._consumer)
         self._at: dict[int, int] = {}
-        self._ahead: dict[tuple[int, int], bytes] = {}
-        """Batches read before their turn, by partition and offset; bounded, what does not fit is read again."""
+        self._ahead_bytes = ahead_bytes
+        self._held_bytes = 0
+        self._ahead: dict[int, deque[tuple[int, bytes]]] = {}
+        """Batches read before their turn, by partition, with their offsets; what does not fit is read again."""
 
     def fetch(self, entry: BatchIndexEntry) -> TrainingBatch:
         """The batch an entry names. Cheapest in the order of the index.
@@ -128,44 +141,68 @@ class BatchFetcher(_Closing):
         Raises DeadlineExceeded when it does not come, TopicError when it does not match its digest.
         """
         wanted = (entry.partition, entry.offset)
-        self._move_to(*wanted)
         deadline = time.monotonic() + self._wait_s
-        while wanted not in self._ahead:
+        value = self._take(*wanted)
+        if value is None:
+            self._move_to(*wanted)
+        while value is None:
             for message in clients.at_hand(self._consumer, 20, 0.02):
                 self._keep(message, wanted)
-            if time.monotonic() > deadline:
+            value = self._take(*wanted)
+            if value is None and time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"batch {entry.batch_id} at {self._topic}[{entry.partition}] offset {entry.offset} did not "
                     f"come within {self._wait_s:g} s; the index names it, so look at the broker"
                 )
-        batch = decode_as(TrainingBatch, self._ahead.pop(wanted))
-        # What lies before a batch the index names is either delivered or of an aborted transaction.
-        self._ahead = {at: value for at, value in self._ahead.items() if at[0] != wanted[0] or at[1] > wanted[1]}
-        if self._check_digests and not batch_digest(batch) == batch.digest == entry.digest:
+        batch = decode_as(TrainingBatch, value)
+        if self._check_digests:
+            self.check(entry, batch)
+        return batch
+
+    def check(self, entry: BatchIndexEntry, batch: TrainingBatch) -> None:
+        """Raise TopicError unless a batch is what the index says, bit for bit; may be called from another thread."""
+        if not batch_digest(batch) == batch.digest == entry.digest:
             raise TopicError(
                 f"batch {entry.batch_id} at {self._topic}[{entry.partition}] offset {entry.offset} does not "
                 f"match its digest; run `rollstream verify`"
             )
-        return batch
+
+    def _take(self, partition: int, offset: int) -> bytes | None:
+        """What was read ahead at an offset, if it was; all before it is let go.
+
+        What lies before a batch the index names is either delivered or of an aborted transaction.
+        """
+        ahead = self._ahead.get(partition, ())
+        while ahead and ahead[0][0] <= offset:
+            at, value = ahead.popleft()
+            self._held_bytes -= len(value)
+            if at == offset:
+                return value
+        return None
 
     def _move_to(self, partition: int, offset: int) -> None:
         """Have the partition read from `offset`, unless it is on its way there already."""
         at = self._at.get(partition)
         if at is None:
-            self._at[partition] = offset
+            self._ahead[partition] = deque()
             self._consumer.incremental_assign([TopicPartition(self._topic, partition, offset)])
-        elif (partition, offset) not in self._ahead and not offset - _GAP <= at <= offset:
-            self._at[partition] = offset
+        elif offset - _GAP <= at <= offset:
+            return
+        else:
+            self._held_bytes -= sum(len(value) for _at, value in self._ahead[partition])
+            self._ahead[partition].clear()
             self._consumer.seek(TopicPartition(self._topic, partition, offset))
+        self._at[partition] = offset
 
     def _keep(self, message: Message, wanted: tuple[int, int]) -> None:
         error = message.error()
         if error is None:
-            partition, offset = message.partition() or 0, message.offset() or 0
+            partition, offset, value = message.partition() or 0, message.offset() or 0, message.value() or b""
             self._at[partition] = offset + 1
             # The one that is waited for has a place however many of other partitions came before it.
-            if len(self._ahead) < _MOST_AHEAD or (partition, offset) == wanted:
-                self._ahead[partition, offset] = message.value() or b""
+            if (partition, offset) == wanted or self._held_bytes + len(value) <= self._ahead_bytes:
+                self._ahead[partition].append((offset, value))
+                self._held_bytes += len(value)
         elif error.code() != KafkaError._PARTITION_EOF:
             clients.raise_for(error, f"reading {self._topic}")
 

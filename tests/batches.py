@@ -14,11 +14,19 @@ from topics.keys import encode_key
 from topics.records import BatchGroup, BatchIndexEntry, TrainingBatch
 
 
-def random_batch(number: int, *, rows: int = 16, partition: int = 0, version: int = 0, seed: int = 0) -> TrainingBatch:
-    """A batch of ragged rows (prompts of 3 to 5 tokens, answers of 1 to 6) with advantages around zero."""
+def random_batch(
+    number: int,
+    *,
+    rows: int = 16,
+    partition: int = 0,
+    version: int = 0,
+    seed: int = 0,
+    answers: tuple[int, int] = (1, 6),
+) -> TrainingBatch:
+    """A batch of ragged rows (prompts of 3 to 5 tokens, answers of so many) with advantages around zero."""
     draw = np.random.default_rng((seed, number))
-    prompts, answers = draw.integers(3, 6, rows), draw.integers(1, 7, rows)
-    lengths = prompts + answers
+    prompts, said = draw.integers(3, 6, rows), draw.integers(answers[0], answers[1] + 1, rows)
+    lengths = prompts + said
     splits = np.concatenate([[0], np.cumsum(lengths)]).astype("<i8")
     mask = np.concatenate([np.arange(n) >= p for n, p in zip(lengths, prompts, strict=True)])
     rewards = draw.random(rows)

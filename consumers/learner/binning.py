@@ -44,10 +44,15 @@ def first_fit(
     for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
         # Beyond the bins in use, no more than these can be needed.
         reach = min(len(room), used + count)
-        placed = np.minimum(np.cumsum(room[:reach] // length), count)
-        taken = np.diff(placed, prepend=0)
-        room[:reach] -= taken * length
-        where = np.repeat(np.arange(reach), taken)
+        if count == 1:
+            # Most items have a length of their own where lengths differ much: one comparison each.
+            where = np.flatnonzero(room[:reach] >= length)[:1]
+            room[where] -= length
+        else:
+            placed = np.minimum(np.cumsum(room[:reach] // length), count)
+            taken = np.diff(placed, prepend=0)
+            room[:reach] -= taken * length
+            where = np.repeat(np.arange(reach), taken)
         bins[begin : begin + len(where)] = where
         begin += count
         used = max(used, int(where[-1]) + 1 if len(where) else 0)

@@ -5,6 +5,7 @@ A loss is a surrogate together with its paper's own defaults, a recipe; whatever
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from topics.errors import ConfigurationError
@@ -108,7 +109,7 @@ class LossConfig:
                 'take "k3"'
             )
 
-    @property
+    @cached_property
     def recipe(self) -> Recipe:
         """The loss's own recipe with what is set here in its place. Raises ConfigurationError for an unknown loss."""
         own = RECIPES.get(self.name)

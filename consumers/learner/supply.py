@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
@@ -61,27 +62,34 @@ class Loader:
     def __init__(self, config: LearnerConfig, kafka: KafkaConfig, run: str, process: int = 0) -> None:
         self._config = config
         self._process = process
-        self._fetcher = BatchFetcher(kafka, config.input_run or run)
+        self._fetcher = BatchFetcher(kafka, config.input_run or run, check_digests=False)
+        # Digests are a third of the work, and hashing lets other threads run.
+        self._checks = ThreadPoolExecutor(1, "digests")
 
     def load(self, taken: Taken) -> Supplied:
         """Fetch and pack. Raises what BatchFetcher.fetch raises, and ConfigurationError as packing does."""
         began, config = time.monotonic(), self._config
         first = itertools.accumulate((read.entry.rollouts for read in taken.trained), initial=0)
         starts = {read.index_offset: start for read, start in zip(taken.trained, first, strict=False)}
+        checks: list[Future[None]] = []
         batches: list[TrainingBatch] = []
         sequences: list[TrainingSequence] = []
         numbers: list[int] = []
         for read in share_of(taken.trained, self._process, config.processes):
             batch = self._fetcher.fetch(read.entry)
+            checks.append(self._checks.submit(self._fetcher.check, read.entry, batch))
             batches.append(batch)
             sequences += sequences_of(batch)
             numbers += range(start := starts[read.index_offset], start + len(batch))
         rollouts = sum(read.entry.rollouts for read in taken.trained)
         packed = pack_for(config, sequences, numbers=numbers, rollouts=rollouts)
+        for check in checks:
+            check.result()
         return Supplied(taken=taken, packed=packed, outcomes=outcomes_of(batches), load_s=time.monotonic() - began)
 
     def close(self) -> None:
         """Close the consumer."""
+        self._checks.shutdown()
         self._fetcher.close()
 
 

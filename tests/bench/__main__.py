@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.broker import LocalBroker
-from tests.bench import codec_row, fold_row, group_row, latency_row, produce_row, restore_row
+from tests.bench import codec_row, fold_row, group_row, latency_row, learner_rows, produce_row, restore_row
 from tests.bench.measure import LatencyRow, Row, Settings
 from topics.config import KafkaConfig
 from topics.errors import RollstreamError
@@ -29,6 +29,8 @@ ROWS: dict[str, Callable[[Settings], Row | LatencyRow]] = {
     "latency-100": latency_row.row("latency-100", 100),
     "latency-1000": latency_row.row("latency-1000", 1_000),
     "restore": restore_row.measure,
+    "feed": learner_rows.measure_feed,
+    "learn": learner_rows.measure_learn,
 }
 _NO_BROKER = {"codec", "fold-1k", "fold-10k", "fold-100k"}
 _WIDTH = 80
@@ -132,6 +134,9 @@ def report(settings: Settings, machine: dict[str, Any], rows: Sequence[Row | Lat
     lines.append("")
     for each in rows:
         lines += textwrap.wrap(f"{each.name}: {each.what}; raw: {each.baseline}", _WIDTH, subsequent_indent="  ")
+        if isinstance(each, Row) and each.figures:
+            seen = "; ".join(f"{name} {value:,.3g}" for name, value in each.figures.items())
+            lines += textwrap.wrap(f"  seen: {seen}", _WIDTH, subsequent_indent="  ")
     lines.append("ratio: ours over raw in the same repetition; noise: how far raw alone varied.")
     return "\n".join(lines)
 

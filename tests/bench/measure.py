@@ -5,9 +5,9 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -77,6 +77,8 @@ class Row:
     """Size of an encoded rollout."""
     ours: tuple[Timing, ...]
     raw: tuple[Timing, ...]
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What else was seen, by name."""
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -108,6 +110,7 @@ class Row:
             "baseline_cpu_us_per_rollout": median(t.cpu_us for t in self.raw),
             "noise": self.noise,
             "size_bytes": self.size_bytes,
+            "figures": dict(self.figures),
         }
 
 

@@ -1,8 +1,9 @@
 """The reader of batches on a real broker: partitions that are far apart, several processes that share."""
 
-from consumers.batch_reader import BatchReader
+from consumers.batch_reader import BatchFetcher, BatchReader, IndexReader
 from tests.batches import random_batch, send_batches
 from tests.runs import RealRun
+from topics.codec import encode
 
 
 def test_a_batch_that_is_waited_for_has_a_place_however_many_of_other_partitions_come_first(real_run: RealRun) -> None:
@@ -11,10 +12,15 @@ def test_a_batch_that_is_waited_for_has_a_place_however_many_of_other_partitions
     batches = [of_one[0], random_batch(0, partition=0), *of_one[1:]]
     send_batches(real_run.kafka, real_run.name, batches)
     # The batch of partition 0 is fetched when 119 of partition 1 are at hand, more than are kept for later.
-    with BatchReader(real_run.kafka, real_run.name, wait_s=10.0) as reader:
-        found = [reader.poll(10.0) for _ in batches]
-        assert reader.poll(0.1) is None
-    assert [read.batch.batch_id for read in found if read is not None] == [batch.batch_id for batch in batches]
+    with (
+        IndexReader(real_run.kafka, real_run.name) as index,
+        BatchFetcher(real_run.kafka, real_run.name, wait_s=10.0, ahead_bytes=50_000) as fetcher,
+    ):
+        entries = [index.poll(10.0) for _ in batches]
+        assert index.poll(0.1) is None
+        found = [fetcher.fetch(indexed.entry) for indexed in entries if indexed is not None]
+    assert [batch.batch_id for batch in found] == [batch.batch_id for batch in batches]
+    assert sum(len(encode(batch)) for batch in batches) > 2 * 50_000
 
 
 def test_processes_share_the_batches_and_any_number_can_go_on(real_run: RealRun) -> None:

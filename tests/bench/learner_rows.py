@@ -1,0 +1,221 @@
+"""Rows `learn` and `feed`: what it costs a learner that its batches come from Kafka.
+
+`learn` trains on batches it follows, fetches and packs while it trains, against the same steps on data packed before.
+`feed` only gets steps ready, against reading the bytes of the same batches and looking at none.
+"""
+
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+from confluent_kafka import TopicPartition
+
+from consumers.batch_reader import IndexReader
+from consumers.learner.config import LearnerConfig
+from consumers.learner.environment import prepare_environment
+from tests.batches import random_batch, send_batches
+from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
+from tests.bench.runs import prepared
+from topics import clients
+from topics.catalogue import topic_name
+from topics.records import TrainingBatch
+
+_ROWS = 16
+"""Rollouts of a batch."""
+_PER_STEP = 64
+_SPARE_S = 120.0
+
+
+def learn_config(settings: Settings) -> LearnerConfig:
+    """A learner whose steps take some tenths of a second on one core: rollouts of about 64 tokens."""
+    return LearnerConfig(
+        rollouts_per_step=_PER_STEP,
+        max_steps=max(2, settings.rollouts // 4 // _PER_STEP),
+        max_policy_lag=1_000_000,
+        microbatch_rows=8,
+        sequence_length=128,
+        length_buckets=(64,),
+        threads=1,
+    )
+
+
+def feed_config(settings: Settings) -> LearnerConfig:
+    """A learner of rollouts as long as those of the other rows; no step of it is made."""
+    return LearnerConfig(
+        rollouts_per_step=_PER_STEP,
+        max_steps=max(2, settings.rollouts // 4 // _PER_STEP),
+        max_policy_lag=1_000_000,
+        microbatch_rows=16,
+        sequence_length=settings.tokens + 16,
+        threads=1,
+    )
+
+
+def measure_learn(settings: Settings) -> Row:
+    """Train on batches from Kafka, and on the same in memory."""
+    config = learn_config(settings)
+    prepare_environment(config)
+    import jax
+
+    from consumers.learner.step import TrainStep
+
+    train_step = TrainStep(config)
+    start = train_step.initial_state()
+    train_step.warm_up(start)
+    with _run(settings, config, "learn", (16, 112)) as run:
+        with _supply(settings, config, run) as supply:
+            steps = [_next(supply) for _ in range(config.max_steps)]
+        rollouts = sum(use.rows for step in steps for use in step.taken.uses)
+        waits: list[float] = []
+        memory: list[float] = []
+
+        def ours() -> Timing:
+            state, waited = jax.tree.map(jax.numpy.copy, start), 0.0
+            with _supply(settings, config, run) as supply:
+                watch = Stopwatch()
+                for number in range(config.max_steps):
+                    began = time.perf_counter()
+                    supplied = _next(supply)
+                    waited += time.perf_counter() - began if number else 0.0
+                    state, _metrics = train_step.train(state, supplied.packed)
+                    memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+                timing = watch.timing(rollouts)
+            waits.append(waited / timing.seconds)
+            return timing
+
+        def raw() -> Timing:
+            state = jax.tree.map(jax.numpy.copy, start)
+            watch = Stopwatch()
+            for step in steps:
+                state, _metrics = train_step.train(state, step.packed)
+            return watch.timing(rollouts)
+
+        compiled = train_step.compilations
+        from_kafka, in_memory = interleaved(settings.repetitions, ours, raw)
+        if train_step.compilations != compiled:
+            raise RuntimeError(f"{train_step.compilations - compiled} compilations in steady state")
+    tokens = sum(step.packed.tokens for step in steps)
+    return Row(
+        name="learn",
+        what="train on batches followed, fetched and packed while the step before is made",
+        baseline="the same steps on data packed before",
+        size_bytes=0,
+        ours=from_kafka,
+        raw=in_memory,
+        figures={
+            "tokens/s": tokens / rollouts * sorted(timing.rate for timing in from_kafka)[len(from_kafka) // 2],
+            "packing efficiency": 1.0 - sum(step.packed.padding_fraction for step in steps) / len(steps),
+            "share of time waiting for batches": max(waits),
+            "most memory, MiB": memory[-1],
+            "of it grown after the first repetition, MiB": memory[-1] - memory[config.max_steps - 1],
+        },
+    )
+
+
+def measure_feed(settings: Settings) -> Row:
+    """Get steps ready for the device as fast as they come."""
+    config = feed_config(settings)
+    prepare_environment(config)
+    import jax
+
+    with _run(settings, config, "feed", (settings.tokens // 2, settings.tokens)) as run:
+        sizes: list[int] = []
+
+        def ours() -> Timing:
+            watch, rollouts = Stopwatch(), 0
+            with _supply(settings, config, run) as supply:
+                for _ in range(config.max_steps):
+                    supplied = _next(supply)
+                    placed = [jax.device_put(microbatch.arrays()) for microbatch in supplied.packed.microbatches]
+                    jax.block_until_ready(placed)
+                    rollouts += sum(use.rows for use in supplied.taken.uses)
+            return watch.timing(rollouts)
+
+        def raw() -> Timing:
+            watch = Stopwatch()
+            sizes.append(_read_all(settings, run, config.max_steps * _PER_STEP // _ROWS))
+            return watch.timing(config.max_steps * _PER_STEP)
+
+        fed, read = interleaved(settings.repetitions, ours, raw)
+    return Row(
+        name="feed",
+        what="from the index to arrays on the device: fetch, check digests, pack, put",
+        baseline="read the bytes of the same batches and look at none",
+        size_bytes=sizes[0] // (config.max_steps * _PER_STEP),
+        ours=fed,
+        raw=read,
+    )
+
+
+@contextmanager
+def _run(settings: Settings, config: LearnerConfig, name: str, answers: tuple[int, int]) -> Iterator[str]:
+    """A run with the batches of every step on it."""
+    batches = config.max_steps * _PER_STEP // _ROWS
+    made: list[TrainingBatch] = [
+        random_batch(number, rows=_ROWS, partition=number % settings.partitions, answers=answers)
+        for number in range(batches)
+    ]
+    with prepared(settings, name) as run:
+        send_batches(settings.kafka, run, made)
+        yield run
+
+
+@contextmanager
+def _supply(settings: Settings, config: LearnerConfig, run: str) -> Iterator[Any]:
+    """The steps of a run, as a learner gets them."""
+    from consumers.learner.intake import Intake
+    from consumers.learner.supply import Loader, Supply
+    from consumers.learner.team import Alone
+
+    class Source:
+        def __init__(self, stack: ExitStack) -> None:
+            loader = stack.enter_context(closing(Loader(config, settings.kafka, run)))
+            self.load: Callable[[Any], Any] = loader.load
+            self._intake = Intake(
+                stack.enter_context(IndexReader(settings.kafka, run)),
+                rollouts_per_step=config.rollouts_per_step,
+                max_policy_lag=config.max_policy_lag,
+                read_version_steps=lambda _version: {0: 0},
+                skipped=lambda _uses: None,
+            )
+
+        def take(self, step: int, stop: threading.Event) -> Any:
+            return self._intake.take(step, stop)
+
+        def close(self) -> None:
+            """The stack closes what it reads from."""
+
+    with ExitStack() as stack:
+        yield stack.enter_context(Supply(Source(stack), Alone(), 1, config.max_steps, threading.Event()))
+
+
+def _next(supply: Any) -> Any:
+    """The next step; RuntimeError when there is none."""
+    supplied = supply.next(_SPARE_S)
+    if supplied is None:
+        raise RuntimeError(f"no step was ready within {_SPARE_S:g} s")
+    return supplied
+
+
+def _read_all(settings: Settings, run: str, batches: int) -> int:
+    """Bytes of a run's batches."""
+    topic = topic_name(run, "batches")
+    consumer = clients.reader(settings.kafka, isolation="read_uncommitted")
+    try:
+        places = [TopicPartition(topic, partition, 0) for partition in range(settings.partitions)]
+        clients.follow(consumer, settings.kafka, places)
+        found = size = 0
+        deadline = time.monotonic() + _SPARE_S
+        while found < batches:
+            for message in clients.at_hand(consumer, 100, 0.05):
+                if message.error() is None:
+                    found += 1
+                    size += len(message.value() or b"")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{found} of {batches} batches came within {_SPARE_S:g} s")
+        return size
+    finally:
+        consumer.close()
