@@ -99,7 +99,7 @@ def hidden(
     With `remat` only the residual stream between blocks is kept for the backward pass; `attention` is the
     implementation (consumers.models.attention).
     """
-    x = split_rows(params[EMBEDDING][tokens])
+    x = split_rows(_embedded(params[EMBEDDING], tokens))
     for layer in range(config.num_hidden_layers):
 
         def block(params: Params, x: jax.Array, layer: int = layer) -> jax.Array:
@@ -223,6 +223,11 @@ def _block(
     normed = _rms_norm(x, params[f"{block}.post_attention_layernorm.weight"], config.rms_norm_eps)
     gate = jax.nn.silu(_linear(params, f"{block}.mlp.gate_proj", normed))
     return x + _linear(params, f"{block}.mlp.down_proj", gate * _linear(params, f"{block}.mlp.up_proj", normed))
+
+
+def _embedded(weight: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`weight[tokens]`, whose gradient adds up in float32: in bfloat16 a sum of ones ends at 256."""
+    return weight.astype(jnp.float32)[tokens].astype(weight.dtype)
 
 
 def _linear(params: Params, name: str, x: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ The formulas themselves are in test_losses.py; here they meet the model's log-pr
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -231,6 +232,28 @@ def test_the_supervised_loss_is_the_mean_negative_log_probability(params: dict[s
     found = sum(float(supervised(arrays)) for arrays in microbatches(samples))
     expected = [-logprobs[each.tokens[t]] for each, t, logprobs in trained_tokens(params, samples)]
     assert found == pytest.approx(np.mean(expected), rel=1e-5)
+
+
+def test_in_bfloat16_a_token_of_every_position_has_the_gradient_it_has_in_float32() -> None:
+    model = DecoderConfig(num_hidden_layers=0)
+    tokens, ones = np.full((4, 512), 7, np.int32), np.ones((4, 512), np.int32)
+    draw = np.random.default_rng(0)
+    wanted = draw.normal(size=model.hidden_size).astype(np.float32)
+    params = {
+        decoder.EMBEDDING: jnp.asarray(draw.normal(size=(model.vocab_size, model.hidden_size)), jnp.float32),
+        "model.norm.weight": jnp.ones(model.hidden_size),
+    }
+
+    @partial(jax.jit, static_argnums=0)
+    def gradient(dtype: str) -> jax.Array:
+        def of(embedding: jax.Array) -> jax.Array:
+            cast = {name: value.astype(dtype) for name, value in {**params, decoder.EMBEDDING: embedding}.items()}
+            return jnp.sum(decoder.hidden(cast, model, tokens, ones, ones).astype(jnp.float32) * wanted)
+
+        return jax.grad(of)(params[decoder.EMBEDDING])[7]
+
+    exact, rounded = np.asarray(gradient("float32")), np.asarray(gradient("bfloat16"))
+    assert np.linalg.norm(rounded - exact) < 0.02 * np.linalg.norm(exact)
 
 
 def test_log_probs_stand_where_their_tokens_do(params: dict[str, jax.Array]) -> None:
