@@ -6,12 +6,14 @@ import re
 import shlex
 import statistics
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from consumers.grouping.changes import DROP_REASONS
 from consumers.grouping.estimators import ESTIMATORS, Outcomes, rloo, rloo_normalized
 from consumers.grouping.makers import MAKERS
+from consumers.learner.objective import RECIPES, LossConfig, policy_metrics
 from pipeline.cli import build_parser
 from pipeline.config import RunConfig
 from pipeline.settings import known_keys
@@ -177,6 +179,35 @@ def test_the_table_of_estimators_and_the_makers_named_are_those_that_exist() -> 
     assert [cell.strip("`") for cell in first_cells(advantages)[1:]] == list(ESTIMATORS)
     makers = PAGES["docs/batch-makers.md"].split("\n## ")[0]
     assert [cell.strip("`") for cell in first_cells(makers)[1:]] == list(MAKERS)
+
+
+def test_the_tables_of_losses_have_what_can_be_chosen_and_the_figures_that_are_taken() -> None:
+    def table(title: str) -> dict[str, str]:
+        rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", section("docs/losses.md", title), re.MULTILINE)
+        return dict(rows)
+
+    losses = table("Which loss")
+    assert list(losses) == list(RECIPES)
+    for name, row in losses.items():
+        recipe = RECIPES[name]
+        clips = re.search(r"clip ([\d.]+) and ([\d.]+)", row)
+        if clips:
+            assert (float(clips[1]), float(clips[2])) == (recipe.clip_low, recipe.clip_high), name
+        assert ("token mean" in row) == (recipe.reduction == "token_mean"), name
+        assert ("truncated rollouts masked" in row) == (not recipe.train_truncated), name
+        assert ("importance sampling" in row) == (recipe.importance_sampling != "none"), name
+    hints = get_type_hints(LossConfig)
+    assert list(table("Reductions")) == list(get_args(get_args(hints["reduction"])[0]))
+    chosen = table("Importance sampling")
+    of_modes, of_levels = (get_args(get_args(hints[f"importance_{part}"])[0]) for part in ("sampling", "level"))
+    assert list(chosen) == [*of_modes, *of_levels]
+    assert list(table("Divergence and entropy")) == list(get_args(hints["kl_estimator"]))
+
+
+def test_the_table_of_the_losses_metrics_has_every_one() -> None:
+    named = {name for cell in first_cells(section("docs/losses.md", "Metrics"))[1:] for name in cell.split(", ")}
+    every = {*policy_metrics(LossConfig(name="rloo"), reference=True), "optim/grad_norm", "optim/lr", "optim/skipped"}
+    assert {name.strip("`") for name in named} == every
 
 
 def test_the_figures_of_the_trap_are_right() -> None:
