@@ -15,6 +15,10 @@ ImportanceSampling = Literal["none", "truncated", "masked"]
 ImportanceLevel = Literal["token", "sequence", "geometric"]
 
 
+MISMATCH_METRICS = ("mismatch_kl/mean", "mismatch_log_ratio/mean")
+"""Names of the metrics that compare learner and sampler."""
+
+
 class Recipe(NamedTuple):
     """What a loss does where nothing else is set. Every field is also an optional field of LossConfig."""
 
@@ -198,8 +202,7 @@ def policy_metrics(config: LossConfig, *, reference: bool = False) -> tuple[str,
     names: tuple[str, ...] = (
         "loss",
         "entropy/mean",
-        "mismatch_kl/mean",
-        "mismatch_log_ratio/mean",
+        *MISMATCH_METRICS,
         "clip_ratio/low_mean",
         "clip_ratio/high_mean",
         "clip_ratio/cap_mean",

@@ -20,7 +20,7 @@ from consumers.learner import mesh as layout
 from consumers.learner.agreement import AgreedStep, agree
 from consumers.learner.config import LearnerConfig
 from consumers.learner.loss import SUPERVISED_METRICS, Arrays, log_probs, policy_loss, supervised_loss
-from consumers.learner.objective import OptimizerConfig, needs_proximal, policy_metrics
+from consumers.learner.objective import MISMATCH_METRICS, OptimizerConfig, needs_proximal, policy_metrics
 from consumers.learner.optimizer import make_optimizer, make_schedule, update_metrics
 from consumers.learner.packing import PackedBatch, PackedStep, TrainingSequence, pack_for, padding, rows_by_length
 from consumers.learner.pretrained import initial_params
@@ -228,6 +228,9 @@ class TrainStep:
         values = jax.device_get(found)
         chosen = [value for value, trains in zip(values, counts, strict=True) if trains] or values[-1:]
         means = {name: float(np.mean([value[name] for value in chosen])) for name in chosen[0]}
+        if not needs_proximal(self.config.loss, self.updates_per_step):
+            # Of later updates they would be those of a policy that no sampler had.
+            means |= {name: float(chosen[0][name]) for name in MISMATCH_METRICS}
         means["optim/lr"] = float(values[-1]["optim/lr"])
         means["optim/skipped"] = float(sum(value["optim/skipped"] for value in values))
         return state, {**means, **placed.metrics}
