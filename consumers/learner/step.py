@@ -142,8 +142,8 @@ class TrainStep:
         return self._state_around(self._placed_params(params, jnp.float32))
 
     def frozen(self, params: Mapping[str, jax.Array | NDArray[Any]]) -> Params:
-        """Parameters of a reference model as `train` takes them: whole ones given, split, in the compute dtype."""
-        return self._placed_params(params, jnp.dtype(self.config.compute_dtype))
+        """Copies of a reference model's parameters as `train` takes them: split, in the compute dtype."""
+        return self._placed_params(params, jnp.dtype(self.config.compute_dtype), copy=True)
 
     def warm_up(self, state: TrainState) -> None:
         """Compile what `train` runs, without running it; `state` is left alone."""
@@ -325,11 +325,12 @@ class TrainStep:
     def _state_around(self, params: Params) -> TrainState:
         return TrainState(params, *self._fresh(params))
 
-    def _placed_params(self, params: Mapping[str, jax.Array | NDArray[Any]], dtype: Any) -> Params:
+    def _placed_params(self, params: Mapping[str, jax.Array | NDArray[Any]], dtype: Any, copy: bool = False) -> Params:
         def place(name: str, value: jax.Array | NDArray[Any]) -> jax.Array:
             sharding: Any = self.shardings.params[name]
-            if isinstance(value, jax.Array) and value.sharding == sharding and value.dtype == dtype:
-                return value
+            if isinstance(value, jax.Array) and value.sharding == sharding:
+                # A state's own buffers are gone after the next update.
+                return jnp.array(value, dtype) if copy or value.dtype != dtype else value
             whole = np.asarray(value, dtype)
             return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
