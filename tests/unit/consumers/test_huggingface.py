@@ -109,6 +109,15 @@ def test_a_model_saved_half_does_not_load_and_a_whole_one_is_not_overwritten(tmp
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_who_has_a_file_open_keeps_what_it_read_when_another_takes_its_name(tmp_path: Path) -> None:
+    path = tmp_path / huggingface.SINGLE
+    huggingface.safetensors_files.write(path, {"a": np.zeros(3, np.float32)})
+    before = huggingface.safetensors_files.read(path)["a"]
+    huggingface.safetensors_files.write(path, {"a": np.ones(3, np.float32)})
+    np.testing.assert_array_equal(before, np.zeros(3))
+    np.testing.assert_array_equal(huggingface.safetensors_files.read(path)["a"], np.ones(3))
+
+
 def test_missing_extra_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
     params = random_parameters(SMALL)
     params["model.layers.1.mlp.up_proj.weight"] = params.pop("model.layers.0.mlp.up_proj.weight")
