@@ -1,6 +1,7 @@
 """The learner on a real broker: what kill -9 costs is time only, a name belongs to one, stale batches are on record."""
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -72,12 +73,13 @@ def test_a_learner_killed_between_checkpoints_ends_with_the_bits_of_an_uninterru
     whole = prepared(real_run)
     (tmp_path / "killed").mkdir()
     killed = prepared(RealRun(KafkaConfig(bootstrap_servers=broker), f"{whole.name}-k", tmp_path / "killed"))
+    settings = {**SETTINGS, "learner__sinks__jsonl": tmp_path / "figures"}
     try:
-        uninterrupted, process = whole.start("learn", **SETTINGS), killed.start("learn", **SETTINGS)
+        uninterrupted, process = whole.start("learn", **SETTINGS), killed.start("learn", **settings)
         eventually(lambda: max(steps_of(killed), default=-1) >= 4, 90, "step 4 of 8, checkpoints at 3 and 6")
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        finish(killed, killed.start("learn", **SETTINGS))
+        finish(killed, killed.start("learn", **settings))
         finish(whole, uninterrupted)
     finally:
         killed.stop()
@@ -90,6 +92,9 @@ def test_a_learner_killed_between_checkpoints_ends_with_the_bits_of_an_uninterru
         assert found[step].policy_version == record.policy_version == step
         assert found[step].trained_total == record.trained_total == 32 * step
     assert sorted(read_manifests(killed.kafka, killed.name)) == list(range(9))
+    lines = (tmp_path / "figures" / killed.name / "default.jsonl").read_text().splitlines()
+    told = [(line["step"], line["trained/reward"]) for line in map(json.loads, lines) if line["step"]]
+    assert told == [(step, found[step].metrics["trained/reward"]) for step in range(1, 9)], "each step once"
 
 
 @pytest.mark.long
