@@ -1,0 +1,106 @@
+"""Files that are whole or not there, for stores that may be killed at any instruction.
+
+A file gets its name only once its bytes are on disk, and the name is on disk before the call returns: so an index that
+is written after the files it names never names what is not there. A write that fails raises with its cause.
+"""
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from topics.errors import RollstreamError
+
+UNFINISHED = ".unfinished"
+"""End of the names of files that are being written; nobody reads them."""
+
+
+class StoreError(RollstreamError):
+    """A store cannot be written, or what lies there is not whole."""
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to that takes the place of `path`, whole and on disk, when the block ends without an error.
+
+    Raises StoreError, with the cause, where it cannot be written; `path` is then as it was before, as it is after
+    an error of the block.
+    """
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex}{UNFINISHED}")
+    try:
+        make_directory(path.parent)
+        with open(unfinished, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be written ({error.strerror or error}); nothing of it is stored. Look at the space and the "
+            "rights there, then write again"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory, and those above it, so that their names are on disk. Raises OSError."""
+    if directory.is_dir():
+        return
+    make_directory(directory.parent)
+    directory.mkdir(exist_ok=True)
+    sync_directory(directory.parent)
+
+
+def write_bytes(path: Path, *pieces: bytes | memoryview) -> None:
+    """Write pieces one after another, as one file, atomically. Raises StoreError."""
+    with replacing(path) as file:
+        for piece in pieces:
+            file.write(piece)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON document atomically. Raises StoreError, and TypeError for what is no JSON."""
+    write_bytes(path, json.dumps(value, ensure_ascii=False, indent=1).encode())
+
+
+def read_json(path: Path) -> Any:
+    """A JSON document. Raises FileNotFoundError, and StoreError for what is no JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise StoreError(f"{path} is no JSON ({error}); it was not written by this program, restore it") from error
+
+
+def remove(path: Path) -> None:
+    """Delete a file, if it is there, so that it stays deleted. Raises StoreError."""
+    try:
+        path.unlink(missing_ok=True)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be deleted ({error.strerror or error}); look at the rights there") from error
+
+
+def remove_unfinished(directory: Path) -> int:
+    """Delete what killed writers of a directory left, and return how many files that were.
+
+    Only for who alone writes there: another's file in the making would be gone.
+    """
+    found = list(directory.glob(f"*{UNFINISHED}")) if directory.is_dir() else []
+    for path in found:
+        path.unlink(missing_ok=True)
+    return len(found)
+
+
+def sync_directory(directory: Path) -> None:
+    """Have the names of a directory on disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

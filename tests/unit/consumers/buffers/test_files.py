@@ -1,0 +1,83 @@
+"""Files of buffers: whole or not there, whoever is killed and whatever fails."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from consumers.buffers import files
+from consumers.buffers.files import StoreError, read_json, remove_unfinished, replacing, write_bytes, write_json
+from tests.waiting import eventually
+
+WRITER = """
+import sys
+from pathlib import Path
+from consumers.buffers.files import write_bytes
+path = Path(sys.argv[1])
+for number in range(10**9):
+    write_bytes(path, number.to_bytes(8, "little") * 50_000)
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file"
+    for round_number in range(3):
+        process = subprocess.Popen([sys.executable, "-P", "-c", WRITER, str(path)], cwd=Path.cwd(), env=_environment())
+        seen = path.read_bytes()[:8] if path.exists() else b""
+        eventually(lambda s=seen: path.exists() and path.read_bytes()[:8] != s, 30, "a few files written")
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        found = path.read_bytes()
+        assert found == found[:8] * 50_000, round_number
+    remove_unfinished(path.parent)
+    assert os.listdir(path.parent) == ["file"]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(files.__file__).parents[2])}
+
+
+def test_a_failed_write_says_why_and_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_json(tmp_path / "index.json", {"size": 1})
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match=r"index\.json cannot be written \(No space left on device\)") as raised:
+        write_json(tmp_path / "index.json", {"size": 2})
+    assert isinstance(raised.value.__cause__, OSError)
+    assert read_json(tmp_path / "index.json") == {"size": 1}
+    assert os.listdir(tmp_path) == ["index.json"]
+
+
+def test_an_error_of_who_writes_leaves_what_was_there(tmp_path: Path) -> None:
+    write_bytes(tmp_path / "file", b"before")
+
+    def fail() -> None:
+        with replacing(tmp_path / "file") as file:
+            file.write(b"after")
+            raise KeyError("what the writer met")
+
+    with pytest.raises(KeyError, match="what the writer met"):
+        fail()
+    assert (tmp_path / "file").read_bytes() == b"before"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_bytes_are_on_disk_before_a_file_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    synced, renamed = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (order.append("sync"), synced(descriptor)))
+    monkeypatch.setattr(os, "replace", lambda one, other: (order.append("name"), renamed(one, other)))
+    write_bytes(tmp_path / "file", b"x")
+    assert order == ["sync", "name", "sync"]
+
+
+def test_what_is_no_json_is_named(tmp_path: Path) -> None:
+    write_bytes(tmp_path / "index.json", b"{")
+    with pytest.raises(StoreError, match="is no JSON"):
+        read_json(tmp_path / "index.json")
