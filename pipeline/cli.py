@@ -270,6 +270,7 @@ def _add_questions(commands: "Commands") -> None:
     )
     _add_retrain(commands)
     _add_export(commands)
+    _add_fit(commands)
     _add_prune(commands)
     _add_dlq(commands)
     _add_exclude(commands)
@@ -331,6 +332,19 @@ def _add_export(commands: "Commands") -> None:
         choices=("float32", "bfloat16", "float16"),
         help="what parameters are stored as (default: as published)",
     )
+
+
+def _add_fit(commands: "Commands") -> None:
+    fit = _add(
+        commands,
+        "fit",
+        "pipeline.tools.fit:show_fit",
+        "compile the training step for TPUs that are not here and say what memory it takes there",
+        example="rollstream fit v5e:2x4 --config run.toml --set learner.mesh.fsdp=8",
+        json=True,
+    )
+    fit.add_argument("topology", metavar="TOPOLOGY", help="what libtpu calls it, e.g. v5e:2x4, v5e:4x4, v6e:4x4")
+    fit.add_argument("--thorough", action="store_true", help="compile as a learner does, which takes minutes")
 
 
 def _add_prune(commands: "Commands") -> None:
