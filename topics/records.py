@@ -408,6 +408,46 @@ class ExcludedBatch:
     wall_time: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class OldMetadata:
+    """Who made what a RolloutBatch holds, and when."""
+
+    worker_id: str = ""
+    timestamp: float = 0.0
+    weight_step: int = -1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OldRollout:
+    """A rollout of the old form: prompt [P], response [N]."""
+
+    env_name: str
+    env_example_id: str
+    prompt_tokens: Int32
+    response_tokens: Int32
+    response_logprobs: Float32
+    token_rewards: Float32
+    episode_reward: float
+    metadata: tuple[OldMetadata, ...] = ()
+    """Its own, or nothing: no more than one."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OldGroup:
+    """The rollouts of one prompt, in a RolloutBatch."""
+
+    rollouts: tuple[OldRollout, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RolloutBatch:
+    """Groups of rollouts whose metadata is the batch's: the old form, which topics/upcast.py reads."""
+
+    groups: tuple[OldGroup, ...]
+    metadata: tuple[OldMetadata, ...] = ()
+    """One, or nothing."""
+
+
 def batch_numbers(batch_id: str) -> tuple[int, int]:
     """Partition and number of a batch, which its id is made of."""
     partition, _, number = batch_id.partition("-")
