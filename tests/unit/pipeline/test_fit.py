@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from jax.experimental import topologies
 
 from consumers.learner.aot import CompiledFunction, Fit, compile_for
-from consumers.learner.config import LearnerConfig
+from consumers.learner.config import LearnerConfig, MeshConfig
+from consumers.learner.mesh import build_mesh
 from pipeline.tools.fit import text_of
 from topics.errors import ConfigurationError
 
@@ -68,6 +70,16 @@ def test_a_half_billion_class_step_compiles_for_a_slice_and_for_several_hosts(
     assert share <= fit["state_bytes"] < 1.01 * share
     assert fit["state_bytes"] < fit["peak_bytes"] < fit["hbm_bytes"] == 16 << 30
     assert fit["fits"]
+
+
+@pytest.mark.long
+def test_matrix_products_are_split_within_a_host_and_rows_belong_to_one() -> None:
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
+    mesh = build_mesh(MeshConfig(fsdp=2, tensor=4), devices)
+    owners = [{device.process_index for device in row} for row in mesh.devices.reshape(4, 4)]
+    assert owners == [{0}, {1}, {2}, {3}]
+    with pytest.raises(ConfigurationError, match=r"learner.mesh.tensor 8 spans processes"):
+        build_mesh(MeshConfig(tensor=8), devices)
 
 
 @pytest.mark.long
