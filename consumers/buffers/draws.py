@@ -33,5 +33,7 @@ def weighted_without_replacement(
     """
     if not 0 <= count <= len(log_weights):
         raise ValueError(f"{count} of {len(log_weights)} without replacement")
-    keys = log_weights + generator.gumbel(size=len(log_weights))
+    # By hand: numpy promises the stream of its uniform numbers, not that of its distributions (NEP 19).
+    waits = -np.log1p(-generator.random(len(log_weights)))
+    keys = log_weights - np.log(np.maximum(waits, np.finfo(np.float64).tiny))
     return np.argsort(-keys, kind="stable")[:count].astype(np.int64)

@@ -1,0 +1,74 @@
+"""Rollouts as a rollout buffer holds them: those of a batch of the log, and what makes one unfit to be held. Pure."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from topics.examples import REFERENCE
+from topics.records import Float32, NamedArray, Rollout, RolloutMetadata, SamplingParams, TrainingBatch
+
+BATCH = "batch"
+"""Key in a rollout's `extra` of the batch and row it came from, "0-17/3"."""
+_DTYPES = {"tokens": "<i4", "loss_mask": "|b1", "logprobs": "<f4"}
+
+
+def unsound(rollout: Rollout) -> str:
+    """Why a rollout cannot be held, "" where it can: arrays of other lengths or types than its tokens', no number for
+    a reward. Lengths of different rollouts have nothing to do with each other."""
+    length = len(rollout.tokens)
+    for name, dtype in _DTYPES.items():
+        array = getattr(rollout, name)
+        if array.dtype != dtype or array.shape != (length,):
+            return f"{name} is {array.dtype.str} {list(array.shape)}; it must be {dtype} [{length}]"
+    if not length:
+        return "it has no tokens"
+    if not math.isfinite(rollout.reward):
+        return f"its reward is {rollout.reward}"
+    return ""
+
+
+def rollouts_of(
+    batch: TrainingBatch, weight_step_of: Callable[[int], int]
+) -> Iterator[tuple[Rollout, float | Float32]]:
+    """The rows of a batch as rollouts with their advantages: one number, or one for each position where they differ.
+
+    Arrays are views of the batch's. A rollout's timestamp is when its group was opened, in stream time, and its weight
+    step that of the lowest version that sampled it.
+    """
+    per_row = len(batch.advantages) != len(batch.tokens)
+    for row, uid in enumerate(batch.uids):
+        span = slice(int(batch.splits[row]), int(batch.splits[row + 1]))
+        group = batch.groups[int(batch.group_index[row])]
+        lowest = int(batch.lowest_versions[row])
+        advantage: float | Float32
+        if per_row:
+            advantage = float(batch.advantages[row])
+        else:
+            advantage = batch.advantages[span]
+            if len(advantage) and (advantage == advantage[0]).all():
+                advantage = float(advantage[0])
+        reference = batch.reference_logprobs
+        yield (
+            Rollout(
+                uid=uid,
+                group_size=group.size,
+                group_id=group.group_id,
+                environment=group.environment,
+                example_id=group.example_id,
+                policy_version=group.policy_version,
+                lowest_version=lowest,
+                highest_version=int(batch.highest_versions[row]),
+                tokens=batch.tokens[span],
+                loss_mask=batch.loss_mask[span],
+                logprobs=batch.logprobs[span],
+                reward=float(batch.rewards[row]),
+                logprobs_mode="processed" if batch.logprobs_processed[row] else "raw",
+                sampling=SamplingParams(temperature=float(batch.temperatures[row])),
+                truncated=bool(batch.truncated[row]),
+                metadata=RolloutMetadata(timestamp=group.opened_ms / 1000, weight_step=weight_step_of(lowest)),
+                token_arrays={REFERENCE: NamedArray.of(np.asarray(reference[span]))} if len(reference) else {},
+                extra={BATCH: f"{batch.batch_id}/{row}"},
+            ),
+            advantage,
+        )
