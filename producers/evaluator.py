@@ -155,10 +155,13 @@ class _Manifests:
         """Learner step of each version."""
 
     def read(self) -> Mapping[int, int]:
-        """Wait a moment for more; everything so far."""
-        while messages := clients.at_hand(self._consumer, 500, _LOOK_EVERY_S):
+        """Read on to the end, or wait a moment where it is reached; everything so far."""
+        at_end = False
+        while not at_end and (messages := clients.at_hand(self._consumer, 500, _LOOK_EVERY_S)):
             for message in messages:
                 error = message.error()
+                # A learner may publish faster than we wait: the end is where it was, not where nothing comes.
+                at_end = error is not None
                 if error is not None:
                     if error.code() != KafkaError._PARTITION_EOF:
                         clients.raise_for(error, f"following {self._topic}")
