@@ -272,6 +272,7 @@ def _add_questions(commands: "Commands") -> None:
     _add_export(commands)
     _add_fit(commands)
     _add_prune(commands)
+    _add_archive(commands)
     _add_dlq(commands)
     _add_exclude(commands)
     _add_cat(commands)
@@ -369,6 +370,51 @@ def _add_prune(commands: "Commands") -> None:
     prune.add_argument(
         "--without-checkpoints", action="store_true", help="keep nothing for going back to a checkpoint of a learner"
     )
+
+
+def _add_archive(commands: "Commands") -> None:
+    archive = _add(
+        commands,
+        "archive",
+        "pipeline.tools.archive:show_archive",
+        "copy what is new in the run's topics into Parquet files, each record once",
+        example="rollstream archive s3://bucket/runs --run main --follow",
+        json=True,
+    )
+    archive.add_argument(
+        "archive", nargs="?", metavar="ARCHIVE", help="a directory, or a URL of fsspec's (default: archive in data_dir)"
+    )
+    archive.add_argument("--follow", action="store_true", help="go on until interrupted")
+    archive.add_argument(
+        "--every", type=_seconds, default=10.0, metavar="S", help="seconds between looks (default: %(default)g)"
+    )
+    archive.add_argument("--arrays", action="store_true", help="tokens, masks and logprobs as columns, too")
+    archive.add_argument("--compact", action="store_true", help="merge small files instead; reads no topic")
+    archive.add_argument("--check", action="store_true", help="read every file again instead, and compare digests")
+    restore = _add(
+        commands,
+        "restore",
+        "pipeline.tools.archive:show_restore",
+        "fill the topics of a new run from an archive, every record at the offset it had",
+        example="rollstream restore .rollstream/archive --run main --into again",
+        json=True,
+    )
+    restore.add_argument("archive", metavar="ARCHIVE", help="where it lies; --run says which run of it")
+    restore.add_argument("--into", required=True, metavar="RUN", help="the run whose topics are created")
+    sql = _add(
+        commands,
+        "sql",
+        "pipeline.tools.sql:show_sql",
+        "query the archive with DuckDB; without a query, show its tables",
+        example="rollstream sql 'select * from drops_by_reason'",
+        json=True,
+    )
+    sql.add_argument("query", nargs="?", metavar="QUERY", help="one SELECT")
+    sql.add_argument(
+        "--archive", metavar="ARCHIVE", help="a directory, or a URL of fsspec's (default: archive in data_dir)"
+    )
+    sql.add_argument("--csv", action="store_true", help="print CSV")
+    sql.add_argument("--plot", type=Path, metavar="FILE.png", help="draw two columns: a line, or bars over texts")
 
 
 def _seconds(text: str) -> float:

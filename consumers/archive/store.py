@@ -1,0 +1,184 @@
+"""Where an archive lies: a local directory, or any object store that fsspec knows by its URL.
+
+Objects are written whole and never changed. `create` writes only where nothing is: what commits are made of, as object
+stores have no rename. What a store has accepted outlives a crash of this machine.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from topics.errors import ConfigurationError, StateRefused
+
+
+class Store(Protocol):
+    """Objects by name; names have slashes."""
+
+    url: str
+
+    def names(self, under: str) -> list[str]:
+        """Names of all objects below a folder, in order."""
+
+    def read(self, name: str) -> bytes:
+        """An object whole. Raises FileNotFoundError where there is none."""
+
+    def write(self, name: str, data: bytes) -> None:
+        """Store an object, whole or not at all."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Store an object where none is; False, and nothing is changed, where there is one already."""
+
+    def delete(self, name: str) -> None:
+        """Remove an object; no error where there is none."""
+
+
+def open_store(url: str) -> Store:
+    """The store at a path or URL. Raises ConfigurationError where fsspec is missing or knows no such URL."""
+    parts = urlsplit(url)
+    if len(parts.scheme) < 2:  # None, or the drive of a path on Windows.
+        return LocalStore(Path(url))
+    if parts.scheme == "file":
+        return LocalStore(Path(parts.path))
+    return FsspecStore(url)
+
+
+class LocalStore:
+    """A directory. Files are synced before they have their names, and folders after."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self.url = str(self.root)
+
+    def names(self, under: str) -> list[str]:
+        folder = self.root / under
+        found = (path.relative_to(self.root) for path in folder.rglob("*") if path.is_file())
+        return sorted(path.as_posix() for path in found)
+
+    def read(self, name: str) -> bytes:
+        return (self.root / name).read_bytes()
+
+    def write(self, name: str, data: bytes) -> None:
+        temporary = self._written(name, data)
+        temporary.replace(self.root / name)
+        _sync(temporary.parent)
+
+    def create(self, name: str, data: bytes) -> bool:
+        temporary = self._written(name, data)
+        try:
+            # Unlike a rename, a link is refused where there is a file.
+            os.link(temporary, self.root / name)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink()
+        _sync(temporary.parent)
+        return True
+
+    def delete(self, name: str) -> None:
+        path = self.root / name
+        path.unlink(missing_ok=True)
+        for folder in path.relative_to(self.root).parents[:-1]:
+            try:
+                (self.root / folder).rmdir()
+            except OSError:  # It holds other files.
+                return
+
+    def _written(self, name: str, data: bytes) -> Path:
+        folder = (self.root / name).parent
+        missing = [folder, *(parent for parent in folder.parents if not parent.exists())]
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, path = tempfile.mkstemp(prefix=".writing-", dir=folder)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(path, 0o644)
+        for made in missing[1:]:
+            _sync(made.parent)
+        return Path(path)
+
+
+def _sync(folder: Path) -> None:
+    """Make what a folder lists outlive a crash."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class FsspecStore:
+    """A folder of a file system of fsspec's: s3://, gs://, memory:// and others.
+
+    `create` is as exclusive as the file system's: s3fs, gcsfs and memory:// refuse where an object is; those that know
+    no such mode are asked first, which two archivers at the very same moment might both pass.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            import fsspec
+        except ImportError as error:
+            raise ConfigurationError(
+                f'{url}: archives at URLs need fsspec: pip install "rollstream[archive]"'
+            ) from error
+        try:
+            # Another process may have written since: nothing is remembered.
+            self.files, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        except (ValueError, ImportError, TypeError) as error:
+            raise ConfigurationError(f"{url}: fsspec cannot open it: {error}") from error
+        self.url = url.rstrip("/")
+
+    def path(self, name: str) -> str:
+        """Where an object lies, as the file system calls it."""
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def names(self, under: str) -> list[str]:
+        self.files.invalidate_cache()
+        before = len(self.path(""))
+        try:
+            return sorted(path[before:] for path in self.files.find(self.path(under)))
+        except FileNotFoundError:
+            return []
+
+    def read(self, name: str) -> bytes:
+        data: bytes = self.files.cat_file(self.path(name))
+        return data
+
+    def write(self, name: str, data: bytes) -> None:
+        self._put(name, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        try:
+            self._put(name, data, mode="create")
+        except FileExistsError:
+            return False
+        except (NotImplementedError, TypeError, ValueError):
+            if self.files.exists(self.path(name)):
+                return False
+            self._put(name, data)
+        return True
+
+    def delete(self, name: str) -> None:
+        if self.files.exists(self.path(name)):
+            self.files.rm_file(self.path(name))
+
+    def _put(self, name: str, data: bytes, **mode: Any) -> None:
+        path = self.path(name)
+        # Object stores have no folders and take no notice.
+        self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self.files.pipe_file(path, data, **mode)
+
+
+def checked(store: Store, name: str, sha256: str) -> bytes:
+    """An object whose digest must be this. Raises StateRefused where it is missing or another."""
+    import hashlib
+
+    try:
+        data = store.read(name)
+    except FileNotFoundError:
+        raise StateRefused(f"{store.url}/{name} is missing, and the archive's manifest names it") from None
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise StateRefused(f"{store.url}/{name} is not what was archived: its SHA-256 differs from the manifest's")
+    return data

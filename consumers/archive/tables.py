@@ -1,0 +1,385 @@
+"""The tables of an archive and how records become their rows.
+
+`log` holds every record as it is, bytes and all; the others are what queries are about, decoded, one row a rollout,
+turn, member of a batch, group, drop, step or use. A record that cannot be decoded has a row in `log` alone.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from consumers.archive.manifest import LOG
+from topics import codec
+from topics.errors import RecordError
+from topics.records import JournalRecord, LearnerStep, Rollout, TrainingBatch
+
+
+class Entry(NamedTuple):
+    """A record as a topic holds it."""
+
+    topic: str
+    """Its name in the catalogue."""
+    partition: int
+    offset: int
+    timestamp_ms: int
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...] | None = None
+
+
+_TEXTS = pa.map_(pa.string(), pa.string())
+_FIGURES = pa.map_(pa.string(), pa.float64())
+_HEADERS = pa.list_(pa.struct([("name", pa.string()), ("value", pa.binary())]))
+_PLACE = [
+    ("run", pa.string()),
+    ("environment", pa.string()),
+    ("date", pa.string()),
+    ("topic", pa.string()),
+    ("partition", pa.int32()),
+    ("offset", pa.int64()),
+    ("timestamp_ms", pa.int64()),
+]
+"""What every row begins with: of which record it is. `date` is that of the record's timestamp, UTC."""
+_GROUP = [("example_id", pa.string()), ("policy_version", pa.int64()), ("group_id", pa.string())]
+_ROLLOUT = [
+    ("uid", pa.string()),
+    *_GROUP,
+    ("group_size", pa.int32()),
+    ("lowest_version", pa.int64()),
+    ("highest_version", pa.int64()),
+    ("episode_uid", pa.string()),
+    ("branch", pa.int32()),
+    ("branches", pa.int32()),
+    ("reward", pa.float64()),
+    ("reward_components", _FIGURES),
+    ("truncated", pa.bool_()),
+    ("length", pa.int32()),
+    ("sampled", pa.int32()),
+    ("turns", pa.int32()),
+    ("worker_id", pa.string()),
+    ("replica_id", pa.string()),
+    ("created_s", pa.float64()),
+    ("weight_step", pa.int64()),
+    ("temperature", pa.float64()),
+    ("top_p", pa.float64()),
+    ("top_k", pa.int64()),
+    ("min_p", pa.float64()),
+    ("logprobs_mode", pa.string()),
+    ("extra", _TEXTS),
+    ("tokens", pa.list_(pa.int32())),
+    ("loss_mask", pa.list_(pa.bool_())),
+    ("logprobs", pa.list_(pa.float32())),
+]
+SCHEMAS: Mapping[str, pa.Schema] = {
+    name: pa.schema([*_PLACE, *columns])
+    for name, columns in {
+        LOG: [("kind", pa.string()), ("key", pa.binary()), ("value", pa.binary()), ("headers", _HEADERS)],
+        "rollouts": _ROLLOUT,
+        "evals": _ROLLOUT,
+        "turns": [
+            ("uid", pa.string()),
+            ("example_id", pa.string()),
+            ("policy_version", pa.int64()),
+            ("turn", pa.int32()),
+            ("role", pa.string()),
+            ("text", pa.string()),
+            ("start", pa.int32()),
+            ("stop", pa.int32()),
+            ("reward", pa.float64()),
+            ("has_logprobs", pa.bool_()),
+            ("created_s", pa.float64()),
+            ("model_version", pa.int64()),
+            ("sampling_params", _TEXTS),
+            ("inference_time_s", pa.float64()),
+        ],
+        "batches": [
+            ("batch_id", pa.string()),
+            ("number", pa.int64()),
+            ("example_idx", pa.int32()),
+            *_GROUP,
+            ("source_offset", pa.int64()),
+            ("uid", pa.string()),
+            ("reward", pa.float64()),
+            ("advantage", pa.float64()),
+            ("truncated", pa.bool_()),
+            ("lowest_version", pa.int64()),
+            ("highest_version", pa.int64()),
+            ("length", pa.int32()),
+            ("sampled", pa.int32()),
+            ("temperature", pa.float64()),
+            ("cut", pa.string()),
+            ("cut_ms", pa.int64()),
+            ("generation", pa.int64()),
+            ("core_version", pa.int32()),
+            ("tokens", pa.list_(pa.int32())),
+            ("loss_mask", pa.list_(pa.bool_())),
+            ("advantages", pa.list_(pa.float32())),
+            ("generator_log_probs", pa.list_(pa.float32())),
+        ],
+        "groups": [
+            *_GROUP,
+            ("batch_id", pa.string()),
+            ("size", pa.int32()),
+            ("opened_ms", pa.int64()),
+            ("sealed_ms", pa.int64()),
+            ("rollouts", pa.int32()),
+            ("reward_mean", pa.float64()),
+            ("reward_std", pa.float64()),
+            ("uids", pa.list_(pa.string())),
+            ("source_offsets", pa.list_(pa.int64())),
+        ],
+        "finished_groups": [*_GROUP, ("sealed_ms", pa.int64()), ("finished_ms", pa.int64())],
+        "drops": [
+            ("rollout_offset", pa.int64()),
+            ("reason", pa.string()),
+            ("detail", pa.string()),
+            ("uid", pa.string()),
+            ("policy_version", pa.int64()),
+            ("lowest_version", pa.int64()),
+            ("age_ms", pa.int64()),
+            ("tokens", pa.int64()),
+        ],
+        "steps": [
+            ("learner", pa.string()),
+            ("step", pa.int64()),
+            ("input_run", pa.string()),
+            ("position", pa.int64()),
+            ("policy_version", pa.int64()),
+            ("params_digest", pa.string()),
+            ("trained_total", pa.int64()),
+            ("skipped_total", pa.int64()),
+            ("created_s", pa.float64()),
+            ("metrics", _FIGURES),
+        ],
+        "uses": [
+            ("learner", pa.string()),
+            ("step", pa.int64()),
+            ("input_run", pa.string()),
+            ("batch_id", pa.string()),
+            ("index_offset", pa.int64()),
+            ("rows", pa.int32()),
+            ("use", pa.string()),
+            ("reason", pa.string()),
+        ],
+    }.items()
+}
+_OWN_VALUES = ("offset", "timestamp_ms", "key", "value", "uid", "text")
+"""Columns of which no value comes again often enough for a dictionary."""
+
+Row = tuple[Any, ...]
+"""Values in the order of a table's schema, from `topic` on: run, environment and date are those of the file."""
+Rows = Iterator[tuple[str, str, Row]]
+"""Table, environment and row."""
+
+
+@cache
+def date_of(day: int) -> str:
+    """A day since 1970 as ISO 8601."""
+    return datetime.fromtimestamp(day * 86400, UTC).date().isoformat()
+
+
+def date_at(timestamp_ms: int) -> str:
+    """The day of a record, UTC."""
+    return date_of(max(timestamp_ms, 0) // 86_400_000)
+
+
+def log_row(entry: Entry) -> Row:
+    """The row of `log`."""
+    headers = None if entry.headers is None else [{"name": name, "value": value} for name, value in entry.headers]
+    return (*entry[:4], _kind(entry.value), entry.key, entry.value, headers)
+
+
+@cache
+def _kinds() -> dict[bytes, str]:
+    return {frame: name for name in codec.schemas() for frame in codec.frames(name)}
+
+
+def _kind(value: bytes | None) -> str | None:
+    return None if value is None else _kinds().get(value[: codec.HEADER_SIZE])
+
+
+def rows_of(entry: Entry, *, arrays: bool) -> Rows:
+    """Rows of the decoded tables; none for what says nothing there or cannot be decoded."""
+    make = _MAKERS.get(_kind(entry.value) or "")
+    if make is None:
+        return
+    try:
+        record = codec.decode(entry.value)
+    except RecordError:
+        return
+    yield from make(entry, record, arrays)
+
+
+def _rollout(entry: Entry, r: Rollout, arrays: bool) -> Rows:
+    place, environment, about = entry[:4], r.environment, r.metadata
+    table = "evals" if entry.topic == "evals" else "rollouts"
+    row = (
+        *place,
+        r.uid,
+        r.example_id,
+        r.policy_version,
+        r.group_id,
+        r.group_size,
+        r.lowest_version,
+        r.highest_version,
+        r.episode_uid,
+        r.branch,
+        r.branches,
+        r.reward,
+        list(r.reward_components.items()),
+        r.truncated,
+        len(r.tokens),
+        int(np.count_nonzero(r.loss_mask)),
+        len(r.turns),
+        about.worker_id,
+        about.replica_id,
+        about.timestamp,
+        about.weight_step,
+        r.sampling.temperature,
+        r.sampling.top_p,
+        r.sampling.top_k,
+        r.sampling.min_p,
+        r.logprobs_mode,
+        list(r.extra.items()),
+        *((r.tokens, r.loss_mask, r.logprobs) if arrays else (None, None, None)),
+    )
+    yield table, environment, row
+    for number, turn in enumerate(r.turns):
+        of = turn.inference
+        yield (
+            "turns",
+            environment,
+            (
+                *place,
+                r.uid,
+                r.example_id,
+                r.policy_version,
+                number,
+                turn.role,
+                turn.text,
+                turn.start,
+                turn.stop,
+                turn.reward,
+                turn.has_logprobs,
+                turn.timestamp,
+                of.model_version,
+                list(of.sampling_params.items()),
+                of.inference_time_s,
+            ),
+        )
+
+
+def _batch(entry: Entry, b: TrainingBatch, arrays: bool) -> Rows:
+    place, splits = entry[:4], b.splits.tolist()
+    members: dict[int, list[int]] = {}
+    for row, index in enumerate(b.group_index.tolist()):
+        group, begin, end = b.groups[index], splits[row], splits[row + 1]
+        members.setdefault(index, []).append(row)
+        span = slice(begin, end)
+        mask = b.loss_mask[span]
+        sampled = b.advantages[span][mask]
+        whole = (b.tokens[span], mask, b.advantages[span], b.logprobs[span]) if arrays else (None,) * 4
+        yield (
+            "batches",
+            group.environment,
+            (
+                *place,
+                b.batch_id,
+                b.number,
+                row,
+                group.example_id,
+                group.policy_version,
+                group.group_id,
+                int(b.source_offsets[row]),
+                b.uids[row],
+                float(b.rewards[row]),
+                # Of its first sampled token; estimators that give each rollout one advantage give all of them this.
+                float(sampled[0]) if len(sampled) else None,
+                bool(b.truncated[row]),
+                int(b.lowest_versions[row]),
+                int(b.highest_versions[row]),
+                end - begin,
+                len(sampled),
+                float(b.temperatures[row]),
+                b.cut,
+                b.cut_ms,
+                b.generation,
+                b.core_version,
+                *whole,
+            ),
+        )
+    for index, rows in members.items():
+        group, rewards = b.groups[index], b.rewards[rows]
+        about = (group.example_id, group.policy_version, group.group_id, b.batch_id)
+        when = (group.size, group.opened_ms, group.sealed_ms)
+        figures = (len(rows), float(rewards.mean()), float(rewards.std()))
+        which = ([b.uids[row] for row in rows], b.source_offsets[rows])
+        yield "groups", group.environment, (*place, *about, *when, *figures, *which)
+
+
+def _journal(entry: Entry, j: JournalRecord, _arrays: bool) -> Rows:
+    place = entry[:4]
+    for drop in j.drops:
+        said = (drop.offset, drop.reason, drop.detail, drop.uid)
+        figures = (drop.policy_version, drop.lowest_version, drop.age_ms, drop.tokens)
+        yield "drops", drop.environment, (*place, *said, *figures)
+    for group in j.finished_groups:
+        about = (group.example_id, group.policy_version, group.group_id)
+        yield "finished_groups", group.environment, (*place, *about, group.sealed_ms, group.finished_ms)
+
+
+def _step(entry: Entry, s: LearnerStep, _arrays: bool) -> Rows:
+    place = entry[:4]
+    totals = (s.policy_version, s.params_digest, s.trained_total, s.skipped_total, s.timestamp)
+    yield "steps", "", (*place, s.learner, s.step, s.input_run, s.position, *totals, list(s.metrics.items()))
+    for use in s.uses:
+        what = (use.batch_id, use.index_offset, use.rows, use.use, use.reason)
+        yield "uses", "", (*place, s.learner, s.step, s.input_run, *what)
+
+
+_MAKERS: dict[str, Callable[[Entry, Any, bool], Rows]] = {
+    "Rollout": _rollout,
+    "TrainingBatch": _batch,
+    "JournalRecord": _journal,
+    "LearnerStep": _step,
+}
+
+
+def table_of(name: str, run: str, environment: str, date: str, rows: Sequence[Row]) -> pa.Table:
+    """Rows of one file as an Arrow table."""
+    schema = SCHEMAS[name]
+    same = [pa.repeat(pa.scalar(value, pa.string()), len(rows)) for value in (run, environment, date)]
+    columns = [
+        pa.array(column, field.type)
+        for column, field in zip(zip(*rows, strict=True), list(schema)[len(same) :], strict=True)
+    ]
+    return pa.Table.from_arrays([*same, *columns], schema=schema)
+
+
+def parquet(table: pa.Table) -> bytes:
+    """A table as the bytes of a Parquet file."""
+    import pyarrow.parquet as pq
+
+    sink = pa.BufferOutputStream()
+    names = [f.name for f in table.schema if f.name not in _OWN_VALUES and not _nested(f)]
+    # The schema is in Parquet's own terms; Arrow's copy of it in each file doubles that of a small one.
+    pq.write_table(table, sink, compression="zstd", use_dictionary=names, store_schema=False)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def _nested(field: pa.Field) -> bool:
+    return bool(pa.types.is_nested(field.type))
+
+
+def entries_of(table: pa.Table, topic: str, partition: int) -> Iterator[Entry]:
+    """Records of a table `log`, in its order."""
+    for batch in table.to_batches(max_chunksize=500):
+        columns = (batch.column(n).to_pylist() for n in ("offset", "timestamp_ms", "key", "value", "headers"))
+        for offset, timestamp_ms, key, value, headers in zip(*columns, strict=True):
+            named = None if headers is None else tuple((h["name"], h["value"]) for h in headers)
+            yield Entry(topic, partition, offset, timestamp_ms, key, value, named)

@@ -1,0 +1,111 @@
+"""`rollstream sql`: one query over an archive, as a table, JSON or CSV, and as a picture where it has two columns."""
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import date, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from consumers.archive.sql import VIEWS, Answer, query
+from consumers.archive.store import open_store
+from consumers.archive.tables import SCHEMAS
+from pipeline.config import RunConfig
+from pipeline.tables import table
+from pipeline.tools.archive import place_of
+from topics.errors import ConfigurationError
+
+_MOST_BARS = 40
+
+
+def show_sql(config: RunConfig, args: argparse.Namespace) -> int:
+    """Print the answer, or what can be asked about."""
+    if args.query is None:
+        show_tables(args.json)
+        return 0
+    if args.csv and args.json:
+        raise ConfigurationError("--json and --csv are two ways to print; say one")
+    answer = query(open_store(place_of(config, args.archive)), args.query)
+    if args.plot is not None:
+        plot(answer, args.plot)
+    if args.json:
+        print(json.dumps([dict(zip(answer.columns, map(_plain, row), strict=True)) for row in answer.rows]))
+    elif args.csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(answer.columns)
+        writer.writerows(answer.rows)
+    else:
+        print(table(answer.columns, [tuple(map(_shown, row)) for row in answer.rows]))
+    return 0
+
+
+def show_tables(as_json: bool) -> None:
+    """Print the tables with their columns, and the views."""
+    tables = {name: [f"{f.name} {f.type}" for f in schema] for name, schema in SCHEMAS.items()}
+    views = {name: about for name, (about, _text) in VIEWS.items()}
+    if as_json:
+        print(json.dumps({"tables": tables, "views": views}))
+        return
+    for name in tables:
+        print(f"{name}: {', '.join(field.name for field in SCHEMAS[name])}\n")
+    print("views:\n" + "\n".join(f"{name}: {about}" for name, about in views.items()))
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if isinstance(value, Decimal):
+        return float(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, date | datetime):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _shown(value: Any) -> Any:
+    """A value as a cell: numbers as they are, the rest as text."""
+    plain = _plain(value)
+    if plain is None or isinstance(plain, bool | int | float | str):
+        return "" if plain is None else plain
+    return json.dumps(plain, ensure_ascii=False)
+
+
+def plot(answer: Answer, path: Path) -> None:
+    """Draw two columns: bars over texts, a line over numbers and times.
+
+    Raises ConfigurationError where matplotlib is missing, or the columns are not such.
+    """
+    if len(answer.columns) != 2 or not answer.rows:
+        raise ConfigurationError(f"--plot draws two columns with rows; the query has {', '.join(answer.columns)}")
+    xs: Sequence[Any] = [row[0] for row in answer.rows]
+    ys = [_plain(row[1]) for row in answer.rows]
+    if not all(isinstance(y, int | float) or y is None for y in ys):
+        raise ConfigurationError(f"--plot needs numbers in the second column; {answer.columns[1]} has others")
+    if path.suffix.lower() != ".png":
+        raise ConfigurationError(f"--plot writes PNG; {path} is called otherwise")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError('--plot needs matplotlib: pip install "rollstream[sql]"') from error
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if any(isinstance(x, str) or x is None for x in xs):
+        xs, ys = ["" if x is None else str(x) for x in xs[:_MOST_BARS]], ys[:_MOST_BARS]
+        axes.bar(range(len(xs)), [0 if y is None else y for y in ys])
+        axes.set_xticks(range(len(xs)), xs, rotation=30, ha="right")
+    else:
+        ordered = sorted(zip(xs, ys, strict=True), key=lambda point: point[0])
+        axes.plot([x for x, _y in ordered], [float("nan") if y is None else y for _x, y in ordered], marker=".")
+    axes.set_xlabel(answer.columns[0])
+    axes.set_ylabel(answer.columns[1])
+    axes.grid(alpha=0.3)
+    figure.savefig(path, format="png")
