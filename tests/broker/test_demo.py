@@ -179,13 +179,15 @@ def test_a_killed_demo_takes_its_processes_with_it(start: Start, tmp_path: Path)
     )
 
 
+@pytest.mark.timeout(240)  # two of the parts compile when they start, each of them twice
 def test_a_run_goes_on_after_kill_9_of_its_parts_and_drains_when_told(
     start: Start, tmp_path: Path, broker: str, run_name: str
 ) -> None:
-    kafka, data = KafkaConfig(bootstrap_servers=broker), f"--set=data_dir={tmp_path}"
-    run = start("run", "examples/demo.toml", "--run", run_name, data, KAFKA_BOOTSTRAP_SERVERS=broker)
+    kafka = KafkaConfig(bootstrap_servers=broker)
+    flags = [f"--set={s}" for s in (f"data_dir={tmp_path}", "evaluation.every_versions=1", "evaluation.max_prompts=8")]
+    run = start("run", "examples/demo.toml", "--run", run_name, *flags, KAFKA_BOOTSTRAP_SERVERS=broker)
     assert run.stdout is not None
-    assert "6 processes are ready" in run.stdout.readline()
+    assert "7 processes are ready" in run.stdout.readline()
 
     def pid_of(*words: str) -> int:
         [found] = [p for p in psutil.Process(run.pid).children() if set(words) <= set(p.cmdline())]
@@ -208,6 +210,9 @@ def test_a_run_goes_on_after_kill_9_of_its_parts_and_drains_when_told(
     book = ledger(kafka, run_name)
     assert book.balanced, book.problems
     assert book.trained > 0
+    evaluated = [found["version"] for found in book.evaluations if found["rollouts"] == 8]
+    assert len(evaluated) > 2, book.evaluations
+    assert book.evals_batched == 0
     assert verify(kafka, run_name).mismatches == []
 
 
