@@ -1,0 +1,89 @@
+"""The store of groups and batches by hand, without Kafka: `python -m consumers.buffers.example_usage [DIRECTORY]`.
+
+Adds rollouts of 12 problems to a store, has batches made of them, and reads both back; every line printed is counted
+from the files.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from consumers.buffers.group_config import GroupStoreConfig
+from consumers.buffers.group_store import ReplayBuffer
+from consumers.grouping.batch_maker import MakerContext
+from consumers.grouping.reservoir import ReservoirBatchMaker
+from topics.records import InferenceMetadata, Rollout, RolloutMetadata, Turn
+
+PROBLEMS = 12
+ATTEMPTS = 8
+BATCH_SIZE = 32
+
+
+def attempts() -> Iterator[Rollout]:
+    """Eight attempts at each of twelve sums, right or wrong by a draw with a fixed seed."""
+    rng = np.random.default_rng(0)
+    for problem in range(PROBLEMS):
+        for attempt in range(ATTEMPTS):
+            right = bool(rng.random() < problem / (PROBLEMS - 1))
+            tokens = np.array([problem, 10, problem, 11, 2 * problem + (not right)], np.int32)
+            uid = f"problem-{problem}-{attempt}"
+            yield Rollout(
+                uid=uid,
+                group_size=ATTEMPTS,
+                environment="sums",
+                example_id=f"problem-{problem}",
+                policy_version=3,
+                lowest_version=3,
+                highest_version=3,
+                tokens=tokens,
+                loss_mask=np.array([False] * 4 + [True]),
+                logprobs=np.array([0, 0, 0, 0, -0.7], np.float32),
+                reward=float(right),
+                turns=(
+                    Turn(role="user", text=f"{problem}+{problem}=", start=0, stop=4),
+                    Turn(
+                        role="assistant",
+                        text=str(tokens[-1]),
+                        start=4,
+                        stop=5,
+                        reward=float(right),
+                        has_logprobs=True,
+                        inference=InferenceMetadata(model_version=3, inference_time_s=0.01),
+                    ),
+                ),
+                metadata=RolloutMetadata(worker_id="example", replica_id=f"replica-{attempt % 2}", timestamp=0.0),
+            )
+
+
+def main(root: Path) -> None:
+    """Fill a store below `root` and say what is in it."""
+    config = GroupStoreConfig(target_group_size=ATTEMPTS)
+    maker = ReservoirBatchMaker(MakerContext(partition=0, seed=42, batch_bytes=2**30))
+    with ReplayBuffer(root, "sums", config, batch_maker=maker) as buffer:
+        buffer.add_rollouts(attempts())
+        while (batch_id := buffer.create_and_store_batch(BATCH_SIZE)) is not None:
+            batch = buffer.read_batch(batch_id)
+            advantages = np.array([example.advantage[0] for example in batch.examples])
+            _say(f"batch {batch.number}: {len(batch.examples)} examples, advantages {advantages.std():.3f} around 0")
+        for group in buffer.groups():
+            rewards = [rollout.reward for rollout in group.rollouts]
+            _say(f"group {group.example_id}: {len(rewards)} rollouts, mean reward {np.mean(rewards):.3f}")
+        for name, count in buffer.stats().items():
+            _say(f"{name}: {count}")
+        files = sorted(path.relative_to(root) for path in root.rglob("*.parquet"))
+        _say(f"{len(files)} files, e.g. {files[0]} and {files[-1]}")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(Path(sys.argv[1]))
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            main(Path(directory))

@@ -1,0 +1,342 @@
+"""The store of one environment's groups and batches: collects rollouts into groups, seals them onto disk, forwards them
+to a batch maker, and writes the batches it makes.
+
+A group that `add_rollout`, `poll` or `flush` has sealed is on disk when the call returns. Safe from several threads.
+"""
+
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from consumers.buffers import batch_files, group_files
+from consumers.buffers.batch_files import StoredBatch
+from consumers.buffers.files import StoreError, read_json, remove, remove_unfinished, write_json
+from consumers.buffers.forwarding import Forwarding
+from consumers.buffers.group_config import GroupStoreConfig
+from consumers.buffers.group_files import Placed, RolloutGroup, part_name
+from consumers.buffers.group_index import GroupIndex
+from consumers.buffers.open_groups import OpenGroups
+from consumers.grouping.batch_maker import BatchMaker
+from topics.errors import ConfigurationError, RecordError
+from topics.examples import RLExample, Source
+from topics.records import Rollout
+from topics.validation import problems
+
+_STATE = "open.json"
+_NO_PLACE = -1
+"""Partition and offset of a rollout that was added by hand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What a store holds beside its sealed groups, as of one moment."""
+
+    open_file: str
+    """Name of the file of its open groups; empty where there are none."""
+    sealed: int
+    """Groups that had sealed; -1 where all that lie on disk count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Closed:
+    """What became of the groups that were open when a store was closed."""
+
+    sealed: int
+    """Groups that had min_group_size."""
+    kept: int
+    """Groups too small for that: in the store's file of open groups, for the next time it is opened."""
+
+
+class ReplayBuffer:
+    """One environment's groups and batches below `root`, in a folder of its own.
+
+    Opened again it goes on where it was: with the groups that were open when it was last flushed or closed, knowing
+    every rollout that lies on disk, and with what no batch has delivered given to the batch maker again. One process
+    at a time may have it open.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        environment: str,
+        config: GroupStoreConfig | None = None,
+        *,
+        batch_maker: BatchMaker | None = None,
+        clock: Callable[[], float] = time.time,
+        resume: Saved | None = None,
+    ) -> None:
+        """`clock` is asked for the time, in seconds since the Unix epoch, where a call is not told it.
+
+        `resume` is for who keeps the position in a log: the store becomes what it was then, and groups that sealed
+        later are not written again when they seal again. Raises StoreError for files that are not whole.
+        """
+        self.environment = environment
+        self.directory = Path(root) / group_files.folder_of(environment)
+        self.config = config or GroupStoreConfig()
+        self._clock = clock
+        self._maker = batch_maker
+        self._lock = threading.RLock()
+        self._start(resume)
+
+    def _start(self, resume: Saved | None) -> None:
+        remove_unfinished(self.directory)
+        remove_unfinished(self.directory / batch_files.FOLDER)
+        saved = resume or self._saved()
+        self._counts: Counter[str] = Counter()
+        self._unwritten: list[RolloutGroup] = []
+        self._unwritten_batch: StoredBatch | None = None
+        self._index = GroupIndex(self.directory, saved.sealed)
+        self._uids = {uid for entry in self._index for uid in entry.uids}
+        self._batches = self._known_batches()
+        self._forwarding = None
+        if self._maker is not None:
+            delivered = (source.uid for path in self._batches.values() for source in batch_files.read_sources(path)[1])
+            self._forwarding = Forwarding(self._maker, self.config, delivered)
+            for entry in self._index:
+                self._forwarding.offer(partial(self._read, entry.file), entry)
+        self._open_file = saved.open_file
+        self._open = OpenGroups(self.config)
+        self._reopen(saved.open_file)
+
+    # ------------------------------------------------------------------ adding
+
+    def add_rollout(self, rollout: Rollout, source: Source | None = None, *, now: float | None = None) -> bool:
+        """Take a rollout into its group; whether it was taken. `source` is where it lies on the log, if it does.
+
+        Not taken, and counted in `stats`: a uid the store has, a policy version that is not accepted, one rollout too
+        many of a replica. Raises RecordError for a senseless one or another environment's, StoreError when its group
+        sealed and cannot be written: the group is then kept, and written by whatever comes next.
+        """
+        if rollout.environment != self.environment:
+            raise RecordError(
+                f"rollout {rollout.uid!r} is of environment {rollout.environment!r}, this store of {self.environment!r}"
+            )
+        if wrong := problems(rollout):
+            raise RecordError(f"rollout {rollout.uid!r} was not added: {'; '.join(wrong)}")
+        source = source or Source(_NO_PLACE, _NO_PLACE, rollout.uid)
+        with self._lock:
+            self._write_sealed()
+            at = self._clock() if now is None else now
+            self._unwritten += self._open.due(at, source.partition)
+            why = self._refused(rollout, source.partition)
+            self._counts[why or "added"] += 1
+            if not why:
+                self._uids.add(rollout.uid)
+                sealed = self._open.join(Placed(rollout, source), at)
+                if sealed is not None:
+                    self._unwritten.append(sealed)
+                elif len(self._open) > self.config.capacity_groups:
+                    self._shed(at)
+            self._write_sealed()
+            return not why
+
+    add = add_rollout
+
+    def add_rollouts(self, rollouts: Iterable[Rollout], *, now: float | None = None) -> int:
+        """Take rollouts one after another; how many were taken. Raises as `add_rollout` does, at the first."""
+        return sum(self.add_rollout(rollout, now=now) for rollout in rollouts)
+
+    def poll(self, now: float | None = None, partition: int | None = None) -> int:
+        """Seal the groups whose time is over, of one partition or all; how many. Nothing needs to arrive for it."""
+        with self._lock:
+            self._write_sealed()
+            due = self._open.due(self._clock() if now is None else now, partition)
+            self._unwritten += due
+            self._write_sealed()
+            return len(due)
+
+    def _refused(self, rollout: Rollout, partition: int) -> str:
+        accepted = self.config.accept_policy_versions
+        if rollout.uid in self._uids:
+            return "duplicate"
+        if accepted and rollout.policy_version not in accepted:
+            return "version_not_accepted"
+        return "replica_full" if self._open.is_full_for(rollout, partition) else ""
+
+    def _shed(self, at: float) -> None:
+        """There are too many open groups: the oldest seals, or goes where it is too small for that."""
+        oldest = self._open.oldest(at)
+        if isinstance(oldest, RolloutGroup):
+            self._unwritten.append(oldest)
+        else:
+            self._counts["capacity"] += len(oldest)
+
+    def _write_sealed(self) -> None:
+        """Put sealed groups on disk, then into the maker. Raises StoreError; what is left is written the next time."""
+        while self._unwritten:
+            group = self._unwritten[0]
+            if group.group_id not in self._index:
+                name = part_name(group.group_id)
+                if not self._index.has_file(name):
+                    group_files.write_groups(self.directory / name, [group], self.config.compression)
+                self._index.append(name, group)
+            self._unwritten.pop(0)
+            self._counts["sealed"] += 1
+            if self._forwarding is not None:
+                self._forwarding.offer(lambda group=group: group, self._index[group.group_id])  # type: ignore[misc]
+
+    # ------------------------------------------------------------------ batches
+
+    def create_and_store_batch(self, batch_size: int) -> str | None:
+        """Have the batch maker make a batch, and write it: its id, or None when the maker has too little for one.
+
+        Raises ConfigurationError for a store without a maker, StoreError when the batch cannot be written: the next
+        call writes that batch, whatever size it asks for.
+        """
+        return None if (batch := self._next_batch(batch_size)) is None else batch.batch_id
+
+    def sample(self, batch_size: int) -> list[RLExample] | None:
+        """The examples of the next batch, which is stored. Returns None and raises as `create_and_store_batch` does."""
+        return None if (batch := self._next_batch(batch_size)) is None else list(batch.examples)
+
+    def _next_batch(self, batch_size: int) -> StoredBatch | None:
+        if batch_size < 1:
+            raise ConfigurationError(f"a batch of {batch_size} examples; it must be at least 1")
+        with self._lock:
+            if self._forwarding is None:
+                raise ConfigurationError("this store has no batch maker to make a batch; give it one when it is opened")
+            self._write_sealed()
+            if self._unwritten_batch is None:
+                made = self._forwarding.create_batch(batch_size, len(self._batches))
+                if made is None:
+                    return None
+                examples, metadata = made
+                self._unwritten_batch = StoredBatch(
+                    batch_id=str(uuid.uuid4()),
+                    number=len(self._batches),
+                    timestamp=self._clock(),
+                    examples=tuple(examples),
+                    metadata=metadata,
+                )
+            batch = self._unwritten_batch
+            directory = self.directory / batch_files.FOLDER
+            self._batches[batch.batch_id] = batch_files.write_batch(directory, batch, self.config.compression)
+            self._unwritten_batch = None
+            return batch
+
+    def _known_batches(self) -> dict[str, Path]:
+        found = [
+            (batch_files.read_sources(path)[0], path)
+            for path in (self.directory / batch_files.FOLDER).glob("batch_*.parquet")
+        ]
+        return {path.name.split("_")[1]: path for _number, path in sorted(found)}
+
+    # ------------------------------------------------------------------ reading back
+
+    def group_ids(self) -> list[str]:
+        """Ids of the groups on disk, in the order they sealed."""
+        with self._lock:
+            return [entry.group_id for entry in self._index]
+
+    def read_group(self, group_id: str) -> RolloutGroup:
+        """A group from its file. Raises KeyError for an unknown id, StoreError for a file that is not whole."""
+        with self._lock:
+            name = self._index[group_id].file
+        return self._read(name)
+
+    def groups(self) -> Iterator[RolloutGroup]:
+        """Every group on disk, in the order they sealed, one at a time."""
+        return (self.read_group(group_id) for group_id in self.group_ids())
+
+    def batch_ids(self) -> list[str]:
+        """Ids of the batches stored, oldest first."""
+        with self._lock:
+            return list(self._batches)
+
+    def read_batch(self, batch_id: str) -> StoredBatch:
+        """A batch from its file. Raises KeyError for an unknown id, StoreError for a file that is not whole."""
+        with self._lock:
+            path = self._batches[batch_id]
+        return batch_files.read_batch(path)
+
+    def _read(self, name: str) -> RolloutGroup:
+        [group] = group_files.read_groups(self.directory / name)
+        return group
+
+    def size(self) -> int:
+        """Groups on disk."""
+        with self._lock:
+            return len(self._index)
+
+    def stats(self) -> dict[str, int]:
+        """Groups and batches there are, and counts since it was opened: rollouts added, and those that were not taken
+        or left without a batch, by reason."""
+        with self._lock:
+            forwarding = {} if self._forwarding is None else self._forwarding.stats()
+            return {
+                "groups": len(self._index),
+                "open_groups": len(self._open),
+                "open_rollouts": self._open.rollouts,
+                "batches": len(self._batches),
+                **forwarding,
+                **self._counts,
+            }
+
+    # ------------------------------------------------------------------ keeping
+
+    def flush(self) -> None:
+        """Put everything on disk, open groups too, so that it can be opened again as it is. Raises StoreError."""
+        with self._lock:
+            saved = self.prepare()
+            write_json(self.directory / _STATE, {"format": 1, "open_file": saved.open_file})
+            self.committed(saved)
+
+    def prepare(self) -> Saved:
+        """Write what `flush` writes, but for the note that it counts: for who writes that note with a position."""
+        with self._lock:
+            self._write_sealed()
+            self._index.flush()
+            groups = self._open.snapshot()
+            name = f"open-{uuid.uuid4()}.parquet" if groups else ""
+            if groups:
+                group_files.write_groups(self.directory / name, groups, self.config.compression)
+            return Saved(open_file=name, sealed=len(self._index))
+
+    def committed(self, saved: Saved) -> None:
+        """What was prepared counts from now on: remove what came before it."""
+        with self._lock:
+            if self._open_file and self._open_file != saved.open_file:
+                remove(self.directory / self._open_file)
+            self._open_file = saved.open_file
+
+    def close(self, *, seal: bool = True) -> Closed:
+        """Seal the open groups that have min_group_size, unless told not to, and `flush`. Raises StoreError."""
+        with self._lock:
+            sealed = self._open.sealable(self._clock()) if seal else []
+            self._unwritten += sealed
+            self.flush()
+            return Closed(sealed=len(sealed), kept=len(self._open))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def _saved(self) -> Saved:
+        path = self.directory / _STATE
+        return Saved(open_file=read_json(path)["open_file"] if path.exists() else "", sealed=-1)
+
+    def _reopen(self, name: str) -> None:
+        for path in self.directory.glob("open-*.parquet"):
+            if path.name != name:
+                remove(path)
+        if not name:
+            return
+        try:
+            groups = group_files.read_groups(self.directory / name)
+        except FileNotFoundError as error:
+            raise StoreError(f"{self.directory / name} is gone: what it held cannot be found again here") from error
+        for group in groups:
+            # The others have sealed since it was written, by a process that was killed before it wrote it again.
+            members = tuple(member for member in group.members if member.rollout.uid not in self._uids)
+            if members:
+                self._uids.update(member.rollout.uid for member in members)
+                self._open.restore(replace(group, members=members))

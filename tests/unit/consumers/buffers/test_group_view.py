@@ -1,0 +1,195 @@
+"""The store of groups as a view of a log: filled by position, equal after crashes, restarts and a lost disk."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from consumers.buffers.batch_files import read_batch
+from consumers.buffers.files import StoreError
+from consumers.buffers.group_config import GroupStoreConfig
+from consumers.buffers.group_view import GroupStore
+from consumers.grouping.batch_maker import FifoBatchMaker, MakerContext
+from consumers.grouping.testing import example_rollout
+from tests.batches import random_batch
+from topics.codec import encode
+from topics.examples import examples_of
+from topics.records import Mark, RolloutMetadata, same
+
+CONFIG = GroupStoreConfig(target_group_size=3, max_per_replica=2, seal_timeout_s=5.0)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A record of a log of two partitions."""
+
+    partition: int
+    offset: int
+    at_ms: int
+    value: bytes | None
+
+
+def log_of(picks: list[tuple[int, int, int, int]]) -> list[Entry]:
+    """Picks of (partition, example, member, seconds since the one before) as a log; member 9 is no rollout."""
+    ends, now, found = [0, 0], 1000, []
+    for partition, example, member, wait_s in picks:
+        now += wait_s * 1000
+        name = f"{partition}/{example}"
+        rollout = example_rollout(
+            f"{name}-{member}",
+            float(member),
+            environment="ab"[example % 2],
+            example_id=name,
+            metadata=RolloutMetadata(replica_id=f"r{member % 2}"),
+        )
+        value = encode(rollout) if member < 9 else encode(Mark(kind="deadline"))
+        found.append(Entry(partition, ends[partition], now, value))
+        ends[partition] += 1
+    return found
+
+
+def feed(store: GroupStore, entries: list[Entry]) -> None:
+    for entry in entries:
+        store.read(entry.partition, entry.offset, entry.at_ms, entry.value)
+
+
+def content(store: GroupStore) -> dict[str, list[tuple[str, tuple[str, ...], float | None]]]:
+    """What is stored, by environment; partitions have no order among themselves."""
+    return {
+        name: sorted((g.group_id, tuple(r.uid for r in g.rollouts), g.sealed_ts) for g in buffer.groups())
+        for name, buffer in store.environments.items()
+    }
+
+
+ENTRIES = st.lists(
+    st.tuples(
+        st.sampled_from([0, 0, 1]),
+        st.integers(0, 1),
+        st.sampled_from([0, 1, 2, 3, 4, 6, 8, 9]),
+        st.sampled_from([0, 0, 0, 1, 6]),
+    ),
+    min_size=15,
+    max_size=30,
+).map(log_of)
+
+
+@settings(max_examples=settings().max_examples // 6)
+@given(ENTRIES, st.data())
+def test_crashes_restarts_and_a_lost_disk_change_nothing_of_what_is_stored(
+    tmp_path_factory: pytest.TempPathFactory, entries: list[Entry], data: st.DataObject
+) -> None:
+    directory = tmp_path_factory.mktemp("view")
+    whole = GroupStore(directory / "whole", CONFIG)
+    feed(whole, entries)
+    crashed = GroupStore(directory / "crashed", CONFIG)
+    for at, entry in enumerate(entries):
+        feed(crashed, [entry])
+        then = data.draw(st.sampled_from(["", "", "", "save", "crash"]))
+        if then == "save":
+            crashed.save()
+        elif then == "crash":
+            # What is not saved is gone; partitions may be read in another order than before.
+            crashed = GroupStore(directory / "crashed", CONFIG)
+            again = [e for e in entries[: at + 1] if e.offset >= crashed.position.get(e.partition, 0)]
+            feed(crashed, sorted(again, key=lambda e: e.partition) if data.draw(st.booleans()) else again)
+    assert content(crashed) == content(whole)
+    assert crashed.position == whole.position
+    assert len(list(directory.glob("crashed/*/part-*"))) == whole.size(), "nothing is written twice, or left over"
+    crashed.save()
+    restored = GroupStore(directory / "crashed", CONFIG)
+    assert content(restored) == content(whole)
+    opened = [b.stats()["open_rollouts"] for b in restored.environments.values()]
+    assert sum(opened) == sum(b.stats()["open_rollouts"] for b in whole.environments.values())
+
+
+def test_time_is_that_of_the_log_and_of_each_partition_by_itself(tmp_path: Path) -> None:
+    store = GroupStore(tmp_path, CONFIG)
+    feed(store, log_of([(0, 0, 0, 0), (0, 0, 1, 0), (1, 0, 0, 9)]))
+    assert store.size() == 0, "time moved on the other partition"
+    feed(store, [Entry(0, 2, 7_000, encode(Mark(kind="deadline")))])
+    [group] = store.environments["a"].groups()
+    assert group.sealed_ts == 7.0
+    assert [(source.partition, source.offset) for _rollout, source in group.members] == [(0, 0), (0, 1)]
+
+
+def test_a_record_below_the_position_is_left_out_and_what_is_no_rollout_is_counted(tmp_path: Path) -> None:
+    store = GroupStore(tmp_path, CONFIG)
+    entries = log_of([(0, 0, 0, 0), (0, 0, 9, 0)])
+    feed(store, [*entries, *entries, Entry(0, 2, 0, b"poison"), Entry(0, 3, 0, None)])
+    senseless = encode(example_rollout("u", float("nan")))
+    feed(store, [Entry(0, 4, 0, senseless), Entry(0, 5, 0, encode(example_rollout("u", environment="")))])
+    counts = {name: count for name, count in store.stats().items() if name != "environments"}
+    assert counts == {"rollouts": 1, "other": 1, "unreadable": 4}
+    assert store.position == {0: 6}
+
+
+def test_a_group_that_is_on_disk_is_not_written_again(tmp_path: Path) -> None:
+    entries = log_of([(0, example, member, 0) for example in range(2) for member in range(3)])
+    files = []
+    for _filled_again in range(2):
+        store = GroupStore(tmp_path, CONFIG)
+        feed(store, entries)
+        assert store.size() == 2
+        files.append({path.name: path.stat().st_ino for path in tmp_path.rglob("part-*")})
+    assert files[0] == files[1]
+
+
+def test_what_a_group_refused_before_it_sealed_is_refused_again_after_a_crash(tmp_path: Path) -> None:
+    entries = log_of([(0, 0, member, 0) for member in (0, 2, 4, 1)])
+    for _life in range(2):
+        store = GroupStore(tmp_path, CONFIG)
+        feed(store, entries)
+        figures = store.environments["a"].stats()
+        assert (figures["groups"], figures["replica_full"], figures["open_rollouts"]) == (1, 1, 0)
+
+
+def test_what_batches_delivered_is_not_offered_again_after_a_crash(tmp_path: Path) -> None:
+    def opened() -> GroupStore:
+        return GroupStore(
+            tmp_path,
+            CONFIG,
+            maker_of=lambda _environment: FifoBatchMaker(MakerContext(partition=0, seed=0, batch_bytes=2**30)),
+        )
+
+    entries = log_of([(0, 0, member, 0) for member in range(3)])
+    store = opened()
+    feed(store, entries)
+    assert store.environments["a"].create_and_store_batch(3) is not None
+    again = opened()
+    feed(again, entries)
+    assert again.environments["a"].stats()["held"] == 0
+    assert again.environments["a"].create_and_store_batch(3) is None
+
+
+def test_a_copy_saved_elsewhere_is_loaded_as_it_was_and_goes_on(tmp_path: Path) -> None:
+    entries = log_of([(0, example, member, 0) for example in range(3) for member in range(4)])
+    store = GroupStore(tmp_path / "store", CONFIG)
+    feed(store, entries[:6])
+    store.save(tmp_path / "copy")
+    feed(store, entries[6:])
+    store.save()
+    loaded = GroupStore(tmp_path / "other", CONFIG)
+    loaded.load(tmp_path / "copy")
+    assert loaded.position == {0: 6}
+    feed(loaded, entries)
+    assert content(loaded) == content(store)
+    store.save(tmp_path / "copy")
+    assert content(GroupStore(tmp_path / "copy", CONFIG)) == content(store), "saved again over the first"
+    with pytest.raises(StoreError, match="is not empty"):
+        loaded.load(tmp_path / "copy")
+    with pytest.raises(StoreError, match="holds no store"):
+        GroupStore(tmp_path / "new", CONFIG).load(tmp_path / "nowhere")
+
+
+def test_training_batches_of_the_log_are_written_once_and_come_back(tmp_path: Path) -> None:
+    batches = [random_batch(number) for number in range(3)]
+    for _filled_again in range(2):
+        store = GroupStore(tmp_path)
+        feed(store, [Entry(0, n, n, encode(batch)) for n, batch in enumerate(batches)])
+    found = sorted(map(read_batch, (tmp_path / "batches").glob("batch_*.parquet")), key=lambda b: b.number)
+    assert len(found) == 3
+    for stored, batch in zip(found, batches, strict=True):
+        assert stored.metadata["batch_id"] == batch.batch_id
+        assert all(map(same, stored.examples, examples_of(batch)))
