@@ -1,22 +1,26 @@
 """Evaluation while a run goes on: on a real Kafka, asking a real server in front of a generator that answers right."""
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 from pipeline.ledger import ledger
 from pipeline.questions import book_text
 from producers.config import EvaluationConfig, WorkerConfig
-from producers.evaluator import run_evaluator
+from producers.evaluator import _Manifests, run_evaluator
 from producers.rollout_producer import RolloutProducer
 from producers.tasks import create_task
 from tests.producing import SortingGenerator, serving
 from tests.runs import RealRun, rollout
 from tests.waiting import eventually
-from topics.records import Metrics, Rollout
+from topics import clients, provisioning
+from topics.codec import encode
+from topics.keys import encode_key
+from topics.records import Metrics, PolicyManifest, Rollout
 
 TASK = create_task("dsort3")
 PROMPTS = 20
@@ -108,3 +112,33 @@ def test_versions_that_are_due_are_evaluated_once_and_the_ledger_shows_that_none
     assert not book.balanced
     assert any("rollout x0-1 of evals is in batch" in problem for problem in book.problems)
     assert "61 rollouts, 1 OF THEM IN BATCHES" in book_text(book.as_dict())
+
+
+def test_versions_published_without_a_pause_do_not_hold_it_up(real_run: RealRun) -> None:
+    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
+    stop, returned = threading.Event(), threading.Event()
+
+    def publish() -> None:
+        producer = clients.producer(real_run.kafka)
+        for version in itertools.takewhile(lambda _: not stop.is_set(), itertools.count()):
+            manifest = PolicyManifest(
+                version=version, learner="a", step=version, epoch="e", tensors=(), chunks=(), digest=""
+            )
+            producer.produce(real_run.topic("policies"), encode(manifest), encode_key(version))
+            producer.flush(30)
+
+    def read() -> None:
+        with closing(_Manifests(real_run.kafka, real_run.name)) as manifests:
+            while not manifests.read():
+                pass
+        returned.set()
+
+    threads = [threading.Thread(target=publish), threading.Thread(target=read)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert returned.wait(30), "read to where the topic ended while more came"
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)
