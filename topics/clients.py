@@ -355,18 +355,21 @@ def with_unreadable(consumer: Consumer, messages: list[Message], position: dict[
     return found
 
 
-_COORDINATOR_MOVING = (
+_MOVING = (
     KafkaError.NOT_COORDINATOR,
     KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
     KafkaError.COORDINATOR_NOT_AVAILABLE,
     KafkaError.UNSTABLE_OFFSET_COMMIT,
     KafkaError._WAIT_COORD,
     KafkaError._TIMED_OUT,
+    # A broker that has not heard of a new topic's leader yet, though another has.
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
 )
 
 
 def retrying(call: Callable[[], C], doing: str, timeout_s: float = 30.0) -> C:
-    """What `call` returns, tried again while a coordinator is starting or moving, as on a broker just started.
+    """What `call` returns, tried again while a coordinator or leader is starting or moving.
 
     Raises BrokerUnavailable for any other error, and when `timeout_s` is over.
     """
@@ -376,7 +379,7 @@ def retrying(call: Callable[[], C], doing: str, timeout_s: float = 30.0) -> C:
             return call()
         except KafkaException as exception:
             error: KafkaError = exception.args[0]
-            if error.code() not in _COORDINATOR_MOVING or time.monotonic() > deadline:
+            if error.code() not in _MOVING or time.monotonic() > deadline:
                 raise BrokerUnavailable(f"{doing}: {error.str()} ({error.name()})") from exception
             time.sleep(0.05)
 

@@ -51,13 +51,12 @@ def restore(
     clients.check_broker(kafka)
     partitions = len(manifest.topics["rollouts"].position)
     shape = replace(topics, partitions=partitions)
-    provisioning.apply(kafka, shape, into)
-    for name in manifest.topics:
-        topic = topic_name(into, name)
-        if any(end for _low, end in clients.bounds(kafka, topic).values()):
+    for found in provisioning.describe(kafka, into):
+        if any(end for _low, end in clients.bounds(kafka, found.topic).values()):
             raise StateRefused(
-                f"topic {topic} is not empty; restore into a run of another name, or delete its topics first"
+                f"topic {found.topic} is not empty; restore into a run of another name, or delete its topics first"
             )
+    provisioning.apply(kafka, shape, into)
     _alter(kafka, [topic_name(into, name) for name in manifest.topics], _WHILE_RESTORING)
     with_steps = _renamed(manifest.run, into)
     cursors = [

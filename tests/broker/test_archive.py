@@ -1,0 +1,182 @@
+"""The archive of a run on a real broker: killed and gone on with, asked, and made into topics again."""
+
+import csv
+import json
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from confluent_kafka import Producer, TopicPartition
+
+from consumers.archive import manifest as manifests
+from consumers.archive.archiver import TOPICS, Archiver
+from consumers.archive.restorer import restore
+from consumers.archive.store import LocalStore, Store, open_store
+from consumers.archive.tables import Entry
+from consumers.archive.writer import records
+from pipeline.ledger import ledger
+from pipeline.tools.prune import read_positions
+from pipeline.verify import verify
+from tests.planted import check, plant
+from tests.runs import RealRun, rollout
+from topics import clients
+from topics.catalogue import topic_name
+from topics.codec import decode_as, encode
+from topics.errors import StateRefused
+from topics.keys import encode_key
+from topics.records import LearnerStep
+
+Held = dict[str, list[Entry]]
+
+
+def of_topics(run: RealRun, name: str) -> Held:
+    """Every record of a run's topics, as archives keep them, by another way than theirs."""
+    found: Held = {}
+    for topic in TOPICS:
+        messages = clients.read_to_end(run.kafka, topic_name(name, topic))
+        found[topic] = sorted(
+            (
+                Entry(
+                    topic,
+                    m.partition() or 0,
+                    m.offset() or 0,
+                    m.timestamp()[1],
+                    m.key(),
+                    m.value(),
+                    None if m.headers() is None else tuple(m.headers() or ()),  # type: ignore[arg-type]
+                )
+                for m in messages
+            ),
+            key=lambda e: (e.partition, e.offset),
+        )
+    return found
+
+
+def of_archive(store: Store, run: str) -> Held:
+    current = manifests.newest(store, run)
+    assert current is not None
+    return {
+        name: [entry for p in sorted(topic.position) for entry in records(store, current, name, p)]
+        for name, topic in current.topics.items()
+    }
+
+
+def steps_as(held: Held, name: str) -> Held:
+    """With steps that use batches of another run, as in a restored one."""
+    return {
+        **held,
+        "steps": [
+            e._replace(value=encode(replace(decode_as(LearnerStep, e.value), input_run=name))) for e in held["steps"]
+        ],
+    }
+
+
+def ask(run: RealRun, *words: str) -> str:
+    done = subprocess.run(
+        run.command(*words), capture_output=True, text=True, timeout=60, check=False, cwd=run.directory
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_an_archive_survives_kill_9_answers_and_becomes_a_run_that_verifies(real_run: RealRun) -> None:
+    plant(real_run)
+    store = LocalStore(real_run.directory / "archive")
+    process = real_run.start("archive", "--follow", "--every", "0.05", "--arrays")
+    sent = 0
+    while sent < 4000:  # Until it has committed several times, and is in the middle of something.
+        producer = clients.producer(real_run.kafka)
+        for _ in range(100):
+            producer.produce(real_run.topic("evals"), encode(rollout(f"e{sent}", sent)), encode_key("env", f"e{sent}"))
+            sent += 1
+        assert producer.flush(30) == 0
+        current = manifests.newest(store, real_run.name)
+        if current is not None and current.rows("evals") >= 200 and current.generation > 2:
+            break
+        assert process.poll() is None, real_run.log_of(process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert sent > 200
+    (store.root / f"run={real_run.name}" / "table=log" / "left.parquet").write_bytes(b"half a file")
+
+    printed = json.loads(ask(real_run, "archive", "--json"))
+    assert of_archive(store, real_run.name) == of_topics(real_run, real_run.name)
+    with Archiver(real_run.kafka, real_run.name, store) as archiver:
+        assert archiver.once().records == 0
+    assert "left.parquet" not in "".join(store.names(""))
+    assert printed["tables"]["evals"]["rows"] == sent
+
+    rows = list(csv.reader(ask(real_run, "sql", "select reason, drops from drops_by_reason", "--csv").splitlines()))
+    assert sorted(rows[1:]) == [["duplicate_uid", "1"], ["group_too_small", "2"], ["stale_version", "4"]]
+
+    current = manifests.newest(store, real_run.name)
+    assert current is not None
+    again = f"{real_run.name}-again"
+    restore(real_run.kafka, real_run.topics, store, current, again)
+    assert of_topics(real_run, again) == steps_as(of_topics(real_run, real_run.name), again)
+    assert verify(real_run.kafka, again).as_dict() == verify(real_run.kafka, real_run.name).as_dict()
+    book, before = ledger(real_run.kafka, again), ledger(real_run.kafka, real_run.name)
+    check(book)
+    assert book.as_dict() == before.as_dict()
+    with pytest.raises(StateRefused, match="is not empty"):
+        restore(real_run.kafka, real_run.topics, store, current, again)
+
+
+def transaction(producer: Producer, records: Sequence[tuple[str, int]], end: Callable[[float], object]) -> None:
+    producer.begin_transaction()
+    for topic, partition in records:
+        producer.produce(topic, b"in a transaction", partition=partition)
+    assert producer.flush(30) == 0
+    end(30.0)
+
+
+def test_what_lies_between_records_lies_there_again(real_run: RealRun) -> None:
+    real_run.prepare()
+    rollouts, steps, letters = (real_run.topic(name) for name in ("rollouts", "steps", "dead-letters"))
+    plain = clients.producer(real_run.kafka)
+    other = clients.transactional_producer(real_run.kafka, f"{real_run.name}-test")
+    other.init_transactions(30)
+
+    def send(topic: str, partition: int, count: int) -> None:
+        for n in range(count):
+            value = None if n == 1 else b"x" * n
+            headers = [("h", b"1"), ("h", None)] if n % 2 else None
+            plain.produce(topic, value, None if n == 2 else b"k", partition, timestamp=1_000_000 + n, headers=headers)
+        assert plain.flush(30) == 0
+
+    send(rollouts, 0, 7)
+    transaction(other, [(rollouts, 0)] * 1 + [(rollouts, 1)] * 3, other.commit_transaction)
+    transaction(other, [(rollouts, 0)] * 1 + [(letters, 0)] * 2, other.abort_transaction)
+    send(rollouts, 0, 600)
+    transaction(other, [(rollouts, 0)] * 3 + [(steps, 0)], other.abort_transaction)
+    transaction(other, [(rollouts, 0)] * 200 + [(rollouts, 1)], other.commit_transaction)
+    send(letters, 0, 3)
+    transaction(other, [(letters, 0)], other.abort_transaction)
+    send(letters, 0, 1)
+    transaction(other, [(letters, 0)], other.commit_transaction)
+    admin = clients.admin(real_run.kafka)
+    for future in admin.delete_records([TopicPartition(rollouts, 0, 5), TopicPartition(rollouts, 1, 3)]).values():
+        future.result(30)
+
+    store = open_store(f"memory://{real_run.name}")
+    with Archiver(real_run.kafka, real_run.name, store, flush_bytes=20_000) as archiver:
+        first = archiver.once()
+        assert archiver.once().records == 0
+        assert archiver.once().manifest.generation == first.manifest.generation
+    send(rollouts, 0, 1)
+    # The janitor knows what is archived, and keeps the rest.
+    known = read_positions(real_run.kafka, real_run.name, real_run.grouper.group_id(real_run.name), None).groups
+    _low, end = clients.bounds(real_run.kafka, rollouts)[0]
+    assert known[f"{real_run.name}.archive"]["rollouts", 0] == end - 1
+    with Archiver(real_run.kafka, real_run.name, store) as archiver:
+        second = archiver.once()
+    assert second.records == 1
+    again = f"{real_run.name}-again"
+    assert restore(real_run.kafka, real_run.topics, store, second.manifest, again) == first.records + 1
+    assert of_topics(real_run, again) == of_topics(real_run, real_run.name) == of_archive(store, real_run.name)
+    for name in TOPICS:
+        was, now = (clients.bounds(real_run.kafka, topic_name(run, name)) for run in (real_run.name, again))
+        assert {p: end for p, (_low, end) in was.items()} == {p: end for p, (_low, end) in now.items()}
+    assert clients.bounds(real_run.kafka, topic_name(again, "rollouts"))[0][0] == 5
