@@ -223,6 +223,21 @@ def decode(data: bytes | None) -> Any:
         raise RecordError(f"bytes do not parse as {schema.record} v{schema.version} ({why})") from error
 
 
+def values_of(record: object) -> dict[str, Any]:
+    """A record as fastavro's writers take it, for files with a schema of their own."""
+    cls: Any = type(record)
+    return cast(dict[str, Any], _flattener(cls)(record))
+
+
+def record_of(cls: type[R], values: Any) -> R:
+    """A record from what fastavro's readers return, of the newest schema. Raises RecordError for anything else."""
+    try:
+        fields = {field: values[field] for field in typing.get_type_hints(cls)}
+        return cast(R, _builder(cast(Any, cls))(fields))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RecordError(f"no {cls.__name__}: {type(error).__name__}: {error}"[:200]) from error
+
+
 def decode_as(cls: type[R], data: bytes | None) -> R:
     """`decode`, and the record must be a `cls`. Raises RecordError otherwise."""
     record = decode(data)

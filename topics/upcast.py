@@ -8,7 +8,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,13 +31,20 @@ _NAME_ROOM = NAME_LIMIT - 64
 _FIELDS = ("env_name", "env_example_id", "prompt_tokens", "response_tokens", "response_logprobs", "episode_reward")
 
 
+class Refused(NamedTuple):
+    """A rollout that makes no sense."""
+
+    place: str
+    environment: str
+    reason: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Upcast:
     """What became of a batch: every rollout of it is in one of the two."""
 
     rollouts: tuple[Rollout, ...]
-    refused: tuple[tuple[str, str], ...]
-    """Place and reason of each rollout that makes no sense."""
+    refused: tuple[Refused, ...]
 
 
 def upcast(batch: RolloutBatch, place: str) -> Upcast:
@@ -48,7 +55,7 @@ def upcast(batch: RolloutBatch, place: str) -> Upcast:
     of the same environment and example the group holds, so that it can be complete.
     """
     rollouts: list[Rollout] = []
-    refused: list[tuple[str, str]] = []
+    refused: list[Refused] = []
     for number, group in enumerate(batch.groups):
         name = f"{_short(place)}.{number}"
         sound = []
@@ -57,7 +64,7 @@ def upcast(batch: RolloutBatch, place: str) -> Upcast:
             try:
                 sound.append(_rollout(old, _metadata(old, batch), uid, place))
             except RecordError as error:
-                refused.append((f"{place}, group {number}, rollout {member}", str(error)))
+                refused.append(Refused(f"{place}, group {number}, rollout {member}", old.env_name, str(error)))
         sizes = Counter((r.environment, r.example_id) for r in sound)
         version = min((r.policy_version for r in sound), default=0)
         rollouts += [
