@@ -6,7 +6,7 @@ what its journal and steps name is in it.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -61,21 +61,19 @@ class Progress:
 class _Source:
     """One topic, followed from the archive's positions."""
 
-    def __init__(self, kafka: KafkaConfig, run: str, topic: str, writer: ArchiveWriter) -> None:
+    def __init__(self, kafka: KafkaConfig, run: str, topic: str, topic_id: str, writer: ArchiveWriter) -> None:
         self.topic = topic
         self._kafka, self._name = kafka, topic_name(run, topic)
-        bounds = clients.bounds(kafka, self._name)
-        topic_id = clients.topic_ids(kafka, [self._name])[self._name]
-        self.position = writer.begin(topic, topic_id, {p: low for p, (low, _end) in bounds.items()})
+        self.consumer: Consumer = clients.reader(kafka, fetch_wait_ms=10, group=group_of(run))
+        partitions = range(clients.partitions_of(kafka, self._name, self.consumer))
+        self.position = writer.begin(topic, topic_id, {p: self._bounds(p)[0] for p in partitions})
         """First offset that was not taken yet, by partition."""
         self._fetched = dict(self.position)
-        self.consumer: Consumer = clients.reader(kafka, fetch_wait_ms=10, group=group_of(run))
-        starts = [TopicPartition(self._name, p, at) for p, at in self.position.items()]
-        clients.follow(self.consumer, kafka, starts)
+        self.consumer.assign([TopicPartition(self._name, p, at) for p, at in self.position.items()])
 
     def read(self, take: Callable[[Message], None]) -> None:
         """Give `take` every record up to where the topic ends now."""
-        ends = {p: self._end(p) for p in self.position}
+        ends = {p: self._bounds(p)[1] for p in self.position}
         deadline = time.monotonic() + _TIMEOUT_S
         while any(self.position[p] < end for p, end in ends.items()):
             messages = clients.with_unreadable(self.consumer, clients.at_hand(self.consumer, 500, 0.05), self._fetched)
@@ -98,14 +96,14 @@ class _Source:
                     f"{self._kafka.bootstrap_servers} up?"
                 )
 
-    def _end(self, partition: int) -> int:
+    def _bounds(self, partition: int) -> tuple[int, int]:
         ask = partial(self.consumer.get_watermark_offsets, TopicPartition(self._name, partition), 10.0)
-        end: int = clients.retrying(ask, f"asking where {self._name} ends")[1]
-        return end
+        found: tuple[int, int] = clients.retrying(ask, f"asking where {self._name} begins and ends")
+        return found
 
-    def commit(self) -> None:
+    def commit(self, position: Mapping[int, int]) -> None:
         """Tell the broker how far the archive is."""
-        offsets = [TopicPartition(self._name, p, at) for p, at in self.position.items()]
+        offsets = [TopicPartition(self._name, p, at) for p, at in position.items()]
 
         def call() -> None:
             self.consumer.commit(offsets=offsets, asynchronous=False)
@@ -124,8 +122,9 @@ class Archiver:
         self.writer = ArchiveWriter(store, run, arrays=arrays)
         self._sources: list[_Source] = []
         try:
+            ids = clients.topic_ids(kafka, [topic_name(run, topic) for topic in TOPICS])
             for topic in TOPICS:
-                self._sources.append(_Source(kafka, run, topic, self.writer))
+                self._sources.append(_Source(kafka, run, topic, ids[topic_name(run, topic)], self.writer))
         except BaseException:
             self.close()
             raise
@@ -138,7 +137,8 @@ class Archiver:
         self.close()
 
     def close(self) -> None:
-        """Leave the broker."""
+        """Leave the broker; what was not committed does not count."""
+        self.writer.close()
         for source in self._sources:
             source.consumer.close()
 
@@ -153,19 +153,23 @@ class Archiver:
                 records += 1
                 self.writer.add(entry_of(message, topic))
                 if self.writer.buffered_bytes >= self._flush_bytes:
-                    self._commit()
+                    # Files are written while the next records are read.
+                    self.writer.start(self._positions())
+                    self._tell()
 
             source.read(take)
         if records or self._positions() != self._archived():
-            self._commit()
+            self.writer.commit(self._positions())
+            self._tell()
         self.writer.compact(at_least=MOST_SMALL)
         return Progress(records, self.writer.manifest)
 
-    def _commit(self) -> None:
-        manifest = self.writer.commit(self._positions())
+    def _tell(self) -> None:
+        """Say how far the archive is."""
+        manifest = self.writer.manifest
         for source in self._sources:
             if source.topic in PRUNED:
-                source.commit()
+                source.commit(manifest.topics[source.topic].position)
         event(logger, "archived", generation=manifest.generation, files=len(manifest.files))
 
     def _positions(self) -> dict[Place, int]:

@@ -1,13 +1,13 @@
 """Records into files, files into the manifest: exactly once, whatever the moment of a crash.
 
-Records are kept in memory until `commit`, which writes their files and then the manifest that names them together with
-the positions after them. Who starts again goes on from the manifest's positions.
+Records are kept in memory until files are written of them, and then the manifest that names these together with the
+positions after them. Who starts again goes on from the manifest's positions.
 """
 
 import hashlib
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from urllib.parse import quote
@@ -56,6 +56,13 @@ class ArchiveWriter:
         """Files deleted that no manifest named."""
         self.buffered_bytes = 0
         self._entries: dict[Place, list[Entry]] = {}
+        self._reached: dict[Place, int] = {}
+        self._pool = ThreadPoolExecutor(_THREADS)
+        self._writing: tuple[list[Future[ArchivedFile]], dict[Place, int]] | None = None
+
+    def close(self) -> None:
+        """End its threads; what was not committed does not count."""
+        self._pool.shutdown(cancel_futures=True)
 
     def begin(self, topic: str, topic_id: str, first: Mapping[int, int]) -> dict[int, int]:
         """Where to read a topic from, by partition; `first` is where each begins on the broker now.
@@ -90,36 +97,57 @@ class ArchiveWriter:
 
         Raises Fenced where another writer took over: nothing of this counts then.
         """
-        parts = [part for place, entries in sorted(self._entries.items()) for part in self._parts(place, entries)]
-        with ThreadPoolExecutor(_THREADS) as pool:
-            files = list(pool.map(lambda part: self._write(*part), parts))
-        topics = {
-            name: replace(topic, position={p: positions.get((name, p), at) for p, at in topic.position.items()})
-            for name, topic in self.manifest.topics.items()
-        }
-        changed = replace(self.manifest, topics=topics, files=(*self.manifest.files, *files))
-        self.manifest = manifests.commit(self._store, changed)
+        self.start(positions)
+        return self.finish()
+
+    def start(self, positions: Mapping[Place, int]) -> None:
+        """Begin to write files of all that was added, and return; what was begun before is committed first.
+
+        Raises as `commit` does.
+        """
+        self.finish()
+        files = []
+        for place, entries in sorted(self._entries.items()):
+            files += [self._pool.submit(self._write, *part) for part in self._parts(place, entries)]
         self._entries, self.buffered_bytes = {}, 0
+        self._writing = files, dict(positions)
+
+    def finish(self) -> Manifest:
+        """Commit what was begun, where something was. Raises as `commit` does."""
+        if self._writing is not None:
+            futures, positions = self._writing
+            files = [future.result() for future in futures]
+            topics = {
+                name: replace(topic, position={p: positions.get((name, p), at) for p, at in topic.position.items()})
+                for name, topic in self.manifest.topics.items()
+            }
+            changed = replace(self.manifest, topics=topics, files=(*self.manifest.files, *files))
+            self.manifest = manifests.commit(self._store, changed)
+            self._writing = None
         return self.manifest
 
     def _parts(self, place: Place, entries: Sequence[Entry]) -> Iterator[tuple[_Part, Sequence[Row], int, int]]:
         """Rows by file, with the first and last offset in each."""
         topic, partition = place
-        begin, end = self._reached(place), entries[-1].offset + 1
+        begin, end = self._begin(place), entries[-1].offset + 1
+        self._reached[place] = end
         of = _Part(LOG, topic, partition, "", date_at(entries[0].timestamp_ms), begin, end)
         yield of, [log_row(entry) for entry in entries], entries[0].offset, end - 1
-        found: dict[_Part, list[Row]] = {}
+        found: dict[tuple[str, str, str], list[Row]] = {}
         for entry in entries:
+            date = date_at(entry.timestamp_ms)
             for table, environment, row in rows_of(entry, arrays=self._arrays):
-                part = _Part(table, topic, partition, environment, date_at(entry.timestamp_ms), begin, end)
-                found.setdefault(part, []).append(row)
-        for part, rows in found.items():
+                found.setdefault((table, environment, date), []).append(row)
+        for (table, environment, date), rows in found.items():
             # Rows begin with topic, partition and offset.
-            yield part, rows, rows[0][2], rows[-1][2]
+            yield _Part(table, topic, partition, environment, date, begin, end), rows, rows[0][2], rows[-1][2]
 
-    def _reached(self, place: Place) -> int:
+    def _begin(self, place: Place) -> int:
+        """Where the next file of a partition's log begins: where the last one ends."""
+        if place in self._reached:
+            return self._reached[place]
         topic, partition = place
-        ends = (f.end for f in self.manifest.files if (f.table, f.topic, f.partition) == (LOG, *place))
+        ends = (f.end for f in self.manifest.of(LOG) if (f.topic, f.partition) == place)
         return max(ends, default=self.manifest.topics[topic].begin[partition])
 
     def _write(self, part: _Part, rows: Sequence[Row], first: int, last: int) -> ArchivedFile:
@@ -131,6 +159,7 @@ class ArchiveWriter:
 
         Only where there are `at_least` of them. What was replaced is deleted once the new manifest stands.
         """
+        self.finish()
         groups: dict[tuple[str, str, int, str, str], list[list[ArchivedFile]]] = {}
         for file in sorted(self.manifest.files, key=lambda f: (f.begin, f.first)):
             if file.size_bytes >= SMALL_BYTES:
@@ -144,8 +173,7 @@ class ArchiveWriter:
         chosen = [files for runs in groups.values() for files in runs if len(files) >= max(at_least, 2)]
         if not chosen:
             return 0
-        with ThreadPoolExecutor(_THREADS) as pool:
-            merged = list(pool.map(partial(_merged, self._store, self._run), chosen))
+        merged = list(self._pool.map(partial(_merged, self._store, self._run), chosen))
         replaced = {file.path for files in chosen for file in files}
         left = tuple(file for file in self.manifest.files if file.path not in replaced)
         self.manifest = manifests.commit(self._store, replace(self.manifest, files=(*left, *merged)))

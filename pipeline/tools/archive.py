@@ -38,6 +38,7 @@ def show_archive(config: RunConfig, args: argparse.Namespace) -> int:
         _current(store, config.run)
         writer = ArchiveWriter(store, config.run)
         fewer = writer.compact()
+        writer.close()
         print_summary(store, writer.manifest, args.json, fewer=fewer)
         return 0
     with Archiver(config.kafka, config.run, store, arrays=args.arrays) as archiver:

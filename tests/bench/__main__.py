@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.broker import LocalBroker
-from tests.bench import codec_row, fold_row, group_row, latency_row, learner_rows, produce_row, restore_row
+from tests.bench import archive_row, codec_row, fold_row, group_row, latency_row, learner_rows, produce_row, restore_row
 from tests.bench.measure import LatencyRow, Row, Settings
 from topics.config import KafkaConfig
 from topics.errors import RollstreamError
@@ -29,6 +29,7 @@ ROWS: dict[str, Callable[[Settings], Row | LatencyRow]] = {
     "latency-100": latency_row.row("latency-100", 100),
     "latency-1000": latency_row.row("latency-1000", 1_000),
     "restore": restore_row.measure,
+    "archive": archive_row.measure,
     "feed": learner_rows.measure_feed,
     "learn": learner_rows.measure_learn,
 }
