@@ -271,6 +271,7 @@ def _add_questions(commands: "Commands") -> None:
     _add_retrain(commands)
     _add_export(commands)
     _add_fit(commands)
+    _add_migrate(commands)
     _add_prune(commands)
     _add_archive(commands)
     _add_dlq(commands)
@@ -316,6 +317,20 @@ def _add_retrain(commands: "Commands") -> None:
         "--learner", metavar="NAME", help="the learner that made the step (default: learner.name, as the new one's)"
     )
     fork.add_argument("--start", action="store_true", help="start it here and now")
+
+
+def _add_migrate(commands: "Commands") -> None:
+    migrate = _add(
+        commands,
+        "migrate",
+        "pipeline.tools.migrate:migrate",
+        "bring rollouts of the old form, with metadata on the batch, into a run or new files, and count them",
+        example="rollstream migrate old-rollouts run:main",
+        json=True,
+    )
+    migrate.add_argument("source", metavar="SOURCE", help="an Avro file, a directory of them, or topic:NAME")
+    migrate.add_argument("target", metavar="TARGET", help="run:NAME, or a directory for new files")
+    migrate.add_argument("--dry-run", action="store_true", help="read and count, and write nothing")
 
 
 def _add_export(commands: "Commands") -> None:

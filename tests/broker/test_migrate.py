@@ -1,0 +1,116 @@
+"""`rollstream migrate` into a run on a real broker: exactly what was read, however often it is started or killed."""
+
+import io
+import json
+import os
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import fastavro
+import pytest
+
+from consumers.buffers.group_config import GroupStoreConfig
+from consumers.buffers.group_view import GroupStore
+from pipeline.cli import main
+from tests.runs import RealRun, rollout
+from tests.waiting import eventually
+from topics.codec import encode, schemas, values_of
+from topics.records import Mark, OldMetadata, Rollout, RolloutBatch, TrainingBatch
+from topics.upcast import downcast
+
+
+def old_batch(name: str, groups: int = 4) -> RolloutBatch:
+    members = [[rollout(f"{name}-{g}", m) for m in range(4)] for g in range(groups)]
+    return downcast(members, OldMetadata(worker_id="w", timestamp=1.0, weight_step=0))
+
+
+def migrate(run: RealRun, source: str, code: int = 0) -> dict[str, Any]:
+    _python, _safe, _m, _pipeline, *words = run.command("migrate", source, f"run:{run.name}", "--json")
+    with redirect_stdout(io.StringIO()) as out:
+        assert main(words) == code, out.getvalue()
+    told: dict[str, Any] = json.loads(out.getvalue())
+    return told
+
+
+def write(path: Path, *batches: RolloutBatch) -> None:
+    out = io.BytesIO()
+    fastavro.writer(out, schemas()["RolloutBatch"][-1].parsed, [values_of(b) for b in batches])
+    path.write_bytes(out.getvalue())
+
+
+def uids(run: RealRun) -> list[str]:
+    return [r.uid for r in run.read("rollouts") if isinstance(r, Rollout)]
+
+
+def _trained_on(run: RealRun) -> list[str]:
+    return [uid for b in run.read("batches") if isinstance(b, TrainingBatch) for uid in b.uids]
+
+
+def test_old_files_and_an_old_topic_become_rollouts_of_a_run_once_and_are_trained_on(real_run: RealRun) -> None:
+    real_run.prepare()
+    old = real_run.directory / "old"
+    old.mkdir()
+    write(old / "one.avro", old_batch("a"), old_batch("b"))
+    told = migrate(real_run, str(old))
+    assert told["complete"]
+    assert told["total"] == {"read": 32, "refused": 0, "there_before": 0, "written": 32, "in_target": 32}
+    write(old / "two.avro", old_batch("c"))
+    assert migrate(real_run, str(old))["total"] == {
+        "read": 48,
+        "refused": 0,
+        "there_before": 32,
+        "written": 16,
+        "in_target": 48,
+    }
+    # Any topic will do as one of the old form: here that of evaluations, with something else in between.
+    for value in (encode(old_batch("d")), b"poison", encode(old_batch("e"))):
+        real_run.send_bytes("evals", value, b"[]", 0)
+    told = migrate(real_run, f"topic:{real_run.topic('evals')}", code=1)
+    assert (told["total"]["read"], told["total"]["written"]) == (33, 32)
+    [refused] = told["refused"]
+    assert refused["place"] == f"{real_run.topic('evals')}:0:1"
+    assert len(uids(real_run)) == len(set(uids(real_run))) == 80
+
+    real_run.start("group")
+    eventually(lambda: len(_trained_on(real_run)) == 80, 60, "every group is whole, and batched")
+    assert sorted(_trained_on(real_run)) == sorted(uids(real_run))
+    _a_store_follows_the_run(real_run)
+
+
+def _a_store_follows_the_run(run: RealRun) -> None:
+    config = GroupStoreConfig(target_group_size=4)
+    store = GroupStore(run.directory / "store", config)
+    assert store.fill(run.kafka, run.name) >= 80
+    assert store.environments["env"].size() == 20
+    # Written by hand, as those of a task at the end of its partition.
+    run.send_bytes("rollouts", encode(Mark(kind="deadline")), b"[]", 0)
+    run.send(rollout("late", m) for m in range(4))
+    again = GroupStore(run.directory / "store", config)
+    assert again.position == store.position
+    assert again.fill(run.kafka, run.name) >= 5
+    assert again.environments["env"].size() == 21
+    rebuilt = GroupStore(run.directory / "rebuilt", config)
+    rebuilt.fill(run.kafka, run.name)
+    assert sorted(rebuilt.environments["env"].group_ids()) == sorted(again.environments["env"].group_ids())
+    batches = GroupStore(run.directory / "batches", config)
+    batches.fill(run.kafka, run.name, "batches")
+    assert len(list((run.directory / "batches" / "batches").glob("batch_*.parquet"))) >= 5
+
+
+@pytest.mark.long
+def test_a_migration_that_is_killed_is_finished_by_the_next_and_doubles_nothing(real_run: RealRun) -> None:
+    real_run.prepare()
+    old = real_run.directory / "old"
+    old.mkdir()
+    for number in range(4):
+        write(old / f"{number}.avro", *(old_batch(f"{number}-{b}", groups=40) for b in range(6)))
+    process = real_run.start("migrate", "old", f"run:{real_run.name}")
+    eventually(lambda: len(uids(real_run)) >= 960, 60, "a transaction of it")
+    os.kill(process.pid, 9)
+    process.wait()
+    told = migrate(real_run, str(old))
+    assert told["complete"]
+    assert told["total"]["read"] == told["total"]["in_target"] == 3840
+    assert told["total"]["there_before"] >= 960
+    assert len(uids(real_run)) == len(set(uids(real_run))) == 3840
