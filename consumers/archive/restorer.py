@@ -72,7 +72,7 @@ def restore(
             done += filling.round(cursors)
             progress(done, everything)
             cursors = [cursor for cursor in cursors if not cursor.over]
-        filling.delete_prefixes()
+        filling.finish()
     finally:
         filling.close()
     # Times are by the broker again, and what is compacted is.
@@ -194,7 +194,9 @@ class _Filling:
                 committed.append((cursor, entries[len(entries) - inside :]))
             elif gap > 1:
                 aborted.append((cursor, gap))
-        self._flush(self._plain)
+        if committed or aborted:
+            # What comes next is another producer's, and must come after.
+            self._flush(self._plain)
         if committed:
             self._call(self._transactional.begin_transaction)
             for cursor, entries in committed:
@@ -220,8 +222,9 @@ class _Filling:
             self._send(self._plain, cursor, None)
         self._flush(self._plain)
 
-    def delete_prefixes(self) -> None:
-        """Delete what was never archived, as it was deleted before."""
+    def finish(self) -> None:
+        """Wait for what was sent, and delete what was never archived, as it was deleted before."""
+        self._flush(self._plain)
         if not self._prefixes:
             return
         client: AdminClient = clients.admin(self._kafka)
