@@ -36,6 +36,8 @@ class WorkerConfig:
     """Time for groups in flight to finish after SIGTERM; then they are cancelled on the log."""
     groups: int = 0
     """Groups to produce before stopping; 0 means until stopped."""
+    dual_write_topic: str = ""
+    """Full name of a topic that gets every group in the old form (RolloutBatch) too, for old readers; empty: none."""
 
     def __post_init__(self) -> None:
         for name in ("group_size", "concurrency"):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from producers.assembly import Stamp, rollout_of, uids_of
 from producers.capacity import FlowControl, Progress
 from producers.config import CapacityConfig, WorkerConfig
+from producers.dual_writer import DualWriter
 from producers.environment import Environment, Episode, Prompt
 from producers.inference.batching import row_seed
 from producers.inference.client import CompletionsClient, InferenceUnavailable
@@ -82,8 +83,16 @@ async def run_worker(
         async with CompletionsClient(
             config.inference_urls, model=config.model, api_key=config.api_key, timeout_s=config.request_timeout_s
         ) as client:
+            topic = config.dual_write_topic
             worker = Worker(
-                environment, client, producer, config, incarnation=incarnation, flow=flow, read_progress=read_progress
+                environment,
+                client,
+                producer,
+                config,
+                incarnation=incarnation,
+                flow=flow,
+                read_progress=read_progress,
+                dual=stack.enter_context(DualWriter(kafka, topic)) if topic else None,
             )
             return await worker.run(stop)
 
@@ -108,8 +117,12 @@ class Worker:
         incarnation: str,
         flow: FlowControl | None = None,
         read_progress: Callable[[], Progress] | None = None,
+        dual: DualWriter | None = None,
     ) -> None:
-        """With `flow`, deliveries of the producer must reach it, and `read_progress` gives the newest progress."""
+        """With `flow`, deliveries of the producer must reach it, and `read_progress` gives the newest progress.
+
+        `dual` gets each group in the old form, too.
+        """
         self._environment = environment
         self._client = client
         self._producer = producer
@@ -117,6 +130,7 @@ class Worker:
         self._name = f"{config.worker_id}.{incarnation}"
         self._flow = flow
         self._read_progress = read_progress
+        self._dual = dual
         self._prompts = environment.prompts("train")
         seed = hashlib.sha256(f"{config.seed}/{self._name}".encode()).digest()
         self._random = random.Random(seed)
@@ -228,16 +242,21 @@ class Worker:
             worker_id=config.worker_id,
         )
         unsent = list(uids_of(stamp.group_id, config.group_size))
+        sent: list[Rollout] = []
         try:
             episodes = await self._episodes(prompt, row_seed(config.seed, stamp.group_id) >> 1)
             failures = [episode for episode in episodes if not isinstance(episode, Episode)]
             for uid, episode in zip(tuple(unsent), episodes, strict=True):
                 if isinstance(episode, Episode):
                     try:
-                        await self._send(rollout_of(episode, prompt, stamp, uid=uid, timestamp=time.time()))
+                        rollout = rollout_of(episode, prompt, stamp, uid=uid, timestamp=time.time())
+                        await self._send(rollout)
                         unsent.remove(uid)
+                        sent.append(rollout)
                     except RecordError as error:
                         failures.append(error)
+            if self._dual is not None:
+                self._dual.write([sent])
             if failures:
                 raise next((f for f in failures if not isinstance(f, _PASSING)), failures[0])
         except _PASSING as error:

@@ -336,8 +336,7 @@ class ReplayBuffer:
             self._batches_offered += 1
         found = upcast(batch, place)
         if found.refused:
-            uid, why = found.refused[0]
-            raise RecordError(f"rollout {uid}: {why}")
+            raise RecordError(f"rollout {found.refused[0].place}: {found.refused[0].reason}")
         groups: dict[tuple[str, str, str], list[Rollout]] = {}
         for rollout in found.rollouts:
             groups.setdefault((rollout.group_id, rollout.environment, rollout.example_id), []).append(rollout)

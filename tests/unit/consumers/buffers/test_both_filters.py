@@ -1,0 +1,124 @@
+"""A transition: what readers of the old form admit, batch by batch, beside what the buffer admits, rollout by rollout.
+
+The same groups written in both forms; where they differ, and where they must not.
+"""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from consumers.buffers.rollout_buffer import ReplayBuffer
+from consumers.grouping.testing import example_rollout
+from topics.codec import decode_as, encode
+from topics.records import OldMetadata, OldRollout, Rollout, RolloutBatch, RolloutMetadata
+from topics.upcast import downcast
+
+STEP, NOW = 10, 10_000.0
+MAX_STEPS, MAX_AGE_S = 2, 100.0
+
+
+def is_fresh(weight_step: int, timestamp: float) -> bool:
+    """The rule both go by, written down by itself: exactly at the age limit is stale."""
+    return STEP - MAX_STEPS <= weight_step <= STEP and timestamp > NOW - MAX_AGE_S
+
+
+def old_reader(batch: RolloutBatch) -> list[OldRollout]:
+    """What a reader of the old form trains on: all of a batch whose own metadata is fresh, or nothing of it."""
+    of = batch.metadata[0]
+    fresh = is_fresh(of.weight_step, of.timestamp)
+    return [rollout for group in batch.groups for rollout in group.rollouts] if fresh else []
+
+
+def new_reader(groups: list[list[Rollout]]) -> set[str]:
+    """Uids the rollout buffer holds of the groups."""
+    return {entry.rollout.uid for entry in _drawn(groups)}
+
+
+def _drawn(batch: RolloutBatch | list[list[Rollout]]) -> list[object]:
+    buffer = ReplayBuffer(
+        local_batch_size=1,
+        max_samples=-1,
+        max_rollout_step_delay=MAX_STEPS,
+        max_rollout_timestamp_delay=MAX_AGE_S,
+        now=lambda: NOW,
+    )
+    buffer.set_current_step(STEP)
+    buffer.add_batches([batch])
+    return list(buffer.sample(buffer.size()) or []) if buffer.size() else []
+
+
+def made(uid: str, weight_step: int, age_s: float) -> Rollout:
+    metadata = RolloutMetadata(worker_id="w", timestamp=NOW - age_s, weight_step=weight_step)
+    return example_rollout(uid, float(len(uid) % 2), metadata=metadata)
+
+
+def both_forms(groups: list[list[Rollout]]) -> RolloutBatch:
+    """The batch a worker of old would have written: the metadata of its first rollout for all."""
+    of = groups[0][0].metadata
+    metadata = OldMetadata(worker_id=of.worker_id, timestamp=of.timestamp, weight_step=of.weight_step)
+    return decode_as(RolloutBatch, encode(downcast(groups, metadata)))
+
+
+def without_own_metadata(batch: RolloutBatch) -> RolloutBatch:
+    groups = tuple(
+        replace(group, rollouts=tuple(replace(rollout, metadata=()) for rollout in group.rollouts))
+        for group in batch.groups
+    )
+    return replace(batch, groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("weight_step", "age_s", "fresh"),
+    [(10, 0.0, True), (8, 99.0, True), (7, 0.0, False), (11, 0.0, False), (10, 100.0, False), (7, 100.0, False)],
+)
+def test_a_batch_of_one_step_and_time_is_admitted_by_both_or_by_neither(
+    weight_step: int, age_s: float, fresh: bool
+) -> None:
+    groups = [[made("a", weight_step, age_s), made("bb", weight_step, age_s)]]
+    assert len(old_reader(both_forms(groups))) == (2 if fresh else 0)
+    assert new_reader(groups) == ({"a", "bb"} if fresh else set())
+
+
+def test_stale_members_of_a_batch_that_looks_fresh_are_what_old_readers_trained_on_too_much() -> None:
+    groups = [[made("a", 10, 0), made("bb", 3, 0)], [made("c", 10, 500), made("dd", 9, 50)]]
+    assert len(old_reader(both_forms(groups))) == 4
+    assert new_reader(groups) == {"a", "dd"}
+
+
+def test_fresh_members_of_a_batch_that_looks_stale_are_what_old_readers_lost() -> None:
+    groups = [[made("a", 3, 0), made("bb", 10, 0)], [made("c", 10, 0), made("dd", 9, 50)]]
+    assert old_reader(both_forms(groups)) == []
+    assert new_reader(groups) == {"bb", "c", "dd"}
+
+
+def test_old_data_without_metadata_of_its_own_is_judged_as_old_readers_did() -> None:
+    groups = [[made("a", 10, 0), made("bb", 3, 0)]]
+    batch = without_own_metadata(both_forms(groups))
+    assert len(_drawn(batch)) == len(old_reader(batch)) == 2
+    assert len(_drawn(both_forms(groups))) == 1, "with its own, each is judged by that"
+
+
+def test_data_without_any_metadata_is_stale() -> None:
+    batch = replace(without_own_metadata(both_forms([[made("a", 10, 0)]])), metadata=())
+    assert _drawn(batch) == []
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(5, 12), st.sampled_from([0.0, 99.0, 100.0, 101.0])), min_size=1, max_size=3),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_new_readers_admit_just_what_is_fresh_and_old_ones_all_or_nothing(picks: list[list[tuple[int, float]]]) -> None:
+    groups = [[made(f"{g}-{m}", *pick) for m, pick in enumerate(group)] for g, group in enumerate(picks)]
+    fresh = {r.uid for group in groups for r in group if is_fresh(r.metadata.weight_step, r.metadata.timestamp)}
+    everything = sum(map(len, groups))
+    assert new_reader(groups) == fresh
+    admitted = len(old_reader(both_forms(groups)))
+    assert admitted == (everything if groups[0][0].uid in fresh else 0)
+    if len({(r.metadata.weight_step, r.metadata.timestamp) for group in groups for r in group}) == 1:
+        assert admitted == len(fresh), "only mixed batches differ"
