@@ -79,6 +79,12 @@ class IndexReader(_Closing):
         self._consumer: Consumer = clients.reader(kafka)
         clients.follow(self._consumer, kafka, [TopicPartition(self._topic, 0, start or OFFSET_BEGINNING)])
         self._entries: deque[Indexed] = deque()
+        self._end_seen = False
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the index has no further entry, as far as it is known by now."""
+        return self._end_seen and not self._entries
 
     def poll(self, timeout_s: float = 1.0) -> Indexed | None:
         """The next entry, or None when there is none in time. Raises TopicError when the position is gone."""
@@ -96,8 +102,11 @@ class IndexReader(_Closing):
             for message in clients.at_hand(self._consumer, 100, max(0.0, min(0.05, deadline - time.monotonic()))):
                 error = message.error()
                 if error is None:
+                    self._end_seen = False
                     self._entries.append(Indexed(decode_as(BatchIndexEntry, message.value()), message.offset() or 0))
-                elif error.code() != KafkaError._PARTITION_EOF:
+                elif error.code() == KafkaError._PARTITION_EOF:
+                    self._end_seen = True
+                else:
                     clients.raise_for(error, f"reading {self._topic}")
             if time.monotonic() >= deadline:
                 return

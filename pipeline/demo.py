@@ -213,7 +213,8 @@ def trace(config: RunConfig) -> Node | None:
         for use in step.uses:
             if use.use == "trained":
                 batch = view.batch(use.batch_id)
-                return of_place(view, Place(batch.partition, int(batch.source_offsets[0])))
+                row = next(iter(use.row_numbers), 0)
+                return of_place(view, Place(batch.partition, int(batch.source_offsets[row])))
     return None
 
 

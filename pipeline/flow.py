@@ -114,7 +114,8 @@ class Flow:
         self._counts: dict[int, tuple[FateCount, ...]] = {}
         self._batches = 0
         self._entries: dict[str, BatchIndexEntry] = {}
-        self._early: dict[str, tuple[int, BatchUse]] = {}
+        self._early: dict[str, list[tuple[int, BatchUse]]] = {}
+        self._begun: dict[str, BatchIndexEntry] = {}
         self._steps: dict[str, LearnerStep] = {}
         self._version: dict[str, int] = {}
         self._manifest: PolicyManifest | None = None
@@ -172,7 +173,9 @@ class Flow:
         self._rates["batches"].add(at_ms)
         self._batches += 1
         if entry.batch_id in self._early:
-            self._met(*self._early.pop(entry.batch_id), entry)
+            self._begun[entry.batch_id] = entry
+            for version, use in self._early.pop(entry.batch_id):
+                self._met(version, use, entry)
         else:
             self._entries[entry.batch_id] = entry
 
@@ -184,10 +187,13 @@ class Flow:
             return
         version = self._version.get(step.learner, step.policy_version - 1)
         for use in step.uses:
-            if use.batch_id in self._entries:
-                self._met(version, use, self._entries.pop(use.batch_id))
+            entry = self._entries.pop(use.batch_id, None) or self._begun.get(use.batch_id)
+            if entry is not None and (use.row_numbers or step.stream_time_ms >= 0):
+                self._begun[use.batch_id] = entry  # Other rows of it are met later, or the same again.
+            if entry is None:
+                self._early.setdefault(use.batch_id, []).append((version, use))
             else:
-                self._early[use.batch_id] = (version, use)
+                self._met(version, use, entry)
         if step.step > 0:
             self._rates["steps"].add(at_ms)
         self._steps[step.learner] = step

@@ -68,14 +68,15 @@ def random_batch(
     return replace(batch, digest=batch_digest(batch))
 
 
-def send_batches(kafka: KafkaConfig, run: str, batches: Sequence[TrainingBatch]) -> None:
-    """Write each batch and its index entry in a transaction of its own, in the order given."""
+def send_batches(kafka: KafkaConfig, run: str, batches: Sequence[TrainingBatch], *, together: bool = False) -> None:
+    """Write each batch and its index entry in a transaction of its own, or in one of all, in the order given."""
     producer = clients.transactional_producer(kafka, f"test-batches-{run}")
     producer.init_transactions(30)
-    for batch in batches:
+    for number, batch in enumerate(batches):
         places: list[int] = []
         value, key = encode(batch), encode_key(batch.batch_id)
-        producer.begin_transaction()
+        if not (together and number):
+            producer.begin_transaction()
         producer.produce(
             topic_name(run, "batches"),
             value,
@@ -97,4 +98,5 @@ def send_batches(kafka: KafkaConfig, run: str, batches: Sequence[TrainingBatch])
             digest=batch.digest,
         )
         producer.produce(topic_name(run, "batch-index"), encode(entry), key)
-        producer.commit_transaction(30)
+        if not together or batch is batches[-1]:
+            producer.commit_transaction(30)

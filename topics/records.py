@@ -328,6 +328,8 @@ class BatchUse:
     rows: int
     use: Literal["trained", "skipped"]
     reason: str = ""
+    row_numbers: tuple[int, ...] = ()
+    again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,6 +347,8 @@ class LearnerStep:
     skipped_total: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     timestamp: float = 0.0
+    oldest: int = -1
+    stream_time_ms: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,6 +124,12 @@ class Shelf(Generic[T]):
                 del held[:over]
         return left
 
+    def put_back(self, entries: Iterable[Entry[T]]) -> None:
+        """Put rollouts behind those that are there, as they were held before: nothing is judged."""
+        for entry in entries:
+            self._held.setdefault(entry.environment, []).append(entry)
+            self._bound(entry)
+
     def refresh(self, step: int, now: float) -> list[Left[T]]:
         """Take out what is not fresh any more, or was never to be: one of a step ahead."""
         rules = self.rules

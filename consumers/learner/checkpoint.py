@@ -63,6 +63,7 @@ class Checkpoints:
         arrays = _copy(state._asdict())
         meta = {
             "position": progress.position,
+            "oldest": progress.oldest,
             "trained_total": progress.trained_total,
             "skipped_total": progress.skipped_total,
             "recent_steps": [base64.b64encode(encode(record)).decode() for record in progress.recent_steps],
@@ -97,6 +98,7 @@ class Checkpoints:
             state=TrainState(**found["state"]),
             progress=Progress(
                 position=meta["position"],
+                oldest=meta.get("oldest", -1),  # Checkpoints of before there were rollout buffers have none.
                 trained_total=meta["trained_total"],
                 skipped_total=meta["skipped_total"],
                 recent_steps=tuple(decode_as(LearnerStep, base64.b64decode(record)) for record in meta["recent_steps"]),

@@ -41,6 +41,24 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolloutBufferConfig:
+    """What `learner.source = "rollout_buffer"` draws the rollouts of a step from."""
+
+    capacity: int = 4096
+    """Rollouts of one environment that are held; the newest stay."""
+    alpha: float = 3.0
+    """Exponent of recency: of n rollouts of an environment number i, the oldest being 0, weighs (i + 1)**alpha."""
+    max_samples: int = 1
+    """Steps that train on a rollout before it is retired; negative: as often as it is drawn."""
+    max_rollout_step_delay: int = 4
+    """Steps the lowest policy version of a rollout may be old; negative: however old."""
+    max_rollout_timestamp_delay: float = 3600.0
+    """Seconds of stream time at which a rollout is too old; negative: however old."""
+    balanced: bool = False
+    """Draw from every environment alike; else in proportion to what is held of each."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """How the devices of all processes are laid out; data x fsdp x tensor is their number."""
 
@@ -70,8 +88,10 @@ class LearnerConfig:
     """A batch whose lowest policy version is more than this many steps old when reached is skipped, on record."""
     publish_every_steps: int = 1
     """Steps between published policy versions."""
-    source: Literal["batches"] = "batches"
-    """Where a step's rollouts come from: the batches of `input_run`, in index order."""
+    source: Literal["batches", "rollout_buffer"] = "batches"
+    """Where a step's rollouts come from: the batches of `input_run` in index order, or a buffer of their rollouts."""
+    buffer: RolloutBufferConfig = field(default_factory=RolloutBufferConfig)
+    """The rollout buffer; `max_policy_lag` then limits what workers may produce and no longer what is trained on."""
     epochs: int = 1
     """How often a step goes through its rollouts."""
     minibatches: int = 1
@@ -135,6 +155,11 @@ class LearnerConfig:
         for name, value in counts.items():
             if value < 1:
                 raise ConfigurationError(f"learner.{name} is {value}; it must be at least 1")
+        if self.source == "rollout_buffer" and self.buffer.capacity < self.rollouts_per_step:
+            raise ConfigurationError(
+                f"learner.buffer.capacity {self.buffer.capacity} holds fewer than the learner.rollouts_per_step "
+                f"{self.rollouts_per_step} a step draws; raise the one or lower the other"
+            )
         if needs_reference(self.loss) and not self.reference:
             raise ConfigurationError(
                 f"learner.loss.kl_coefficient is {self.loss.kl_coefficient}, but there is no reference; "

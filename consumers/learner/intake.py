@@ -8,7 +8,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from consumers.batch_reader import Indexed, IndexReader
 from topics.logs import event
@@ -29,11 +32,17 @@ class Taken:
     trained: tuple[Indexed, ...]
     """Entries of those it trains on."""
     lags: tuple[int, ...]
-    """Steps between each trained batch's lowest policy version and now."""
+    """Steps between each trained batch's, or rollout's, lowest policy version and now."""
     position: int
     """Next offset of batch-index."""
     wait_s: float
     """Time until the index named them."""
+    rows: tuple[tuple[int, ...], ...] = ()
+    """Rows of each trained batch, ascending, none for all of them; empty where all are whole."""
+    oldest: int = -1
+    """First index offset before `position` whose batch may be used again; -1 where there is none."""
+    stream_time_ms: int = -1
+    """Time the choice went by, where it went by one."""
 
 
 class Intake:
@@ -181,5 +190,31 @@ def outcomes_of(batches: Sequence[TrainingBatch]) -> Outcomes:
 
 
 def rows_of(uses: Sequence[BatchUse], use: str) -> int:
-    """Rollouts of the batches used in one way."""
-    return sum(item.rows for item in uses if item.use == use)
+    """Rollouts used in one way; one that was trained on before counts no more."""
+    return sum(item.rows for item in uses if item.use == use and not item.again)
+
+
+def trained_rows(uses: Sequence[BatchUse]) -> dict[int, tuple[int, ...]]:
+    """Rows that a step trains on by index offset of their batch, both ascending."""
+    found: dict[int, list[int]] = {}
+    for use in uses:
+        if use.use == "trained":
+            found.setdefault(use.index_offset, []).extend(use.row_numbers or range(use.rows))
+    return {offset: tuple(sorted(found[offset])) for offset in sorted(found)}
+
+
+def chosen_rows(batch: TrainingBatch, rows: Sequence[int]) -> TrainingBatch:
+    """A batch of these rows alone, in the order given, with the id and the digest of the one they are of."""
+    spans = [slice(int(batch.splits[row]), int(batch.splits[row + 1])) for row in rows]
+    by_token = ["tokens", "loss_mask", "logprobs"]
+    by_row = ["group_index", "source_offsets", "rewards", "truncated", "lowest_versions", "highest_versions"]
+    by_row += ["temperatures", "logprobs_processed"]
+    (by_row if len(batch.advantages) == len(batch) != len(batch.tokens) else by_token).append("advantages")
+    if len(batch.reference_logprobs):
+        by_token.append("reference_logprobs")
+    arrays: dict[str, Any] = {name: getattr(batch, name)[list(rows)] for name in by_row}
+    for name in by_token:
+        whole = getattr(batch, name)
+        arrays[name] = np.concatenate([whole[span] for span in spans]) if spans else whole[:0]
+    splits = np.concatenate([[0], np.cumsum([span.stop - span.start for span in spans])]).astype("<i8")
+    return replace(batch, uids=tuple(batch.uids[row] for row in rows), splits=splits, **arrays)

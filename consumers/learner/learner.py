@@ -26,8 +26,9 @@ from consumers.learner.pretrained import resolved
 from consumers.learner.progress import Progress
 from consumers.learner.recorder import Recorder
 from consumers.learner.sinks import Sinks, open_sinks
+from consumers.learner.sources import open_source
 from consumers.learner.step import Metrics, Params, TrainStep
-from consumers.learner.supply import Batches, Supplied, Supply
+from consumers.learner.supply import Source, Supplied, Supply
 from consumers.learner.team import Alone, Team, host_copies, in_company
 from consumers.weights.layout import params_digest
 from topics.config import KafkaConfig
@@ -128,8 +129,8 @@ class _Learner:
     def run(self, stop: threading.Event) -> int:
         """Steps until the last one or until `stop`; a checkpoint is complete when it returns."""
         step = int(self._state.step)
-        source = Batches(
-            self._config, self._kafka, self._run, self._progress.position, self._team.process, self._recorder
+        source = open_source(
+            self._config, self._kafka, self._run, step, self._progress.position, self._team.process, self._recorder
         )
         self._stack.callback(source.close)
         # Several processes place what they have together, which only the thread that trains can.
@@ -148,7 +149,7 @@ class _Learner:
         event(logger, "learner_finished", learner=self._config.name, step=step, stopped=stop.is_set())
         return step
 
-    def _wait(self, supply: Supply, source: Batches) -> Supplied | None:
+    def _wait(self, supply: Supply, source: Source) -> Supplied | None:
         """What the next step is made of, or None after the last; meanwhile skipped batches go on record."""
         began = time.monotonic()
         while True:
@@ -178,7 +179,7 @@ class _Learner:
             "time/load": supplied.load_s,
         }
         self._ended = ended
-        self._record(taken.uses, taken.position, metrics, arrays)
+        self._record(taken.uses, taken.position, metrics, arrays, taken.oldest, taken.stream_time_ms)
         if self._recorder is not None:
             self._warn_of_mismatch(step, metrics)
 
@@ -209,11 +210,22 @@ class _Learner:
         position: int,
         metrics: Metrics,
         arrays: dict[str, np.ndarray[Any, Any]],
+        oldest: int = -1,
+        stream_time_ms: int = -1,
     ) -> None:
         """Have the lead put the step on record; go on from it."""
         if self._recorder is None or self._sinks is None:
             return
-        record = self._recorder.record(int(self._state.step), uses, position, metrics, arrays, self._progress)
+        record = self._recorder.record(
+            int(self._state.step),
+            uses,
+            position,
+            metrics,
+            arrays,
+            self._progress,
+            oldest=oldest,
+            stream_time_ms=stream_time_ms,
+        )
         self._progress = self._progress.after(record)
         self._sinks.write(record)
 

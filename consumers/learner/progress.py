@@ -15,6 +15,8 @@ class Progress:
     """Rollouts trained on since the start of the run."""
     skipped_total: int = 0
     """Rollouts skipped since the start of the run."""
+    oldest: int = -1
+    """First offset before it whose batch may be used again; -1 where there is none."""
     recent_steps: tuple[LearnerStep, ...] = ()
     """Records of the steps since the checkpoint before, which a resumed learner sends again."""
 
@@ -24,6 +26,7 @@ class Progress:
             position=record.position,
             trained_total=record.trained_total,
             skipped_total=record.skipped_total,
+            oldest=record.oldest,
             recent_steps=(*self.recent_steps, record),
         )
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from consumers.batch_reader import Indexed
-from consumers.learner.intake import Taken
+from consumers.learner.intake import Taken, trained_rows
 from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as
 from topics.config import KafkaConfig
 from topics.errors import TopicError
-from topics.records import BatchIndexEntry, LearnerStep
+from topics.records import BatchIndexEntry, BatchUse, LearnerStep
 
 _MOST_NAMED = 5
 
@@ -22,25 +22,27 @@ def batches_of(kafka: KafkaConfig, position: int, steps: Sequence[LearnerStep]) 
     """Which batches consecutive steps are made of, by step, found where their records say; `position` is where the
     first of them began to read the index.
 
-    Raises TopicError naming batches that are gone, are others, or that no step names though it read past them.
+    Raises TopicError naming batches that are gone, are others, or, but for those a rollout buffer may still hold, that
+    no step names though it read past them.
     """
     if not steps:
         return {}
     input_run = steps[0].input_run
-    entries = _index_between(kafka, input_run, position, steps[-1].position)
+    first = min((use.index_offset for step in steps for use in step.uses), default=position)
+    entries = index_between(kafka, input_run, min(first, position), steps[-1].position)
     beginnings = {p: low for p, (low, _end) in clients.bounds(kafka, topic_name(input_run, "batches")).items()}
     wrong: list[str] = []
     found = {}
     named = set()
     for step in steps:
-        trained = []
+        trained: dict[int, Indexed] = {}
         for use in step.uses:
             named.add(use.index_offset)
             entry = entries.get(use.index_offset)
             what = f"batch {use.batch_id} of step {step.step}"
             if entry is None:
                 wrong.append(f"{what} is not at offset {use.index_offset} of batch-index any more")
-            elif (entry.batch_id, entry.rollouts) != (use.batch_id, use.rows):
+            elif entry.batch_id != use.batch_id or not _fits(use, entry):
                 wrong.append(
                     f"{what} had {use.rows} rollouts; at offset {use.index_offset} of batch-index is {entry.batch_id} "
                     f"with {entry.rollouts}"
@@ -48,11 +50,19 @@ def batches_of(kafka: KafkaConfig, position: int, steps: Sequence[LearnerStep]) 
             elif use.use == "trained" and entry.offset < beginnings[entry.partition]:
                 wrong.append(f"{what} was deleted from batches[{entry.partition}]")
             elif use.use == "trained":
-                trained.append(Indexed(entry, use.index_offset))
+                trained[use.index_offset] = Indexed(entry, use.index_offset)
+        rows = trained_rows(step.uses)
         found[step.step] = Taken(
-            uses=step.uses, trained=tuple(trained), lags=(0,) * len(trained), position=step.position, wait_s=0.0
+            uses=step.uses,
+            trained=tuple(trained[at] for at in sorted(trained)),
+            lags=(0,) * len(trained),
+            position=step.position,
+            wait_s=0.0,
+            rows=tuple(() if len(rows[at]) == trained[at].entry.rollouts else rows[at] for at in sorted(trained)),
         )
-    wrong += [f"no step names batch {entries[at].batch_id}" for at in sorted(entries.keys() - named)]
+    if all(step.stream_time_ms < 0 for step in steps):
+        skimmed = (at for at in entries.keys() - named if at >= position)
+        wrong += [f"no step names batch {entries[at].batch_id}" for at in sorted(skimmed)]
     if wrong:
         more = f", and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
         raise TopicError(
@@ -62,7 +72,14 @@ def batches_of(kafka: KafkaConfig, position: int, steps: Sequence[LearnerStep]) 
     return found
 
 
-def _index_between(kafka: KafkaConfig, run: str, first: int, end: int) -> dict[int, BatchIndexEntry]:
+def _fits(use: BatchUse, entry: BatchIndexEntry) -> bool:
+    """Whether a batch has the rows a use names: all of them, or some by number."""
+    if not use.row_numbers:
+        return use.rows == entry.rollouts
+    return use.rows == len(use.row_numbers) and use.row_numbers[-1] < entry.rollouts
+
+
+def index_between(kafka: KafkaConfig, run: str, first: int, end: int) -> dict[int, BatchIndexEntry]:
     """What batch-index still holds from offset `first` on, before `end`."""
     topic = topic_name(run, "batch-index")
     low, high = clients.bounds(kafka, topic)[0]

@@ -91,10 +91,14 @@ class Recorder:
         metrics: Mapping[str, float],
         arrays: Mapping[str, np.ndarray[Any, Any]],
         progress: Progress,
+        *,
+        oldest: int = -1,
+        stream_time_ms: int = -1,
     ) -> LearnerStep:
         """Commit the record of a step just made, together with a new policy version where one is due.
 
-        `arrays` are the parameters after it. Raises StateRefused where the step is on record and differs.
+        `arrays` are the parameters after it, `oldest` and `stream_time_ms` as in `Taken`. Raises StateRefused where the
+        step is on record and differs.
         """
         started = time.monotonic()
         digest = params_digest(arrays)
@@ -115,6 +119,8 @@ class Recorder:
             skipped_total=progress.skipped_total + rows_of(uses, "skipped"),
             metrics={**metrics, "time/broadcast_weights": time.monotonic() - started},
             timestamp=time.time(),
+            oldest=oldest,
+            stream_time_ms=stream_time_ms,
         )
         self._log.commit([self._log.record(record)] + ([self._publisher.record(staged)] if staged else []))
         if staged is not None:

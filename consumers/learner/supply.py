@@ -6,6 +6,7 @@ What is decided is decided: a step that was supplied to one process is supplied 
 import itertools
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,11 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import msgspec
+import numpy as np
 
-from consumers.batch_reader import BatchFetcher, IndexReader
+from consumers.batch_reader import BatchFetcher, Indexed, IndexReader
 from consumers.learner.config import LearnerConfig
 from consumers.learner.exclusions import Exclusions
-from consumers.learner.intake import Intake, Outcomes, Taken, outcomes_of, share_of
+from consumers.learner.intake import Intake, Outcomes, Taken, chosen_rows, outcomes_of, share_of
 from consumers.learner.packing import PackedStep, TrainingSequence, pack_for, sequences_of
 from consumers.learner.prefetch import Prefetcher
 from consumers.learner.recorder import Recorder
@@ -25,6 +27,8 @@ from consumers.learner.step import PlacedStep
 from consumers.learner.team import Team
 from topics.config import KafkaConfig
 from topics.records import BatchUse, TrainingBatch
+
+_KEPT_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,9 @@ class Supplied:
 class Source(Protocol):
     """Where a step's rollouts come from: the lead takes, every process loads its share."""
 
+    skips: tuple[int, tuple[BatchUse, ...]] | None
+    """What a step skips, by its number, that has waited for the rest of it."""
+
     def take(self, step: int, stop: threading.Event) -> Taken | None:
         """What the step after `step` steps is made of; None once `stop` was set first."""
 
@@ -65,24 +72,47 @@ class Loader:
         self._fetcher = BatchFetcher(kafka, config.input_run or run, check_digests=False)
         # Digests are a third of the work, and hashing lets other threads run.
         self._checks = ThreadPoolExecutor(1, "digests")
+        self._kept: OrderedDict[int, TrainingBatch] = OrderedDict()
+        self._kept_bytes = 0
+
+    def fetch(self, read: Indexed) -> TrainingBatch:
+        """A batch that may be asked for again: the last ones asked for are at hand, up to 256 MiB. Raises what
+        BatchFetcher.fetch raises."""
+        batch = self._kept.get(read.index_offset)
+        if batch is None:
+            batch = self._fetcher.fetch(read.entry)
+            self._fetcher.check(read.entry, batch)
+            self._kept[read.index_offset] = batch
+            self._kept_bytes += _size(batch)
+            while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+                self._kept_bytes -= _size(self._kept.popitem(last=False)[1])
+        self._kept.move_to_end(read.index_offset)
+        return batch
 
     def load(self, taken: Taken) -> Supplied:
         """Fetch and pack. Raises what BatchFetcher.fetch raises, and ConfigurationError as packing does."""
         began, config = time.monotonic(), self._config
-        first = itertools.accumulate((read.entry.rollouts for read in taken.trained), initial=0)
+        chosen = taken.rows or ((),) * len(taken.trained)
+        counts = [len(rows) or read.entry.rollouts for read, rows in zip(taken.trained, chosen, strict=True)]
+        rows_of = {read.index_offset: rows for read, rows in zip(taken.trained, chosen, strict=True)}
+        first = itertools.accumulate(counts, initial=0)
         starts = {read.index_offset: start for read, start in zip(taken.trained, first, strict=False)}
         checks: list[Future[None]] = []
         batches: list[TrainingBatch] = []
         sequences: list[TrainingSequence] = []
         numbers: list[int] = []
         for read in share_of(taken.trained, self._process, config.processes):
-            batch = self._fetcher.fetch(read.entry)
-            checks.append(self._checks.submit(self._fetcher.check, read.entry, batch))
+            if taken.rows:
+                batch = self.fetch(read)
+            else:
+                batch = self._fetcher.fetch(read.entry)
+                checks.append(self._checks.submit(self._fetcher.check, read.entry, batch))
+            if rows := rows_of[read.index_offset]:
+                batch = chosen_rows(batch, rows)
             batches.append(batch)
             sequences += sequences_of(batch)
             numbers += range(start := starts[read.index_offset], start + len(batch))
-        rollouts = sum(read.entry.rollouts for read in taken.trained)
-        packed = pack_for(config, sequences, numbers=numbers, rollouts=rollouts)
+        packed = pack_for(config, sequences, numbers=numbers, rollouts=sum(counts))
         for check in checks:
             check.result()
         return Supplied(taken=taken, packed=packed, outcomes=outcomes_of(batches), load_s=time.monotonic() - began)
@@ -91,6 +121,10 @@ class Loader:
         """Close the consumer."""
         self._checks.shutdown()
         self._fetcher.close()
+
+
+def _size(batch: TrainingBatch) -> int:
+    return sum(value.nbytes for value in vars(batch).values() if isinstance(value, np.ndarray))
 
 
 class Batches:

@@ -215,11 +215,12 @@ def _learners(kafka: KafkaConfig, run: str, checkpoints: Path | None) -> dict[st
     found = {}
     for (of, learner), step in newest.items():
         name = f"learner {learner}" if of == run else f"learner {of}/{learner}"
-        position = step.position if checkpoints is None else _oldest_checkpoint(checkpoints / of / learner)
+        needed = step.position if step.oldest < 0 else step.oldest
+        position = needed if checkpoints is None else _oldest_checkpoint(checkpoints / of / learner)
         if position is None:
             found[f"{name}{_BARE}"] = 0
         else:
-            found[name] = min(position, step.position)
+            found[name] = min(position, needed)
     return found
 
 
@@ -229,11 +230,13 @@ def _steps_topics(kafka: KafkaConfig) -> set[str]:
 
 
 def _oldest_checkpoint(directory: Path) -> int | None:
-    """Position in the index of the oldest checkpoint kept; None where there is none."""
+    """First offset of the index that the oldest checkpoint kept needs; None where there is none."""
     positions = []
     for path in directory.glob("*/meta/metadata"):
         if path.parts[-3].isdecimal():
-            positions.append(int(json.loads(path.read_text(encoding="utf-8"))["position"]))
+            meta = json.loads(path.read_text(encoding="utf-8"))
+            oldest = int(meta.get("oldest", -1))  # Of what a rollout buffer held.
+            positions.append(int(meta["position"]) if oldest < 0 else oldest)
     return min(positions, default=None)
 
 

@@ -18,6 +18,8 @@ JAX_FREE = (
     "consumers.learner.pretrained",
     "consumers.learner.step_log",
     "consumers.learner.intake",
+    "consumers.learner.replay",
+    "consumers.buffers.rollout_buffer",
     "consumers.weights.follower",
     "consumers.weights.publisher",
     "consumers.batch_reader",

@@ -1,0 +1,89 @@
+"""The source `rollout_buffer`: the lead follows the index into a buffer of rollouts and draws each step from it.
+
+What the buffer held at a checkpoint is read from the log: which rollouts from `steps`, themselves from `batches`.
+"""
+
+import logging
+import threading
+from contextlib import ExitStack
+
+from consumers.batch_reader import Indexed, IndexReader
+from consumers.learner.config import LearnerConfig
+from consumers.learner.exclusions import Exclusions
+from consumers.learner.intake import Taken
+from consumers.learner.recorded import index_between
+from consumers.learner.recorder import Recorder
+from consumers.learner.replay import Replay, Uses
+from consumers.learner.supply import Loader, Supplied
+from topics.config import KafkaConfig
+from topics.errors import TopicError
+from topics.logs import event
+from topics.records import BatchUse
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutBuffer:
+    """The source `rollout_buffer`. See `Source`."""
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        kafka: KafkaConfig,
+        run: str,
+        step: int,
+        position: int,
+        process: int = 0,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """With a `recorder`, that is in the lead, it holds what it held after `step`, and reads on from `position`."""
+        self._stack = ExitStack()
+        self._loader = Loader(config, kafka, run, process)
+        self._stack.callback(self._loader.close)
+        self.skips: tuple[int, tuple[BatchUse, ...]] | None = None
+        if recorder is None:
+            return
+        input_run = config.input_run or run
+        index = self._stack.enter_context(IndexReader(kafka, input_run, position))
+        exclusions = self._stack.enter_context(Exclusions(kafka, input_run))
+        self._replay = Replay(
+            config,
+            index,
+            fetch=self._loader.fetch,
+            read_version_steps=recorder.version_steps,
+            recorded=recorder.recorded,
+            skipped=self._skipped,
+            excluded=exclusions.reason,
+        )
+        self._step = step
+        self._restore(kafka, input_run, step, position, recorder)
+
+    def take(self, step: int, stop: threading.Event) -> Taken | None:
+        """As many rollouts as a step takes, drawn from all that are fresh."""
+        self._step = step
+        return self._replay.take(step, stop)
+
+    def load(self, taken: Taken) -> Supplied:
+        """This process's share, fetched and packed."""
+        return self._loader.load(taken)
+
+    def close(self) -> None:
+        """Close the consumers."""
+        self._stack.close()
+
+    def _restore(self, kafka: KafkaConfig, input_run: str, step: int, position: int, recorder: Recorder) -> None:
+        past = [record for record in recorder.steps if record.step <= step]
+        uses = Uses.after(step, position, past)
+        if uses.first >= uses.position:
+            return
+        found = index_between(kafka, input_run, uses.first, uses.position)
+        if uses.first not in found:
+            raise TopicError(
+                f"batch-index of run {input_run} does not hold offset {uses.first} any more, from which on the rollout "
+                f"buffer held rollouts after step {step}; begin at a later checkpoint"
+            )
+        self._replay.restore(uses, [Indexed(entry, at) for at, entry in sorted(found.items())], past)
+        event(logger, "rollout_buffer_restored", step=step, rollouts=self._replay.size, position=uses.position)
+
+    def _skipped(self, uses: tuple[BatchUse, ...]) -> None:
+        self.skips = (self._step + 1, uses)

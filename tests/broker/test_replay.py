@@ -1,0 +1,135 @@
+"""A learner that draws from a rollout buffer, on a real broker: kill -9 costs time only, and the record says it all."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from consumers.learner.intake import rows_of, trained_rows
+from consumers.learner.step_log import read_steps
+from tests.batches import random_batch, send_batches
+from tests.runs import RealRun
+from tests.waiting import eventually
+from topics import provisioning
+from topics.config import KafkaConfig
+from topics.records import LearnerStep
+
+SETTINGS = {
+    "learner__source": "rollout_buffer",
+    "learner__rollouts_per_step": 24,
+    "learner__max_steps": 8,
+    "learner__max_policy_lag": 1000,
+    "learner__buffer__max_samples": 2,
+    "learner__buffer__alpha": 1.0,
+    "learner__buffer__capacity": 80,
+    "learner__buffer__max_rollout_step_delay": -1,
+    "learner__microbatch_rows": 8,
+    "learner__sequence_length": 32,
+    "learner__warm_start__steps": 3,
+    "learner__checkpoint__every_steps": 3,
+    "learner__threads": 1,
+    "learner__model__num_hidden_layers": 1,
+    "learner__model__hidden_size": 32,
+    "grouping__batch_rollouts": 8,
+    "worker__group_size": 4,
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_compile_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All learners of the session share compiled functions: some are compiled and others loaded, with equal bits."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "jax"))
+
+
+def prepared(run: RealRun, batches: int) -> RealRun:
+    provisioning.apply(run.kafka, run.topics, run.name)
+    send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(batches)])
+    return run
+
+
+def steps_of(run: RealRun) -> dict[int, LearnerStep]:
+    return {step: record for step, record in read_steps(run.kafka, run.name, "default").items() if record.params_digest}
+
+
+def finish(run: RealRun, process, timeout_s: float = 240.0) -> None:
+    assert process.wait(timeout_s) == 0, run.log_of(process)[-3000:]
+
+
+def test_a_learner_with_a_buffer_killed_between_checkpoints_ends_with_the_bits_of_an_uninterrupted_one(
+    real_run: RealRun, broker: str, tmp_path: Path
+) -> None:
+    whole = prepared(real_run, 8)
+    (tmp_path / "killed").mkdir()
+    killed = prepared(RealRun(KafkaConfig(bootstrap_servers=broker), f"{whole.name}-k", tmp_path / "killed"), 8)
+    saved = killed.directory / "runs" / killed.name / "checkpoints" / killed.name / "default" / "3"
+    later = [random_batch(number, partition=number % 2) for number in range(8, 12)]
+    try:
+        uninterrupted, process = whole.start("learn", **SETTINGS), killed.start("learn", **SETTINGS)
+        # What the buffer holds may be trained on twice, which makes five or six steps.
+        eventually(lambda: saved.exists() and max(steps_of(killed)) >= 5, 240, "step 5 of 8, and checkpoint 3")
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        for run in (whole, killed):
+            send_batches(run.kafka, run.name, later, together=True)
+        resumed = killed.start("learn", **SETTINGS)
+        finish(killed, resumed)
+        finish(whole, uninterrupted)
+    finally:
+        killed.stop()
+
+    expected, found = steps_of(whole), steps_of(killed)
+    assert sorted(found) == list(range(9))
+    assert '"rollout_buffer_restored"' in killed.log_of(resumed)
+    seen: dict[tuple[int, int], int] = {}
+    for step in range(1, 9):
+        record = expected[step]
+        assert found[step].params_digest == record.params_digest, step
+        assert found[step].uses == record.uses
+        assert (found[step].oldest, found[step].stream_time_ms) == (record.oldest, record.stream_time_ms)
+        drawn = [(at, row) for at, rows in trained_rows(record.uses).items() for row in rows]
+        assert len(drawn) == 24
+        for row in drawn:
+            seen[row] = seen.get(row, 0) + 1
+        assert record.trained_total == len(seen)
+    assert set(seen.values()) == {1, 2}
+    assert expected[1].skipped_total == 8 * 16 - 80  # The buffer holds the newest 80.
+    assert (expected[1].stream_time_ms, expected[8].stream_time_ms) == (7, 11)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_rollouts_that_come_while_it_is_killed_again_and_again_are_drawn_as_the_record_says(real_run: RealRun) -> None:
+    """What it drew depended on when; but the record alone gives the same parameters, step by step."""
+    settings = {**SETTINGS, "learner__max_steps": 14, "learner__buffer__max_rollout_step_delay": 6}
+    run = prepared(real_run, 4)
+    for kill in range(4):
+        process = run.start("learn", **settings)
+        before = len(steps_of(run))
+        for number in range(4):
+            at = 4 + 4 * kill + number
+            send_batches(run.kafka, run.name, [random_batch(at, partition=at % 2, version=max(0, before - 2))])
+        eventually(lambda n=before: len(steps_of(run)) > n + 1, 60, "two steps more")
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    process = run.start("learn", **settings)
+    done = len(steps_of(run))
+    eventually(lambda: process.poll() is not None or len(steps_of(run)) > done, 60, "another step")
+    number = 20
+    while process.poll() is None:
+        send_batches(run.kafka, run.name, [random_batch(number, version=max(steps_of(run)))])
+        number += 1
+    finish(run, process)
+    steps = steps_of(run)
+    assert sorted(steps) == list(range(15))
+    for step in range(1, 15):
+        counted = rows_of(steps[step].uses, "trained"), rows_of(steps[step].uses, "skipped")
+        before = steps[step - 1]
+        assert (steps[step].trained_total, steps[step].skipped_total) == (
+            before.trained_total + counted[0],
+            before.skipped_total + counted[1],
+        )
+    assert any(use.again for record in steps.values() for use in record.uses)
+    retrained = json.loads(run.output("retrain", "--from-step", "0", "--json", **settings))
+    assert retrained["same"] is True, retrained
