@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from topics.containers import container_metadata, read_rollouts, write_rollouts
 from topics.records import OldMetadata, Rollout, RolloutBatch
 from topics.upcast import downcast
 
+PAGE = Path(__file__).parents[3] / "docs" / "migration.md"
 STEP = OldMetadata(worker_id="w", timestamp=5.0, weight_step=7)
 
 
@@ -233,3 +235,15 @@ def test_senseless_arguments_say_what_is_right(
     Path("empty").mkdir()
     assert main(["migrate", source, target]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_the_page_shows_how_old_data_becomes_a_file_that_is_migrated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [snippet] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(snippet, "docs/migration.md", "exec"), {})
+    code, told = migrate(capsys, "old.avro", "new")
+    assert (code, told["environments"]["math"]["written"]) == (0, 1)
+    [made] = rollouts(tmp_path / "new")
+    assert (made.metadata.worker_id, made.metadata.weight_step) == ("host_1", 12)

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -608,3 +610,26 @@ def test_the_example_runs_as_documented_and_counts_what_is_on_disk(tmp_path: Pat
     assert done.stdout.count("group problem-") == 12
     assert len(list((tmp_path / "sums").glob("part-*.parquet"))) == 12
     assert len(list((tmp_path / "sums" / "batches").glob("batch_*.parquet"))) == 2
+
+
+def test_the_page_names_every_setting_with_its_default() -> None:
+    page = (ROOT / "docs" / "group-store.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page.split("## Groups")[1].split("## Files")[0], re.MULTILINE))
+    shown = {f.name: f.default for f in fields(GroupStoreConfig)} | {
+        "accept_policy_versions": "all",
+        "capacity_groups": "50,000",
+    }
+    del shown["seed"]
+    assert {name: cell.strip() for name, cell in rows.items()} == {
+        name: f"{default:g}" if isinstance(default, float) else str(default) for name, default in shown.items()
+    }
+
+
+def test_the_snippet_of_the_page_keeps_rollouts_and_makes_a_batch(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "group-store.md").read_text()
+    snippet = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
+    namespace: dict[str, Any] = {}
+    exec(compile(snippet, "docs/group-store.md", "exec"), namespace)
+    attempts = [attempt(n, example, environment="math") for example in "abcd" for n in range(8)]
+    assert namespace["keep"](attempts, tmp_path) is not None
+    assert len(list((tmp_path / "math").glob("part-*.parquet"))) == 4
