@@ -5,11 +5,12 @@ stores have no rename. What a store has accepted outlives a crash of this machin
 """
 
 import os
-import tempfile
+import uuid
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from consumers.buffers.files import UNFINISHED, StoreError, sync_directory, write_bytes
 from topics.errors import ConfigurationError, StateRefused
 
 
@@ -25,7 +26,7 @@ class Store(Protocol):
         """An object whole. Raises FileNotFoundError where there is none."""
 
     def write(self, name: str, data: bytes) -> None:
-        """Store an object, whole or not at all."""
+        """Store an object, whole or not at all. Raises StoreError, with the cause, where it cannot be."""
 
     def create(self, name: str, data: bytes) -> bool:
         """Store an object where none is; False, and nothing is changed, where there is one already."""
@@ -45,7 +46,7 @@ def open_store(url: str) -> Store:
 
 
 class LocalStore:
-    """A directory. Files are synced before they have their names, and folders after."""
+    """A directory. Files are on disk before they have their names."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
@@ -60,20 +61,24 @@ class LocalStore:
         return (self.root / name).read_bytes()
 
     def write(self, name: str, data: bytes) -> None:
-        temporary = self._written(name, data)
-        temporary.replace(self.root / name)
-        _sync(temporary.parent)
+        write_bytes(self.root / name, data)
 
     def create(self, name: str, data: bytes) -> bool:
-        temporary = self._written(name, data)
+        path = self.root / name
+        written = path.with_name(f".{uuid.uuid4().hex}{UNFINISHED}")
+        write_bytes(written, data)
         try:
             # Unlike a rename, a link is refused where there is a file.
-            os.link(temporary, self.root / name)
+            os.link(written, path)
         except FileExistsError:
             return False
+        except OSError as error:
+            raise StoreError(
+                f"{path} cannot be written ({error.strerror}); the file system must have hard links"
+            ) from error
         finally:
-            temporary.unlink()
-        _sync(temporary.parent)
+            written.unlink()
+        sync_directory(path.parent)
         return True
 
     def delete(self, name: str) -> None:
@@ -84,29 +89,6 @@ class LocalStore:
                 (self.root / folder).rmdir()
             except OSError:  # It holds other files.
                 return
-
-    def _written(self, name: str, data: bytes) -> Path:
-        folder = (self.root / name).parent
-        missing = [folder, *(parent for parent in folder.parents if not parent.exists())]
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, path = tempfile.mkstemp(prefix=".writing-", dir=folder)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(path, 0o644)
-        for made in missing[1:]:
-            _sync(made.parent)
-        return Path(path)
-
-
-def _sync(folder: Path) -> None:
-    """Make what a folder lists outlive a crash."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class FsspecStore:
@@ -166,9 +148,14 @@ class FsspecStore:
 
     def _put(self, name: str, data: bytes, **mode: Any) -> None:
         path = self.path(name)
-        # Object stores have no folders and take no notice.
-        self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self.files.pipe_file(path, data, **mode)
+        try:
+            # Object stores have no folders and take no notice.
+            self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self.files.pipe_file(path, data, **mode)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise StoreError(f"{self.url}/{name} cannot be written ({error}); nothing of it is stored") from error
 
 
 def checked(store: Store, name: str, sha256: str) -> bytes:

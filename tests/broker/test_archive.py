@@ -16,6 +16,7 @@ from consumers.archive.restorer import restore
 from consumers.archive.store import LocalStore, Store, open_store
 from consumers.archive.tables import Entry
 from consumers.archive.writer import records
+from consumers.batch_reader import BatchReader
 from pipeline.ledger import ledger
 from pipeline.tools.prune import read_positions
 from pipeline.verify import verify
@@ -82,7 +83,7 @@ def ask(run: RealRun, *words: str) -> str:
 
 
 def test_an_archive_survives_kill_9_answers_and_becomes_a_run_that_verifies(real_run: RealRun) -> None:
-    plant(real_run)
+    planted = plant(real_run)
     store = LocalStore(real_run.directory / "archive")
     process = real_run.start("archive", "--follow", "--every", "0.05", "--arrays")
     sent = 0
@@ -120,6 +121,9 @@ def test_an_archive_survives_kill_9_answers_and_becomes_a_run_that_verifies(real
     book, before = ledger(real_run.kafka, again), ledger(real_run.kafka, real_run.name)
     check(book)
     assert book.as_dict() == before.as_dict()
+    with BatchReader(real_run.kafka, again) as reader:
+        read = [reader.poll(5.0) for _ in planted.batches]
+    assert [r.batch.digest for r in read if r] == [batch.digest for batch in planted.batches]
     with pytest.raises(StateRefused, match="is not empty"):
         restore(real_run.kafka, real_run.topics, store, current, again)
 

@@ -13,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consumers.archive import manifest as manifests
+from consumers.archive.archiver import TOPICS
 from consumers.archive.manifest import LOG, ArchivedFile, ArchivedTopic, Manifest
 from consumers.archive.store import FsspecStore, LocalStore, Store, open_store
 from consumers.archive.tables import SCHEMAS, Entry, date_at
 from consumers.archive.writer import ArchiveWriter, check_files, read_table, records
+from consumers.buffers.files import StoreError
 from tests.runs import rollout
+from topics.catalogue import CATALOGUE
 from topics.codec import encode
 from topics.errors import ConfigurationError, Fenced, StateRefused
 from topics.keys import encode_key
@@ -233,7 +236,7 @@ def test_a_failed_write_is_told_and_names_nothing(tmp_path: Path) -> None:
     writer.begin("rollouts", "id", {0: 0})
     writer.add(entry(0, 0))
     (tmp_path / "run=main" / "table=log").write_text("a file where a folder must be")
-    with pytest.raises(OSError, match="table=log"):
+    with pytest.raises(StoreError, match=r"table=log.* cannot be written"):
         writer.commit({("rollouts", 0): 1})
     assert held(store) == {}
 
@@ -373,6 +376,10 @@ def test_an_environment_of_any_name_stays_within_the_archive(name: str, tmp_path
     assert (tmp_path / "archive" / found.path).resolve().is_relative_to(tmp_path / "archive" / "run=main")
     assert pq.read_table(tmp_path / "archive" / found.path, partitioning=None)["environment"].to_pylist() == [name]
     assert found.path.count("/") == 4
+
+
+def test_every_topic_but_weights_is_archived() -> None:
+    assert set(TOPICS) == {spec.name for spec in CATALOGUE} - {"weights"}
 
 
 def test_a_record_without_a_time_has_a_date() -> None:
