@@ -10,7 +10,9 @@ from tests.bench.measure import LatencyRow, Settings
 from topics.config import KafkaConfig
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name", ["codec", *(pytest.param(name, marks=pytest.mark.long) for name in ROWS if name != "codec")]
+)
 def test_a_row_of_the_benchmark_yields_a_ratio_and_a_table_line(name: str, broker: str, tmp_path: Path) -> None:
     settings = Settings(
         kafka=KafkaConfig(bootstrap_servers=broker),

@@ -411,6 +411,7 @@ def test_figures_of_grouping_are_on_the_metrics_topic_and_add_up(real_run: RealR
     assert any("commit_seconds_max" in r.values for r in real_run.read("metrics") if isinstance(r, Metrics))
 
 
+@pytest.mark.long
 def test_grouping_goes_on_where_its_figures_cannot_be_written(real_run: RealRun) -> None:
     real_run.prepare()
     admin = clients.admin(real_run.kafka)

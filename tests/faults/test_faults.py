@@ -360,6 +360,7 @@ def lose_nodes(
     assert_promises(run, load)
 
 
+@pytest.mark.long
 def test_losing_the_leader_of_the_index_that_coordinates_transactions_costs_nothing(
     cluster_run: tuple[LocalCluster, RealRun],
 ) -> None:

@@ -1,0 +1,5 @@
+"""Unit tests compile many small JAX functions and run each a few times: XLA's optimiser would cost more than it gives."""
+
+import os
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
