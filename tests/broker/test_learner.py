@@ -210,6 +210,7 @@ def exclude(run: RealRun, *batch_ids: str) -> None:
         run.send_bytes("control", encode(record), encode_key("excluded", batch_id))
 
 
+@pytest.mark.long
 def test_excluded_batches_are_left_out_and_steps_on_record_stay_as_they_were(real_run: RealRun) -> None:
     """Killed, it makes steps again that trained on what was excluded since, and left out what was excluded before."""
     run, settings = prepared(real_run, batches=10), {**SETTINGS, "learner__max_steps": 6}

@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 from confluent_kafka import TopicPartition
 
 from consumers.batch_reader import BatchReader
@@ -102,6 +103,7 @@ def begins(run: RealRun) -> dict[tuple[str, int], int]:
     }
 
 
+@pytest.mark.long
 def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_run: RealRun) -> None:
     run = real_run
     run.grouping = GroupingConfig(batch_rollouts=8, max_batch_age_s=0.3, group_deadline_s=60.0, horizon_s=1.0)

@@ -1,4 +1,4 @@
-"""Unit tests compile many small JAX functions and run each a few times: XLA's optimiser would cost more than it gives."""
+"""Unit tests compile many small JAX functions and run each a few times: XLA's optimiser costs more than it gives."""
 
 import os
 
