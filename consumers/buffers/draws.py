@@ -36,4 +36,6 @@ def weighted_without_replacement(
     # By hand: numpy promises the stream of its uniform numbers, not that of its distributions (NEP 19).
     waits = -np.log1p(-generator.random(len(log_weights)))
     keys = log_weights - np.log(np.maximum(waits, np.finfo(np.float64).tiny))
-    return np.argsort(-keys, kind="stable")[:count].astype(np.int64)
+    # Sorting all of them would cost most of a draw.
+    largest = np.sort(np.argpartition(-keys, count)[:count]) if count < len(keys) else np.arange(count)
+    return largest[np.argsort(-keys[largest], kind="stable")].astype(np.int64)

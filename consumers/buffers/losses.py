@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from consumers.grouping.estimators import Outcomes, estimator
+from consumers.grouping.estimators import Outcomes, estimator, rloo
 from topics.records import Rollout
 
 
@@ -42,3 +42,7 @@ class RLOOLoss(EstimatorLoss):
     """r_i minus the mean of the others, 0 for a group of one."""
 
     name: str = "rloo"
+
+    def compute_advantages(self, rollouts: Sequence[Rollout], /) -> list[float]:
+        """By rewards alone: nobody counts tokens for it."""
+        return rloo(Outcomes(rewards=tuple(rollout.reward for rollout in rollouts), lengths=()))

@@ -10,7 +10,7 @@ from topics.records import Float32, NamedArray, Rollout, RolloutMetadata, Sampli
 
 BATCH = "batch"
 """Key in a rollout's `extra` of the batch and row it came from, "0-17/3"."""
-_DTYPES = {"tokens": "<i4", "loss_mask": "|b1", "logprobs": "<f4"}
+_DTYPES = {"tokens": np.dtype("<i4"), "loss_mask": np.dtype("|b1"), "logprobs": np.dtype("<f4")}
 
 
 def unsound(rollout: Rollout) -> str:
@@ -20,7 +20,7 @@ def unsound(rollout: Rollout) -> str:
     for name, dtype in _DTYPES.items():
         array = getattr(rollout, name)
         if array.dtype != dtype or array.shape != (length,):
-            return f"{name} is {array.dtype.str} {list(array.shape)}; it must be {dtype} [{length}]"
+            return f"{name} is {array.dtype.str} {list(array.shape)}; it must be {dtype.str} [{length}]"
     if not length:
         return "it has no tokens"
     if not math.isfinite(rollout.reward):

@@ -279,9 +279,11 @@ class Replay:
         trained = tuple(self._batches[offset] for offset in rows)
         alive = {entry.item.index_offset for entry in self._shelf.entries()}
         self._batches = {offset: read for offset, read in self._batches.items() if offset in alive}
+        reasons: Counter[str] = Counter()
         for use in uses:
-            if use.reason:
-                event(logger, "rollouts_skipped", batch=use.batch_id, rows=use.rows, reason=use.reason)
+            reasons[use.reason] += use.rows if use.use == "skipped" else 0
+        if reasons.total():
+            event(logger, "rollouts_left", step=step + 1, rollouts=reasons.total(), reasons=+reasons)
         return Taken(
             uses=uses,
             trained=trained,

@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from infra.broker import LocalBroker
-from tests.bench import archive_row, codec_row, fold_row, group_row, latency_row, learner_rows, produce_row, restore_row
+from tests.bench import (
+    archive_row,
+    buffer_row,
+    codec_row,
+    fold_row,
+    group_row,
+    latency_row,
+    learner_rows,
+    produce_row,
+    restore_row,
+)
 from tests.bench.measure import LatencyRow, Row, Settings
 from topics.config import KafkaConfig
 from topics.errors import RollstreamError
@@ -30,10 +40,11 @@ ROWS: dict[str, Callable[[Settings], Row | LatencyRow]] = {
     "latency-1000": latency_row.row("latency-1000", 1_000),
     "restore": restore_row.measure,
     "archive": archive_row.measure,
+    "buffer": buffer_row.measure,
     "feed": learner_rows.measure_feed,
     "learn": learner_rows.measure_learn,
 }
-_NO_BROKER = {"codec", "fold-1k", "fold-10k", "fold-100k"}
+_NO_BROKER = {"codec", "buffer", "fold-1k", "fold-10k", "fold-100k"}
 _WIDTH = 80
 
 

@@ -80,7 +80,7 @@ def test_the_newest_of_each_environment_stay() -> None:
 
 def test_recency_of_four_with_exponent_two_is_one_four_nine_sixteen_thirtieths() -> None:
     """Chi-square with 3 degrees of freedom: 16.3 at 0.001."""
-    shelf, rounds = filled(dataclasses.replace(FOREVER, alpha=2.0), env=4), 3_000
+    shelf, rounds = filled(dataclasses.replace(FOREVER, alpha=2.0), env=4), 2_000
     found: Counter[object] = Counter()
     for number in range(rounds):
         drawn = shelf.draw(1, generator_at(11, number))
@@ -91,7 +91,7 @@ def test_recency_of_four_with_exponent_two_is_one_four_nine_sixteen_thirtieths()
 
 def test_pairs_are_drawn_without_replacement_by_recency_of_what_is_left() -> None:
     """Ten unordered pairs of five, exponent 1.5: 27.9 at 0.001 with 9 degrees of freedom."""
-    shelf, rounds = filled(dataclasses.replace(FOREVER, alpha=1.5), env=5), 3_000
+    shelf, rounds = filled(dataclasses.replace(FOREVER, alpha=1.5), env=5), 2_000
     weights = np.arange(1, 6) ** 1.5
     total = weights.sum()
     expected: dict[object, float] = {
@@ -111,7 +111,7 @@ def test_environments_come_in_proportion_to_what_is_held() -> None:
     """30 and 10: hypergeometric draws of 4; chi-square over 0 to 4 of the first, 18.5 at 0.001."""
     from math import comb
 
-    shelf, rounds = filled(FOREVER, a=30, b=10), 3_000
+    shelf, rounds = filled(FOREVER, a=30, b=10), 2_000
     found: Counter[object] = Counter()
     for number in range(rounds):
         drawn = shelf.draw(4, generator_at(13, number))
@@ -120,11 +120,11 @@ def test_environments_come_in_proportion_to_what_is_held() -> None:
     expected: dict[object, float] = {k: comb(30, k) * comb(10, 4 - k) / comb(40, 4) for k in range(5)}
     assert chi_square(found, expected, rounds) < 18.5
     mean = sum(int(str(k)) * n for k, n in found.items()) / rounds / 4
-    assert abs(mean - 0.75) < 0.015
+    assert abs(mean - 0.75) < 0.02
 
 
 def test_balanced_environments_come_alike_and_the_odd_one_is_drawn() -> None:
-    shelf, rounds = filled(dataclasses.replace(FOREVER, balanced=True), a=1000, b=10, c=10), 1_500
+    shelf, rounds = filled(dataclasses.replace(FOREVER, balanced=True), a=1000, b=10, c=10), 1_000
     found: Counter[object] = Counter()
     for number in range(rounds):
         drawn = shelf.draw(7, generator_at(14, number))
