@@ -127,7 +127,8 @@ def write_groups(path: Path, groups: Sequence[RolloutGroup], compression: str) -
 def read_groups(path: Path) -> list[RolloutGroup]:
     """The groups of a file. Raises FileNotFoundError, and StoreError for what is no file of groups."""
     try:
-        rows = pq.read_table(path, schema=COLUMNS).to_pylist()
+        with pq.ParquetFile(path) as file:
+            rows = file.read(columns=COLUMNS.names, use_threads=False).to_pylist()
         found: list[list[dict[str, Any]]] = []
         for row in rows:
             # Open groups have no id; what is said of a group is said of no other, as uids are in it.
@@ -138,17 +139,6 @@ def read_groups(path: Path) -> list[RolloutGroup]:
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError, RecordError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{path} is no file of groups ({error}); it was not written by this program") from error
-
-
-def read_uids(path: Path) -> tuple[str, list[str]]:
-    """Id and rollouts' uids of a sealed group's file, without the rest of it. Raises as `read_groups` does."""
-    try:
-        rows = pq.read_table(path, columns=["group_id", "rollout_uid"]).to_pydict()
-        return rows["group_id"][0], rows["rollout_uid"]
-    except FileNotFoundError:
-        raise
-    except (pa.ArrowException, OSError, KeyError, IndexError) as error:
         raise StoreError(f"{path} is no file of groups ({error}); it was not written by this program") from error
 
 

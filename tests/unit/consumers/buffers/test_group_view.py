@@ -71,11 +71,11 @@ ENTRIES = st.lists(
         st.sampled_from([0, 0, 0, 1, 6]),
     ),
     min_size=15,
-    max_size=30,
+    max_size=25,
 ).map(log_of)
 
 
-@settings(max_examples=settings().max_examples // 6)
+@settings(max_examples=settings().max_examples // 10)
 @given(ENTRIES, st.data())
 def test_crashes_restarts_and_a_lost_disk_change_nothing_of_what_is_stored(
     tmp_path_factory: pytest.TempPathFactory, entries: list[Entry], data: st.DataObject

@@ -1,0 +1,114 @@
+"""A rollout as a list of turns that each bring their tokens, for who has no sequence of them, made into a Rollout.
+
+Pure.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from topics.errors import RecordError
+from topics.records import InferenceMetadata, Rollout, RolloutMetadata, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordTurn:
+    """One message with its own tokens."""
+
+    message: str
+    role: str
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] | None = None
+    """Of each token, where the policy sampled them."""
+    reward: float | None = None
+    inference_metadata: InferenceMetadata = field(default_factory=InferenceMetadata)
+    timestamp: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRecord:
+    """One rollout in turns."""
+
+    environment: str
+    example_id: str
+    policy_version: int | str
+    """A number, or a text that ends in one: "v10" is 10."""
+    rollout_uid: str
+    turns: Sequence[RecordTurn]
+    created_ts: float
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    replica_id: str = "unknown"
+
+    @property
+    def total_reward(self) -> float:
+        """Sum of the turns' rewards."""
+        return sum(turn.reward or 0.0 for turn in self.turns)
+
+
+def as_rollout(record: RolloutRecord, *, group_size: int = 1) -> Rollout:
+    """The Rollout of a record: turns' tokens one after the other, sampled where they have log-probabilities.
+
+    Of its metadata worker_id and weight_step are taken as such; everything is in `extra`, as JSON where it is no text.
+    Raises RecordError for a version that is no number, or a turn with more or fewer log-probabilities than tokens.
+    """
+    version = _version(record.policy_version)
+    turns, length = [], 0
+    for number, turn in enumerate(record.turns):
+        if turn.logprobs is not None and len(turn.logprobs) != len(turn.tokens):
+            raise RecordError(
+                f"turn {number} of rollout {record.rollout_uid!r} has {len(turn.logprobs)} log-probabilities for "
+                f"{len(turn.tokens)} tokens"
+            )
+        stop = length + len(turn.tokens)
+        turns.append(
+            Turn(
+                role=turn.role,
+                text=turn.message,
+                start=length,
+                stop=stop,
+                reward=turn.reward or 0.0,
+                has_logprobs=turn.logprobs is not None,
+                timestamp=turn.timestamp,
+                inference=turn.inference_metadata,
+            )
+        )
+        length = stop
+    said = record.metadata
+    return Rollout(
+        uid=record.rollout_uid,
+        group_size=group_size,
+        environment=record.environment,
+        example_id=record.example_id,
+        policy_version=version,
+        lowest_version=version,
+        highest_version=version,
+        tokens=_joined([turn.tokens for turn in record.turns], "<i4"),
+        loss_mask=_joined([[turn.logprobs is not None] * len(turn.tokens) for turn in record.turns], "|b1"),
+        logprobs=_joined([turn.logprobs or [0.0] * len(turn.tokens) for turn in record.turns], "<f4"),
+        reward=record.total_reward,
+        turns=tuple(turns),
+        metadata=RolloutMetadata(
+            worker_id=str(said.get("worker_id", "")),
+            replica_id=record.replica_id,
+            timestamp=record.created_ts,
+            weight_step=int(said.get("weight_step", -1)),
+        ),
+        extra={name: value if isinstance(value, str) else json.dumps(value) for name, value in said.items()},
+    )
+
+
+def _version(version: int | str) -> int:
+    if isinstance(version, int):
+        return version
+    number = re.search(r"\d+$", version)
+    if number is None:
+        raise RecordError(f"policy version {version!r} does not end in a number, and cannot be compared with others")
+    return int(number[0])
+
+
+def _joined(parts: Sequence[Sequence[Any]], dtype: str) -> Any:
+    return np.array([value for part in parts for value in part], dtype)
