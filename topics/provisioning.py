@@ -5,7 +5,9 @@ topic with P partitions never change, since keys would move.
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
@@ -46,13 +48,15 @@ class TopicDescription:
     settings: dict[str, str]
 
 
-def plan(kafka: KafkaConfig, config: TopicsConfig, run: str) -> list[TopicPlan]:
+def plan(
+    kafka: KafkaConfig, config: TopicsConfig, run: str, settings: Mapping[str, str] = MappingProxyType({})
+) -> list[TopicPlan]:
     """What `apply` would do. Raises TopicError where partitions differ, BrokerUnavailable when nobody answers."""
     existing = {d.topic: d for d in describe(kafka, run)}
     plans = []
     for spec in CATALOGUE:
         topic = topic_name(run, spec.name)
-        wanted, count = spec.settings(config, kafka), spec.partition_count(config)
+        wanted, count = {**spec.settings(config, kafka), **settings}, spec.partition_count(config)
         found = existing.get(topic)
         if found is None:
             plans.append(TopicPlan(topic, count, wanted, create=True))
@@ -67,9 +71,14 @@ def plan(kafka: KafkaConfig, config: TopicsConfig, run: str) -> list[TopicPlan]:
     return plans
 
 
-def apply(kafka: KafkaConfig, config: TopicsConfig, run: str) -> list[TopicPlan]:
-    """Create and mend topics; returns the plan that was carried out. Safe to run twice, or twice at once."""
-    plans = plan(kafka, config, run)
+def apply(
+    kafka: KafkaConfig, config: TopicsConfig, run: str, settings: Mapping[str, str] = MappingProxyType({})
+) -> list[TopicPlan]:
+    """Create and mend topics; returns the plan that was carried out. Safe to run twice, or twice at once.
+
+    `settings` are Kafka's, for all of them, instead of what the catalogue says; another call without them mends that.
+    """
+    plans = plan(kafka, config, run, settings)
     client = clients.admin(kafka)
     new = [
         NewTopic(p.topic, num_partitions=p.partitions, replication_factor=config.replication_factor, config=p.settings)

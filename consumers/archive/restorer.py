@@ -6,14 +6,20 @@ there again, as ends of transactions and aborted records, which no reader sees.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka import (
+    TIMESTAMP_LOG_APPEND_TIME,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    Producer,
+    TopicPartition,
+)
 from confluent_kafka.admin import AdminClient
-from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
-from confluent_kafka.admin._resource import ResourceType
 
 from consumers.archive.manifest import Manifest
 from consumers.archive.store import Store
@@ -31,7 +37,12 @@ _TIMEOUT_S = 60.0
 _AT_ONCE = 500
 _AT_ONCE_BYTES = 4 * 1024 * 1024
 """Of one partition, before others have their turn."""
-_WHILE_RESTORING = {"message.timestamp.type": "CreateTime", "cleanup.policy": "delete"}
+_WHILE_RESTORING = {
+    "message.timestamp.type": "CreateTime",
+    "cleanup.policy": "delete",
+    "retention.ms": "-1",
+    "retention.bytes": "-1",
+}
 _WHOLE_IN_TRANSACTION = 100
 _FILLER = b"not a record: it is where an archived topic had none"
 
@@ -46,18 +57,16 @@ def restore(
 ) -> int:
     """Create the topics of run `into` and fill them; returns how many records there are.
 
-    Raises StateRefused where a topic of the run holds something, or somebody else writes to it meanwhile.
+    Raises StateRefused where a topic of the run exists, or somebody else writes to it meanwhile.
     """
     clients.check_broker(kafka)
     partitions = len(manifest.topics["rollouts"].position)
     shape = replace(topics, partitions=partitions)
-    for found in provisioning.describe(kafka, into):
-        if any(end for _low, end in clients.bounds(kafka, found.topic).values()):
-            raise StateRefused(
-                f"topic {found.topic} is not empty; restore into a run of another name, or delete its topics first"
-            )
-    provisioning.apply(kafka, shape, into)
-    _alter(kafka, [topic_name(into, name) for name in manifest.topics], _WHILE_RESTORING)
+    there = [found.topic for found in provisioning.describe(kafka, into)]
+    if there:
+        raise StateRefused(f"topic {there[0]} exists; restore into a run of another name, or delete its topics first")
+    # Made so from the first: a broker goes on for a moment as it was when settings are changed.
+    provisioning.apply(kafka, shape, into, _WHILE_RESTORING)
     with_steps = _renamed(manifest.run, into)
     cursors = [
         _Cursor(into, name, p, topic.begin[p], end, (with_steps(e) for e in records(store, manifest, name, p)))
@@ -80,17 +89,6 @@ def restore(
     _check(kafka, manifest, into)
     event(logger, "archive_restored", run=into, archived=manifest.run, records=done)
     return done
-
-
-def _alter(kafka: KafkaConfig, topics: list[str], settings: Mapping[str, str]) -> None:
-    client = clients.admin(kafka)
-    wanted = [ConfigEntry(k, v, incremental_operation=AlterConfigOpType.SET) for k, v in settings.items()]
-    resources = [ConfigResource(ResourceType.TOPIC, topic, incremental_configs=wanted) for topic in topics]
-    for resource, future in client.incremental_alter_configs(resources).items():
-        try:
-            future.result(_TIMEOUT_S)
-        except KafkaException as error:
-            raise BrokerUnavailable(f"settings of {resource.name} cannot be changed: {error.args[0].str()}") from error
 
 
 def _renamed(run: str, into: str) -> Callable[[Entry], Entry]:
@@ -238,6 +236,8 @@ class _Filling:
         def delivered(error: KafkaError | None, message: Message) -> None:
             if error is not None:
                 self._wrong.append(f"{cursor.topic}[{cursor.partition}] offset {expected}: {error.str()}")
+            elif message.timestamp()[0] == TIMESTAMP_LOG_APPEND_TIME:
+                self._wrong.append(f"{cursor.topic} stamps records instead of taking their times")
             elif message.offset() != expected:
                 self._wrong.append(
                     f"{cursor.topic}[{cursor.partition}] took the record of offset {expected} at {message.offset()}"

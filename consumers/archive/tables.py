@@ -4,7 +4,7 @@
 turn, member of a batch, group, drop, step or use. A record that cannot be decoded has a row in `log` alone.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any, NamedTuple
@@ -168,6 +168,8 @@ SCHEMAS: Mapping[str, pa.Schema] = {
 }
 _OWN_VALUES = ("offset", "timestamp_ms", "key", "value", "uid", "text")
 """Columns of which no value comes again often enough for a dictionary."""
+
+_ROW_GROUP_BYTES = 64 * 1024 * 1024
 
 Row = tuple[Any, ...]
 """Values in the order of a table's schema, from `topic` on: run, environment and date are those of the file."""
@@ -360,26 +362,40 @@ def table_of(name: str, run: str, environment: str, date: str, rows: Sequence[Ro
     return pa.Table.from_arrays([*same, *columns], schema=schema)
 
 
-def parquet(table: pa.Table) -> bytes:
-    """A table as the bytes of a Parquet file."""
+def parquet(tables: Iterable[pa.Table], schema: pa.Schema) -> tuple[bytes, int]:
+    """Tables of one schema as the bytes of one Parquet file, and how many rows it has.
+
+    Small ones share a row group; no more of them are held at once than fill one.
+    """
     import pyarrow.parquet as pq
 
-    sink = pa.BufferOutputStream()
-    names = [f.name for f in table.schema if f.name not in _OWN_VALUES and not _nested(f)]
+    sink, count = pa.BufferOutputStream(), 0
+    names = [f.name for f in schema if f.name not in _OWN_VALUES and not _nested(f)]
     # The schema is in Parquet's own terms; Arrow's copy of it in each file doubles that of a small one.
-    pq.write_table(table, sink, compression="zstd", use_dictionary=names, store_schema=False)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
+    with pq.ParquetWriter(sink, schema, compression="zstd", use_dictionary=names, store_schema=False) as writer:
+        held: list[pa.Table] = []
+        for table in tables:
+            held.append(table)
+            count += len(table)
+            if sum(t.nbytes for t in held) >= _ROW_GROUP_BYTES:
+                writer.write_table(pa.concat_tables(held))
+                held = []
+        if held:
+            writer.write_table(pa.concat_tables(held))
+    return sink.getvalue().to_pybytes(), count
 
 
 def _nested(field: pa.Field) -> bool:
     return bool(pa.types.is_nested(field.type))
 
 
-def entries_of(table: pa.Table, topic: str, partition: int) -> Iterator[Entry]:
-    """Records of a table `log`, in its order."""
-    for batch in table.to_batches(max_chunksize=500):
-        columns = (batch.column(n).to_pylist() for n in ("offset", "timestamp_ms", "key", "value", "headers"))
+def entries_of(data: bytes, topic: str, partition: int) -> Iterator[Entry]:
+    """Records of a file of `log`, in its order."""
+    import pyarrow.parquet as pq
+
+    names = ["offset", "timestamp_ms", "key", "value", "headers"]
+    for batch in pq.ParquetFile(pa.BufferReader(data)).iter_batches(500, columns=names):
+        columns = (batch.column(name).to_pylist() for name in names)
         for offset, timestamp_ms, key, value, headers in zip(*columns, strict=True):
             named = None if headers is None else tuple((h["name"], h["value"]) for h in headers)
             yield Entry(topic, partition, offset, timestamp_ms, key, value, named)

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from consumers.archive import manifest as manifests
 from consumers.archive.manifest import LOG, ArchivedFile, ArchivedTopic, Manifest, folder_of
 from consumers.archive.store import Store, checked
-from consumers.archive.tables import Entry, Row, date_at, entries_of, log_row, parquet, rows_of, table_of
+from consumers.archive.tables import SCHEMAS, Entry, Row, date_at, entries_of, log_row, parquet, rows_of, table_of
 from topics.errors import StateRefused
 
 Place = tuple[str, int]
@@ -152,7 +152,7 @@ class ArchiveWriter:
 
     def _write(self, part: _Part, rows: Sequence[Row], first: int, last: int) -> ArchivedFile:
         table = table_of(part.table, self._run, part.environment, part.date, rows)
-        return _stored(self._store, self._run, part, table, first, last)
+        return _stored(self._store, self._run, part, [table], first, last)
 
     def compact(self, *, at_least: int = 2) -> int:
         """Merge small files of the same table, partition, environment and date; returns how many files fewer there are.
@@ -182,16 +182,16 @@ class ArchiveWriter:
 
 
 def _merged(store: Store, run: str, files: Sequence[ArchivedFile]) -> ArchivedFile:
-    table = pa.concat_tables([read_table(store, file) for file in files], promote_options="permissive")
+    tables = (read_table(store, file) for file in files)
     head = files[0]
     part = _Part(
         head.table, head.topic, head.partition, head.environment, head.date, head.begin, max(f.end for f in files)
     )
-    return _stored(store, run, part, table, min(f.first for f in files), max(f.last for f in files))
+    return _stored(store, run, part, tables, min(f.first for f in files), max(f.last for f in files))
 
 
-def _stored(store: Store, run: str, part: _Part, table: pa.Table, first: int, last: int) -> ArchivedFile:
-    data = parquet(table)
+def _stored(store: Store, run: str, part: _Part, tables: Iterable[pa.Table], first: int, last: int) -> ArchivedFile:
+    data, rows = parquet(tables, SCHEMAS[part.table])
     folders = f"table={part.table}/environment={_folder(part.environment)}/date={part.date}"
     # No two are alike, so that what a crash left behind is never taken for what a manifest names.
     name = f"{part.topic}-{part.partition}-{first}-{last}-{uuid.uuid4().hex[:12]}.parquet"
@@ -208,7 +208,7 @@ def _stored(store: Store, run: str, part: _Part, table: pa.Table, first: int, la
         end=part.end,
         first=first,
         last=last,
-        rows=len(table),
+        rows=rows,
         size_bytes=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
     )
@@ -224,14 +224,15 @@ def _folder(environment: str) -> str:
 
 def read_table(store: Store, file: ArchivedFile) -> pa.Table:
     """A file's rows. Raises StateRefused where it is missing, or another than the manifest names."""
-    return pq.read_table(pa.BufferReader(checked(store, file.path, file.sha256)))
+    data = checked(store, file.path, file.sha256)
+    return pq.read_table(pa.BufferReader(data)).cast(SCHEMAS[file.table])
 
 
 def records(store: Store, manifest: Manifest, topic: str, partition: int) -> Iterator[Entry]:
     """The archived records of a partition, in the order of their offsets. Raises as `read_table` does."""
     for file in manifest.of(LOG):
         if (file.topic, file.partition) == (topic, partition):
-            yield from entries_of(read_table(store, file), topic, partition)
+            yield from entries_of(checked(store, file.path, file.sha256), topic, partition)
 
 
 def check_files(store: Store, files: Iterable[ArchivedFile]) -> int:

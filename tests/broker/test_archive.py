@@ -124,7 +124,7 @@ def test_an_archive_survives_kill_9_answers_and_becomes_a_run_that_verifies(real
     with BatchReader(real_run.kafka, again) as reader:
         read = [reader.poll(5.0) for _ in planted.batches]
     assert [r.batch.digest for r in read if r] == [batch.digest for batch in planted.batches]
-    with pytest.raises(StateRefused, match="is not empty"):
+    with pytest.raises(StateRefused, match="exists; restore into a run of another name"):
         restore(real_run.kafka, real_run.topics, store, current, again)
 
 
