@@ -194,6 +194,12 @@ def rows_of(uses: Sequence[BatchUse], use: str) -> int:
     return sum(item.rows for item in uses if item.use == use and not item.again)
 
 
+def reused_share(uses: Sequence[BatchUse]) -> float:
+    """Share of the rollouts a step trains on that had been trained on before."""
+    trained = [use for use in uses if use.use == "trained"]
+    return sum(use.rows for use in trained if use.again) / max(sum(use.rows for use in trained), 1)
+
+
 def trained_rows(uses: Sequence[BatchUse]) -> dict[int, tuple[int, ...]]:
     """Rows that a step trains on by index offset of their batch, both ascending."""
     found: dict[int, list[int]] = {}

@@ -20,7 +20,7 @@ from consumers.learner.beginning import Example, begin, load_reference
 from consumers.learner.checkpoint import Checkpoints
 from consumers.learner.config import LearnerConfig
 from consumers.learner.environment import fingerprint
-from consumers.learner.intake import Outcomes
+from consumers.learner.intake import Outcomes, reused_share
 from consumers.learner.mismatch import judge
 from consumers.learner.pretrained import resolved
 from consumers.learner.progress import Progress
@@ -173,6 +173,7 @@ class _Learner:
         metrics |= outcomes.metrics()
         metrics |= {
             "off_policy/staleness": sum(taken.lags) / max(len(taken.lags), 1),
+            "off_policy/reused": reused_share(taken.uses),
             "perf/throughput": metrics["packing/tokens"] / (ended - self._ended),
             "time/step": trained_s,
             "time/wait_for_batch": self._waited_s,

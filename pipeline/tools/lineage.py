@@ -150,7 +150,7 @@ def fate_node(view: View, place: Place, fate: Fate, batch: TrainingBatch | None)
     row = batch.source_offsets.tolist().index(place.offset)
     group = batch.groups[int(batch.group_index[row])]
     members = [i for i, g in enumerate(batch.group_index.tolist()) if g == int(batch.group_index[row])]
-    node = _batch(view, batch)
+    node = _batch(view, batch, row)
     node.facts = {"row": row, "advantage": float(batch.advantages[batch.splits[row]]), **node.facts}
     node.children.insert(
         0,
@@ -212,16 +212,23 @@ def _made_by(manifest: PolicyManifest) -> dict[str, Any]:
     return {"published_after_step": f"{manifest.learner}/{manifest.step}"}
 
 
-def _batch(view: View, batch: TrainingBatch) -> Node:
+def _batch(view: View, batch: TrainingBatch, row: int | None = None) -> Node:
+    """A batch with the steps that met any row of it, or one row."""
     offset, entry = view.index[batch.batch_id]
     facts = {"rollouts": len(batch), "at": f"batches {entry.partition}:{entry.offset}", "index_offset": offset}
-    uses = view.uses.get(batch.batch_id, [])
+    uses = [
+        use
+        for use in view.uses.get(batch.batch_id, [])
+        if row is None or not use.use.row_numbers or row in use.use.row_numbers
+    ]
     return Node("batch", batch.batch_id, facts, [_use(view, use) for use in uses] or [Node("step", "none yet")])
 
 
 def _use(view: View, use: Use) -> Node:
     node = _step(view, use.step)
-    node.facts = {use.use.use: use.use.reason or "yes", **node.facts}
+    rows = {"rows": use.use.rows} if use.use.row_numbers else {}
+    again = {"again": "yes"} if use.use.again else {}
+    node.facts = {use.use.use: use.use.reason or "yes", **again, **rows, **node.facts}
     return node
 
 

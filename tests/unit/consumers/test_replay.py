@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from consumers.batch_reader import Indexed
 from consumers.learner.config import LearnerConfig, RolloutBufferConfig
-from consumers.learner.intake import Taken, chosen_rows, rows_of, trained_rows
+from consumers.learner.intake import Taken, chosen_rows, reused_share, rows_of, trained_rows
 from consumers.learner.packing import sequences_of
 from consumers.learner.replay import Replay, Uses
 from tests.batches import random_batch
@@ -176,6 +176,7 @@ def test_what_is_trained_on_again_counts_once() -> None:
     assert [use.again for use in (*first.uses, *second.uses)] == [False, False, True, True]
     assert (rows_of(first.uses, "trained"), rows_of(second.uses, "trained")) == (8, 0)
     assert names(first) == names(second)
+    assert (reused_share(first.uses), reused_share(second.uses), reused_share(())) == (0.0, 1.0, 0.0)
     assert learner.replay.size == 0
     assert (first.oldest, second.oldest) == (0, -1)
 
