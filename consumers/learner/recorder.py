@@ -43,6 +43,7 @@ class Recorder:
         # A record without a digest is of a step that was never made.
         recorded = read_steps(kafka, run, config.name)
         self._recorded = {step: record for step, record in recorded.items() if record.params_digest}
+        self._made = -1
         self.same_bits = True
         """Whether steps executed again must come out with the digests on record: not on other hardware."""
 
@@ -123,6 +124,7 @@ class Recorder:
             stream_time_ms=stream_time_ms,
         )
         self._log.commit([self._log.record(record)] + ([self._publisher.record(staged)] if staged else []))
+        self._made = step
         if staged is not None:
             self._publisher.committed(staged)
         event(
@@ -142,9 +144,10 @@ class Recorder:
         """Put skipped batches on record before the step they belong to is made.
 
         Workers hold back until their rollouts are trained or skipped: a learner that skipped all there is and recorded
-        it only with its next step would wait for ever. The record has no digest; the step's own replaces it.
+        it only with its next step would wait for ever. The record has no digest; the step's own replaces it. Of a step
+        that is made nothing is written: what was heard too late is in its record.
         """
-        if step in self._recorded:
+        if step in self._recorded or step <= self._made:
             return
         record = LearnerStep(
             learner=self._config.name,
