@@ -4,6 +4,7 @@ Of the recipe: RLOO advantages over the group's standard deviation, PPO clipping
 start, AdamW with a cosine schedule.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -56,6 +57,16 @@ class RolloutBufferConfig:
     """Seconds of stream time at which a rollout is too old; negative: however old."""
     balanced: bool = False
     """Draw from every environment alike; else in proportion to what is held of each."""
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise ConfigurationError(f"learner.buffer.capacity is {self.capacity}; it must be at least 1")
+        if self.max_samples == 0:
+            raise ConfigurationError(
+                "learner.buffer.max_samples is 0, which trains on nothing; give at least 1, or -1 for no limit"
+            )
+        if not math.isfinite(self.alpha):
+            raise ConfigurationError(f"learner.buffer.alpha is {self.alpha}; give a finite number, 0 for no recency")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -164,6 +165,8 @@ def test_a_step_draws_rows_of_many_batches_and_names_them() -> None:
     for read, rows in zip(taken.trained, taken.rows, strict=True):
         assert (rows or tuple(range(ROWS))) == trained_rows(taken.uses)[read.index_offset]
     assert taken.lags == (0,) * 6
+    # So the lead tells the other processes of a learner.
+    assert msgspec.json.decode(msgspec.json.encode(taken), type=Taken) == taken
 
 
 def test_what_is_trained_on_again_counts_once() -> None:
@@ -281,6 +284,9 @@ def test_other_settings_do_not_pass_for_the_step_on_record() -> None:
 def test_a_buffer_that_holds_less_than_a_step_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"learner\.buffer\.capacity 5 holds fewer than"):
         config(rollouts_per_step=6, capacity=5)
+    for wrong in ({"capacity": 0}, {"max_samples": 0}, {"alpha": float("inf")}):
+        with pytest.raises(ConfigurationError, match=rf"learner\.buffer\.{next(iter(wrong))} is"):
+            RolloutBufferConfig(**wrong)  # type: ignore[arg-type]
 
 
 @settings(max_examples=15, deadline=None)
