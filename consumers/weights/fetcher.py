@@ -5,6 +5,7 @@ Reads uncommitted: chunks travel in no transaction, and the committed manifest t
 
 import threading
 import time
+from collections.abc import Iterable
 
 from confluent_kafka import KafkaError, Message, TopicPartition
 
@@ -18,6 +19,9 @@ from topics.records import PolicyManifest
 
 class ChunksGone(RollstreamError):
     """The chunks a manifest names are no longer in the log."""
+
+
+_ASK_TIMEOUT_S = 10.0
 
 
 class ChunkFetcher:
@@ -42,13 +46,17 @@ class ChunkFetcher:
         wanted = {(chunk.partition, chunk.offset): chunk.index for chunk in manifest.chunks}
         found: dict[int, bytes] = {}
         deadline = time.monotonic() + timeout_s
-        first = {partition: min(o for p, o in wanted if p == partition) for partition, _ in wanted}
-        self._consumer.assign([TopicPartition(self._topic, partition, offset) for partition, offset in first.items()])
+        self._read_from(_lowest(wanted))
         try:
             while len(found) < len(wanted):
                 if time.monotonic() > deadline or (stop is not None and stop.is_set()):
                     raise ChunksGone(f"{len(wanted) - len(found)} chunks of version {manifest.version} did not arrive")
                 message = self._consumer.poll(0.05)
+                if message is not None and _is_reset(message):
+                    missing = _lowest(place for place, index in wanted.items() if index not in found)
+                    self._check_low(message, missing)
+                    self._read_from(missing)
+                    continue
                 if message is None or _is_end(message, self._topic):
                     continue
                 partition, offset = message.partition(), message.offset()
@@ -64,14 +72,42 @@ class ChunkFetcher:
             self._consumer.unassign()
         return [found[chunk.index] for chunk in manifest.chunks]
 
+    def _read_from(self, places: dict[int, int]) -> None:
+        self._consumer.assign([TopicPartition(self._topic, partition, offset) for partition, offset in places.items()])
+
+    def _check_low(self, message: Message, missing: dict[int, int]) -> None:
+        """Raise ChunksGone if the partition no longer reaches back to what is missing.
+
+        The message alone does not say so: it may be about the version before, which was given up an instant ago.
+        """
+        partition, error = message.partition(), message.error()
+        low, _high = self._consumer.get_watermark_offsets(
+            TopicPartition(self._topic, partition or 0), timeout=_ASK_TIMEOUT_S, cached=False
+        )
+        if partition in missing and missing[partition] < low:
+            reason = error.str() if error is not None else ""
+            raise ChunksGone(f"{self._topic}[{partition}] no longer reaches back to the chunks: {reason}")
+
+
+def _lowest(places: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """The lowest offset of each partition."""
+    found: dict[int, int] = {}
+    for partition, offset in places:
+        found[partition] = min(offset, found.get(partition, offset))
+    return found
+
+
+def _is_reset(message: Message) -> bool:
+    """Whether the message says that an offset asked for is not there."""
+    error = message.error()
+    return error is not None and error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
+
 
 def _is_end(message: Message, topic: str) -> bool:
-    """Whether the message is an event without a record. Raises ChunksGone or what the error means."""
+    """Whether the message is an event without a record. Raises what an error means."""
     error = message.error()
     if error is None:
         return False
-    if error.code() in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
-        raise ChunksGone(f"{topic}[{message.partition()}] no longer reaches back to the chunks: {error.str()}")
     if error.code() != KafkaError._PARTITION_EOF:
         clients.raise_for(error, f"fetching chunks from {topic}")
     return True
