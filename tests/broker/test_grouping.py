@@ -18,7 +18,7 @@ from consumers.grouping.batch_maker import FifoBatchMaker, SealedGroup
 from consumers.grouping.bootstrap import committed_offsets, initialise, recover
 from consumers.grouping.changes import DROPPED
 from consumers.grouping.marks import drain
-from pipeline.ledger import ledger
+from pipeline.ledger import Ledger, ledger
 from pipeline.observer import RunObserver
 from pipeline.verify import verify
 from tests.runs import RealRun, rollout
@@ -243,8 +243,12 @@ def test_losing_the_longest_is_reported_while_it_happens_and_in_the_ledger(
         short = [rollout(f"{wave}-{n}", m, **of_length(10)) for n in range(60) for m in range(4)]
         torn = [rollout(f"{wave}-t{n}", m, **of_length(100)) for n in range(12) for m in range(3)]
         real_run.send(short + torn)
-    eventually(lambda: ledger(real_run.kafka, real_run.name).in_flight == 0, 60, "the deadlines to pass")
-    result = ledger(real_run.kafka, real_run.name)
+
+    def done() -> Ledger | None:
+        book = ledger(real_run.kafka, real_run.name)
+        return book if not book.in_flight and not book.unread else None
+
+    result = eventually(done, 60, "the deadlines to pass")
     assert (result.batched, result.dropped) == (960, {"group_too_small": 144})
     assert result.selection["env"].alerts() == ("length",)
     assert result.as_dict()["selection"]["env"]["lost"]["mean_length"] == 100.0
