@@ -169,6 +169,7 @@ def transaction(producer: Producer, records: Sequence[tuple[str, int]], end: Cal
     end(30.0)
 
 
+@pytest.mark.long
 def test_what_lies_between_records_lies_there_again(real_run: RealRun) -> None:
     real_run.prepare()
     rollouts, steps, letters = (real_run.topic(name) for name in ("rollouts", "steps", "dead-letters"))

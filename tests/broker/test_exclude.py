@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from pipeline.ledger import Ledger, ledger
 from pipeline.verify import verify
 from tests.runs import RealRun, rollout
@@ -147,6 +149,7 @@ def test_what_is_excluded_by_environment_worker_or_offset_leaves_and_stays_out(r
     assert (replayed["rollouts"], replayed["in_flight"]) == (16, 4)
 
 
+@pytest.mark.long
 def test_an_exclusion_that_nobody_reads_says_so_and_stands(real_run: RealRun) -> None:
     run = real_run.prepare()
     found = ran(run, "exclude", "--env", "bad", "--timeout", "0.5")

@@ -227,6 +227,7 @@ def test_generation_0_is_written_once_and_lost_offsets_are_refused_until_recover
     assert ledger(real_run.kafka, real_run.name).balanced
 
 
+@pytest.mark.long
 def test_losing_the_longest_is_reported_while_it_happens_and_in_the_ledger(
     real_run: RealRun, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -301,6 +302,7 @@ def test_a_dead_letter_that_would_not_fit_keeps_headers_digest_and_source_offset
     assert result.dead_lettered == 3
 
 
+@pytest.mark.long
 def test_drops_of_one_transaction_that_no_record_holds_are_journaled_in_parts(real_run: RealRun) -> None:
     """The smallest record limit there may be; ten thousand drops at once take twice that, in one record."""
     real_run.topics = type(real_run.topics)(partitions=1)
@@ -348,6 +350,7 @@ class PonderingMaker(FifoBatchMaker):
         super().add_rollout(rollout, group)
 
 
+@pytest.mark.long
 def test_a_restore_longer_than_a_member_may_go_without_polling_keeps_its_partition(
     real_run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:

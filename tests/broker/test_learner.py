@@ -178,6 +178,7 @@ def test_sigterm_saves_a_checkpoint_and_steps_executed_again_must_come_out_as_re
     assert steps_of(run) == steps
 
 
+@pytest.mark.long
 def test_a_batch_that_is_too_stale_is_skipped_on_record_and_replaced(real_run: RealRun) -> None:
     """Version 0 belongs to step 0: with a lag of 2 allowed, step 4 may not use it any more."""
     run = prepared(real_run, batches=8)

@@ -93,6 +93,7 @@ def kill_one(run: RealRun, team: list[subprocess.Popen[bytes]], number: int) -> 
     assert team[1 - number].wait(90) != 0, "a process whose team is gone must not go on"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_two_processes_train_together_and_after_kill_9_make_the_bits_on_record_again(real_run: RealRun) -> None:
     run = prepared(real_run, 2 * STEPS)

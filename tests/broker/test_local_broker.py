@@ -90,6 +90,7 @@ def test_topics_are_not_created_by_a_mistyped_name(running: LocalBroker, run_nam
     assert run_name not in client.list_topics(timeout=10).topics
 
 
+@pytest.mark.long
 def test_a_kill_and_a_stop_keep_the_data_and_the_port(tmp_path: Path, run_name: str) -> None:
     with LocalBroker.start(tmp_path, bound_to_parent=True) as broker:
         address = broker.bootstrap_servers

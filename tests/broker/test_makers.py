@@ -47,6 +47,7 @@ def test_a_run_batches_with_a_maker_of_the_user_s_and_is_verified_with_it(real_r
         verify(real_run.kafka, real_run.name)
 
 
+@pytest.mark.long
 def test_a_reservoir_loses_and_repeats_nothing_when_its_process_is_killed_between_parts_of_groups(
     real_run: RealRun,
 ) -> None:

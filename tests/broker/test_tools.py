@@ -141,6 +141,7 @@ def test_cat_filters_by_what_records_say(planted: Planted) -> None:
     assert len(records(planted, "rollouts", "--since", "-86400")) == len(records(planted, "rollouts"))
 
 
+@pytest.mark.long
 def test_cat_takes_the_flags_of_kcat(planted: Planted) -> None:
     whole = [r for r in records(planted, "rollouts") if r["partition"] == 1]
     assert records(planted, "rollouts", "-p", "1", "-o", "3", "-c", "2") == whole[3:5]
@@ -267,6 +268,7 @@ def test_lineage_of_a_step_a_batch_and_a_version_agree(planted: Planted) -> None
 # ---------------------------------------------------------------------- verify
 
 
+@pytest.mark.long
 def test_verify_computes_all_some_the_last_or_a_sample_again(planted: Planted) -> None:
     count = len(planted.batches)
     assert answer(planted, "verify")["batches"] == count

@@ -224,6 +224,7 @@ def grouper_in_here(run: RealRun, meanwhile: Callable[[], None], **client: str) 
     assert failures == []
 
 
+@pytest.mark.long
 def test_a_rebalance_that_begins_in_the_middle_of_a_commit_waits_for_it(fault_run: RealRun) -> None:
     run = fault_run.prepare()
     joined: list[subprocess.Popen[bytes]] = []
@@ -253,6 +254,7 @@ def test_a_rebalance_that_begins_in_the_middle_of_a_commit_waits_for_it(fault_ru
 EXPELLED_SOON = {"max.poll.interval.ms": "2500", "session.timeout.ms": "2000"}
 
 
+@pytest.mark.long
 def test_a_grouper_expelled_in_the_middle_of_a_commit_aborts_and_restores(fault_run: RealRun) -> None:
     run = fault_run.prepare()
     taking_over: list[subprocess.Popen[bytes]] = []
