@@ -22,8 +22,10 @@ from topics.records import LearnerStep
 
 STEPS = 6
 TOLERANCE = 2e-4
-"""Largest difference of a parameter after these steps on one process and on two, whose sums round differently: a tenth of
-the learning rate. Seen: 3e-5."""
+"""Largest difference of a parameter after these steps on one process and on two, whose sums round differently.
+
+A tenth of the learning rate; seen: 3e-5.
+"""
 
 
 @pytest.fixture(autouse=True)
