@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from consumers.buffers.files import read_json, write_json
 from consumers.learner.sinks_config import SinksConfig
 from topics import clients
 from topics.catalogue import topic_name
@@ -193,7 +194,7 @@ class _TensorBoard:
                 summary.MergeFrom(self._scalar(name, value))
         self._writer.write_event(self._proto.Event(wall_time=step.timestamp, step=step.step, summary=summary))
         self._writer.flush()
-        _remember(self._memory, {"last": step.step})
+        write_json(self._memory, {"last": step.step})
 
     def close(self) -> None:
         self._writer.close()
@@ -231,7 +232,7 @@ class _WeightsAndBiases:
         )
 
     def write(self, step: LearnerStep) -> None:
-        _remember(self._path, {"id": self._id, "last": step.step})
+        write_json(self._path, {"id": self._id, "last": step.step})
         self._run.log({**step.metrics, "policy_version": step.policy_version}, step=step.step, commit=True)
 
     def close(self) -> None:
@@ -249,15 +250,8 @@ def _package(name: str, setting: str) -> ModuleType:
 
 
 def _remembered(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    found: dict[str, Any] = read_json(path) if path.exists() else {}
     return found
-
-
-def _remember(path: Path, values: dict[str, Any]) -> None:
-    """Replace a small file, whole or not at all."""
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(json.dumps(values), encoding="utf-8")
-    beside.replace(path)
 
 
 def _put_aside(path: Path, last: int, recorded: int) -> None:

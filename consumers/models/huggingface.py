@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from consumers.buffers.files import write_bytes
 from consumers.models import safetensors_files
 from consumers.models.config import DecoderConfig
 from consumers.models.errors import CheckpointRefused
@@ -250,4 +251,4 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON object whole or not at all."""
     encoded = json.dumps(value, indent=2).encode() + b"\n"
-    safetensors_files.replace_file(path, lambda file: file.write(encoded))
+    write_bytes(path, encoded)

@@ -6,8 +6,7 @@ whoever needs a slice of a tensor reads no more.
 
 import json
 import math
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from consumers.buffers.files import replacing
 from consumers.models.errors import CheckpointRefused
 
 _LENGTH_BYTES = 8
@@ -89,12 +89,10 @@ def write(path: Path, tensors: Mapping[str, Storable]) -> None:
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % _LENGTH_BYTES)
 
-    def fill(file: Any) -> None:
+    with replacing(path) as file:
         file.write(len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded)
         for name, tensor in tensors.items():
             file.write(np.ascontiguousarray(tensor, dtypes()[_name(name, tensor.dtype)]).tobytes())
-
-    replace_file(path, fill)
 
 
 def _name(tensor: str, dtype: np.dtype[Any]) -> str:
@@ -102,21 +100,3 @@ def _name(tensor: str, dtype: np.dtype[Any]) -> str:
         if dtype.newbyteorder("<") == known:
             return name
     raise CheckpointRefused(f"{tensor} is {dtype}; a checkpoint's tensors are {', '.join(map(str, dtypes().values()))}")
-
-
-def replace_file(path: Path, fill: Callable[[Any], None]) -> None:
-    """Have `fill` write a file that takes its name only once all of it is on disk."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            fill(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
