@@ -5,7 +5,6 @@ What the buffer held at a checkpoint is read from the log: which rollouts from `
 
 import logging
 import threading
-from contextlib import ExitStack
 
 from consumers.batch_reader import Indexed, IndexReader
 from consumers.learner.config import LearnerConfig
@@ -14,16 +13,15 @@ from consumers.learner.intake import Taken
 from consumers.learner.recorded import index_between
 from consumers.learner.recorder import Recorder
 from consumers.learner.replay import Replay, Uses
-from consumers.learner.supply import Loader, Supplied
+from consumers.learner.supply import LogSource
 from topics.config import KafkaConfig
 from topics.errors import TopicError
 from topics.logs import event
-from topics.records import BatchUse
 
 logger = logging.getLogger(__name__)
 
 
-class RolloutBuffer:
+class RolloutBuffer(LogSource):
     """The source `rollout_buffer`. See `Source`."""
 
     def __init__(
@@ -37,10 +35,7 @@ class RolloutBuffer:
         recorder: Recorder | None = None,
     ) -> None:
         """With a `recorder`, that is in the lead, it holds what it held after `step`, and reads on from `position`."""
-        self._stack = ExitStack()
-        self._loader = Loader(config, kafka, run, process)
-        self._stack.callback(self._loader.close)
-        self.skips: tuple[int, tuple[BatchUse, ...]] | None = None
+        super().__init__(config, kafka, run, process)
         if recorder is None:
             return
         input_run = config.input_run or run
@@ -63,14 +58,6 @@ class RolloutBuffer:
         self._step = step
         return self._replay.take(step, stop)
 
-    def load(self, taken: Taken) -> Supplied:
-        """This process's share, fetched and packed."""
-        return self._loader.load(taken)
-
-    def close(self) -> None:
-        """Close the consumers."""
-        self._stack.close()
-
     def _restore(self, kafka: KafkaConfig, input_run: str, step: int, position: int, recorder: Recorder) -> None:
         past = [record for record in recorder.steps if record.step <= step]
         uses = Uses.after(step, position, past)
@@ -84,6 +71,3 @@ class RolloutBuffer:
             )
         self._replay.restore(uses, [Indexed(entry, at) for at, entry in sorted(found.items())], past)
         event(logger, "rollout_buffer_restored", step=step, rollouts=self._replay.size, position=uses.position)
-
-    def _skipped(self, uses: tuple[BatchUse, ...]) -> None:
-        self.skips = (self._step + 1, uses)

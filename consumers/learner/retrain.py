@@ -96,7 +96,6 @@ def retrain(
             f"learner {config.name!r} trains in {config.processes} processes; retrain runs in one, which does not make "
             "the same bits"
         )
-    config = resolved(config)
     recorded = {step: record for step, record in read_steps(kafka, run, config.name).items() if record.params_digest}
     last = _check_range(recorded, run, config.name, from_step, to_step)
     train_step = TrainStep(config)

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
@@ -127,7 +127,29 @@ def _size(batch: TrainingBatch) -> int:
     return sum(value.nbytes for value in vars(batch).values() if isinstance(value, np.ndarray))
 
 
-class Batches:
+class LogSource:
+    """What sources that read the log have in common: a loader, a stack of what is to be closed, and skips to report."""
+
+    def __init__(self, config: LearnerConfig, kafka: KafkaConfig, run: str, process: int) -> None:
+        self._stack = ExitStack()
+        self._loader = self._stack.enter_context(closing(Loader(config, kafka, run, process)))
+        self._step = -1
+        self.skips: tuple[int, tuple[BatchUse, ...]] | None = None
+        """What a step skipped, by its number, that has waited for the rest of it."""
+
+    def load(self, taken: Taken) -> Supplied:
+        """This process's share, fetched and packed."""
+        return self._loader.load(taken)
+
+    def close(self) -> None:
+        """Close the consumers."""
+        self._stack.close()
+
+    def _skipped(self, uses: tuple[BatchUse, ...]) -> None:
+        self.skips = (self._step + 1, uses)
+
+
+class Batches(LogSource):
     """The source `batches`: the index of the input run, read by the lead alone."""
 
     def __init__(
@@ -140,12 +162,7 @@ class Batches:
         recorder: Recorder | None = None,
     ) -> None:
         """With a `recorder`, that is in the lead, it reads the index from `position` on."""
-        self._stack = ExitStack()
-        self._loader = Loader(config, kafka, run, process)
-        self._stack.callback(self._loader.close)
-        self.load = self._loader.load
-        self.skips: tuple[int, tuple[BatchUse, ...]] | None = None
-        """Skipped batches of a step, by its number, that have waited for the rest of it."""
+        super().__init__(config, kafka, run, process)
         if recorder is None:
             return
         input_run = config.input_run or run
@@ -160,19 +177,11 @@ class Batches:
             decided=recorder.decided,
             excluded=exclusions.reason,
         )
-        self._step = -1
 
     def take(self, step: int, stop: threading.Event) -> Taken | None:
         """Whole batches in the order of the index until they are enough."""
         self._step = step
         return self._intake.take(step, stop)
-
-    def close(self) -> None:
-        """Close the consumers."""
-        self._stack.close()
-
-    def _skipped(self, uses: tuple[BatchUse, ...]) -> None:
-        self.skips = (self._step + 1, uses)
 
 
 class Supply:
