@@ -51,7 +51,7 @@ class TopicSpec:
         return settings
 
 
-_EVERYONE = ("group", "learn", "infer", "env", "tools")
+_EVERYONE = ("group", "learn", "infer", "env", "label", "tools")
 
 CATALOGUE: tuple[TopicSpec, ...] = (
     TopicSpec(
@@ -152,9 +152,31 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         values=(),
         partitions="1",
         cleanup="none",
-        writers=("group", "tools"),
+        writers=("group", "label", "tools"),
         readers=("tools",),
-        doc="Records of rollouts that cannot be decoded, bytes untouched, reason in headers (KIP-1034).",
+        doc="Records that cannot be decoded, bytes untouched, reason in headers (KIP-1034).",
+    ),
+    TopicSpec(
+        name="unlabelled",
+        key="environment, worker",
+        values=("TrajectoryRecord",),
+        partitions="P",
+        cleanup="none",
+        writers=("env",),
+        readers=("label", "tools"),
+        append_time=True,
+        doc="Trajectories that wait for their rewards.",
+    ),
+    TopicSpec(
+        name="trajectories",
+        key="environment, worker",
+        values=("TrajectoryRecord",),
+        partitions="P",
+        cleanup="none",
+        writers=("env", "label"),
+        readers=("learn", "tools"),
+        append_time=True,
+        doc="Arrays of control tasks; those of a worker lie in order, as episodes go on from one to the next.",
     ),
     TopicSpec(
         name="control",

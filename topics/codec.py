@@ -35,6 +35,7 @@ RECORD_TYPES: tuple[type, ...] = (
     records.Metrics,
     records.ExcludedBatch,
     records.RolloutBatch,
+    records.TrajectoryRecord,
 )
 R = TypeVar("R")
 

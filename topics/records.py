@@ -4,12 +4,16 @@ Arrays are one-dimensional numpy arrays, read-only when decoded. Equality of rec
 by content (`same`), since numpy arrays have no truth value.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from topics.arrays import dtype_name, dtype_of, little_endian_bytes
+from topics.errors import RecordError
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -48,13 +52,15 @@ class NamedArray:
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> "NamedArray":
-        """Wrap an array; its bytes are stored little-endian and C-contiguous."""
-        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-        return cls(dtype=little.dtype.str, shape=little.shape, data=little.tobytes())
+        """Wrap an array; its bytes are stored little-endian and C-contiguous. Raises RecordError for objects."""
+        return cls(dtype=dtype_name(array.dtype), shape=array.shape, data=little_endian_bytes(array))
 
     def array(self) -> NDArray[Any]:
-        """The array, as a read-only view."""
-        return np.frombuffer(self.data, np.dtype(self.dtype)).reshape(self.shape)
+        """The array, as a read-only view. Raises RecordError where bytes, dtype and shape do not agree."""
+        dtype = dtype_of(self.dtype)
+        if min(self.shape, default=0) < 0 or math.prod(self.shape) * dtype.itemsize != len(self.data):
+            raise RecordError(f"an array of shape {self.shape} and {self.dtype} stands in {len(self.data)} bytes")
+        return np.frombuffer(self.data, dtype).reshape(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,6 +416,37 @@ class ExcludedBatch:
     reason: str
     generation: int
     wall_time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeSpan:
+    """Rows `start` to `stop` of column `column` of a trajectory, which belong to one episode."""
+
+    uid: str
+    column: int
+    start: int
+    stop: int
+    control_mode: int = 0
+    """Who acted: 0 the policy, 1 a human in the loop."""
+    first: bool = True
+    """Whether the episode begins here; otherwise an earlier trajectory holds its beginning."""
+    last: bool = True
+    """Whether the episode ends here, terminated or truncated; otherwise a later trajectory goes on with it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrajectoryRecord:
+    """Arrays of a control task, by path; `topics.trajectories` nests them."""
+
+    uid: str
+    environment: str
+    arrays: Mapping[str, NamedArray]
+    policy_version: int = -1
+    model_weights_id: str = ""
+    max_episode_length: int = 0
+    episodes: tuple[EpisodeSpan, ...] = ()
+    metadata: RolloutMetadata = field(default_factory=RolloutMetadata)
+    extra: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

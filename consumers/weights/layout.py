@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from topics.arrays import dtype_name, dtype_of, little_endian_bytes
 from topics.errors import RollstreamError
 from topics.records import PolicyManifest, Tensor
 
@@ -19,18 +20,6 @@ Arrays = Mapping[str, NDArray[Any]]
 
 class WeightsRefused(RollstreamError):
     """Bytes of a policy version do not match its manifest."""
-
-
-def dtype_name(dtype: np.dtype[Any]) -> str:
-    """numpy's little-endian dtype string, or the name where the type is an extension (bfloat16)."""
-    return dtype.name if dtype.kind == "V" else dtype.newbyteorder("<").str
-
-
-def little_endian_bytes(array: NDArray[Any]) -> bytes:
-    """The array's bytes, little-endian and in C order."""
-    if array.dtype.kind != "V":
-        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return array.tobytes()
 
 
 def params_digest(params: Mapping[str, Any]) -> str:
@@ -81,7 +70,7 @@ def assemble(manifest: PolicyManifest, chunks: Sequence[bytes]) -> dict[str, NDA
     whole = memoryview(b"".join(chunks))
     arrays: dict[str, NDArray[Any]] = {}
     for tensor in manifest.tensors:
-        dtype = _dtype(tensor.dtype)
+        dtype = dtype_of(tensor.dtype)
         if tensor.size_bytes != dtype.itemsize * math.prod(tensor.shape):
             raise WeightsRefused(f"tensor {tensor.name} of policy version {manifest.version} has no room for its shape")
         view = whole[tensor.start : tensor.start + tensor.size_bytes]
@@ -91,12 +80,3 @@ def assemble(manifest: PolicyManifest, chunks: Sequence[bytes]) -> dict[str, NDA
     if params_digest(arrays) != manifest.digest:
         raise WeightsRefused(f"policy version {manifest.version} as a whole differs from its manifest")
     return arrays
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    if name.startswith(("<", "|")):
-        return np.dtype(name)
-    import ml_dtypes  # Teaches numpy bfloat16 and float8; comes with JAX, and only such weights need it.
-
-    extension: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-    return extension

@@ -1,0 +1,53 @@
+"""What an array is called and how its bytes lie, on the wire and on disk: little-endian, in C order (numpy only).
+
+Extension types (bfloat16, float8) go by their names; objects and structures are refused, as no reader could prove what
+they are.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from topics.errors import RecordError
+
+_KINDS = "biufcSUmM"
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """numpy's little-endian dtype string, or the name where the type is an extension (bfloat16).
+
+    Raises RecordError for objects and structures.
+    """
+    if dtype.kind in _KINDS:
+        return dtype.newbyteorder("<").str
+    if dtype.kind == "V" and dtype.names is None and not dtype.name.startswith("void"):
+        return dtype.name
+    raise RecordError(
+        f"an array of dtype {dtype} cannot be written; split structures into arrays, and turn objects into numbers"
+    )
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """The dtype of a name. Raises RecordError for one that `dtype_name` gives to nothing."""
+    if name.startswith(("<", "|")):
+        try:
+            dtype = np.dtype(name)
+        except (TypeError, ValueError):
+            dtype = np.dtype(object)
+        if dtype.kind in _KINDS:
+            return dtype
+        raise RecordError(f"{name!r} is no dtype of arrays that are written")
+    import ml_dtypes  # Teaches numpy bfloat16 and float8; comes with JAX, and only such arrays need it.
+
+    extension = getattr(ml_dtypes, name, None)
+    if not isinstance(extension, type):
+        raise RecordError(f"{name!r} is no dtype of arrays that are written")
+    return np.dtype(extension)
+
+
+def little_endian_bytes(array: NDArray[Any]) -> bytes:
+    """The array's bytes, little-endian and in C order."""
+    if array.dtype.kind != "V":
+        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return array.tobytes()
