@@ -38,12 +38,15 @@ def dtype_of(name: str) -> np.dtype[Any]:
         if dtype.kind in _KINDS:
             return dtype
         raise RecordError(f"{name!r} is no dtype of arrays that are written")
-    import ml_dtypes  # Teaches numpy bfloat16 and float8; comes with JAX, and only such arrays need it.
-
+    try:
+        import ml_dtypes  # Teaches numpy bfloat16 and float8; comes with JAX, and only such arrays need it.
+    except ImportError as error:
+        raise RecordError(f"arrays of dtype {name!r} need ml_dtypes; install rollstream[learner]") from error
     extension = getattr(ml_dtypes, name, None)
-    if not isinstance(extension, type):
-        raise RecordError(f"{name!r} is no dtype of arrays that are written")
-    return np.dtype(extension)
+    dtype = np.dtype(extension) if isinstance(extension, type) else np.dtype(object)
+    if dtype.name == name:
+        return dtype
+    raise RecordError(f"{name!r} is no dtype of arrays that are written")
 
 
 def little_endian_bytes(array: NDArray[Any]) -> bytes:
