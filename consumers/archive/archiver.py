@@ -35,6 +35,8 @@ TOPICS = (
     "batches",
     "dead-letters",
     "evals",
+    "trajectories",
+    "unlabelled",
     "rollouts",
 )
 """All but weights, which are for machines to load, gigabytes, and soon deleted; `rollstream export` keeps them."""
