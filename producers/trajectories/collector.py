@@ -1,0 +1,252 @@
+"""Collects chunk steps of environments that run side by side into trajectories, for whoever sends them.
+
+A trajectory has `steps` chunk steps, or as many as a record may hold. Episodes go on from one to the next under the
+same uid; nothing given to `add` is referred to afterwards, as environments use their arrays again.
+"""
+
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from producers.trajectories.steps import ChunkStepResult, Leaves, control_modes_of, leaves_of
+from topics.codec import encode
+from topics.errors import ConfigurationError, RecordError, RecordTooLarge
+from topics.keys import encode_key
+from topics.records import EpisodeSpan, RolloutMetadata
+from topics.trajectories import BOOTSTRAPPED, Trajectory, nest, to_record
+
+_LENGTHS_BYTES = 32
+"""What numbers of an array's entry may grow by when there are more rows."""
+_SPAN_BYTES = 64
+"""What a span takes besides the incarnation in its uid."""
+
+
+@dataclass
+class _Episode:
+    """The episode that is going on in a column."""
+
+    uid: str
+    control_mode: int
+    start: int
+    first: bool = True
+
+
+@dataclass
+class _Rows:
+    """Steps of the trajectory in the making."""
+
+    arrays: dict[str, NDArray[Any]]
+    """[capacity, B, ...] by path."""
+    before: dict[str, NDArray[Any]]
+    """Flags before the first step: [B, ...] by path."""
+    model_weights_id: str
+    count: int = 0
+    spans: list[EpisodeSpan] = field(default_factory=list)
+
+    @property
+    def capacity(self) -> int:
+        return len(next(iter(self.arrays.values())))
+
+
+class TrajectoryCollector:
+    """Collects for `width` environments. Meant for one thread."""
+
+    def __init__(
+        self,
+        environment: str,
+        width: int,
+        *,
+        worker_id: str,
+        steps: int = 80,
+        max_bytes: int | None = None,
+        bootstrap_rows: int = 1,
+        max_episode_length: int = 0,
+        replica_id: str = "unknown",
+        incarnation: str | None = None,
+        extra: Mapping[str, str] | None = None,
+    ) -> None:
+        """Of `max_bytes` (a TrajectoryProducer's `limit_bytes`) no trajectory's record takes more.
+
+        dones, terminations and truncations get `bootstrap_rows` more rows: each of so many equal parts of the steps
+        is headed by the flags before it. One that is shorter and cannot be parted so has one. `incarnation` begins
+        the uids of episodes, and must differ at each start of a worker; by default it does.
+
+        Raises ConfigurationError for settings that make no trajectory.
+        """
+        if width < 1 or steps < 1 or bootstrap_rows < 0 or (bootstrap_rows and steps % bootstrap_rows):
+            raise ConfigurationError(
+                f"a collector of {steps} steps of {width} environments with {bootstrap_rows} bootstrap rows; give at "
+                "least one step and environment, and a number of steps that can be parted by the bootstrap rows"
+            )
+        self._environment = environment
+        self._width = width
+        self._worker_id = worker_id
+        self._replica_id = replica_id
+        self._steps = steps
+        self._max_bytes = max_bytes
+        self._bootstrap_rows = bootstrap_rows
+        self._max_episode_length = max_episode_length
+        self._extra = dict(extra or {})
+        self._incarnation = uuid.uuid4().hex[:12] if incarnation is None else incarnation
+        self._layout: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
+        self._flags: dict[str, NDArray[Any]] = {}
+        """Flags of the newest step."""
+        self._begun = 0
+        self._episodes: dict[int, _Episode] = {}
+        self._rows: _Rows | None = None
+
+    @property
+    def pending(self) -> int:
+        """Steps that no trajectory has yet."""
+        return 0 if self._rows is None else self._rows.count
+
+    def add(self, step: ChunkStepResult) -> Trajectory | None:
+        """Take one step; returns the trajectory it completed, or None.
+
+        Raises RecordError for arrays that are none of `width` environments or differ from those of the steps before,
+        RecordTooLarge where a record has no room for a single step. Nothing of such a step is taken.
+        """
+        leaves, modes = leaves_of(step, self._width), control_modes_of(step, self._width)
+        self._check(leaves)
+        rows = self._rows or self._start(leaves, step)
+        row = rows.count
+        for path, array in leaves.items():
+            rows.arrays[path][row] = array
+        rows.count += 1
+        self._rows = rows
+        self._flags = {path: rows.arrays[path][row] for path in BOOTSTRAPPED if path in leaves}
+        self._follow_episodes(rows, row, modes)
+        return self._cut() if rows.count == rows.capacity else None
+
+    def finish(self) -> Trajectory | None:
+        """The steps that are left, for the end of a worker: episodes that are going on end here, without a flag.
+
+        None where no step is left.
+        """
+        if self._rows is not None:
+            for column in list(self._episodes):
+                self._end(self._rows, column, last=True)
+        self._episodes.clear()
+        return self._cut() if self._rows is not None else None
+
+    # ------------------------------------------------------------------ within
+
+    def _check(self, leaves: Leaves) -> None:
+        """Refuse arrays that are not those of the steps before."""
+        layout = {path: (array.dtype, array.shape) for path, array in leaves.items()}
+        if not self._layout:
+            self._layout = layout
+        if layout == self._layout:
+            return
+        wrong = [f"{path} is missing" for path in self._layout.keys() - layout.keys()]
+        wrong += [f"{path} is new" for path in layout.keys() - self._layout.keys()]
+        wrong += [
+            f"{path} is {layout[path][0]} {list(layout[path][1])} and was {was[0]} {list(was[1])}"
+            for path, was in self._layout.items()
+            if path in layout and layout[path] != was
+        ]
+        raise RecordError(
+            f"a chunk step differs from those before it: {'; '.join(sorted(wrong))}. Every step of a collector has the "
+            "same arrays"
+        )
+
+    def _start(self, leaves: Leaves, step: ChunkStepResult) -> _Rows:
+        flags = {path: leaves[path] for path in BOOTSTRAPPED if path in leaves}
+        before = {path: self._flags.get(path, np.zeros_like(array)).copy() for path, array in flags.items()}
+        capacity = self._capacity(leaves, step.model_weights_id)
+        arrays = {path: np.empty((capacity, *array.shape), array.dtype) for path, array in leaves.items()}
+        return _Rows(arrays, before, step.model_weights_id)
+
+    def _capacity(self, leaves: Leaves, model_weights_id: str) -> int:
+        """How many steps a record holds for sure: an episode might begin in each column at each of them."""
+        if self._max_bytes is None:
+            return self._steps
+        one = self._trajectory({path: array[None] for path, array in leaves.items()}, (), model_weights_id)
+        row_bytes = sum(array.nbytes for array in leaves.values())
+        key_bytes = len(encode_key(self._environment, self._worker_id))
+        fixed_bytes = len(encode(to_record(one))) - row_bytes + key_bytes + _LENGTHS_BYTES * (len(leaves) + 4)
+        flags_bytes = sum(leaves[path].nbytes for path in BOOTSTRAPPED if path in leaves)
+        fixed_bytes += self._bootstrap_rows * flags_bytes
+        row_bytes += self._width * (len(self._incarnation.encode()) + _SPAN_BYTES)
+        fit = (self._max_bytes - fixed_bytes) // row_bytes
+        if fit < 1:
+            raise RecordTooLarge(
+                f"one chunk step of {self._width} environments needs {fixed_bytes + row_bytes} bytes and a record of "
+                f"{self._environment} holds {self._max_bytes}; run fewer environments side by side, make observations "
+                "smaller, or raise kafka.max_record_bytes and run `rollstream topics apply`"
+            )
+        fit = min(fit, self._steps)
+        parts = max(self._bootstrap_rows, 1)
+        return fit - fit % parts if fit >= parts else fit
+
+    def _follow_episodes(self, rows: _Rows, row: int, modes: list[int]) -> None:
+        ended = rows.arrays["dones"][row].reshape(self._width, -1).astype(bool).any(axis=1)
+        for column in range(self._width):
+            if column not in self._episodes:
+                self._episodes[column] = _Episode(f"{self._incarnation}-{self._begun}", modes[column], row)
+                self._begun += 1
+            if ended[column]:
+                self._end(rows, column, last=True)
+                del self._episodes[column]
+
+    def _end(self, rows: _Rows, column: int, *, last: bool) -> None:
+        """Note the rows of the trajectory in the making that belong to the episode of a column."""
+        episode = self._episodes[column]
+        rows.spans.append(
+            EpisodeSpan(
+                uid=episode.uid,
+                column=column,
+                start=episode.start,
+                stop=rows.count,
+                control_mode=episode.control_mode,
+                first=episode.first,
+                last=last,
+            )
+        )
+
+    def _cut(self) -> Trajectory:
+        rows = self._rows
+        assert rows is not None, "there is a step"
+        for column, episode in self._episodes.items():
+            self._end(rows, column, last=False)
+            episode.start, episode.first = 0, False
+        # What is handed out may be written to by its owner.
+        self._flags = {path: array.copy() for path, array in self._flags.items()}
+        arrays = {path: array[: rows.count] for path, array in rows.arrays.items()}
+        for path, before in rows.before.items():
+            arrays[path] = self._bootstrapped(arrays[path], before)
+        self._rows = None
+        spans = tuple(sorted(rows.spans, key=lambda span: (span.column, span.start)))
+        return self._trajectory(arrays, spans, rows.model_weights_id)
+
+    def _bootstrapped(self, flags: NDArray[Any], before: NDArray[Any]) -> NDArray[Any]:
+        """Flags [T, B, ...] with a row more at the head of each part: [T + E, B, ...]."""
+        if not self._bootstrap_rows:
+            return flags
+        parts = self._bootstrap_rows if len(flags) % self._bootstrap_rows == 0 else 1
+        heads = np.arange(parts) * (len(flags) // parts)
+        # The flags before step i are those of step i - 1.
+        return np.insert(flags, heads, np.concatenate([before[None], flags])[heads], axis=0)
+
+    def _trajectory(
+        self, arrays: Mapping[str, NDArray[Any]], spans: tuple[EpisodeSpan, ...], model_weights_id: str
+    ) -> Trajectory:
+        versions = arrays.get("versions", np.empty(0))
+        acted = versions[versions >= 0]
+        return Trajectory(
+            arrays=nest(arrays),
+            environment=self._environment,
+            policy_version=int(acted.min()) if acted.size else -1,
+            model_weights_id=model_weights_id,
+            max_episode_length=self._max_episode_length,
+            episodes=spans,
+            metadata=RolloutMetadata(
+                worker_id=self._worker_id, replica_id=self._replica_id, timestamp=time.time(), weight_step=-1
+            ),
+            extra=self._extra,
+        )
