@@ -12,7 +12,7 @@ from typing import Self
 
 from confluent_kafka import KafkaError, KafkaException, Message
 
-from producers.rollout_producer import RECORD_OVERHEAD_BYTES
+from producers.sending import RECORD_OVERHEAD_BYTES
 from topics import clients
 from topics.codec import encode
 from topics.config import KafkaConfig

@@ -24,8 +24,9 @@ from producers.environment import Environment, Episode, Prompt
 from producers.inference.batching import row_seed
 from producers.inference.client import CompletionsClient, InferenceUnavailable
 from producers.journal_tailer import JournalTailer
-from producers.rollout_producer import Delivery, RolloutProducer
+from producers.rollout_producer import RolloutProducer
 from producers.sampling import GroupSampler, Sampling
+from producers.sending import Delivery
 from topics.config import KafkaConfig
 from topics.errors import DeadlineExceeded, RecordError, RollstreamError
 from topics.logs import event

@@ -20,7 +20,7 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from consumers.buffers.files import replacing, write_json
 from pipeline.config import RunConfig
 from pipeline.tables import table
-from producers.rollout_producer import RECORD_OVERHEAD_BYTES
+from producers.sending import RECORD_OVERHEAD_BYTES
 from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as, encode

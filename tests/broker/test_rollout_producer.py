@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from producers.rollout_producer import Delivery, RolloutProducer
+from producers.rollout_producer import RolloutProducer
+from producers.sending import Delivery
 from tests.waiting import eventually
 from topics import clients
 from topics.catalogue import topic_name
