@@ -16,6 +16,7 @@ import numpy as np
 
 from consumers.grouping.bootstrap import initialise
 from consumers.grouping.config import GrouperConfig, GroupingConfig
+from tests.batches import random_batch, send_batches
 from topics import clients, provisioning
 from topics.catalogue import topic_name
 from topics.codec import decode, encode
@@ -61,6 +62,12 @@ class RealRun:
         initialise(self.kafka, self.name, self.grouping, self.grouper)
         self.publish_version(0)
         return self
+
+    def beside(self, name: str) -> "RealRun":
+        """Another run with a directory of its own."""
+        directory = self.directory / name
+        directory.mkdir()
+        return RealRun(self.kafka, f"{self.name}-{name}", directory)
 
     def topic(self, name: str) -> str:
         return topic_name(self.name, name)
@@ -133,3 +140,10 @@ class RealRun:
                 process.send_signal(signal.SIGKILL)
             process.wait()
             print(f"--- {process.args[4]} (exit {process.returncode})", self.log_of(process)[-3000:], sep="\n")  # type: ignore[index]
+
+
+def with_batches(run: RealRun, batches: int) -> RealRun:
+    """Topics with so many batches on two partitions in turn; the first policy version is the learner's to publish."""
+    provisioning.apply(run.kafka, run.topics, run.name)
+    send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(batches)])
+    return run

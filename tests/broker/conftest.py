@@ -15,3 +15,15 @@ def real_run(broker: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:
     run = RealRun(KafkaConfig(bootstrap_servers=broker), run_name, tmp_path)
     yield run
     run.stop()
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where JAX keeps what it compiled."""
+    return tmp_path_factory.getbasetemp() / "jax"
+
+
+@pytest.fixture(autouse=True)
+def _compile_once(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All processes of a session share compiled functions: some compile and others load them, with equal bits."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))

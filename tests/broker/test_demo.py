@@ -60,12 +60,6 @@ SMALL = (
 )
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where JAX keeps what it compiled, for all demos of this module."""
-    return tmp_path_factory.mktemp("jax")
-
-
 def environment(compiled: Path, **more: str) -> dict[str, str]:
     without = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLSTREAM", "KAFKA_"))}
     return {**without, "JAX_COMPILATION_CACHE_DIR": str(compiled), **more}

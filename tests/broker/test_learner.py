@@ -16,11 +16,10 @@ from consumers.weights.follower import WeightsFollower
 from consumers.weights.layout import params_digest
 from consumers.weights.publisher import read_manifests
 from tests.batches import random_batch, send_batches
-from tests.runs import RealRun
+from tests.runs import RealRun, with_batches
 from tests.waiting import eventually
 from topics import provisioning
 from topics.codec import encode
-from topics.config import KafkaConfig
 from topics.keys import encode_key
 from topics.records import ExcludedBatch, LearnerStep
 
@@ -41,19 +40,6 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_compile_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All learners of the session share compiled functions: some are compiled and others loaded, with equal bits."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "jax"))
-
-
-def prepared(run: RealRun, batches: int = 16) -> RealRun:
-    """Topics with batches on them; the first policy version is the learner's to publish."""
-    provisioning.apply(run.kafka, run.topics, run.name)
-    send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(batches)])
-    return run
-
-
 def steps_of(run: RealRun) -> dict[int, LearnerStep]:
     return read_steps(run.kafka, run.name, "default")
 
@@ -67,12 +53,12 @@ def finish(run: RealRun, process, timeout_s: float = 120.0) -> None:
     assert process.wait(timeout_s) == 0, run.log_of(process)[-3000:]
 
 
+@pytest.mark.timeout(300)
 def test_a_learner_killed_between_checkpoints_ends_with_the_bits_of_an_uninterrupted_one(
-    real_run: RealRun, broker: str, tmp_path: Path
+    real_run: RealRun, tmp_path: Path
 ) -> None:
-    whole = prepared(real_run)
-    (tmp_path / "killed").mkdir()
-    killed = prepared(RealRun(KafkaConfig(bootstrap_servers=broker), f"{whole.name}-k", tmp_path / "killed"))
+    whole = with_batches(real_run, 16)
+    killed = with_batches(whole.beside("killed"), 16)
     settings = {**SETTINGS, "learner__sinks__jsonl": tmp_path / "figures"}
     try:
         uninterrupted, process = whole.start("learn", **SETTINGS), killed.start("learn", **settings)
@@ -100,16 +86,15 @@ def test_a_learner_killed_between_checkpoints_ends_with_the_bits_of_an_uninterru
 @pytest.mark.long
 @pytest.mark.timeout(480)
 def test_killed_again_and_again_at_any_moment_it_ends_with_the_same_bits(
-    real_run: RealRun, broker: str, tmp_path: Path
+    real_run: RealRun,
 ) -> None:
     """Kills fall into the start, compilation, steps, checkpoints and commits alike."""
     steps, seed = 40, random.randrange(2**32)
     print(f"seed {seed}")
     moments = random.Random(seed)
     settings = {**SETTINGS, "learner__max_steps": steps, "learner__checkpoint__every_steps": 2}
-    whole = prepared(real_run, batches=2 * steps)
-    (tmp_path / "killed").mkdir()
-    killed = prepared(RealRun(KafkaConfig(bootstrap_servers=broker), f"{whole.name}-k", tmp_path / "killed"), 2 * steps)
+    whole = with_batches(real_run, 2 * steps)
+    killed = with_batches(whole.beside("killed"), 2 * steps)
     try:
         finish(whole, whole.start("learn", **settings))
         kills = 0
@@ -136,7 +121,7 @@ def test_killed_again_and_again_at_any_moment_it_ends_with_the_same_bits(
 
 
 def test_a_second_learner_of_a_name_fences_the_first_which_exits_with_one_line(real_run: RealRun) -> None:
-    run = prepared(real_run, batches=6)
+    run = with_batches(real_run, 6)
     first = run.start("learn", **SETTINGS)
     eventually(lambda: 3 in steps_of(run), 90, "the first learner used up the batches")
     second = run.start("learn", **SETTINGS)
@@ -152,7 +137,7 @@ def test_a_second_learner_of_a_name_fences_the_first_which_exits_with_one_line(r
 
 @pytest.mark.long
 def test_sigterm_saves_a_checkpoint_and_steps_executed_again_must_come_out_as_recorded(real_run: RealRun) -> None:
-    run, settings = prepared(real_run, batches=8), {**SETTINGS, "learner__publish_every_steps": 3}
+    run, settings = with_batches(real_run, 8), {**SETTINGS, "learner__publish_every_steps": 3}
     process = run.start("learn", **settings)
     eventually(lambda: 4 in steps_of(run), 90, "step 4 of 8, and no more batches")
     process.send_signal(signal.SIGTERM)
@@ -181,7 +166,7 @@ def test_sigterm_saves_a_checkpoint_and_steps_executed_again_must_come_out_as_re
 @pytest.mark.long
 def test_a_batch_that_is_too_stale_is_skipped_on_record_and_replaced(real_run: RealRun) -> None:
     """Version 0 belongs to step 0: with a lag of 2 allowed, step 4 may not use it any more."""
-    run = prepared(real_run, batches=8)
+    run = with_batches(real_run, 8)
     process = run.start("learn", **{**SETTINGS, "learner__max_steps": 4, "learner__max_policy_lag": 2})
 
     def skipped_on_record() -> LearnerStep | None:
@@ -214,7 +199,7 @@ def exclude(run: RealRun, *batch_ids: str) -> None:
 @pytest.mark.long
 def test_excluded_batches_are_left_out_and_steps_on_record_stay_as_they_were(real_run: RealRun) -> None:
     """Killed, it makes steps again that trained on what was excluded since, and left out what was excluded before."""
-    run, settings = prepared(real_run, batches=10), {**SETTINGS, "learner__max_steps": 6}
+    run, settings = with_batches(real_run, 10), {**SETTINGS, "learner__max_steps": 6}
     exclude(run, "0-2")
     process = run.start("learn", **settings)
     eventually(lambda: 4 in steps_of(run), 90, "step 4 of 6, and too few batches for the next")

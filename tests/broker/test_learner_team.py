@@ -14,10 +14,8 @@ from consumers.weights.follower import WeightsFollower
 from consumers.weights.publisher import read_manifests
 from tests.batches import random_batch, send_batches
 from tests.broker.test_learner import SETTINGS
-from tests.runs import RealRun
+from tests.runs import RealRun, with_batches
 from tests.waiting import eventually
-from topics import provisioning
-from topics.config import KafkaConfig
 from topics.records import LearnerStep
 
 STEPS = 6
@@ -26,25 +24,6 @@ TOLERANCE = 2e-4
 
 A tenth of the learning rate; seen: 3e-5.
 """
-
-
-@pytest.fixture(autouse=True)
-def _one_compile_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All learners of the session share compiled functions."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "jax"))
-
-
-def prepared(run: RealRun, batches: int) -> RealRun:
-    provisioning.apply(run.kafka, run.topics, run.name)
-    send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(batches)])
-    return run
-
-
-def another(run: RealRun, name: str) -> RealRun:
-    """A second run beside one, with a directory of its own."""
-    directory = run.directory / name
-    directory.mkdir()
-    return RealRun(KafkaConfig(bootstrap_servers=run.kafka.bootstrap_servers), f"{run.name}-{name}", directory)
 
 
 def start(run: RealRun, processes: int = 2, **settings: object) -> list[subprocess.Popen[bytes]]:
@@ -99,7 +78,7 @@ def kill_one(run: RealRun, team: list[subprocess.Popen[bytes]], number: int) -> 
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_two_processes_train_together_and_after_kill_9_make_the_bits_on_record_again(real_run: RealRun) -> None:
-    run = prepared(real_run, 2 * STEPS)
+    run = with_batches(real_run, 2 * STEPS)
     team = start(run)
     kill_one(run, team, 1)
     before = steps_of(run)
@@ -118,9 +97,9 @@ def test_two_processes_train_together_and_after_kill_9_make_the_bits_on_record_a
 @pytest.mark.long
 @pytest.mark.timeout(480)
 def test_two_processes_end_with_the_bits_of_two_and_within_rounding_of_one(real_run: RealRun) -> None:
-    whole = prepared(real_run, 2 * STEPS)
-    killed = prepared(another(whole, "k"), 2 * STEPS)
-    alone = prepared(another(whole, "a"), 2 * STEPS)
+    whole = with_batches(real_run, 2 * STEPS)
+    killed = with_batches(whole.beside("k"), 2 * STEPS)
+    alone = with_batches(whole.beside("a"), 2 * STEPS)
     try:
         finish(whole, *start(whole))
         kill_one(killed, start(killed), 0)
@@ -143,8 +122,8 @@ def test_two_processes_end_with_the_bits_of_two_and_within_rounding_of_one(real_
 @pytest.mark.timeout(240)
 def test_another_number_of_processes_goes_on_from_a_checkpoint(real_run: RealRun) -> None:
     """What two processes began one goes on with, then two again: within rounding as one would have done it all."""
-    mixed = prepared(real_run, 0)
-    alone = prepared(another(mixed, "a"), 2 * STEPS)
+    mixed = with_batches(real_run, 0)
+    alone = with_batches(mixed.beside("a"), 2 * STEPS)
     try:
         for last, processes in ((2, 2), (4, 1), (6, 2)):
             batches = range(2 * last - 4, 2 * last)
@@ -166,7 +145,7 @@ def test_another_number_of_processes_goes_on_from_a_checkpoint(real_run: RealRun
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_second_team_fences_the_first(real_run: RealRun) -> None:
-    run = prepared(real_run, STEPS)
+    run = with_batches(real_run, STEPS)
     first = start(run)
     eventually(lambda: 3 in steps_of(run), 90, "the first team used up the batches")
     second = start(run)

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +13,9 @@ from consumers.learner.progress import Progress
 from consumers.learner.recorder import Recorder
 from consumers.learner.step_log import read_steps
 from tests.batches import random_batch, send_batches
-from tests.runs import RealRun
+from tests.runs import RealRun, with_batches
 from tests.waiting import eventually
 from topics import provisioning
-from topics.config import KafkaConfig
 from topics.records import BatchUse, LearnerStep
 
 SETTINGS = {
@@ -41,18 +39,6 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_compile_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All learners of the session share compiled functions: some are compiled and others loaded, with equal bits."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "jax"))
-
-
-def prepared(run: RealRun, batches: int) -> RealRun:
-    provisioning.apply(run.kafka, run.topics, run.name)
-    send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(batches)])
-    return run
-
-
 def steps_of(run: RealRun) -> dict[int, LearnerStep]:
     return {step: record for step, record in read_steps(run.kafka, run.name, "default").items() if record.params_digest}
 
@@ -61,12 +47,12 @@ def finish(run: RealRun, process, timeout_s: float = 240.0) -> None:
     assert process.wait(timeout_s) == 0, run.log_of(process)[-3000:]
 
 
+@pytest.mark.timeout(300)
 def test_a_learner_with_a_buffer_killed_between_checkpoints_ends_with_the_bits_of_an_uninterrupted_one(
-    real_run: RealRun, broker: str, tmp_path: Path
+    real_run: RealRun,
 ) -> None:
-    whole = prepared(real_run, 8)
-    (tmp_path / "killed").mkdir()
-    killed = prepared(RealRun(KafkaConfig(bootstrap_servers=broker), f"{whole.name}-k", tmp_path / "killed"), 8)
+    whole = with_batches(real_run, 8)
+    killed = with_batches(whole.beside("killed"), 8)
     saved = killed.directory / "runs" / killed.name / "checkpoints" / killed.name / "default" / "4"
     later = [random_batch(number, partition=number % 2) for number in range(8, 12)]
     try:
@@ -124,7 +110,7 @@ def test_skips_that_are_heard_of_too_late_do_not_replace_the_step_they_belong_to
 def test_rollouts_that_come_while_it_is_killed_again_and_again_are_drawn_as_the_record_says(real_run: RealRun) -> None:
     """What it drew depended on when; but the record alone gives the same parameters, step by step."""
     settings = {**SETTINGS, "learner__max_steps": 14, "learner__buffer__max_rollout_step_delay": 6}
-    run = prepared(real_run, 4)
+    run = with_batches(real_run, 4)
     for kill in range(4):
         process = run.start("learn", **settings)
         before = len(steps_of(run))

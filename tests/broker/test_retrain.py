@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -45,13 +46,13 @@ OTHER = "--set=learner.optimizer.learning_rate=0.01"
 
 
 @pytest.fixture(scope="module")
-def source(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
+def source(broker: str, compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
     """A run whose learner made 8 steps of 2 batches each and skipped one batch that was too old; checkpoints of its
     steps 6 and 8.
     """
     directory = tmp_path_factory.mktemp("source")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "jax"))
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
         run = RealRun(KafkaConfig(bootstrap_servers=broker), f"source-{directory.name}", directory)
         provisioning.apply(run.kafka, run.topics, run.name)
         versions = [0] * 12 + [3] + [0] + [4] * 3
