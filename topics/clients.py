@@ -316,6 +316,10 @@ def at_hand(consumer: Consumer, most: int, wait_s: float) -> list[Message]:
     return [*first, *consumer.consume(most - 1, 0)] if first and most > 1 else list(first)
 
 
+UNREADABLE = "its batch cannot be decompressed within the consumer's limit (receive.message.max.bytes)"
+"""What is wrong with a record that a stand-in takes the place of."""
+
+
 def with_unreadable(consumer: Consumer, messages: list[Message], position: dict[int, int]) -> list[Message]:
     """What one `consume` call returned, with a stand-in for each record that cannot be decompressed within the client's
     limit (a few hundred bytes of zstd may be gigabytes): same partition and offset, no key, no value, timestamp -1.

@@ -27,7 +27,6 @@ from topics.trajectories import Trajectory, from_record
 logger = logging.getLogger(__name__)
 _RECORDS_A_POLL = 100
 _WAIT_S = 0.1
-UNREADABLE = "its batch cannot be decompressed within the consumer's limit (receive.message.max.bytes)"
 
 Place = tuple[int, int]
 """Partition and offset of a record."""
@@ -219,7 +218,7 @@ class TrajectoryFiller:
                 topic=self._topic,
                 partition=at[0],
                 offset=at[1],
-                why=UNREADABLE if unreadable else "; ".join(wrong),
+                why=clients.UNREADABLE if unreadable else "; ".join(wrong),
             )
 
     def _remember_topic(self, path: Path | None) -> None:

@@ -19,10 +19,11 @@ from consumers.grouping.figures import GroupingFigures
 from consumers.grouping.makers import makers_of
 from consumers.grouping.marks import MarkWriter
 from consumers.grouping.parts import LEAST_RECORD_BYTES
-from consumers.grouping.publisher import OwnershipLost, Part, TransactionPublisher
+from consumers.grouping.publisher import Part, TransactionPublisher
 from consumers.grouping.restore import Restoration, records_of
 from consumers.grouping.state import CommitMetadata
 from consumers.grouping.task import GroupingTask
+from consumers.transactions import OwnershipLost, fenced
 from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as
@@ -142,7 +143,7 @@ class GroupingProcess:
         except KafkaException as exception:
             # A fatal error is raised, or comes as a message, as the client happens to learn of it.
             error: KafkaError = exception.args[0]
-            if not _fenced(error):
+            if not fenced(error):
                 clients.raise_for(error, f"reading {self._topic}")
                 return []
             self._join_anew(error.str())
@@ -163,7 +164,7 @@ class GroupingProcess:
             elif error.code() == KafkaError._PARTITION_EOF:
                 if task is not None:
                     task.at_end = True
-            elif _fenced(error):
+            elif fenced(error):
                 self._join_anew(error.str())
                 return
             elif error.code() == KafkaError._MAX_POLL_EXCEEDED:
@@ -376,10 +377,3 @@ class GroupingProcess:
         if self._on_ready is not None:
             self._on_ready()
             self._on_ready = None
-
-
-def _fenced(error: KafkaError) -> bool:
-    """Whether another consumer joined under our name. As a message a fatal error tells its cause in its text only."""
-    return bool(
-        error.code() == KafkaError.FENCED_INSTANCE_ID or (error.code() == KafkaError._FATAL and "fenced" in error.str())
-    )
