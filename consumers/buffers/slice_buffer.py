@@ -1,0 +1,305 @@
+"""The episode slice buffer: pieces of one length out of episodes of any, kept in memory-mapped files.
+
+A ring of steps, filled by hand or from the log. What `add` returned for outlives the process, and filled to the same
+position two buffers of a seed hold and give the same. Safe to add to, draw from and save in several threads.
+"""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from consumers.buffers.draws import generator_at
+from consumers.buffers.episode_cuts import Boundaries, EpisodePart, parts_of_episode, parts_of_trajectory
+from consumers.buffers.files import StoreError
+from consumers.buffers.slice_files import Moves
+from consumers.buffers.slice_store import SliceStore
+from topics.errors import ConfigurationError, RecordError, RollstreamError
+from topics.trajectories import Trajectory, Tree, nest
+
+_LENGTHS, _MASK = "lengths", "mask"
+_TRIES = 20
+
+
+class NothingToDraw(RollstreamError):
+    """No episode of a buffer is long enough for a slice."""
+
+
+class _Drawn(NamedTuple):
+    lengths: NDArray[np.int64]
+    steps: list[tuple[int, int, int]]
+    """Slice, counter of the first step, how many; slices in order, each in one or more of them."""
+
+
+class EpisodeSliceBuffer:
+    """See the module.
+
+    The arrays of the first episode are those of all: paths, dtypes and shapes of a step. Names that samples bring with
+    them (`truncated_key`, where it is not stored, `lengths` and `mask`) must not be stored by other means.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        capacity: int = 10_000_000,
+        slice_len: int | None = 80,
+        *,
+        num_slices: int | None = None,
+        strict_length: bool = True,
+        pad_output: bool = False,
+        seed: int = 0,
+        boundaries: Boundaries | None = None,
+        truncated_key: str = "truncated",
+        read_only: bool = False,
+    ) -> None:
+        """Open a directory, or begin one.
+
+        `capacity` is in steps. With `slice_len`, slices have that many steps; with `num_slices`, samples have that many
+        slices (`sample_steps`). Without `strict_length` episodes that are too short give all they have, and with
+        `pad_output` zeros behind that. `boundaries` says which arrays tell where episodes end.
+
+        Raises ConfigurationError for settings that make no buffer, StoreError where another process writes there or
+        what lies there is not whole.
+        """
+        if (slice_len is None) == (num_slices is None):
+            raise ConfigurationError(
+                f"slice_len {slice_len} and num_slices {num_slices}: give exactly one of them, and None for the other"
+            )
+        if capacity < 1 or (slice_len or num_slices or 0) < 1:
+            raise ConfigurationError(
+                f"capacity {capacity}, slice_len {slice_len}, num_slices {num_slices}: each must be at least 1"
+            )
+        if slice_len is not None and slice_len > capacity:
+            raise ConfigurationError(f"slices of {slice_len} steps do not fit a ring of {capacity}; raise its capacity")
+        if pad_output and strict_length:
+            raise ConfigurationError("pad_output fills up slices that strict_length rules out; set only one of them")
+        self.slice_len = slice_len
+        self.num_slices = num_slices
+        self._strict = strict_length
+        self._pad = pad_output
+        self._seed = seed
+        self._boundaries = boundaries or Boundaries()
+        self._truncated_key = truncated_key
+        self._lock = threading.RLock()
+        self._store = SliceStore(Path(directory), capacity, read_only=read_only)
+
+    # ------------------------------------------------------------------ in
+
+    def add(
+        self,
+        item: Tree | Trajectory,
+        /,
+        *,
+        at: tuple[int, int] | None = None,
+        episode: str = "",
+        last: bool = True,
+    ) -> bool:
+        """Put in a tree of [T, ...] arrays, or a trajectory; returns whether it is in.
+
+        A tree is cut by episode ids or after each done, where it has them, and is one episode where it has not. With
+        `episode` it goes on with the open episode of that uid, or begins it, and with `last` False leaves it open: so
+        writers may take turns. A trajectory is cut by its spans, or else column by column by ids or done.
+
+        `at` is (partition, offset) of the record it came from: what lies below the position is in already, or was
+        skipped, and False is returned. Raises RecordError for what is unsound or differs from what is stored,
+        StoreError where it cannot be written; then none of it is in, and the position stays.
+        """
+        if isinstance(item, Trajectory):
+            if episode or not last:
+                raise RecordError(f"trajectory {item.uid!r}: its spans say what goes on; leave episode and last out")
+            parts = parts_of_trajectory(item, self._boundaries)
+        else:
+            parts = parts_of_episode(item, self._boundaries, episode=episode, first=not episode, last=last)
+        return self.add_parts(parts, at=at)
+
+    def add_trajectory(self, trajectory: Trajectory, /, *, at: tuple[int, int] | None = None) -> bool:
+        """`add` of a trajectory."""
+        return self.add(trajectory, at=at)
+
+    def add_parts(self, parts: Sequence[EpisodePart], *, at: tuple[int, int] | None = None) -> bool:
+        """Put in parts of episodes that were cut before; as `add`."""
+        for part in parts:
+            taken = {_LENGTHS, _MASK} & part.leaves.keys()
+            if taken:
+                raise RecordError(f"arrays {sorted(taken)} have names that samples use; rename them")
+        with self._lock:
+            if at is not None and at[1] < self._store.state.position.get(at[0], 0):
+                return False
+            self._store.add(parts, at)
+            return True
+
+    def skip(self, at: tuple[int, int]) -> bool:
+        """Move the position past a record that was refused; False where it is there already."""
+        return self.add_parts((), at=at)
+
+    # ------------------------------------------------------------------ out
+
+    def sample(self, batch_size: int, /) -> dict[str, Any]:
+        """`batch_size` slices, with replacement: a tree of [batch_size, slice_len, ...] arrays.
+
+        Each is drawn from an episode, all that are long enough being as likely, and from a start, all in it being as
+        likely. The last step of a slice is marked under `truncated_key`: bool [batch_size, slice_len], or what is
+        stored there.
+
+        Without `strict_length` there are `lengths` int64 [batch_size] too, and slices lie one after another, so arrays
+        are [sum of lengths, ...]; with `pad_output` they are [batch_size, slice_len, ...] and zero where `mask`, bool
+        [batch_size, slice_len], is False.
+
+        Raises NothingToDraw where no episode is long enough, and ConfigurationError for less than one slice.
+        """
+        if self.slice_len is None:
+            raise ConfigurationError("the length of slices follows from how many steps are drawn; call sample_steps")
+        return self._sample(batch_size, self.slice_len)
+
+    def sample_steps(self, steps: int, /) -> dict[str, Any]:
+        """As `sample`, for a number of steps in all, which `slice_len` or `num_slices` must divide."""
+        divisor = self.slice_len or self.num_slices or 1
+        if steps < 1 or steps % divisor:
+            name = "num_slices" if self.slice_len is None else "slice_len"
+            raise ConfigurationError(f"{steps} steps cannot be cut by {name} {divisor}; ask for a multiple of it")
+        if self.slice_len is None:
+            return self._sample(divisor, steps // divisor)
+        return self._sample(steps // divisor, divisor)
+
+    def size(self) -> int:
+        """Steps held."""
+        with self._lock:
+            self._store.refresh()
+            return self._store.state.index.size
+
+    def __len__(self) -> int:
+        return self.size()
+
+    def is_open(self, episode: str) -> bool:
+        """Whether an episode of this uid goes on, of which steps are held."""
+        with self._lock:
+            return episode in self._store.state.open
+
+    @property
+    def position(self) -> dict[int, int]:
+        """Next offset to be read, by partition; empty where nothing came from the log."""
+        with self._lock:
+            return dict(self._store.state.position)
+
+    def stats(self) -> dict[str, Any]:
+        """Figures: steps held and ever added, episodes, those long enough for a slice and those open, draws."""
+        with self._lock:
+            self._store.refresh()
+            state = self._store.state
+            length = 1 if self.slice_len is None or not self._strict else self.slice_len
+            return {
+                "size": state.index.size,
+                "capacity": state.capacity,
+                "total_steps_added": state.head,
+                "num_episodes": state.index.episodes,
+                "num_episodes_to_draw_from": len(state.index.with_length(length)),
+                "num_open_episodes": len(state.open),
+                "draws": state.draws,
+            }
+
+    # ------------------------------------------------------------------ on disk
+
+    def flush(self) -> None:
+        """Have everything that was added on disk, for when the machine stops. Raises StoreError."""
+        with self._lock:
+            self._store.flush()
+
+    def save(self, directory: str | Path, /) -> None:
+        """Have everything on disk, as a copy where `directory` is another. Raises StoreError, and nothing changed."""
+        with self._lock:
+            self._store.save(Path(directory))
+
+    def load(self, directory: str | Path, /) -> None:
+        """Become what was saved there, of the same capacity; settings stay. Raises StoreError, and nothing changed."""
+        with self._lock:
+            self._store.load(Path(directory))
+
+    def close(self) -> None:
+        """Flush and close, so that another process may write. Raises StoreError."""
+        with self._lock:
+            self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ within
+
+    def _sample(self, count: int, length: int) -> dict[str, Any]:
+        if count < 1:
+            raise ConfigurationError(f"a sample of {count} slices; draw at least 1")
+        with self._lock:
+            for _attempt in range(_TRIES):
+                self._store.refresh()
+                drawn = self._draw(count, length)
+                leaves = self._gather(drawn, count, length)
+                # Who only reads looks whether the writer came by; for the writer itself this is always so.
+                self._store.refresh()
+                if all(at >= self._store.state.low for _slice, at, _count in drawn.steps):
+                    self._mark(leaves, drawn.lengths, length)
+                    return nest(leaves)
+            raise StoreError(
+                f"the writer overwrote what was drawn {_TRIES} times; the ring is too small for its writers"
+            )
+
+    def _draw(self, count: int, length: int) -> _Drawn:
+        """Where `count` slices lie. Raises NothingToDraw."""
+        state = self._store.state
+        rows = state.index.with_length(length if self._strict else 1)
+        if not len(rows):
+            held = f"none of {state.index.episodes} episodes has {length} steps" if state.index.size else "it is empty"
+            raise NothingToDraw(f"no slice of {length} steps can be drawn: {held}; add longer episodes first")
+        # By hand: numpy promises the stream of its uniform numbers, not that of its distributions (NEP 19).
+        uniform = generator_at(self._seed, state.draws).random((2, count))
+        state.draws += 1
+        chosen = rows.select((uniform[0] * len(rows)).astype(np.int64))
+        held_steps = state.index.lengths(chosen)
+        lengths = np.minimum(held_steps, length)
+        starts = (uniform[1] * (held_steps - lengths + 1)).astype(np.int64)
+        steps = [
+            (number, piece.at, piece.steps)
+            for number, (row, start, taken) in enumerate(
+                zip(chosen.tolist(), starts.tolist(), lengths.tolist(), strict=True)
+            )
+            for piece in state.index.pieces(row, start, taken)
+        ]
+        return _Drawn(lengths, steps)
+
+    def _gather(self, drawn: _Drawn, count: int, length: int) -> dict[str, NDArray[Any]]:
+        """Arrays by path: [count, length, ...], or [sum of lengths, ...]."""
+        padded = self._strict or self._pad
+        rows = count * length if padded else int(drawn.lengths.sum())
+        moves, to, before = [], 0, -1
+        for number, at, taken in drawn.steps:
+            if padded and number != before:
+                to, before = number * length, number
+            moves.append((to, at, taken))
+            to += taken
+        planned = Moves(moves, self._store.state.capacity, rows)
+        leaves = {}
+        for spec in self._store.files.specs:
+            array = self._store.files.gather(spec.path, planned, rows)
+            leaves[spec.path] = array.reshape(count, length, *spec.shape) if padded else array
+        return leaves
+
+    def _mark(self, leaves: dict[str, NDArray[Any]], lengths: NDArray[np.int64], length: int) -> None:
+        """Mark last steps, and add what says how long slices are."""
+        count = len(lengths)
+        if self._strict or self._pad:
+            last: tuple[Any, ...] = (np.arange(count), lengths - 1)
+            shape: tuple[int, ...] = (count, length)
+        else:
+            last, shape = (np.cumsum(lengths) - 1,), (int(lengths.sum()),)
+        leaves.setdefault(self._truncated_key, np.zeros(shape, np.bool_))[last] = True
+        if not self._strict:
+            leaves[_LENGTHS] = lengths
+        if self._pad:
+            leaves[_MASK] = np.arange(length) < lengths[:, None]

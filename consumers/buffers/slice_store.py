@@ -1,0 +1,347 @@
+"""A slice buffer's directory: arrays, journal and a small JSON file that names them, written by one process at a time.
+
+Who is killed at any instruction finds everything that `add` had returned for, and nothing of what it had not. After the
+machine stopped it is everything that was flushed, less what was being overwritten.
+"""
+
+import fcntl
+import os
+import uuid
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from consumers.buffers.episode_cuts import EpisodePart
+from consumers.buffers.files import (
+    StoreError,
+    make_directory,
+    read_json,
+    remove_unfinished,
+    sync_directory,
+    write_json,
+)
+from consumers.buffers.slice_files import ArraySpec, RingFiles, check, specs_of
+from consumers.buffers.slice_journal import (
+    Ahead,
+    Flushed,
+    Journal,
+    Opened,
+    Record,
+    Reserved,
+    Whole,
+    read_journal,
+    write_journal,
+)
+from consumers.buffers.slice_state import SliceState
+from topics.errors import ConfigurationError, RecordError
+
+MANIFEST = "slices.json"
+_LOCK = "lock"
+_VERSION = 1
+_AHEAD = 64
+"""A ring is told to be overwritten in as many parts; each costs waiting for the disk once."""
+_LEAST_JOURNAL_BYTES = 2**20
+
+
+class SliceStore:
+    """See the module. Not for several threads at once; `state` says what is held."""
+
+    def __init__(self, directory: Path, capacity: int | None, *, read_only: bool = False) -> None:
+        """Open a directory, or begin one; without a capacity, what is there says it.
+
+        Raises ConfigurationError for another capacity than that of the ring there, StoreError where another process
+        writes there, or nothing whole is there to read.
+        """
+        self._directory, self._read_only = directory, read_only
+        self._journal: Journal | None = None
+        self._read_to = 0
+        self._closed = False
+        self._lock = -1 if read_only else _locked(directory)
+        try:
+            self._open(capacity)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _open(self, capacity: int | None) -> None:
+        path = self._directory / MANIFEST
+        if not path.exists():
+            if self._read_only or capacity is None:
+                raise StoreError(f"{self._directory} holds no {MANIFEST}; nothing was stored there")
+            self._begin(capacity)
+        manifest = read_json(path)
+        try:
+            self._generation = str(manifest["generation"])
+            self._capacity = int(manifest["capacity"])
+            specs = [ArraySpec.of_dict(value) for value in manifest["arrays"]]
+            if manifest["version"] != _VERSION:
+                raise ValueError(f"version {manifest['version']}")
+        except (KeyError, TypeError, ValueError, RecordError) as error:
+            raise StoreError(
+                f"{path} is not this program's ({error!r}); fill another directory from the log"
+            ) from error
+        if capacity not in (None, self._capacity):
+            raise ConfigurationError(
+                f"{self._directory} is a ring of {self._capacity} steps, not {capacity}; open it with that capacity, "
+                "or fill another directory"
+            )
+        self._files = RingFiles(self._directory, specs, self._capacity, writable=not self._read_only)
+        self._journal_path = self._directory / f"{self._generation}.journal"
+        self._recover()
+        if not self._read_only:
+            self._clean()
+
+    # ------------------------------------------------------------------ writing
+
+    def add(self, parts: Sequence[EpisodePart], at: tuple[int, int] | None) -> None:
+        """Write parts of episodes one after another, and move the position; all of it or nothing.
+
+        Raises RecordError for arrays other than those stored or more steps than the ring has, StoreError where it
+        cannot be written; what had to make room is gone then.
+        """
+        if self._writable().size_bytes > _LEAST_JOURNAL_BYTES + 2 * self._whole_bytes:
+            self._compact()
+        journal = self._writable()
+        steps = sum(part.steps for part in parts)
+        if steps > self._capacity:
+            raise RecordError(f"{steps} steps at once do not fit a ring of {self._capacity}; raise its capacity")
+        if parts:
+            self._check(parts)
+            self._make_room(journal, self.state.head + steps)
+            self._files.write(self.state.head, [part.leaves for part in parts])
+        record = self.state.added(list(parts), at)
+        journal.append(record)
+        self.state.apply(record)
+
+    def flush(self) -> None:
+        """Have everything that was added on disk. Raises StoreError."""
+        journal = self._writable()
+        self._files.sync()
+        journal.append(Flushed(self.state.draws))
+        journal.sync()
+
+    def save(self, directory: Path) -> None:
+        """Have everything on disk: here, or as a copy in another directory, in place of a buffer that is there.
+
+        Raises StoreError; what was there is then as it was.
+        """
+        if directory.resolve() == self._directory.resolve():
+            self.flush()
+            return
+        lock = _locked(directory)
+        try:
+            self._copy_to(directory)
+        finally:
+            os.close(lock)
+
+    def load(self, directory: Path) -> None:
+        """Become what was saved in another directory. Raises StoreError, and is then as it was."""
+        self._writable()
+        if directory.resolve() == self._directory.resolve():
+            return
+        with closing(SliceStore(directory, None)) as other:
+            if other._capacity != self._capacity:
+                raise StoreError(
+                    f"{directory} is a ring of {other._capacity} steps, this one of {self._capacity}; load it into "
+                    "one of the same capacity"
+                )
+            other._copy_to(self._directory)
+        self._close_files()
+        self._open(self._capacity)
+
+    def close(self) -> None:
+        """Close; everything that was added is on disk then. Raises StoreError."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._journal is not None:
+                self.flush()
+        finally:
+            self._close_files()
+            self._unlock()
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def files(self) -> RingFiles:
+        """The arrays. Raises StoreError once it is closed."""
+        if self._closed:
+            raise StoreError(f"the buffer in {self._directory} is closed; open it again")
+        return self._files
+
+    def refresh(self) -> None:
+        """For readers: know what the writer has done since. Raises StoreError where it is no more there."""
+        if not self._read_only:
+            return
+        try:
+            replaced = os.stat(self._journal_path).st_ino != self._journal_inode
+        except OSError:
+            replaced = True
+        if replaced or not self._files.specs:
+            self._close_files()
+            self._open(None)
+            return
+        read = read_journal(self._journal_path, self._read_to)
+        for record in read.records:
+            self.state.apply(record)
+        self._read_to = read.stop
+
+    # ------------------------------------------------------------------ within
+
+    def _begin(self, capacity: int) -> None:
+        """Write an empty buffer of no arrays."""
+        generation = uuid.uuid4().hex[:12]
+        write_journal(self._directory / f"{generation}.journal", SliceState(capacity).whole())
+        _write_manifest(self._directory, generation, capacity, ())
+
+    def _recover(self) -> None:
+        """Read the journal, as this process and this start of the machine find it."""
+        self._journal_inode = os.stat(self._journal_path).st_ino if self._journal_path.exists() else -1
+        read = read_journal(self._journal_path)
+        records: list[Record] = read.records
+        boot = next((record.boot for record in reversed(records) if isinstance(record, Opened)), _boot())
+        lost = boot != _boot()
+        if not records or not isinstance(records[0], Whole) or (read.damaged and not lost):
+            raise StoreError(f"{self._journal_path} is damaged at byte {read.stop}; fill the buffer from the log again")
+        self._ahead = max((record.stop for record in records if isinstance(record, Ahead)), default=0)
+        if lost:
+            last = max(n for n, record in enumerate(records) if isinstance(record, Flushed | Whole))
+            records = records[: last + 1]
+        self.state = SliceState(self._capacity)
+        try:
+            for record in records:
+                self.state.apply(record)
+        except (KeyError, ValueError) as error:
+            raise StoreError(f"{self._journal_path} is not whole ({error}); fill the buffer from the log") from error
+        if lost:
+            self.state.forget(self._ahead - self._capacity)
+        self._read_to = read.stop
+        self._whole_bytes = 0
+        if self._read_only:
+            return
+        self._journal = Journal(self._journal_path, read.stop)
+        if lost:
+            self._compact()
+        else:
+            self._journal.append(Opened(_boot()))
+
+    def _check(self, parts: Sequence[EpisodePart]) -> None:
+        """Raises RecordError; the arrays of the very first parts are those to be stored."""
+        if not self.state.head:
+            specs = specs_of(parts[0].leaves, self._generation)
+            if [spec.as_dict() for spec in specs] != [spec.as_dict() for spec in self._files.specs]:
+                self._have(specs)
+        for part in parts:
+            check(self._files.specs, part.leaves)
+
+    def _have(self, specs: Sequence[ArraySpec]) -> None:
+        self._files.close()
+        for old in self._files.specs:
+            with suppress(FileNotFoundError):
+                (self._directory / old.file).unlink()
+        self._files = RingFiles(self._directory, specs, self._capacity, writable=True)
+        sync_directory(self._directory)
+        _write_manifest(self._directory, self._generation, self._capacity, specs)
+
+    def _make_room(self, journal: Journal, stop: int) -> None:
+        """Forget what the steps up to counter `stop` will overwrite, on record before a byte of it is."""
+        if stop <= self._capacity:
+            return
+        if stop > self._ahead:
+            ahead = stop + self._capacity // _AHEAD
+            journal.append(Ahead(ahead))
+            journal.sync()
+            self._ahead = ahead
+        record = Reserved(stop)
+        journal.append(record)
+        self.state.apply(record)
+
+    def _compact(self) -> None:
+        """Begin the journal anew with what is held, so that it does not grow with what is gone."""
+        self._files.sync()
+        whole = self.state.whole()
+        write_journal(self._journal_path, whole, Ahead(self._ahead), Opened(_boot()))
+        before, self._whole_bytes = self._journal, self._journal_path.stat().st_size
+        self._journal = Journal(self._journal_path, self._whole_bytes)
+        if before is not None:
+            before.close()
+
+    def _copy_to(self, directory: Path) -> None:
+        """Write everything to new files there, name them, and delete those that are not named any more."""
+        state, generation = self.state, uuid.uuid4().hex[:12]
+        specs = [
+            ArraySpec(path=spec.path, dtype=spec.dtype, shape=spec.shape, file=f"{generation}-{number:03}.bin")
+            for number, spec in enumerate(self._files.specs)
+        ]
+        with closing(RingFiles(directory, specs, self._capacity, writable=True)) as files:
+            self._files.copy_to(files, min(state.low, state.head), state.head)
+            files.sync()
+        write_journal(directory / f"{generation}.journal", state.whole())
+        _write_manifest(directory, generation, self._capacity, specs)
+        _remove_all_but(directory, generation)
+
+    def _clean(self) -> None:
+        remove_unfinished(self._directory)
+        _remove_all_but(self._directory, self._generation)
+
+    def _writable(self) -> Journal:
+        if self._journal is None:
+            why = "was opened to be read only" if self._read_only else "is closed"
+            raise StoreError(f"the buffer in {self._directory} {why}; open it to write")
+        return self._journal
+
+    def _close_files(self) -> None:
+        self._files.close()
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _write_manifest(directory: Path, generation: str, capacity: int, specs: Sequence[ArraySpec]) -> None:
+    value: dict[str, Any] = {
+        "version": _VERSION,
+        "capacity": capacity,
+        "generation": generation,
+        "arrays": [spec.as_dict() for spec in specs],
+    }
+    write_json(directory / MANIFEST, value)
+
+
+def _remove_all_but(directory: Path, generation: str) -> None:
+    """Delete the files of other generations: a copy that was not finished left them, or one that took their place."""
+    for path in [*directory.glob("*.journal"), *directory.glob("*.bin")]:
+        if not path.name.startswith(generation):
+            path.unlink(missing_ok=True)
+
+
+def _locked(directory: Path) -> int:
+    """The only writer's descriptor, for as long as it is open. Raises StoreError where there is another writer."""
+    try:
+        make_directory(directory)
+        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise StoreError(f"{directory} cannot be written to ({error.strerror or error}); look at the rights") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise StoreError(
+            f"{directory} is being written by another buffer; close that one, open this one read_only, or give it "
+            "another directory"
+        ) from error
+    return lock
+
+
+def _boot() -> str:
+    """Names this start of the machine; the same for all starts where there is no such name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
