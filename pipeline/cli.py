@@ -107,7 +107,16 @@ def _add_roles(commands: "Commands") -> None:
     learn.add_argument(
         "--warm-start", dest="learner.warm_start.file=", metavar="FILE", help="supervised examples before version 0"
     )
-    for role in (infer, env, evaluator, group, learn):
+    label = add_command(
+        commands,
+        "label",
+        "pipeline.roles.label:run",
+        "give trajectories that wait for their rewards what a labeler makes of them, exactly once",
+        example="rollstream label rewards.grasping:judge --run robot",
+    )
+    label.add_argument("labeler", metavar="MODULE:FUNCTION", help="takes a Trajectory, returns it labelled, or None")
+    label.add_argument("--ordinal", type=int, default=0, help="number of this labeller, from 0 (default: %(default)s)")
+    for role in (infer, env, evaluator, group, learn, label):
         role.set_defaults(role=True)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from consumers.grouping.config import GrouperConfig, GroupingConfig
+from consumers.labelling.config import LabellingConfig
 from consumers.learner.config import LearnerConfig
 from infra.config import BrokerConfig
 from pipeline.settings import Keys, environment_layers, file_layers, fill, flag_layers, plain
@@ -64,6 +65,7 @@ class RunConfig:
     grouping: GroupingConfig = field(default_factory=GroupingConfig)
     grouper: GrouperConfig = field(default_factory=GrouperConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    labelling: LabellingConfig = field(default_factory=LabellingConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
 
     def __post_init__(self) -> None:

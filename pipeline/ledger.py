@@ -322,10 +322,13 @@ def _read_dead_letters(
     kafka: KafkaConfig, run: str, journals: dict[int, PartitionJournal], result: Ledger
 ) -> dict[int, Counter[int]]:
     found: dict[int, Counter[int]] = {p: Counter() for p in journals}
+    rollouts = topic_name(run, "rollouts").encode()
     for message in clients.read_to_end(kafka, topic_name(run, "dead-letters")):
         headers: dict[str, Any] = dict(message.headers() or [])
         if REDRIVEN in headers:
             continue  # A note that a letter was sent again, which is another record of rollouts.
+        if headers.get("__streams.errors.topic", rollouts) != rollouts:
+            continue  # Of trajectories that could not be labelled.
         try:
             number = int(headers["__streams.errors.partition"])
             offset = int(headers["__streams.errors.offset"])

@@ -42,9 +42,9 @@ class Letter:
     offset: int
     """In dead-letters."""
     partition: int
-    """Of rollouts."""
+    """Of the topic it was in."""
     source: int
-    """Offset in rollouts."""
+    """Offset there."""
     at_ms: int
     key: bytes | None
     value: bytes | None
@@ -55,6 +55,11 @@ class Letter:
     @property
     def reason(self) -> str:
         return self.headers.get("__streams.errors.message", "")
+
+    @property
+    def topic(self) -> str:
+        """Where it was: rollouts, or unlabelled."""
+        return self.headers.get("__streams.errors.topic", "").rpartition(".")[2] or "rollouts"
 
     @property
     def complete(self) -> bool:
@@ -130,14 +135,14 @@ def _list(letters: Sequence[Letter], args: argparse.Namespace) -> int:
     rows = [
         (
             letter.offset,
-            f"{letter.partition}:{letter.source}",
+            f"{letter.partition}:{letter.source}" + ("" if letter.topic == "rollouts" else f" of {letter.topic}"),
             len(letter.value or b""),
             letter.reason if len(letter.reason) <= _WIDTH else letter.reason[: _WIDTH - 1] + "…",
             "redriven" if letter.redriven else "",
         )
         for letter in letters
     ]
-    print(table(("letter", "rollouts", "bytes", "reason", ""), rows) if rows else "no dead letters")
+    print(table(("letter", "source", "bytes", "reason", ""), rows) if rows else "no dead letters")
     return 0
 
 
@@ -147,7 +152,7 @@ def _show(letters: Sequence[Letter], args: argparse.Namespace) -> int:
         if args.json:
             print(compact(told))
             continue
-        print(f"letter {letter.offset}, of rollouts[{letter.partition}] offset {letter.source}, {told['time']}")
+        print(f"letter {letter.offset}, of {letter.topic}[{letter.partition}] offset {letter.source}, {told['time']}")
         print(f"reason: {letter.reason}")
         for name, value in letter.headers.items():
             print(f"  {name}: {value}")

@@ -1,0 +1,1 @@
+"""Gives trajectories that wait for their rewards what a labeler makes of them, exactly once."""

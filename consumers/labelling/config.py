@@ -1,0 +1,28 @@
+"""Settings of the labelling stage."""
+
+from dataclasses import dataclass
+
+from topics.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabellingConfig:
+    """How labelling processes run."""
+
+    group: str = "labeller"
+    """Consumer group, prefixed with the run's name."""
+    max_poll_records: int = 16
+    """Most trajectories taken from the client at once; judging that many must take less than five minutes."""
+    commit_interval_s: float = 0.1
+    """How long labelled trajectories may wait for their transaction, and for each other."""
+
+    def __post_init__(self) -> None:
+        if self.max_poll_records < 1 or self.commit_interval_s <= 0:
+            raise ConfigurationError(
+                f"max_poll_records {self.max_poll_records} must be at least 1, and commit_interval_s "
+                f"{self.commit_interval_s:g} above 0"
+            )
+
+    def group_id(self, run: str) -> str:
+        """Full name of the consumer group of a run."""
+        return f"{run}.{self.group}"

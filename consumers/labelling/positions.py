@@ -1,0 +1,80 @@
+"""Where labelling begins: at offset 0 the first time, from what was committed ever after.
+
+A position that was lost, or that is of a topic since created again, is refused: whoever guesses labels twice or never.
+"""
+
+import logging
+
+from confluent_kafka import KafkaException, TopicPartition
+
+from consumers.grouping.bootstrap import committed_offsets
+from topics import clients
+from topics.catalogue import topic_name
+from topics.config import KafkaConfig
+from topics.errors import StateRefused
+from topics.logs import event
+
+logger = logging.getLogger(__name__)
+SOURCE = "rollstream.source"
+"""Header of a labelled trajectory: partition and offset it has in `unlabelled`, joined by a colon."""
+_TIMEOUT_S = 30.0
+
+
+def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
+    """Commit where labelling begins unless it has begun; returns the id of `unlabelled`, which commits carry.
+
+    Raises StateRefused where positions were lost or the topic was created again, TopicError where it is missing.
+    """
+    topic = topic_name(run, "unlabelled")
+    topic_id = clients.topic_ids(kafka, [topic])[topic]
+    partitions = clients.partitions_of(kafka, topic)
+    committed = committed_offsets(kafka, group, topic, partitions)
+    if all(tp.offset < 0 for tp in committed):
+        labelled = _labelled(kafka, run)
+        if labelled:
+            raise StateRefused(
+                f"group {group} has no positions in {topic}, but {labelled} was labelled: they were lost. Set them "
+                f"with Kafka's kafka-consumer-groups --reset-offsets, after the last sources that headers {SOURCE} of "
+                f"{topic_name(run, 'trajectories')} and headers of its dead letters name"
+            )
+        try:
+            _commit(kafka, run, group, [TopicPartition(topic, p, 0, topic_id) for p in range(partitions)])
+            event(logger, "labelling_initialised", run=run, partitions=partitions)
+        except KafkaException as error:
+            # Another process began at the same time, or nobody did.
+            event(logger, "labelling_not_initialised", level=logging.WARNING, error=error.args[0].str())
+        committed = committed_offsets(kafka, group, topic, partitions)
+    lost = [tp.partition for tp in committed if tp.offset < 0]
+    if lost:
+        raise StateRefused(
+            f"group {group} has no positions in partitions {lost} of {topic}; set them with Kafka's "
+            "kafka-consumer-groups --reset-offsets, after the last that was labelled"
+        )
+    others = {tp.metadata for tp in committed} - {topic_id, "", None}
+    if others:
+        raise StateRefused(
+            f"the positions of group {group} are those of a topic {topic} of id {', '.join(sorted(map(str, others)))}, "
+            f"which was deleted; this one is {topic_id}. Take a run of another name, or delete the group"
+        )
+    return topic_id
+
+
+def _labelled(kafka: KafkaConfig, run: str) -> str:
+    """A source that was labelled; nothing where none was."""
+    for message in clients.read_to_end(kafka, topic_name(run, "trajectories")):
+        source = dict(message.headers() or []).get(SOURCE)
+        if source is not None:
+            return source.decode() if isinstance(source, bytes) else source
+    return ""
+
+
+def _commit(kafka: KafkaConfig, run: str, group: str, positions: list[TopicPartition]) -> None:
+    producer = clients.transactional_producer(kafka, f"labeller-{run}-bootstrap")
+    consumer = clients.reader(kafka, group=group)
+    try:
+        producer.init_transactions(_TIMEOUT_S)
+        producer.begin_transaction()
+        producer.send_offsets_to_transaction(positions, consumer.consumer_group_metadata(), _TIMEOUT_S)
+        producer.commit_transaction(_TIMEOUT_S)
+    finally:
+        consumer.close()

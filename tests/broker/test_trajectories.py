@@ -1,0 +1,238 @@
+"""Trajectories on a real broker: sent in order, labelled exactly once whoever dies, filled into buffers from where they
+stand."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from confluent_kafka import Message, TopicPartition
+
+from consumers.buffers.filling import Place, TrajectoryFiller
+from consumers.grouping.bootstrap import committed_offsets
+from consumers.labelling.positions import SOURCE, ensure_positions
+from producers.sending import Delivery
+from producers.trajectories.producer import TrajectoryProducer
+from tests.runs import RealRun
+from tests.trajectories import double, number_of, numbered
+from tests.waiting import eventually
+from topics import clients, provisioning
+from topics.codec import decode
+from topics.config import KafkaConfig
+from topics.errors import RecordError, RecordTooLarge, StateRefused, TopicError
+from topics.keys import encode_key, partition_of
+from topics.records import RolloutMetadata, same
+from topics.trajectories import Trajectory, from_record, to_record
+
+
+@pytest.fixture
+def run(real_run: RealRun) -> RealRun:
+    real_run.kafka = KafkaConfig(bootstrap_servers=real_run.kafka.bootstrap_servers, max_record_bytes=50_000)
+    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
+    return real_run
+
+
+def send(run: RealRun, trajectories: list[Trajectory], topic: str = "trajectories") -> list[Delivery]:
+    deliveries: list[Delivery] = []
+    with TrajectoryProducer(run.kafka, run.name, topic=topic, on_delivery=deliveries.append) as producer:  # type: ignore[arg-type]
+        for trajectory in trajectories:
+            producer.send(trajectory)
+    return deliveries
+
+
+def messages(run: RealRun, topic: str) -> Iterator[Message]:
+    return clients.read_to_end(run.kafka, run.topic(topic))
+
+
+def test_those_of_a_worker_lie_in_order_where_its_key_says_and_come_back_equal(run: RealRun) -> None:
+    sent = [numbered(number, worker=f"w{number % 3}") for number in range(30)]
+    deliveries = {delivery.uid: delivery for delivery in send(run, sent)}
+    by_uid = {trajectory.uid: trajectory for trajectory in sent}
+    newest: dict[str, int] = {}
+    for message in messages(run, "trajectories"):
+        record = decode(message.value())
+        worker = record.metadata.worker_id
+        assert message.key() == encode_key("cart", worker)
+        assert message.partition() == partition_of(message.key(), run.topics.partitions)
+        assert deliveries.pop(record.uid) == Delivery(record.uid, message.partition(), message.offset())
+        assert same(record, to_record(by_uid[record.uid]))
+        number = number_of(from_record(record))
+        assert number > newest.get(worker, -1)
+        newest[worker] = number
+    assert not deliveries
+    assert newest == {"w0": 27, "w1": 28, "w2": 29}
+
+
+def test_what_cannot_be_read_again_is_not_sent(run: RealRun) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (4, 2, 6000), np.uint8)
+    with TrajectoryProducer(run.kafka, run.name) as producer:
+        with pytest.raises(RecordError, match="names no worker"):
+            producer.send(numbered(0, metadata=RolloutMetadata()))
+        with pytest.raises(RecordError, match=r"w0-1.*rewards has shape"):
+            producer.send(numbered(1, arrays={"rewards": np.zeros(3)}))
+        with pytest.raises(RecordTooLarge, match=r"trajectory w0-2 has .*max_bytes.*kafka\.max_record_bytes"):
+            producer.send(numbered(2, arrays={"actions": noise, "more": noise}))
+        producer.send(numbered(3, arrays={"actions": noise}))
+        assert producer.limit_bytes < 50_000
+    assert len(list(messages(run, "trajectories"))) == 1
+
+
+def test_a_labeller_killed_again_and_again_labels_everything_exactly_once(run: RealRun) -> None:
+    sent = [numbered(number, worker=f"w{number % 4}") for number in range(160)]
+    send(run, sent, "unlabelled")
+    run.send_bytes("unlabelled", b"no trajectory", b"key", partition=1)
+    total = 160 + 1
+
+    def done() -> int:
+        return sum(1 for _ in messages(run, "trajectories"))
+
+    def settled() -> bool:
+        consumer = clients.reader(run.kafka, group=f"{run.name}.labeller")
+        try:
+            topic = run.topic("unlabelled")
+            committed = consumer.committed([TopicPartition(topic, p) for p in range(2)], 10.0)
+        finally:
+            consumer.close()
+        return sum(max(tp.offset, 0) for tp in committed) == total
+
+    for least in (1, 60):
+        labeller = run.start("label", "tests.trajectories:double", labelling__max_poll_records=2)
+        eventually(lambda least=least: done() >= least, 30, f"{least} trajectories are labelled")
+        labeller.kill()
+        labeller.wait()
+    assert done() < 140, "it was killed at work"
+    labeller = run.start("label", "tests.trajectories:double")
+    eventually(settled, 30, "every record is settled")
+    labeller.terminate()
+    assert labeller.wait(10) == 0
+
+    expected = {t.uid: made for t in sent if number_of(t) != 55 and number_of(t) != 155 and (made := double(t))}
+    newest: dict[str, int] = {}
+    sources = {(m.partition(), m.offset()): m for m in messages(run, "unlabelled")}
+    for message in messages(run, "trajectories"):
+        record = decode(message.value())
+        assert same(record, to_record(expected.pop(record.uid))), "each once, and nothing else"
+        number = number_of(from_record(record))
+        worker = record.metadata.worker_id
+        assert number > newest.get(worker, -1), "in the order of their sources"
+        newest[worker] = number
+        partition, offset = map(int, dict(message.headers())[SOURCE].decode().split(":"))
+        source = sources[partition, offset]
+        assert decode(source.value()).uid == record.uid
+        assert (message.partition(), message.key()) == (source.partition(), source.key())
+    assert not expected
+    letters = list(messages(run, "dead-letters"))
+    reasons = sorted(dict(letter.headers())["__streams.errors.message"].decode()[:15] for letter in letters)
+    assert reasons == ["not an Avro sin", "number 155 cann", "number 55 canno"]
+    for letter in letters:
+        headers = {name: value.decode() for name, value in letter.headers()}
+        assert headers["__streams.errors.topic"] == run.topic("unlabelled")
+        place = (int(headers["__streams.errors.partition"]), int(headers["__streams.errors.offset"]))
+        assert letter.value() == sources[place].value()
+
+
+class Kept:
+    """A buffer that keeps uids, and its position beside them."""
+
+    def __init__(self, position: Mapping[int, int] | None = None) -> None:
+        self._position = dict(position or {})
+        self.uids: list[str] = []
+
+    @property
+    def position(self) -> Mapping[int, int]:
+        return dict(self._position)
+
+    def add(self, trajectory: Trajectory, /, *, at: Place) -> None:
+        self.uids.append(trajectory.uid)
+        self.skip(at)
+
+    def skip(self, at: Place, /) -> None:
+        self._position[at[0]] = at[1] + 1
+
+
+def uids(numbers: range) -> list[str]:
+    return sorted(f"w{number % 2}-{number}" for number in numbers)
+
+
+def of_two(numbers: range) -> list[Trajectory]:
+    return [numbered(number, worker=f"w{number % 2}") for number in numbers]
+
+
+def test_a_filler_goes_on_where_each_of_its_buffers_stands(run: RealRun, tmp_path: Path) -> None:
+    identity = tmp_path / "topic.json"
+    send(run, of_two(range(20)))
+    run.send_bytes("trajectories", b"no trajectory", b"key", partition=0)
+    first = Kept()
+    filler = TrajectoryFiller(run.kafka, run.name, [first], identity_file=identity)
+    filler.fill(30)
+    filler.close()
+    assert sorted(first.uids) == uids(range(20))
+    assert filler.counts == (20, 1)
+    ends = {p: end for p, (_begin, end) in clients.bounds(run.kafka, run.topic("trajectories")).items()}
+    assert first.position == ends
+
+    send(run, of_two(range(20, 30)))
+    again, fresh = Kept(first.position), Kept()
+    with TrajectoryFiller(run.kafka, run.name, [again, fresh], identity_file=identity) as going:
+        eventually(lambda: len(fresh.uids) == 30, 30, "the empty one has everything")
+        send(run, of_two(range(30, 34)))
+        eventually(lambda: len(fresh.uids) == 34, 30, "what comes meanwhile, too")
+        going.check()
+    assert sorted(again.uids) == uids(range(20, 34)), "nothing twice, and nothing left out"
+    assert sorted(fresh.uids) == uids(range(34))
+
+
+def test_a_log_that_is_not_the_one_a_buffer_was_filled_from_is_refused(run: RealRun, tmp_path: Path) -> None:
+    identity = tmp_path / "topic.json"
+    topic = run.topic("trajectories")
+    send(run, of_two(range(10)))
+    buffer = Kept()
+    TrajectoryFiller(run.kafka, run.name, [buffer], identity_file=identity).fill(30)
+    ahead = Kept({0: 10_000})
+    with pytest.raises(TopicError, match="created again; take an empty buffer"):
+        TrajectoryFiller(run.kafka, run.name, [ahead])
+
+    client = clients.admin(run.kafka)
+    for future in client.delete_records([TopicPartition(topic, p, end) for p, end in buffer.position.items()]).values():
+        future.result(30)
+    TrajectoryFiller(run.kafka, run.name, [buffer]).fill(30)
+    with pytest.raises(TopicError, match="was deleted; take an empty buffer"):
+        TrajectoryFiller(run.kafka, run.name, [Kept(dict.fromkeys(buffer.position, 0))])
+
+    for future in client.delete_topics([topic]).values():
+        future.result(30)
+    eventually(lambda: topic not in client.list_topics(timeout=10).topics, 30, "the topic is gone")
+    provisioning.apply(run.kafka, run.topics, run.name)
+    send(run, of_two(range(20)))
+    with pytest.raises(TopicError, match=r"with id .* take empty buffers"):
+        TrajectoryFiller(run.kafka, run.name, [buffer], identity_file=identity)
+    empty = Kept()
+    TrajectoryFiller(run.kafka, run.name, [empty], identity_file=identity).fill(30)
+    assert sorted(empty.uids) == uids(range(20))
+
+
+def test_labelling_begins_once_and_positions_that_are_lost_or_of_another_topic_are_refused(run: RealRun) -> None:
+    group, topic = f"{run.name}.labeller", run.topic("unlabelled")
+    topic_id = ensure_positions(run.kafka, run.name, group)
+    assert ensure_positions(run.kafka, run.name, group) == topic_id
+    assert {(tp.offset, tp.metadata) for tp in committed_offsets(run.kafka, group, topic, 2)} == {(0, topic_id)}
+
+    def commit(other: str, metadata: str) -> None:
+        producer = clients.transactional_producer(run.kafka, f"test-{run.name}")
+        producer.init_transactions(30)
+        producer.begin_transaction()
+        consumer = clients.reader(run.kafka, group=other)
+        places = [TopicPartition(topic, 0, 3, metadata)]
+        producer.send_offsets_to_transaction(places, consumer.consumer_group_metadata(), 30)
+        producer.produce(run.topic("trajectories"), b"labelled", headers={SOURCE: "0:2"})
+        producer.commit_transaction(30)
+        consumer.close()
+
+    commit(group, "another-id")
+    with pytest.raises(StateRefused, match=r"id another-id, which was deleted"):
+        ensure_positions(run.kafka, run.name, group)
+    with pytest.raises(StateRefused, match=r"0:2 was labelled: they were lost.*reset-offsets"):
+        ensure_positions(run.kafka, run.name, f"{run.name}.never-began")
+    commit(f"{run.name}.half", topic_id)
+    with pytest.raises(StateRefused, match=r"no positions in partitions \[1\]"):
+        ensure_positions(run.kafka, run.name, f"{run.name}.half")
