@@ -108,26 +108,39 @@ class EpisodeSliceBuffer:
         skipped, and False is returned. Raises RecordError for what is unsound or differs from what is stored,
         StoreError where it cannot be written; then none of it is in, and the position stays.
         """
-        if isinstance(item, Trajectory):
-            if episode or not last:
-                raise RecordError(f"trajectory {item.uid!r}: its spans say what goes on; leave episode and last out")
-            parts = parts_of_trajectory(item, self._boundaries)
-        else:
-            parts = parts_of_episode(item, self._boundaries, episode=episode, first=not episode, last=last)
-        return self.add_parts(parts, at=at)
+        with self._lock:
+            if self._has(at):
+                return False
+            return self.add_parts(self.cut(item, episode=episode, last=last), at=at)
 
     def add_trajectory(self, trajectory: Trajectory, /, *, at: tuple[int, int] | None = None) -> bool:
         """`add` of a trajectory."""
         return self.add(trajectory, at=at)
 
-    def add_parts(self, parts: Sequence[EpisodePart], *, at: tuple[int, int] | None = None) -> bool:
-        """Put in parts of episodes that were cut before; as `add`."""
+    def cut(self, item: Tree | Trajectory, /, *, episode: str = "", last: bool = True) -> list[EpisodePart]:
+        """What `add` puts in, part by part. Raises RecordError for what is unsound or differs from what is stored."""
+        if not isinstance(item, Trajectory):
+            parts = parts_of_episode(item, self._boundaries, episode=episode, first=not episode, last=last)
+        elif episode or not last:
+            raise RecordError(f"trajectory {item.uid!r}: its spans say what goes on; leave episode and last out")
+        else:
+            parts = parts_of_trajectory(item, self._boundaries)
+        self.check(parts)
+        return parts
+
+    def check(self, parts: Sequence[EpisodePart]) -> None:
+        """Raises RecordError for parts that differ from what is stored, or have names that samples use."""
         for part in parts:
             taken = {_LENGTHS, _MASK} & part.leaves.keys()
             if taken:
                 raise RecordError(f"arrays {sorted(taken)} have names that samples use; rename them")
         with self._lock:
-            if at is not None and at[1] < self._store.state.position.get(at[0], 0):
+            self._store.check(parts)
+
+    def add_parts(self, parts: Sequence[EpisodePart], *, at: tuple[int, int] | None = None) -> bool:
+        """Put in what `cut` gave; as `add`."""
+        with self._lock:
+            if self._has(at):
                 return False
             self._store.add(parts, at)
             return True
@@ -153,17 +166,46 @@ class EpisodeSliceBuffer:
         """
         if self.slice_len is None:
             raise ConfigurationError("the length of slices follows from how many steps are drawn; call sample_steps")
-        return self._sample(batch_size, self.slice_len)
+        return self.draw(batch_size, self.slice_len)
 
     def sample_steps(self, steps: int, /) -> dict[str, Any]:
         """As `sample`, for a number of steps in all, which `slice_len` or `num_slices` must divide."""
+        return self.draw(*self.slices_in(steps))
+
+    def slices_in(self, steps: int) -> tuple[int, int]:
+        """How many slices a number of steps makes, and how long they are. Raises ConfigurationError."""
         divisor = self.slice_len or self.num_slices or 1
         if steps < 1 or steps % divisor:
             name = "num_slices" if self.slice_len is None else "slice_len"
             raise ConfigurationError(f"{steps} steps cannot be cut by {name} {divisor}; ask for a multiple of it")
-        if self.slice_len is None:
-            return self._sample(divisor, steps // divisor)
-        return self._sample(steps // divisor, divisor)
+        other = steps // divisor
+        return (divisor, other) if self.slice_len is None else (other, divisor)
+
+    def draw(self, count: int, length: int) -> dict[str, Any]:
+        """As `sample`, for slices of any length."""
+        if count < 1:
+            raise ConfigurationError(f"a sample of {count} slices; draw at least 1")
+        with self._lock:
+            for _attempt in range(_TRIES):
+                self._store.refresh()
+                drawn = self._draw(count, length)
+                leaves = self._gather(drawn, count, length)
+                # Who only reads looks whether the writer came by; for the writer itself this is always so.
+                self._store.refresh()
+                if all(at >= self._store.state.low for _slice, at, _count in drawn.steps):
+                    self._mark(leaves, drawn.lengths, length)
+                    return nest(leaves)
+            raise StoreError(
+                f"the writer overwrote what was drawn {_TRIES} times; the ring is too small for its writers"
+            )
+
+    def check_drawable(self, length: int) -> None:
+        """Raises NothingToDraw where no episode is long enough for a slice of so many steps."""
+        with self._lock:
+            index = self._store.state.index
+            if not len(index.with_length(length if self._strict else 1)):
+                why = f"none of {index.episodes} episodes has {length} steps" if index.size else "it is empty"
+                raise NothingToDraw(f"no slice of {length} steps can be drawn: {why}; add longer episodes first")
 
     def size(self) -> int:
         """Steps held."""
@@ -233,30 +275,14 @@ class EpisodeSliceBuffer:
 
     # ------------------------------------------------------------------ within
 
-    def _sample(self, count: int, length: int) -> dict[str, Any]:
-        if count < 1:
-            raise ConfigurationError(f"a sample of {count} slices; draw at least 1")
-        with self._lock:
-            for _attempt in range(_TRIES):
-                self._store.refresh()
-                drawn = self._draw(count, length)
-                leaves = self._gather(drawn, count, length)
-                # Who only reads looks whether the writer came by; for the writer itself this is always so.
-                self._store.refresh()
-                if all(at >= self._store.state.low for _slice, at, _count in drawn.steps):
-                    self._mark(leaves, drawn.lengths, length)
-                    return nest(leaves)
-            raise StoreError(
-                f"the writer overwrote what was drawn {_TRIES} times; the ring is too small for its writers"
-            )
+    def _has(self, at: tuple[int, int] | None) -> bool:
+        return at is not None and at[1] < self._store.state.position.get(at[0], 0)
 
     def _draw(self, count: int, length: int) -> _Drawn:
         """Where `count` slices lie. Raises NothingToDraw."""
+        self.check_drawable(length)
         state = self._store.state
         rows = state.index.with_length(length if self._strict else 1)
-        if not len(rows):
-            held = f"none of {state.index.episodes} episodes has {length} steps" if state.index.size else "it is empty"
-            raise NothingToDraw(f"no slice of {length} steps can be drawn: {held}; add longer episodes first")
         # By hand: numpy promises the stream of its uniform numbers, not that of its distributions (NEP 19).
         uniform = generator_at(self._seed, state.draws).random((2, count))
         state.draws += 1

@@ -8,11 +8,11 @@ import fcntl
 import os
 import uuid
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from consumers.buffers.episode_cuts import EpisodePart
+from consumers.buffers.episode_cuts import EpisodePart, Leaves
 from consumers.buffers.files import (
     StoreError,
     make_directory,
@@ -39,8 +39,8 @@ from topics.errors import ConfigurationError, RecordError
 MANIFEST = "slices.json"
 _LOCK = "lock"
 _VERSION = 1
-_AHEAD = 64
-"""A ring is told to be overwritten in as many parts; each costs waiting for the disk once."""
+_AHEAD = 16
+"""A ring is overwritten in as many parts, each of which is announced on disk."""
 _LEAST_JOURNAL_BYTES = 2**20
 
 
@@ -57,7 +57,7 @@ class SliceStore:
         self._journal: Journal | None = None
         self._read_to = 0
         self._closed = False
-        self._lock = -1 if read_only else _locked(directory)
+        self._lock = -1 if read_only else lock_directory(directory)
         try:
             self._open(capacity)
         except BaseException:
@@ -100,19 +100,26 @@ class SliceStore:
         Raises RecordError for arrays other than those stored or more steps than the ring has, StoreError where it
         cannot be written; what had to make room is gone then.
         """
+        self.check(parts)
         if self._writable().size_bytes > _LEAST_JOURNAL_BYTES + 2 * self._whole_bytes:
             self._compact()
         journal = self._writable()
-        steps = sum(part.steps for part in parts)
-        if steps > self._capacity:
-            raise RecordError(f"{steps} steps at once do not fit a ring of {self._capacity}; raise its capacity")
         if parts:
-            self._check(parts)
-            self._make_room(journal, self.state.head + steps)
+            self._begin_with(parts[0].leaves)
+            self._make_room(journal, self.state.head + sum(part.steps for part in parts))
             self._files.write(self.state.head, [part.leaves for part in parts])
         record = self.state.added(list(parts), at)
         journal.append(record)
         self.state.apply(record)
+
+    def check(self, parts: Sequence[EpisodePart]) -> None:
+        """Raises RecordError for arrays other than those stored, or more steps than the ring has."""
+        steps = sum(part.steps for part in parts)
+        if steps > self._capacity:
+            raise RecordError(f"{steps} steps at once do not fit a ring of {self._capacity}; raise its capacity")
+        if self.state.head:
+            for part in parts:
+                check(self._files.specs, part.leaves)
 
     def flush(self) -> None:
         """Have everything that was added on disk. Raises StoreError."""
@@ -129,7 +136,7 @@ class SliceStore:
         if directory.resolve() == self._directory.resolve():
             self.flush()
             return
-        lock = _locked(directory)
+        lock = lock_directory(directory)
         try:
             self._copy_to(directory)
         finally:
@@ -227,20 +234,14 @@ class SliceStore:
         else:
             self._journal.append(Opened(_boot()))
 
-    def _check(self, parts: Sequence[EpisodePart]) -> None:
-        """Raises RecordError; the arrays of the very first parts are those to be stored."""
-        if not self.state.head:
-            specs = specs_of(parts[0].leaves, self._generation)
-            if [spec.as_dict() for spec in specs] != [spec.as_dict() for spec in self._files.specs]:
-                self._have(specs)
-        for part in parts:
-            check(self._files.specs, part.leaves)
-
-    def _have(self, specs: Sequence[ArraySpec]) -> None:
+    def _begin_with(self, leaves: Leaves) -> None:
+        """The arrays of the very first step are those that are stored."""
+        specs = specs_of(leaves, self._generation)
+        if self.state.head or specs == self._files.specs:
+            return
         self._files.close()
         for old in self._files.specs:
-            with suppress(FileNotFoundError):
-                (self._directory / old.file).unlink()
+            (self._directory / old.file).unlink(missing_ok=True)
         self._files = RingFiles(self._directory, specs, self._capacity, writable=True)
         sync_directory(self._directory)
         _write_manifest(self._directory, self._generation, self._capacity, specs)
@@ -321,8 +322,11 @@ def _remove_all_but(directory: Path, generation: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def _locked(directory: Path) -> int:
-    """The only writer's descriptor, for as long as it is open. Raises StoreError where there is another writer."""
+def lock_directory(directory: Path) -> int:
+    """Be the only writer there until the descriptor that is returned is closed, whoever closes it.
+
+    Raises StoreError where there is another writer.
+    """
     try:
         make_directory(directory)
         lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)

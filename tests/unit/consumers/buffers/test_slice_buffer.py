@@ -392,7 +392,7 @@ def test_threads_that_add_draw_and_save_see_no_torn_slice(tmp_path: Path) -> Non
 
         def write(writer: int) -> None:
             adding.wait()
-            for turn in range(250):
+            for turn in range(80):
                 number = 1000 * writer + turn // 2
                 tree = map_leaves(lambda leaf: np.full_like(leaf, number), episode(0, 5 + turn % 7))  # noqa: B023
                 slices.add(tree, episode=str(number), last=turn % 2 == 1)

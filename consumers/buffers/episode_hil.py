@@ -1,0 +1,280 @@
+"""Two slice buffers, one for what the policy did and one for what humans did, of which samples take half each.
+
+An episode goes by who acted at its first step. Few human episodes are so drawn as often as many of the policy's, and
+are not pushed out by them.
+"""
+
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from consumers.buffers.episode_cuts import AUTO, CONTROL_MODE, HUMAN, EpisodePart
+from consumers.buffers.files import StoreError, make_directory, read_json, write_json
+from consumers.buffers.slice_buffer import EpisodeSliceBuffer, NothingToDraw
+from consumers.buffers.slice_store import lock_directory
+from topics.errors import ConfigurationError, RecordError
+from topics.trajectories import Trajectory, Tree, flatten, nest
+
+MANIFEST = "sides.json"
+_SIDES = {AUTO: "auto", HUMAN: "hil"}
+_OTHER_SEED = 2**64
+
+
+def open_episode_buffer(
+    directory: str | Path, *, use_hil_buffer: bool = False, **options: Any
+) -> "EpisodeSliceBuffer | HilEpisodeBuffer":
+    """A buffer of everything, or one that is split by who acted; `options` are those of EpisodeSliceBuffer."""
+    return (HilEpisodeBuffer if use_hil_buffer else EpisodeSliceBuffer)(directory, **options)
+
+
+class HilEpisodeBuffer:
+    """See the module. Has the methods of EpisodeSliceBuffer, and each side its capacity.
+
+    The position is where both sides are: killed between them, what one has already is added to the other only.
+    """
+
+    def __init__(self, directory: str | Path, capacity: int = 10_000_000, slice_len: int | None = 80, **options: Any):
+        """Open a directory, or begin one; `options` are those of EpisodeSliceBuffer. Raises as that does."""
+        self._directory = Path(directory)
+        self._options = {**options, "capacity": capacity, "slice_len": slice_len}
+        self._threads = threading.RLock()
+        self._lock = -1 if options.get("read_only") else lock_directory(self._directory)
+        try:
+            self._open()
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _open(self) -> None:
+        path = self._directory / MANIFEST
+        if self._lock >= 0 and not path.exists():
+            _name(self._directory, _new_folder())
+        folder = _folder(self._directory)
+        seed = int(self._options.get("seed", 0))
+        self._auto = EpisodeSliceBuffer(folder / _SIDES[AUTO], **self._options | {"seed": seed})
+        self._human = EpisodeSliceBuffer(folder / _SIDES[HUMAN], **self._options | {"seed": seed + _OTHER_SEED})
+        if self._lock >= 0:
+            _remove_all_but(self._directory, folder)
+
+    @property
+    def auto(self) -> EpisodeSliceBuffer:
+        """Episodes that began with control mode 0."""
+        return self._auto
+
+    @property
+    def hil(self) -> EpisodeSliceBuffer:
+        """Episodes that began with control mode 1."""
+        return self._human
+
+    # ------------------------------------------------------------------ in
+
+    def add(
+        self,
+        item: Tree | Trajectory,
+        /,
+        *,
+        at: tuple[int, int] | None = None,
+        episode: str = "",
+        last: bool = True,
+    ) -> bool:
+        """As EpisodeSliceBuffer's, each episode to the side of its first step's control mode.
+
+        That is what its span says, or else the array `control_mode` [T, ...]. Raises RecordError too where neither
+        says it, or it is neither 0 nor 1. Where a disk fails, the side written first may have its part; with `at`,
+        adding again gives the other its own.
+        """
+        with self._threads:
+            if at is not None and at[1] < self.position.get(at[0], 0):
+                return False
+            parts = self._auto.cut(item, episode=episode, last=last)
+            self._human.check(parts)
+            added = False
+            for side, mine in zip((self._auto, self._human), self._routed(parts), strict=True):
+                if mine or at is not None:
+                    added |= side.add_parts(mine, at=at)
+            return added
+
+    def add_trajectory(self, trajectory: Trajectory, /, *, at: tuple[int, int] | None = None) -> bool:
+        """`add` of a trajectory."""
+        return self.add(trajectory, at=at)
+
+    def skip(self, at: tuple[int, int]) -> bool:
+        """Move the position past a record that was refused; False where it is there already."""
+        with self._threads:
+            return any([self._auto.skip(at), self._human.skip(at)])
+
+    # ------------------------------------------------------------------ out
+
+    def sample(self, batch_size: int, /) -> dict[str, Any]:
+        """As EpisodeSliceBuffer's: the first half of the slices the policy's, the other half humans'.
+
+        An odd batch gives one slice fewer. Raises NothingToDraw, saying which, where a side has none long enough.
+        """
+        if self._auto.slice_len is None:
+            raise ConfigurationError("the length of slices follows from how many steps are drawn; call sample_steps")
+        return self.draw(batch_size, self._auto.slice_len)
+
+    def sample_steps(self, steps: int, /) -> dict[str, Any]:
+        """As `sample`, for a number of steps in all, which `slice_len` or `num_slices` must divide."""
+        return self.draw(*self._auto.slices_in(steps))
+
+    def draw(self, count: int, length: int) -> dict[str, Any]:
+        """As `sample`, for slices of any length."""
+        if count < 2:
+            raise ConfigurationError(f"a sample of {count} slices, half from each side; draw at least 2")
+        with self._threads:
+            for mode, side in ((AUTO, self._auto), (HUMAN, self._human)):
+                try:
+                    side.check_drawable(length)
+                except NothingToDraw as error:
+                    raise NothingToDraw(f"the {_SIDES[mode]} side ({CONTROL_MODE} {mode}): {error}") from error
+            one, other = (flatten(side.draw(count // 2, length)) for side in (self._auto, self._human))
+            return nest({path: np.concatenate([leaf, other[path]]) for path, leaf in one.items()})
+
+    def size(self) -> int:
+        """Steps held, on both sides together."""
+        with self._threads:
+            return self._auto.size() + self._human.size()
+
+    def __len__(self) -> int:
+        return self.size()
+
+    @property
+    def position(self) -> dict[int, int]:
+        """Next offset to be read, by partition; what lies below it is on both sides."""
+        with self._threads:
+            other = self._human.position
+            return {p: min(offset, other[p]) for p, offset in self._auto.position.items() if p in other}
+
+    def stats(self) -> dict[str, Any]:
+        """Steps held in all, and the figures of each side by its name."""
+        with self._threads:
+            return {"size": self.size(), _SIDES[AUTO]: self._auto.stats(), _SIDES[HUMAN]: self._human.stats()}
+
+    # ------------------------------------------------------------------ on disk
+
+    def flush(self) -> None:
+        """Have everything that was added on disk, for when the machine stops. Raises StoreError."""
+        with self._threads:
+            self._auto.flush()
+            self._human.flush()
+
+    def save(self, directory: str | Path, /) -> None:
+        """Have everything on disk, as a copy where `directory` is another. Raises StoreError, and nothing changed."""
+        target = Path(directory)
+        with self._threads:
+            if target.resolve() == self._directory.resolve():
+                self.flush()
+                return
+            lock = lock_directory(target)
+            try:
+                self._copy_to(target)
+            finally:
+                os.close(lock)
+
+    def load(self, directory: str | Path, /) -> None:
+        """Become what was saved there, of the same capacity; settings stay. Raises StoreError, and nothing changed."""
+        source = Path(directory)
+        with self._threads:
+            if self._lock < 0:
+                raise StoreError(f"the buffer in {self._directory} is closed or read only; open it to write")
+            if source.resolve() == self._directory.resolve():
+                return
+            _folder(source)
+            with closing(HilEpisodeBuffer(source, **self._options)) as other:
+                other._copy_to(self._directory)
+            self._close_sides()
+            self._open()
+
+    def close(self) -> None:
+        """Flush and close, so that another process may write. Raises StoreError."""
+        with self._threads:
+            try:
+                self._close_sides()
+            finally:
+                self._unlock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ within
+
+    def _routed(self, parts: Sequence[EpisodePart]) -> tuple[list[EpisodePart], list[EpisodePart]]:
+        """Parts of each side. What goes on goes where it began. Raises RecordError."""
+        sides: dict[int, list[EpisodePart]] = {AUTO: [], HUMAN: []}
+        began: dict[str, int] = {}
+        for part in parts:
+            mode = part.control_mode
+            if not part.first and part.uid:
+                held = [m for m, side in ((AUTO, self._auto), (HUMAN, self._human)) if side.is_open(part.uid)]
+                mode = began.get(part.uid, held[0] if held else mode)
+            if mode not in sides:
+                said = f"nothing says its {CONTROL_MODE}" if mode is None else f"its {CONTROL_MODE} is {mode}"
+                raise RecordError(
+                    f"an episode of {part.steps} steps: {said}; it must be 0 (the policy) or 1 (a human) at the first "
+                    "step"
+                )
+            if part.uid:
+                began[part.uid] = mode
+            sides[mode].append(part)
+        return sides[AUTO], sides[HUMAN]
+
+    def _copy_to(self, directory: Path) -> None:
+        folder = _new_folder()
+        self._auto.save(directory / folder / _SIDES[AUTO])
+        self._human.save(directory / folder / _SIDES[HUMAN])
+        _name(directory, folder)
+        if directory != self._directory:
+            _remove_all_but(directory, directory / folder)
+
+    def _close_sides(self) -> None:
+        try:
+            self._auto.close()
+        finally:
+            self._human.close()
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _new_folder() -> str:
+    return f"sides-{uuid.uuid4().hex[:12]}"
+
+
+def _name(directory: Path, folder: str) -> None:
+    """Say in which folder both sides are. Raises StoreError."""
+    make_directory(directory / folder)
+    write_json(directory / MANIFEST, {"version": 1, "folder": folder})
+
+
+def _folder(directory: Path) -> Path:
+    """Where both sides are. Raises StoreError."""
+    try:
+        return directory / str(read_json(directory / MANIFEST)["folder"])
+    except FileNotFoundError as error:
+        raise StoreError(f"{directory} holds no {MANIFEST}; nothing was stored there") from error
+    except (KeyError, TypeError) as error:
+        raise StoreError(
+            f"{directory / MANIFEST} is not this program's; fill another directory from the log"
+        ) from error
+
+
+def _remove_all_but(directory: Path, folder: Path) -> None:
+    for other in directory.glob("sides-*"):
+        if other != folder:
+            shutil.rmtree(other, ignore_errors=True)
