@@ -20,8 +20,10 @@ JAX_FREE = (
     "consumers.learner.intake",
     "consumers.learner.replay",
     "consumers.buffers.rollout_buffer",
+    "consumers.buffers.episode_hil",
     "consumers.weights.follower",
     "consumers.weights.publisher",
+    "consumers.weights.state_manager",
     "consumers.batch_reader",
 )
 
