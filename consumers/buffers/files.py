@@ -23,8 +23,10 @@ class StoreError(RollstreamError):
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, sync_name: bool = True) -> Iterator[BinaryIO]:
     """A file to write to that takes the place of `path`, whole and on disk, when the block ends without an error.
+
+    Who writes many calls `sync_directory` once for all of their names, instead of for each (`sync_name`).
 
     Raises StoreError, with the cause, where it cannot be written; `path` is then as it was before, as it is after
     an error of the block.
@@ -37,7 +39,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-        sync_directory(path.parent)
+        if sync_name:
+            sync_directory(path.parent)
     except OSError as error:
         raise StoreError(
             f"{path} cannot be written ({error.strerror or error}); nothing of it is stored. Look at the space and the "

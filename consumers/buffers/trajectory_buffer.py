@@ -1,0 +1,411 @@
+"""The trajectory buffer: [T, B, ...] trajectories, drawn by single steps from a window of the newest; memory or files.
+
+Filled by hand, or from the log, position and content as one fact. Filled to the same position and drawn from as often,
+two buffers of a seed give the same. Safe to add to, draw from and save in several threads: no sample is torn.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from numpy.typing import NDArray
+
+from consumers.buffers.draws import generator_at
+from consumers.buffers.files import StoreError
+from consumers.buffers.trajectory_checkpoint import Found, bring, read_checkpoint, shard, write_checkpoint
+from consumers.buffers.trajectory_files import Add, Drop, Skip, State, TrajectoryStore
+from consumers.buffers.trajectory_formats import DEFAULT, Format, format_named
+from consumers.buffers.trajectory_journal import Content
+from consumers.buffers.trajectory_rows import Checked, Fetched, bootstrapped, checked, layout_of, owned, refuse_other
+from consumers.buffers.trajectory_shelf import TrajectoryShelf
+from topics.errors import ConfigurationError, RecordError, RollstreamError
+from topics.trajectories import Trajectory, flatten, nest
+
+
+class NothingToSample(RollstreamError):
+    """A buffer is asked for samples, and holds none."""
+
+
+class _Kept(NamedTuple):
+    """What the cache does not have of a trajectory in memory."""
+
+    trajectory: Trajectory
+    """Without arrays."""
+    bootstrapped: Mapping[str, NDArray[Any]]
+
+
+class TrajectoryReplayBuffer:
+    """See the module.
+
+    With `auto_save` every trajectory is a file below `auto_save_path`, written by one thread behind the caller's back
+    (or before `add` returns: `synchronous`), and a cache of `cache_size` spares reading the newest. What `flush` has
+    returned for is there after any crash. A directory that holds trajectories already is gone on with.
+
+    Without it the cache is all there is, and holds as many as the window: what cannot be drawn is not kept.
+    `max_trajectories` and `max_bytes` (of arrays) bound what is kept, on disk too; 0 is no bound.
+    """
+
+    def __init__(
+        self,
+        seed: int = 1234,
+        enable_cache: bool = True,
+        cache_size: int = 5,
+        sample_window_size: int = 100,
+        auto_save: bool = False,
+        auto_save_path: str | Path = "",
+        trajectory_format: str = DEFAULT,
+        *,
+        max_trajectories: int = 0,
+        max_bytes: int = 0,
+        allow_pickle: bool = False,
+        synchronous: bool = False,
+        max_pending_bytes: int = 2**28,
+    ) -> None:
+        """Raises ConfigurationError for settings that make no buffer, StoreError for a directory it cannot use."""
+        if auto_save and not str(auto_save_path):
+            raise ConfigurationError("auto_save needs a directory to save to; give auto_save_path")
+        bounds = {
+            "sample_window_size": sample_window_size,
+            "max_trajectories": max_trajectories,
+            "max_bytes": max_bytes,
+            "cache_size": cache_size,
+        }
+        for name, value in bounds.items():
+            if value < 0:
+                raise ConfigurationError(f"{name} is {value}; give 0 or more")
+        self.seed = seed
+        self.sample_window_size = sample_window_size
+        self.trajectory_format = trajectory_format
+        self._formats = lru_cache(lambda name: format_named(name, allow_pickle=allow_pickle))
+        self._format: Format = self._formats(trajectory_format)
+        self._max_trajectories, self._max_bytes = max_trajectories, max_bytes
+        self._synchronous = synchronous
+        self._lock = threading.RLock()
+        self._position: dict[int, int] = {}
+        self._draws = self._draws_saved = self._without_rewards = 0
+        self._kept: deque[_Kept] = deque()
+        """Of trajectories in memory, oldest first."""
+        self._store: TrajectoryStore | None = None
+        if auto_save:
+            store = TrajectoryStore(
+                Path(auto_save_path), seed=seed, formats=self._formats, max_pending_bytes=max_pending_bytes
+            )
+            self._shelf = TrajectoryShelf(cache_size if enable_cache and cache_size else None, store.arrays)
+            self._store = store
+            self._become(store.content)
+            self._prune()
+        else:
+            # What cannot be drawn is not kept.
+            self._max_trajectories = min(filter(None, (sample_window_size, max_trajectories)), default=0)
+            self._shelf = TrajectoryShelf(self._max_trajectories, _nothing_fetched)
+
+    # ------------------------------------------------------------------ in
+
+    def add_trajectories(self, trajectories: Iterable[Trajectory]) -> int:
+        """Put trajectories in, all or none, and return how many are: one that has neither prev_logprobs nor rewards is
+        passed over. Arrays are copied.
+
+        Raises RecordError for one that is unsound, or has other arrays than those before; StoreError for an earlier
+        write that failed: it is tried again, and nothing of this call is in.
+        """
+        parts = [part for trajectory in trajectories if (part := self._checked(trajectory)) is not None]
+        self._make_ready()
+        with self._lock:
+            for part in parts:
+                self._refuse_other(part, parts[0])
+            for part in parts:
+                self._put(part, None)
+        self._settle()
+        return len(parts)
+
+    def add(self, trajectory: Trajectory, /, *, at: tuple[int, int] | None = None) -> bool:
+        """Put a trajectory in, and return whether it is. Raises as `add_trajectories`.
+
+        With `at`, its partition and offset on the log, the position moves past it in the same step; what lies below the
+        position is in already, and is passed over.
+        """
+        if at is None:
+            return bool(self.add_trajectories([trajectory]))
+        if at[1] < self.position.get(at[0], 0):
+            return False
+        part = self._checked(trajectory)
+        self._make_ready()
+        with self._lock:
+            if at[1] < self._position.get(at[0], 0):
+                return False
+            if part is None:
+                self.skip(at)
+                return False
+            self._refuse_other(part, part)
+            self._put(part, (at[0], at[1] + 1))
+        self._settle()
+        return True
+
+    def skip(self, at: tuple[int, int], /) -> None:
+        """Move the position past a record that is not for this buffer, or that it refused."""
+        partition, offset = at
+        with self._lock:
+            if offset < self._position.get(partition, 0):
+                return
+            self._position[partition] = offset + 1
+            if self._store is not None:
+                self._store.open()
+                self._store.put(Skip(partition, offset + 1))
+
+    def clear(self) -> None:
+        """Hold nothing: index, counter, cache and files are gone; the position stays. Raises StoreError."""
+        with self._lock:
+            content = Content(position=dict(self._position), seed=self.seed, draws=self._draws)
+            if self._store is not None:
+                self._store.open()
+                self._store.replace(content)
+            self._become(content)
+
+    # ------------------------------------------------------------------ out
+
+    def sample(self, num_chunks: int, /) -> dict[str, Any]:
+        """min(`num_chunks`, N) steps as a nested dict of arrays [n, ...], drawn uniformly with replacement from the N
+        of the window: the newest `sample_window_size` trajectories, or all where that is 0. Each is fetched once.
+
+        Raises ConfigurationError for fewer than 1, NothingToSample where the buffer is empty, StoreError where a file
+        is gone.
+        """
+        if num_chunks < 1:
+            raise ConfigurationError(f"a sample of {num_chunks}; draw at least 1")
+        with self._lock:
+            generator = generator_at(self.seed, self._draws)
+            drawn = self._shelf.draw(self.sample_window_size, num_chunks, generator)
+            if drawn is None:
+                raise NothingToSample(
+                    "the trajectory buffer is empty; wait until is_ready says that there is something"
+                )
+            self._draws += 1
+        return nest(drawn)
+
+    @property
+    def position(self) -> Mapping[int, int]:
+        """Next offset to be read, by partition; empty where nothing came from the log."""
+        with self._lock:
+            return dict(self._position)
+
+    @property
+    def total_samples(self) -> int:
+        """Steps that can be drawn: those of the window."""
+        with self._lock:
+            return self._shelf.index.window(self.sample_window_size).samples
+
+    @property
+    def trajectory_counter(self) -> int:
+        """The next id."""
+        return self._shelf.index.counter
+
+    @property
+    def trajectory_ids(self) -> list[int]:
+        """Ids of what is held, oldest first."""
+        with self._lock:
+            return [int(number) for number in self._shelf.index.ids]
+
+    def __len__(self) -> int:
+        return len(self._shelf.index)
+
+    def size(self) -> int:
+        """Steps that can be drawn."""
+        return self.total_samples
+
+    def is_ready(self, min_size: int) -> bool:
+        """Whether at least so many trajectories are held."""
+        return len(self) >= min_size
+
+    def get_stats(self) -> dict[str, int]:
+        """num_trajectories held, total_samples that can be drawn, cache_size in trajectories."""
+        with self._lock:
+            return {
+                "num_trajectories": len(self._shelf.index),
+                "total_samples": self.total_samples,
+                "cache_size": self._shelf.cached,
+            }
+
+    def stats(self) -> dict[str, int]:
+        """get_stats, and the steps and bytes held, samples drawn, and trajectories passed over for want of rewards."""
+        with self._lock:
+            return {
+                **self.get_stats(),
+                "stored_samples": self._shelf.index.samples,
+                "stored_bytes": self._shelf.index.size_bytes,
+                "draws": self._draws,
+                "without_rewards": self._without_rewards,
+            }
+
+    # ------------------------------------------------------------------ on disk
+
+    def flush(self) -> None:
+        """Return when everything added is on disk, with position and random state. Raises StoreError where it is not.
+
+        Without auto_save there is nothing to do.
+        """
+        if self._store is None:
+            return
+        with self._lock:
+            self._store.open()
+            if self._draws != self._draws_saved:
+                self._store.put(State(self._shelf.index.counter, self.seed, self._draws))
+                self._draws_saved = self._draws
+        self._store.flush()
+
+    def close(self) -> None:
+        """Flush, and let go of the directory; one may still draw, and adding opens it again. Raises StoreError."""
+        with self._lock:
+            if self._store is not None and self._store.is_open:
+                self.flush()
+                self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def save_checkpoint(self, save_path: str | Path) -> None:
+        """Keep content, position and random state in a directory, atomically: who is killed leaves the one before, or
+        this. Files are linked where the file system can. Raises StoreError."""
+        with self._lock:
+            self.flush()
+            content = replace(self._shelf.content(), position=dict(self._position), seed=self.seed, draws=self._draws)
+            write_checkpoint(Path(save_path), content, self._source, self._formats, self.trajectory_format)
+
+    def load_checkpoint(
+        self, load_path: str | Path, is_distributed: bool = False, local_rank: int = 0, world_size: int = 1
+    ) -> None:
+        """Become what was saved there, by this program or by RLinf; settings stay, but for the seed. Distributed:
+        become the share of one rank. Shares are contiguous, and together they are the whole.
+
+        The newest `cache_size` are read into the cache. Raises FileNotFoundError (a StoreError too) where nothing was
+        saved, StoreError for what is damaged, ValueError (a ConfigurationError too) for a rank out of range; the buffer
+        is then as it was.
+        """
+        found = read_checkpoint(Path(load_path), self._formats)
+        if is_distributed:
+            found = shard(found, local_rank, world_size)
+        if found.content.seed is None:
+            found.content.seed = self.seed
+        with self._lock:
+            if self._store is None:
+                self._take_in(found.newest(self._max_trajectories or len(found.content)))
+                return
+            self._store.open()
+            self._store.flush()
+            # Replaced in one step: before it nothing refers to what is brought, after it nothing to what was there.
+            self._store.replace(bring(found, self._store.directory))
+            self._become(self._store.content)
+            self._prune()
+
+    def save(self, directory: Path, /) -> None:
+        """save_checkpoint, under the name every buffer has for it."""
+        self.save_checkpoint(directory)
+
+    def load(self, directory: Path, /) -> None:
+        """load_checkpoint, under the name every buffer has for it."""
+        self.load_checkpoint(directory)
+
+    # ------------------------------------------------------------------ within
+
+    def _checked(self, trajectory: Trajectory) -> Checked | None:
+        part = checked(trajectory)
+        if part is None:
+            self._without_rewards += 1
+            return None
+        if self._max_bytes and part.size_bytes > self._max_bytes:
+            raise RecordError(
+                f"trajectory {trajectory.uid!r} has {part.size_bytes:,} bytes, and the buffer holds at most "
+                f"{self._max_bytes:,}; raise max_bytes, or cut shorter trajectories"
+            )
+        if self._store is None:
+            return part
+        self._format.check(part)
+        return part._replace(arrays={path: owned(array) for path, array in part.arrays.items()})
+
+    def _refuse_other(self, part: Checked, first: Checked) -> None:
+        layout = self._shelf.layout if len(self) else first.layout
+        refuse_other(layout, part.layout, f"trajectory {part.trajectory.uid!r}")
+
+    def _make_ready(self) -> None:
+        """Wait for room before the lock is taken: others go on drawing meanwhile."""
+        if self._store is not None:
+            with self._lock:
+                self._store.open()
+            self._store.ready()
+
+    def _settle(self) -> None:
+        if self._synchronous:
+            self.flush()
+
+    def _put(self, part: Checked, at: tuple[int, int] | None) -> None:
+        """Add a trajectory and move to the position behind it."""
+        entry = self._shelf.put(part, self.trajectory_format if self._store is not None else "")
+        if at is not None:
+            self._position[at[0]] = at[1]
+        if self._store is None:
+            self._kept.append(_kept(part))
+        else:
+            self._store.put(Add(entry, part, at))
+        self._prune()
+
+    def _prune(self) -> None:
+        gone = self._shelf.prune(self._max_trajectories, self._max_bytes)
+        if gone and self._store is not None:
+            self._store.put(Drop(gone[-1].trajectory_id + 1, tuple(gone)))
+        while len(self._kept) > len(self):
+            self._kept.popleft()
+
+    def _become(self, content: Content) -> None:
+        self._shelf.become(content)
+        self._kept.clear()
+        self._position = dict(content.position)
+        self.seed = self.seed if content.seed is None else content.seed
+        self._draws = self._draws_saved = content.draws
+
+    def _take_in(self, found: Found) -> None:
+        """Become what a checkpoint holds, in memory; nothing changes before all of it is read."""
+        content = found.content
+        parts = []
+        for place in range(len(content)):
+            path = found.path(content[place])
+            try:
+                trajectory = found.formats(content[place].about.format).read(path)
+            except FileNotFoundError as error:
+                raise StoreError(f"{path} is gone; restore it, or fill the buffer again") from error
+            arrays = flatten(trajectory.arrays)
+            refuse_other(content.layout, layout_of(arrays), str(path))
+            about = content[place].about
+            parts.append(Checked(trajectory, arrays, about.steps, about.width, content.layout))
+        self._become(replace(content, entries=content.entries[:0]))
+        for part, place in zip(parts, range(len(content)), strict=True):
+            self._shelf.index.counter = content[place].trajectory_id
+            self._shelf.put(part, "")
+            self._kept.append(_kept(part))
+        self._shelf.index.counter = content.counter
+        self._prune()
+
+    def _source(self, place: int) -> Path | Checked:
+        """Where a checkpoint gets the trajectory at a place of the index from."""
+        entry = self._shelf.index[place]
+        if self._store is not None:
+            return self._store.path(entry)
+        kept = self._kept[place]
+        steps, width = entry.about.steps, entry.about.width
+        rows = self._shelf.cached_rows(place)
+        arrays = {path: array.reshape(steps, width, *array.shape[1:]) for path, array in rows.items()}
+        return Checked(kept.trajectory, {**arrays, **kept.bootstrapped}, steps, width, self._shelf.layout)
+
+
+def _kept(part: Checked) -> _Kept:
+    return _Kept(replace(part.trajectory, arrays={}), bootstrapped(part.arrays, part.steps))
+
+
+def _nothing_fetched(entry: object) -> Fetched:
+    raise StoreError(f"{entry} is in memory alone, and not there; this is a defect of the buffer")

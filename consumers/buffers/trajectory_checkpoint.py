@@ -1,0 +1,269 @@
+"""Checkpoints of trajectory buffers: directories that hold a file for each trajectory, and a journal that names them.
+
+The journal is written last, in one step, and is what counts; trajectory_index.json and metadata.json beside it are for
+others, in RLinf's form. Directories that RLinf wrote are read too.
+"""
+
+import json
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from consumers.buffers.files import (
+    StoreError,
+    make_directory,
+    read_json,
+    remove_unfinished,
+    replacing,
+    sync_directory,
+    write_json,
+)
+from consumers.buffers.trajectory_files import LOADED, LOCK, Formats, file_name, path_of, said_of, sweep
+from consumers.buffers.trajectory_formats import Format
+from consumers.buffers.trajectory_index import About, Entry, TrajectoryIndex, uuid_of
+from consumers.buffers.trajectory_journal import Content, read_content, write_content
+from consumers.buffers.trajectory_rows import Checked, Layout, layout_of
+from topics.errors import ConfigurationError
+from topics.logs import event
+
+logger = logging.getLogger(__name__)
+INDEX, METADATA = "trajectory_index.json", "metadata.json"
+_OLD_INDEX = "trajector_index.json"
+"""As RLinf's tools once called it."""
+
+
+class NoCheckpoint(StoreError, FileNotFoundError):
+    """Nothing was saved in a directory."""
+
+
+class RankOutOfRange(ConfigurationError, ValueError):
+    """A rank is none of those there are."""
+
+
+class Found(NamedTuple):
+    """A checkpoint that was read; its trajectories were not."""
+
+    directory: Path
+    content: Content
+    formats: Formats
+
+    def path(self, entry: Entry) -> Path:
+        """The file of a trajectory."""
+        return path_of(self.directory, entry, self.formats)
+
+    def newest(self, count: int) -> "Found":
+        """The same with its newest trajectories only."""
+        content = self.content
+        return self._replace(content=content.part(max(0, len(content) - count), len(content)))
+
+
+def read_checkpoint(directory: Path, formats: Formats) -> Found:
+    """What was saved in a directory. Raises NoCheckpoint where nothing was, StoreError for what is damaged."""
+    try:
+        content = read_content(directory)
+    except FileNotFoundError:
+        content = _foreign(directory, formats)
+    return Found(directory, content, formats)
+
+
+def shard(found: Found, local_rank: int, world_size: int) -> Found:
+    """The share of one rank: contiguous, one more for each of the first where they do not divide.
+
+    The next id is that after the highest of the share, 0 where that is empty. Raises RankOutOfRange.
+    """
+    if not 0 <= local_rank < world_size:
+        raise RankOutOfRange(f"rank {local_rank} of {world_size}; give a rank from 0 to one below world_size")
+    each, more = divmod(len(found.content), world_size)
+    begin = local_rank * each + min(local_rank, more)
+    content = found.content.part(begin, begin + each + (local_rank < more))
+    counter = content[len(content) - 1].trajectory_id + 1 if len(content) else 0
+    return found._replace(content=replace(content, counter=counter))
+
+
+def write_checkpoint(
+    directory: Path, content: Content, source: Callable[[int], Path | Checked], formats: Formats, format_name: str
+) -> None:
+    """Save: `source` gives the file of the trajectory at each place, or a trajectory to be written.
+
+    Raises StoreError; what was saved there before is then as it was.
+    """
+    if (directory / LOCK).exists():
+        raise StoreError(f"{directory} is a directory that a buffer saves to by itself; save checkpoints elsewhere")
+    with said_of(directory):
+        make_directory(directory)
+        remove_unfinished(directory)
+        before = _saved_before(directory)
+        # Where another run's, or another past of this one, lies there under the same ids, files go to a folder of their
+        # own: what is there stays whole until the journal is replaced.
+        folder = "" if before is not None and _agree(before, content) else f"{LOADED}{uuid.uuid4().hex}"
+        known = _ids(before)
+        content = replace(
+            content,
+            abouts=[about._replace(folder=folder, format=about.format or format_name) for about in content.abouts],
+        )
+        for place in range(len(content)):
+            entry = content[place]
+            path = Found(directory, content, formats).path(entry)
+            if not folder and entry.trajectory_id in known and path.exists():
+                continue
+            _bring(path, source(place), formats(entry.about.format))
+        _sync(directory, directory / folder)
+        _write_for_others(directory, content, format_name)
+        write_content(directory, content)
+        sweep(directory, content)
+
+
+def bring(found: Found, directory: Path) -> Content:
+    """Link or copy the files of a checkpoint into a folder below `directory`, and return the content that names them.
+
+    Raises StoreError.
+    """
+    folder = f"{LOADED}{uuid.uuid4().hex}"
+    content = replace(found.content, abouts=[about._replace(folder=folder) for about in found.content.abouts])
+    there = Found(directory, content, found.formats)
+    with said_of(directory):
+        for place in range(len(content)):
+            of = content[place]
+            _bring(there.path(of), found.path(found.content[place]), found.formats(of.about.format))
+        if len(content):
+            _sync(directory / folder, directory)
+    return content
+
+
+# ------------------------------------------------------------------ writing
+
+
+def _bring(path: Path, source: Path | Checked, kind: Format) -> None:
+    make_directory(path.parent)
+    if isinstance(source, Checked):
+        with replacing(path, sync_name=False) as file:
+            kind.write(file, source)
+        return
+    path.unlink(missing_ok=True)  # of a save that was killed: no journal names it
+    try:
+        os.link(source, path)
+    except FileNotFoundError as error:
+        raise StoreError(f"{source} is gone; restore it, or fill the buffer again") from error
+    except OSError:  # another file system, or one without links
+        with replacing(path, sync_name=False) as file, open(source, "rb") as original:
+            shutil.copyfileobj(original, file, 2**20)
+
+
+def _saved_before(directory: Path) -> Content | None:
+    """What the directory holds; None where that is no checkpoint of ours, but files there are."""
+    try:
+        return read_content(directory)
+    except FileNotFoundError:
+        return None if (directory / INDEX).exists() else Content()
+
+
+def _ids(content: Content | None) -> frozenset[int]:
+    return frozenset(() if content is None else content.entries["id"].tolist())
+
+
+def _agree(before: Content, content: Content) -> bool:
+    """Whether every id that both have is of the same trajectory, and has its file in the directory itself."""
+    if any(about.folder for about in before.abouts):
+        return False
+    _, old, new = np.intersect1d(before.entries["id"], content.entries["id"], assume_unique=True, return_indices=True)
+    same = before.entries["uuid"][old] == content.entries["uuid"][new]
+    formats = [before.abouts[i].format for i in before.entries["about"][old]]
+    return bool(np.all(same)) and formats == [content.abouts[i].format for i in content.entries["about"][new]]
+
+
+def _write_for_others(directory: Path, content: Content, format_name: str) -> None:
+    """The index and metadata as RLinf's buffers, and people, read them."""
+    samples = 0
+    with replacing(directory / INDEX) as file:
+        file.write(b'{"trajectory_index": {')
+        for place in range(len(content)):
+            entry = content[place]
+            about = entry.about
+            samples += about.samples
+            said = {
+                "uuid": str(uuid.UUID(bytes=entry.uuid)),
+                "trajectory_id": entry.trajectory_id,
+                "num_samples": about.samples,
+                "shape": [about.steps, about.width],
+                "max_episode_length": about.max_episode_length,
+                "model_weights_id": about.model_weights_id,
+            }
+            file.write(f'{", " if place else ""}"{entry.trajectory_id}": {json.dumps(said)}'.encode())
+        file.write(f'}}, "trajectory_id_list": {json.dumps(content.entries["id"].tolist())}}}'.encode())
+    formats = sorted({content[place].about.format for place in range(len(content))})
+    metadata = {
+        "trajectory_format": formats[0] if len(formats) == 1 else format_name,
+        "size": len(content),
+        "total_samples": samples,
+        "trajectory_counter": content.counter,
+        "seed": content.seed,
+    }
+    write_json(directory / METADATA, metadata)
+
+
+def _sync(*directories: Path) -> None:
+    for directory in directories:
+        sync_directory(directory)
+
+
+# ------------------------------------------------------------------ RLinf's
+
+
+def _foreign(directory: Path, formats: Formats) -> Content:
+    """A directory that RLinf wrote. Entries whose files it lacks are left out, and that is logged."""
+    try:
+        metadata = read_json(directory / METADATA)
+        index = read_json(directory / (INDEX if (directory / INDEX).exists() else _OLD_INDEX))
+    except FileNotFoundError as error:
+        raise NoCheckpoint(
+            f"{directory} holds no checkpoint: {error.filename} is not there; nothing was saved"
+        ) from error
+    try:
+        return _content_of(directory, metadata, index, formats)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(f"{directory / INDEX} is no index of trajectories ({error!r}); restore it") from error
+
+
+def _content_of(directory: Path, metadata: Any, index: Any, formats: Formats) -> Content:
+    name = metadata.get("trajectory_format", "pt")
+    kind = formats(name)
+    there = set(os.listdir(directory))
+    found, lacking = TrajectoryIndex(), []
+    layout: Layout = ()
+    row_bytes = 0
+    ids = [int(number) for number in index["trajectory_id_list"]]
+    if ids != sorted(set(ids)):
+        raise ValueError("its ids do not ascend")
+    for number in ids:
+        said = index["trajectory_index"][str(number)]
+        weights = said.get("model_weights_id") or ""
+        file = file_name(number, weights, kind.suffix)
+        if file not in there:
+            lacking.append(number)
+            continue
+        if not layout:
+            layout = layout_of(kind.arrays(directory / file))
+            row_bytes = sum(leaf.row_bytes for leaf in layout)
+        about = About(*map(int, said["shape"][:2]), int(said.get("max_episode_length") or 0), weights, "", name)
+        found.counter = number
+        uid = said.get("uuid") or Path(file).stem
+        found.append(uuid_of(uid), about, row_bytes * about.samples)
+    if lacking:
+        event(
+            logger,
+            "trajectories_without_a_file",
+            level=logging.WARNING,
+            directory=str(directory),
+            count=len(lacking),
+            first=lacking[0],
+        )
+    found.counter = max(found.counter, int(metadata.get("trajectory_counter") or 0))
+    seed = metadata.get("seed")
+    return replace(Content.of(found, layout), seed=None if seed is None else int(seed))

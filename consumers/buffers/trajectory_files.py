@@ -1,0 +1,339 @@
+"""A directory of trajectories, a file each, with one writer: a thread that writes what it is handed, in order.
+
+A file is on disk before the journal names it, and gone only after the journal does not. A failed write raises at the
+next call, and waits to be written again. Who opens the directory after a kill finds all that was flushed.
+"""
+
+import contextlib
+import copy
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import shutil
+import threading
+import urllib.parse
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from consumers.buffers.files import StoreError, make_directory, remove_unfinished, replacing, sync_directory
+from consumers.buffers.trajectory_formats import Format
+from consumers.buffers.trajectory_index import Entry
+from consumers.buffers.trajectory_journal import NAME, Content, Encoder, Journal
+from consumers.buffers.trajectory_rows import Checked, Fetched
+from topics.logs import event
+from topics.records import Int64
+
+logger = logging.getLogger(__name__)
+LOCK = "trajectories.lock"
+LOADED = "loaded-"
+"""Begin of the names of folders that hold what was loaded from elsewhere."""
+_FILE = re.compile(r"trajectory_(\d+)_.*\.(?:npz|pt|pkl)")
+_PLAIN = re.compile(r"[A-Za-z0-9._-]{0,100}")
+_GROUP = 64
+"""Most operations that share one append to the journal."""
+_COMPACT_RECORDS = 4096
+
+
+class Add(NamedTuple):
+    """A trajectory to be stored, with the position behind it."""
+
+    entry: Entry
+    part: Checked
+    at: tuple[int, int] | None
+
+
+class Skip(NamedTuple):
+    """A position that moves without a trajectory."""
+
+    partition: int
+    offset: int
+
+
+class Drop(NamedTuple):
+    """Trajectories that leave: all below an id."""
+
+    first_kept: int
+    entries: tuple[Entry, ...]
+
+
+class State(NamedTuple):
+    """The next id, and where random draws stand."""
+
+    counter: int
+    seed: int
+    draws: int
+
+
+Formats = Callable[[str], Format]
+Operation = Add | Skip | Drop | State
+
+
+def file_name(trajectory_id: int, model_weights_id: str, suffix: str) -> str:
+    """trajectory_{id}_{model_weights_id}{suffix}, where the weights' id is fit for a name; else what stands for it."""
+    weights = model_weights_id
+    if not _PLAIN.fullmatch(weights):
+        weights = urllib.parse.quote(weights, safe="")
+        if len(weights) > 100:
+            weights = hashlib.sha256(weights.encode()).hexdigest()
+    return f"trajectory_{trajectory_id}_{weights}{suffix}"
+
+
+def path_of(directory: Path, entry: Entry, formats: Formats) -> Path:
+    """Where a directory has the file of a trajectory."""
+    about = entry.about
+    name = file_name(entry.trajectory_id, about.model_weights_id, formats(about.format).suffix)
+    return directory / about.folder / name
+
+
+class TrajectoryStore:
+    """See the module. `content` is what the directory held when it was opened."""
+
+    def __init__(self, directory: Path, *, seed: int, formats: Formats, max_pending_bytes: int = 2**28) -> None:
+        """Raises StoreError where the directory is in use, damaged, or of another program."""
+        self.directory = directory
+        self._formats = formats
+        self._max_pending_bytes = max_pending_bytes
+        self._seed = seed
+        self._turn = threading.Condition()
+        self._queue: deque[Operation] = deque()
+        self._pending: dict[int, Checked] = {}
+        self._pending_bytes = 0
+        self._failure: Exception | None = None
+        self._writing = False
+        self._executor: ThreadPoolExecutor | None = None
+        self._lock = -1
+        self._records = 0
+        self.open()
+
+    def open(self) -> None:
+        """Go on after `close`. Raises StoreError where the directory is in use, or was changed since."""
+        if self._lock >= 0:
+            return
+        make_directory(self.directory)
+        self._lock = _locked(self.directory)
+        try:
+            if not (self.directory / NAME).exists() and any(
+                _FILE.fullmatch(name) for name in os.listdir(self.directory)
+            ):
+                raise StoreError(
+                    f"{self.directory} holds trajectories of another program; give an empty directory, and load these "
+                    "into it (load_checkpoint)"
+                )
+            self._journal = Journal(self.directory, self._seed)
+            if self._records not in (0, self._journal.records):
+                raise StoreError(f"{self.directory} was written to by others since it was closed here; open it anew")
+            self.content = self._journal.content
+            sweep(self.directory, self.content)
+        except BaseException:
+            self._unlock()
+            raise
+        self._encoder = Encoder(self.content.abouts, self.content.layout)
+        self._held = len(self.content.entries)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="trajectory-writer")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may be written to."""
+        return self._lock >= 0
+
+    # ------------------------------------------------------------------ in
+
+    def ready(self) -> None:
+        """Wait until more may be handed over. Raises what failed since the last call; the writer then tries again."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._failure or self._pending_bytes < self._max_pending_bytes)
+            self._raise()
+
+    def put(self, operation: Operation) -> None:
+        """Hand over, in order; arrays may not change any more."""
+        with self._turn:
+            self._queue.append(operation)
+            if isinstance(operation, Add):
+                self._pending[operation.entry.trajectory_id] = operation.part
+                self._pending_bytes += operation.part.size_bytes
+            self._work()
+
+    def flush(self) -> None:
+        """Return when everything handed over is on disk. Raises StoreError where it is not; it may be tried again."""
+        with self._turn:
+            self._raise()
+            self._work()
+            self._turn.wait_for(lambda: self._failure or not self._queue)
+            self._raise()
+
+    def replace(self, content: Content) -> None:
+        """Hold this instead, atomically; its files are there. Nothing may be handed over meanwhile."""
+        self.flush()
+        self._journal.replace(content)
+        self.content = content
+        self._encoder = Encoder(content.abouts, content.layout)
+        self._held = len(content.entries)
+        sweep(self.directory, content)
+
+    def close(self) -> None:
+        """Flush, and let others open the directory. Raises StoreError, and stays open, where that fails."""
+        if not self.is_open:
+            return
+        self.flush()
+        assert self._executor is not None
+        self._executor.shutdown()
+        self._records = self._journal.records
+        self._journal.close()
+        self._unlock()
+
+    # ------------------------------------------------------------------ out
+
+    def path(self, entry: Entry) -> Path:
+        """Where the file of a trajectory is, or is going to be."""
+        return path_of(self.directory, entry, self._formats)
+
+    def arrays(self, entry: Entry) -> Fetched:
+        """Arrays not to be written to. Raises StoreError where the file is not as it was."""
+        part = self._pending.get(entry.trajectory_id)
+        if part is not None:
+            return Fetched(part.arrays, mapped=False)
+        path = self.path(entry)
+        kind = self._formats(entry.about.format)
+        try:
+            return Fetched(kind.arrays(path), kind.mapped)
+        except FileNotFoundError as error:
+            raise StoreError(f"{path} is gone; restore it, or fill a new directory from the log") from error
+
+    # ------------------------------------------------------------------ within
+
+    def _raise(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self._work()
+            # A copy: the same error raised twice would gather the tracebacks of both.
+            raise copy.copy(failure) from failure
+
+    def _work(self) -> None:
+        if self._queue and not self._writing and self._failure is None:
+            assert self._executor is not None
+            self._writing = True
+            self._executor.submit(self._drain)
+
+    def _drain(self) -> None:
+        while True:
+            with self._turn:
+                operations = list(islice(self._queue, _GROUP))
+                if not operations:
+                    self._writing = False
+                    self._turn.notify_all()
+                    return
+            try:
+                self._write(operations)
+            except Exception as error:  # whatever it is, it is raised at the next call
+                with self._turn:
+                    self._failure, self._writing = error, False
+                    self._turn.notify_all()
+                return
+            try:
+                self._tidy(operations)
+            except OSError as error:  # nothing is lost by it: who opens the directory next deletes them
+                event(logger, "trajectories_not_deleted", level=logging.WARNING, why=str(error))
+            except StoreError as error:  # the journal stays as long as it is, until the next time
+                event(logger, "journal_not_shortened", level=logging.WARNING, why=str(error))
+            with self._turn:
+                for operation in operations:
+                    self._queue.popleft()
+                    if isinstance(operation, Add):
+                        del self._pending[operation.entry.trajectory_id]
+                        self._pending_bytes -= operation.part.size_bytes
+                self._turn.notify_all()
+
+    def _write(self, operations: list[Operation]) -> None:
+        """Have operations on disk, all or none of them."""
+        for operation in operations:
+            if isinstance(operation, Add):
+                with replacing(self.path(operation.entry), sync_name=False) as file:
+                    self._formats(operation.entry.about.format).write(file, operation.part)
+        with said_of(self.directory):
+            sync_directory(self.directory)
+        # What a failed append brings along is known to the file no more than before.
+        encoder = self._encoder.copy()
+        self._journal.append(b"".join(_record(encoder, operation) for operation in operations))
+        self._encoder = encoder
+
+    def _tidy(self, operations: list[Operation]) -> None:
+        """Delete the files of what has left, and shorten the journal where most of it is about such."""
+        for operation in operations:
+            if isinstance(operation, Drop):
+                self._held -= len(operation.entries)
+                for entry in operation.entries:
+                    self.path(entry).unlink(missing_ok=True)
+            elif isinstance(operation, Add):
+                self._held += 1
+        if self._journal.records > _COMPACT_RECORDS + 2 * self._held:
+            content = self._journal.read()
+            self._journal.replace(content)
+            self._encoder = Encoder(content.abouts, content.layout)
+
+    def _unlock(self) -> None:
+        os.close(self._lock)
+        self._lock = -1
+
+
+def sweep(directory: Path, content: Content) -> None:
+    """Delete what killed writers left in a directory: files that its content does not name. Raises OSError."""
+    remove_unfinished(directory)
+    ids = content.entries["id"]
+    here = np.array([not about.folder for about in content.abouts], bool)
+    ids = ids[here[content.entries["about"]]]
+    folders = {about.folder for about in content.abouts}
+    with os.scandir(directory) as found:
+        for item in found:
+            if item.name.startswith(LOADED) and item.is_dir() and item.name not in folders:
+                shutil.rmtree(item.path)
+            elif (name := _FILE.fullmatch(item.name)) and not _among(ids, int(name[1])):
+                os.unlink(item.path)
+
+
+def _record(encoder: Encoder, operation: Operation) -> bytes:
+    match operation:
+        case Add(entry, part, at):
+            return encoder.entry(*entry, at, part.layout)
+        case Skip(partition, offset):
+            return encoder.position(partition, offset)
+        case Drop(first_kept):
+            return encoder.drop(first_kept)
+        case State(counter, seed, draws):
+            return encoder.state(counter, seed, draws)
+
+
+def _among(ids: Int64, trajectory_id: int) -> bool:
+    place = int(np.searchsorted(ids, trajectory_id))
+    return place < len(ids) and int(ids[place]) == trajectory_id
+
+
+def _locked(directory: Path) -> int:
+    """A lock that ends with the process. Raises StoreError where another holds it."""
+    with said_of(directory):
+        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise StoreError(
+            f"{directory} is written to by another buffer; close that one, or give each a directory of its own"
+        ) from error
+    return descriptor
+
+
+@contextlib.contextmanager
+def said_of(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{directory} cannot be written ({error.strerror or error}); look at the rights there"
+        ) from error
