@@ -24,6 +24,7 @@ from tests.bench import (
     learner_rows,
     produce_row,
     restore_row,
+    slice_row,
 )
 from tests.bench.measure import LatencyRow, Row, Settings
 from topics.config import KafkaConfig
@@ -41,10 +42,12 @@ ROWS: dict[str, Callable[[Settings], Row | LatencyRow]] = {
     "restore": restore_row.measure,
     "archive": archive_row.measure,
     "buffer": buffer_row.measure,
+    "slices": slice_row.row("slices", images=False),
+    "slices-images": slice_row.row("slices-images", images=True),
     "feed": learner_rows.measure_feed,
     "learn": learner_rows.measure_learn,
 }
-_NO_BROKER = {"codec", "buffer", "fold-1k", "fold-10k", "fold-100k"}
+_NO_BROKER = {"codec", "buffer", "slices", "slices-images", "fold-1k", "fold-10k", "fold-100k"}
 _WIDTH = 80
 
 
