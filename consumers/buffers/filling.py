@@ -43,7 +43,7 @@ class Fillable(Protocol):
         """Put a trajectory in and move the position past it, both or neither. Raises RecordError for one that is
         unsound, whose place is then to be skipped."""
 
-    def skip(self, at: Place, /) -> None:
+    def skip(self, at: Place, /) -> Any:
         """Move the position past a record that is not for this buffer."""
 
 

@@ -1,0 +1,138 @@
+"""The learner: off-policy, from two views of one log, filled by one reader.
+
+Single steps are drawn from windows of trajectories, runs of a few steps from slices of episodes, half of them the
+expert's. Weights go back by the state manager.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from dqn import OPTIMIZER, needed, update
+from policy import Parameters, initial, values
+from reach import Reach
+from returns import Returns
+
+from consumers.buffers.episode_hil import HilEpisodeBuffer
+from consumers.buffers.filling import TrajectoryFiller
+from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
+from consumers.weights.state_manager import StateManager
+from pipeline.process import announce_ready, watch_lifeline
+from topics.config import KafkaConfig
+from topics.errors import DeadlineExceeded
+
+WINDOW_STEPS = 128
+SLICES = 16
+SLICE_STEPS = 4
+UPDATES_A_VERSION = 50
+TRAJECTORIES_A_VERSION = 10
+"""Trajectories for each version that have to be there before learning goes on: somewhat fewer than workers write."""
+LAST_EPISODES = 20
+"""Episodes of the last version that are waited for, to say what it is worth."""
+WAIT_S = 60.0
+
+
+def evaluate(parameters: Parameters, *, image: bool, episodes: int = 64) -> float:
+    """Mean return of episodes that always start alike, without exploring."""
+    total = 0.0
+    for seed in range(episodes):
+        environment = Reach(image=image)
+        seen, over = environment.reset(seed=seed)[0], False
+        while not over:
+            seen, reward, terminated, truncated, _ = environment.step(int(values(parameters, seen).argmax()))
+            total, over = total + reward, terminated or truncated
+    return total / episodes
+
+
+def wait(condition: Callable[[], object], filler: TrajectoryFiller) -> None:
+    """Until what the log brings fulfils a condition. Raises DeadlineExceeded, and what ended the filling."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        filler.check()
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"the workers did not write enough within {WAIT_S:g} s; look at their logs")
+        time.sleep(0.01)
+
+
+def learn(
+    first: Parameters,
+    versions: int,
+    windows: TrajectoryReplayBuffer,
+    slices: HilEpisodeBuffer,
+    filler: TrajectoryFiller,
+    weights: StateManager,
+) -> tuple[Parameters, int]:
+    """Learn from `first`, which is version 0, to the last version; returns its parameters and number."""
+    fast, slow = (jax.tree.map(jnp.array, first) for _ in range(2))
+    state, version = OPTIMIZER.init(fast), 0
+    while version < versions:
+        least = (version + 1) * TRAJECTORIES_A_VERSION
+        wait(lambda least=least: windows.is_ready(least) and slices.auto.size() and slices.hil.size(), filler)
+        for _ in range(UPDATES_A_VERSION):
+            drawn = needed(windows.sample(WINDOW_STEPS)), needed(slices.sample(SLICES))
+            fast, slow, state = update(fast, slow, state, *drawn)
+        version = weights.update_state(fast)
+    return {name: np.asarray(array) for name, array in fast.items()}, version
+
+
+def main() -> None:
+    """Learn, publish, and write a report."""
+    watch_lifeline()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("bootstrap_servers")
+    parser.add_argument("run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--image", action="store_true")
+    parser.add_argument("--versions", type=int, default=12)
+    parser.add_argument("--data", type=Path, required=True)
+    args = parser.parse_args()
+    kafka = KafkaConfig(bootstrap_servers=args.bootstrap_servers)
+    returns = Returns()
+    first = initial(np.random.default_rng(args.seed), image=args.image)
+    with (
+        TrajectoryReplayBuffer(
+            args.seed, cache_size=50, sample_window_size=200, auto_save=True, auto_save_path=args.data / "windows"
+        ) as windows,
+        HilEpisodeBuffer(
+            args.data / "slices",
+            capacity=100_000,
+            slice_len=SLICE_STEPS,
+            strict_length=False,
+            pad_output=True,
+            seed=args.seed,
+        ) as slices,
+    ):
+        identity = args.data / "topic.json"
+        with (
+            TrajectoryFiller(kafka, args.run, [windows, slices, returns], identity_file=identity) as filler,
+            StateManager(kafka, args.run, name="dqn") as weights,
+        ):
+            weights.update_state(first)
+            announce_ready()
+            began = time.monotonic()
+            last, version = learn(first, args.versions, windows, slices, filler, weights)
+            wait(lambda: returns.episodes(version) >= LAST_EPISODES, filler)
+        report = {
+            "updates": version * UPDATES_A_VERSION,
+            "versions": version + 1,
+            "seconds": round(time.monotonic() - began, 1),
+            "first_return": returns.mean(0),
+            "last_return": returns.mean(version),
+            "first_greedy_return": evaluate(first, image=args.image),
+            "last_greedy_return": evaluate(last, image=args.image),
+            "episodes": dict(returns.counts),
+            "trajectories": dict(returns.trajectories),
+            "refused": filler.counts.refused,
+            "windows": windows.stats(),
+            "slices": slices.stats(),
+        }
+    (args.data / "report.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

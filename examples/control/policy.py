@@ -1,0 +1,53 @@
+"""The policy: a small network that values the moves, for numpy in the workers and for JAX in the learner alike."""
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from reach import MOVES, PIXELS, SIDE
+
+HIDDEN = 64
+FEATURES = 8
+"""Features looked for in the cells of an image."""
+_SHARPNESS = 4.0
+"""How much a cell that shows a feature counts above one that does not, before anything is learned."""
+_CELLS = np.stack(np.meshgrid(*[np.linspace(-1, 1, SIDE, dtype=np.float32)] * 2, indexing="ij"), -1).reshape(-1, 2)
+"""Where the cells are, [64, 2]."""
+
+Parameters = dict[str, Any]
+
+
+def initial(rng: np.random.Generator, *, image: bool) -> dict[str, NDArray[np.float32]]:
+    """Parameters of a network that knows nothing (He et al. 2015)."""
+    sizes = {"hidden": (4, HIDDEN), "middle": (HIDDEN, HIDDEN), "values": (HIDDEN, len(MOVES))}
+    if image:
+        sizes |= {"features": (PIXELS * PIXELS * 3, FEATURES), "hidden": (FEATURES * 2, HIDDEN)}
+    made = {}
+    for name, (inputs, outputs) in sizes.items():
+        scale = 0.01 if name == "values" else np.sqrt(2 / inputs)
+        made[f"{name}.w"] = (rng.standard_normal((inputs, outputs)) * scale).astype(np.float32)
+        made[f"{name}.b"] = np.zeros(outputs, np.float32)
+    return made
+
+
+def values(parameters: Parameters, seen: Mapping[str, Any], xp: ModuleType = np) -> Any:
+    """What each move is worth: [..., 5] of observations [..., *]. `xp` is numpy or jax.numpy."""
+
+    def layer(name: str, inputs: Any) -> Any:
+        return inputs @ parameters[f"{name}.w"] + parameters[f"{name}.b"]
+
+    if "image" in seen:
+        image = seen["image"]
+        above = image.shape[:-3]
+        # A convolution whose patches do not overlap is one matrix for all of them.
+        patches = image.reshape(*above, SIDE, PIXELS, SIDE, PIXELS, 3).swapaxes(-4, -3) / np.float32(255)
+        shown = layer("features", patches.reshape(*above, SIDE * SIDE, -1)) * _SHARPNESS
+        # Spatial softmax: where each feature is (Finn et al. 2016).
+        shown = xp.exp(shown - shown.max(-2, keepdims=True))
+        places = (shown / shown.sum(-2, keepdims=True)).swapaxes(-1, -2) @ _CELLS
+        inputs = places.reshape(*above, -1)
+    else:
+        inputs = 2 * seen["state"] - 1
+    return layer("values", xp.maximum(layer("middle", xp.maximum(layer("hidden", inputs), 0)), 0))
