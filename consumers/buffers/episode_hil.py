@@ -95,7 +95,8 @@ class HilEpisodeBuffer:
             if at is not None and at[1] < self.position.get(at[0], 0):
                 return False
             parts = self._auto.cut(item, episode=episode, last=last)
-            self._human.check(parts)
+            for side in (self._auto, self._human):
+                side.check(parts)
             added = False
             for side, mine in zip((self._auto, self._human), self._routed(parts), strict=True):
                 if mine or at is not None:

@@ -118,15 +118,12 @@ class EpisodeSliceBuffer:
         return self.add(trajectory, at=at)
 
     def cut(self, item: Tree | Trajectory, /, *, episode: str = "", last: bool = True) -> list[EpisodePart]:
-        """What `add` puts in, part by part. Raises RecordError for what is unsound or differs from what is stored."""
+        """What `add` puts in, part by part. Raises RecordError for what is unsound."""
         if not isinstance(item, Trajectory):
-            parts = parts_of_episode(item, self._boundaries, episode=episode, first=not episode, last=last)
-        elif episode or not last:
+            return parts_of_episode(item, self._boundaries, episode=episode, first=not episode, last=last)
+        if episode or not last:
             raise RecordError(f"trajectory {item.uid!r}: its spans say what goes on; leave episode and last out")
-        else:
-            parts = parts_of_trajectory(item, self._boundaries)
-        self.check(parts)
-        return parts
+        return parts_of_trajectory(item, self._boundaries)
 
     def check(self, parts: Sequence[EpisodePart]) -> None:
         """Raises RecordError for parts that differ from what is stored, or have names that samples use."""
@@ -142,6 +139,7 @@ class EpisodeSliceBuffer:
         with self._lock:
             if self._has(at):
                 return False
+            self.check(parts)
             self._store.add(parts, at)
             return True
 

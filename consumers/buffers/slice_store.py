@@ -42,6 +42,7 @@ _VERSION = 1
 _AHEAD = 16
 """A ring is overwritten in as many parts, each of which is announced on disk."""
 _LEAST_JOURNAL_BYTES = 2**20
+"""A journal is begun anew when it has grown by so much and a sixteenth: who opens it has no more to go through."""
 
 
 class SliceStore:
@@ -95,13 +96,11 @@ class SliceStore:
     # ------------------------------------------------------------------ writing
 
     def add(self, parts: Sequence[EpisodePart], at: tuple[int, int] | None) -> None:
-        """Write parts of episodes one after another, and move the position; all of it or nothing.
+        """Write parts of episodes that pass `check` one after another, and move the position; all of it or nothing.
 
-        Raises RecordError for arrays other than those stored or more steps than the ring has, StoreError where it
-        cannot be written; what had to make room is gone then.
+        Raises StoreError where it cannot be written; what had to make room is gone then.
         """
-        self.check(parts)
-        if self._writable().size_bytes > _LEAST_JOURNAL_BYTES + 2 * self._whole_bytes:
+        if self._writable().size_bytes > _LEAST_JOURNAL_BYTES + self._whole_bytes + self._whole_bytes // 16:
             self._compact()
         journal = self._writable()
         if parts:
@@ -236,8 +235,10 @@ class SliceStore:
 
     def _begin_with(self, leaves: Leaves) -> None:
         """The arrays of the very first step are those that are stored."""
+        if self.state.head:
+            return
         specs = specs_of(leaves, self._generation)
-        if self.state.head or specs == self._files.specs:
+        if specs == self._files.specs:
             return
         self._files.close()
         for old in self._files.specs:

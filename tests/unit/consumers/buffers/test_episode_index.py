@@ -3,6 +3,7 @@
 from collections import defaultdict
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,6 +94,32 @@ def test_an_episode_written_step_by_step_among_others_stays_one_whose_forgotten_
     assert [s[0] for s in starts(index, 50)[1]] == [19_901]
     assert len(index._more[0]) < 250
     assert index._runs.rows < 2 * episode_index._ROOM + 400
+
+
+def test_an_index_of_a_million_episodes_is_restored_and_takes_48_bytes_each_on_disk() -> None:
+    count = 1_000_000
+    numbers = np.arange(count)
+    columns = {
+        "episode_number": numbers,
+        "episode_begin": np.zeros(count, np.int64),
+        "run_at": 10 * numbers,
+        "run_count": np.full(count, 10),
+        "run_step": np.zeros(count, np.int64),
+        "run_episode": numbers,
+    }
+    index = EpisodeIndex.of(columns)
+    assert (index.size, index.episodes, len(index.with_length(10))) == (10 * count, count, count)
+    assert index.pieces(777_777, 2, 8) == [(7_777_772, 8)]
+    kept = index.columns()
+    assert sum(column.nbytes for column in kept.values()) == 48 * count
+    assert all(np.array_equal(kept[name], column) for name, column in columns.items())
+
+
+def test_columns_that_do_not_belong_together_are_refused() -> None:
+    index = EpisodeIndex()
+    index.extend(0, 0, 3)
+    with pytest.raises(ValueError, match="do not belong together"):
+        EpisodeIndex.of(index.columns() | {"run_episode": np.array([1])})
 
 
 def test_lengths_beyond_those_kept_track_of_are_counted_anew() -> None:

@@ -1,5 +1,7 @@
 """The slice buffer: what may be drawn and how likely, what is refused, and what the log's position promises."""
 
+import inspect
+import re
 import threading
 from collections import Counter
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from consumers.buffers.episode_cuts import Boundaries
 from consumers.buffers.slice_buffer import EpisodeSliceBuffer, NothingToDraw
+from tests.documentation import ROOT
 from topics.errors import ConfigurationError, RecordError
 from topics.records import EpisodeSpan
 from topics.trajectories import Trajectory, map_leaves
@@ -420,3 +423,29 @@ def test_threads_that_add_draw_and_save_see_no_torn_slice(tmp_path: Path) -> Non
         with buffer(tmp_path / "copy", capacity=120, slice_len=6) as copy:
             sample = copy.sample(20)
             assert (sample["obs"]["step"] == sample["number"][:, :1]).all()
+
+
+def test_the_snippets_of_the_page_draw_what_it_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "episode-slices.md").read_text()
+    namespace: dict[str, Any] = {}
+    for snippet in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:2]:
+        exec(compile(snippet, "docs/episode-slices.md", "exec"), namespace)
+    drawn = namespace["draw"](tmp_path / "one")
+    assert drawn["obs"]["state"].shape == (8, 80, 32)
+    assert drawn["reward"].shape == drawn["truncated"].shape == (8, 80)
+    with namespace["mixed"](tmp_path / "two") as both:
+        assert (both.auto.stats()["capacity"], both.hil.stats()["capacity"]) == (100_000, 100_000)
+        assert both.auto.slice_len == 80
+
+
+def test_the_page_names_every_setting_with_its_default() -> None:
+    page = (ROOT / "docs" / "episode-slices.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page.split("## Settings")[1], re.MULTILINE))
+    parameters = inspect.signature(EpisodeSliceBuffer).parameters
+    assert rows.keys() == parameters.keys() - {"directory"}
+    for name, shown in rows.items():
+        default = parameters[name].default
+        if name != "boundaries":
+            assert shown.replace(",", "").strip("`") == str(default), name
+    assert rows["boundaries"] == "`episode`; `done`, `dones`, `next/done`"
+    assert (Boundaries().episode, *Boundaries().done) == ("episode", "done", "dones", "next/done")
