@@ -10,6 +10,9 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from infra.broker import LocalBroker
 from tests.documentation import ROOT, pages
@@ -90,9 +93,28 @@ def test_a_policy_version_can_be_announced_as_documented(real_run: RealRun) -> N
     assert (manifest.version, manifest.kind) == (0, "external")
 
 
+def test_trajectories_are_collected_and_drawn_as_documented(
+    real_run: RealRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from topics import provisioning
+
+    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for body in [body for page, _kind, language, body in BLOCKS if (page, language) == ("control", "python")]:
+        snippet = body.replace("127.0.0.1:9092", real_run.kafka.bootstrap_servers).replace(
+            '"main"', repr(real_run.name)
+        )
+        exec(compile(snippet, "docs/control.md", "exec"), names)
+    assert len(names["buffer"]) == 5, "400 steps are five trajectories of 80"
+    assert names["batch"]["curr_obs"]["state"].shape == (256, 4)
+
+
 def test_every_block_marked_to_run_is_run_by_one_of_these_tests() -> None:
     assert sorted((page, kind, language) for page, kind, language, _body in BLOCKS) == [
         ("batch-reader", "with a broker", "python"),
         ("commands", "alone", "sh"),
         ("commands", "with a broker", "sh"),
+        ("control", "with a broker", "python"),
+        ("control", "with a broker", "python"),
     ]
