@@ -19,7 +19,7 @@ import numpy as np
 from consumers.buffers.episode_cuts import AUTO, CONTROL_MODE, HUMAN, EpisodePart
 from consumers.buffers.files import StoreError, make_directory, read_json, write_json
 from consumers.buffers.slice_buffer import EpisodeSliceBuffer, NothingToDraw
-from consumers.buffers.slice_store import lock_directory
+from consumers.buffers.slice_directory import lock_directory
 from topics.errors import ConfigurationError, RecordError
 from topics.trajectories import Trajectory, Tree, flatten, nest
 
@@ -57,7 +57,7 @@ class HilEpisodeBuffer:
         path = self._directory / MANIFEST
         if self._lock >= 0 and not path.exists():
             _name(self._directory, _new_folder())
-        folder = _folder(self._directory)
+        folder = self._folder = _folder(self._directory)
         seed = int(self._options.get("seed", 0))
         self._auto = EpisodeSliceBuffer(folder / _SIDES[AUTO], **self._options | {"seed": seed})
         self._human = EpisodeSliceBuffer(folder / _SIDES[HUMAN], **self._options | {"seed": seed + _OTHER_SEED})
@@ -132,6 +132,7 @@ class HilEpisodeBuffer:
         if count < 2:
             raise ConfigurationError(f"a sample of {count} slices, half from each side; draw at least 2")
         with self._threads:
+            self._follow()
             for mode, side in ((AUTO, self._auto), (HUMAN, self._human)):
                 try:
                     side.check_drawable(length)
@@ -143,6 +144,7 @@ class HilEpisodeBuffer:
     def size(self) -> int:
         """Steps held, on both sides together."""
         with self._threads:
+            self._follow()
             return self._auto.size() + self._human.size()
 
     def __len__(self) -> int:
@@ -182,15 +184,15 @@ class HilEpisodeBuffer:
                 os.close(lock)
 
     def load(self, directory: str | Path, /) -> None:
-        """Become what was saved there, of the same capacity; settings stay. Raises StoreError, and nothing changed."""
+        """Become what was saved there; settings stay. Raises StoreError, and ConfigurationError for another capacity;
+        then nothing changed."""
         source = Path(directory)
         with self._threads:
             if self._lock < 0:
                 raise StoreError(f"the buffer in {self._directory} is closed or read only; open it to write")
             if source.resolve() == self._directory.resolve():
                 return
-            _folder(source)
-            with closing(HilEpisodeBuffer(source, **self._options)) as other:
+            with closing(HilEpisodeBuffer(source, **self._options | {"read_only": True})) as other:
                 other._copy_to(self._directory)
             self._close_sides()
             self._open()
@@ -235,11 +237,21 @@ class HilEpisodeBuffer:
 
     def _copy_to(self, directory: Path) -> None:
         folder = _new_folder()
-        self._auto.save(directory / folder / _SIDES[AUTO])
-        self._human.save(directory / folder / _SIDES[HUMAN])
-        _name(directory, folder)
+        try:
+            self._auto.save(directory / folder / _SIDES[AUTO])
+            self._human.save(directory / folder / _SIDES[HUMAN])
+            _name(directory, folder)
+        except BaseException:
+            shutil.rmtree(directory / folder, ignore_errors=True)
+            raise
         if directory != self._directory:
             _remove_all_but(directory, directory / folder)
+
+    def _follow(self) -> None:
+        """For readers: be where the writer is."""
+        if self._lock < 0 and self._options.get("read_only") and _folder(self._directory) != self._folder:
+            self._close_sides()
+            self._open()
 
     def _close_sides(self) -> None:
         try:

@@ -8,31 +8,20 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from consumers.buffers.draws import generator_at
 from consumers.buffers.episode_cuts import Boundaries, EpisodePart, parts_of_episode, parts_of_trajectory
 from consumers.buffers.files import StoreError
-from consumers.buffers.slice_files import Moves
+from consumers.buffers.slice_draws import LENGTHS, MASK, Drawn, NothingToDraw, check_drawable, draw, gather, mark_last
 from consumers.buffers.slice_store import SliceStore
-from topics.errors import ConfigurationError, RecordError, RollstreamError
+from topics.errors import ConfigurationError, RecordError
 from topics.trajectories import Trajectory, Tree, nest
 
-_LENGTHS, _MASK = "lengths", "mask"
 _TRIES = 20
-
-
-class NothingToDraw(RollstreamError):
-    """No episode of a buffer is long enough for a slice."""
-
-
-class _Drawn(NamedTuple):
-    lengths: NDArray[np.int64]
-    steps: list[tuple[int, int, int]]
-    """Slice, counter of the first step, how many; slices in order, each in one or more of them."""
+__all__ = ["EpisodeSliceBuffer", "NothingToDraw"]
 
 
 class EpisodeSliceBuffer:
@@ -128,7 +117,7 @@ class EpisodeSliceBuffer:
     def check(self, parts: Sequence[EpisodePart]) -> None:
         """Raises RecordError for parts that differ from what is stored, or have names that samples use."""
         for part in parts:
-            taken = {_LENGTHS, _MASK} & part.leaves.keys()
+            taken = {LENGTHS, MASK} & part.leaves.keys()
             if taken:
                 raise RecordError(f"arrays {sorted(taken)} have names that samples use; rename them")
         with self._lock:
@@ -186,13 +175,12 @@ class EpisodeSliceBuffer:
         with self._lock:
             for _attempt in range(_TRIES):
                 self._store.refresh()
-                drawn = self._draw(count, length)
-                leaves = self._gather(drawn, count, length)
+                drawn = draw(self._store.state, self._seed, count, length, self._least(length))
+                leaves = gather(self._store.files, drawn, length, padded=self._padded)
                 # Who only reads looks whether the writer came by; for the writer itself this is always so.
                 self._store.refresh()
-                if all(at >= self._store.state.low for _slice, at, _count in drawn.steps):
-                    self._mark(leaves, drawn.lengths, length)
-                    return nest(leaves)
+                if drawn.oldest >= self._store.state.low:
+                    return nest(self._completed(leaves, drawn, length))
             raise StoreError(
                 f"the writer overwrote what was drawn {_TRIES} times; the ring is too small for its writers"
             )
@@ -200,10 +188,7 @@ class EpisodeSliceBuffer:
     def check_drawable(self, length: int) -> None:
         """Raises NothingToDraw where no episode is long enough for a slice of so many steps."""
         with self._lock:
-            index = self._store.state.index
-            if not len(index.with_length(length if self._strict else 1)):
-                why = f"none of {index.episodes} episodes has {length} steps" if index.size else "it is empty"
-                raise NothingToDraw(f"no slice of {length} steps can be drawn: {why}; add longer episodes first")
+            check_drawable(self._store.state, length, self._least(length))
 
     def size(self) -> int:
         """Steps held."""
@@ -230,13 +215,13 @@ class EpisodeSliceBuffer:
         with self._lock:
             self._store.refresh()
             state = self._store.state
-            length = 1 if self.slice_len is None or not self._strict else self.slice_len
+            least = self._least(self.slice_len or 1)
             return {
                 "size": state.index.size,
                 "capacity": state.capacity,
                 "total_steps_added": state.head,
                 "num_episodes": state.index.episodes,
-                "num_episodes_to_draw_from": len(state.index.with_length(length)),
+                "num_episodes_to_draw_from": len(state.index.with_length(least)),
                 "num_open_episodes": len(state.open),
                 "draws": state.draws,
             }
@@ -276,54 +261,20 @@ class EpisodeSliceBuffer:
     def _has(self, at: tuple[int, int] | None) -> bool:
         return at is not None and at[1] < self._store.state.position.get(at[0], 0)
 
-    def _draw(self, count: int, length: int) -> _Drawn:
-        """Where `count` slices lie. Raises NothingToDraw."""
-        self.check_drawable(length)
-        state = self._store.state
-        rows = state.index.with_length(length if self._strict else 1)
-        # By hand: numpy promises the stream of its uniform numbers, not that of its distributions (NEP 19).
-        uniform = generator_at(self._seed, state.draws).random((2, count))
-        state.draws += 1
-        chosen = rows.select((uniform[0] * len(rows)).astype(np.int64))
-        held_steps = state.index.lengths(chosen)
-        lengths = np.minimum(held_steps, length)
-        starts = (uniform[1] * (held_steps - lengths + 1)).astype(np.int64)
-        steps = [
-            (number, piece.at, piece.steps)
-            for number, (row, start, taken) in enumerate(
-                zip(chosen.tolist(), starts.tolist(), lengths.tolist(), strict=True)
-            )
-            for piece in state.index.pieces(row, start, taken)
-        ]
-        return _Drawn(lengths, steps)
+    @property
+    def _padded(self) -> bool:
+        """Whether all slices of a sample have one length, filled up or not."""
+        return self._strict or self._pad
 
-    def _gather(self, drawn: _Drawn, count: int, length: int) -> dict[str, NDArray[Any]]:
-        """Arrays by path: [count, length, ...], or [sum of lengths, ...]."""
-        padded = self._strict or self._pad
-        rows = count * length if padded else int(drawn.lengths.sum())
-        moves, to, before = [], 0, -1
-        for number, at, taken in drawn.steps:
-            if padded and number != before:
-                to, before = number * length, number
-            moves.append((to, at, taken))
-            to += taken
-        planned = Moves(moves, self._store.state.capacity, rows)
-        leaves = {}
-        for spec in self._store.files.specs:
-            array = self._store.files.gather(spec.path, planned, rows)
-            leaves[spec.path] = array.reshape(count, length, *spec.shape) if padded else array
-        return leaves
+    def _least(self, length: int) -> int:
+        """Steps an episode must have for a slice."""
+        return length if self._strict else 1
 
-    def _mark(self, leaves: dict[str, NDArray[Any]], lengths: NDArray[np.int64], length: int) -> None:
-        """Mark last steps, and add what says how long slices are."""
-        count = len(lengths)
-        if self._strict or self._pad:
-            last: tuple[Any, ...] = (np.arange(count), lengths - 1)
-            shape: tuple[int, ...] = (count, length)
-        else:
-            last, shape = (np.cumsum(lengths) - 1,), (int(lengths.sum()),)
-        leaves.setdefault(self._truncated_key, np.zeros(shape, np.bool_))[last] = True
+    def _completed(self, leaves: dict[str, NDArray[Any]], drawn: Drawn, length: int) -> dict[str, NDArray[Any]]:
+        """With what says where slices end."""
+        mark_last(leaves, self._truncated_key, drawn, length, padded=self._padded)
         if not self._strict:
-            leaves[_LENGTHS] = lengths
+            leaves[LENGTHS] = drawn.lengths
         if self._pad:
-            leaves[_MASK] = np.arange(length) < lengths[:, None]
+            leaves[MASK] = np.arange(length) < drawn.lengths[:, None]
+        return leaves

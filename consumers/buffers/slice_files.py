@@ -81,21 +81,28 @@ class RingFiles:
     def __init__(self, directory: Path, specs: Sequence[ArraySpec], capacity: int, *, writable: bool) -> None:
         """Open them, and make those that are not there where they may be written. Raises StoreError."""
         self.specs = tuple(specs)
-        self._capacity = capacity
+        self.capacity = capacity
         self._directory = directory
         self._files: dict[str, int] = {}
         self._rings: dict[str, NDArray[Any]] = {}
-        with self._failing("opened"):
-            for spec in specs:
-                size_bytes = spec.row_bytes * capacity
-                mode = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
-                descriptor = self._files[spec.path] = os.open(directory / spec.file, mode, 0o666)
-                if os.fstat(descriptor).st_size < size_bytes:
-                    if not writable:
-                        raise StoreError(f"{directory / spec.file} is shorter than {size_bytes} bytes; it is not whole")
-                    os.ftruncate(descriptor, size_bytes)
-                ring = np.memmap(directory / spec.file, dtype_of(spec.dtype), mode="r", shape=(capacity, *spec.shape))
-                self._rings[spec.path] = np.asarray(ring)
+        try:
+            with self._failing("opened"):
+                for spec in specs:
+                    self._open(spec, writable)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, spec: ArraySpec, writable: bool) -> None:
+        path, size_bytes = self._directory / spec.file, spec.row_bytes * self.capacity
+        mode = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
+        descriptor = self._files[spec.path] = os.open(path, mode, 0o666)
+        if os.fstat(descriptor).st_size < size_bytes:
+            if not writable:
+                raise StoreError(f"{path} is shorter than {size_bytes} bytes; it is not whole")
+            os.ftruncate(descriptor, size_bytes)
+        ring = np.memmap(path, dtype_of(spec.dtype), mode="r", shape=(self.capacity, *spec.shape))
+        self._rings[spec.path] = np.asarray(ring)
 
     def write(self, at: int, pieces: Sequence[Leaves]) -> None:
         """Write steps from counter `at` on; no more than the capacity. Raises StoreError, with some of them written."""
@@ -104,8 +111,8 @@ class RingFiles:
                 dtype = dtype_of(spec.dtype)
                 arrays = [piece[spec.path].astype(dtype, copy=False) for piece in pieces]
                 joined = np.ascontiguousarray(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
-                row = at % self._capacity
-                before_end = min(len(joined), self._capacity - row)
+                row = at % self.capacity
+                before_end = min(len(joined), self.capacity - row)
                 _write_all(self._files[spec.path], joined[:before_end], row * spec.row_bytes)
                 _write_all(self._files[spec.path], joined[before_end:], 0)
 
@@ -126,11 +133,11 @@ class RingFiles:
             at_once = max(1, _COPY_BYTES // mine.row_bytes)
             for at in range(low, head, at_once):
                 count = min(at_once, head - at)
-                moves = Moves([(0, at, count)], self._capacity, count)
+                moves = Moves([(0, at, count)], self.capacity, count)
                 with target._failing("written"):
-                    row = at % self._capacity
+                    row = at % self.capacity
                     rows = self.gather(mine.path, moves, count)
-                    before_end = min(count, self._capacity - row)
+                    before_end = min(count, self.capacity - row)
                     _write_all(target._files[theirs.path], rows[:before_end], row * mine.row_bytes)
                     _write_all(target._files[theirs.path], rows[before_end:], 0)
 

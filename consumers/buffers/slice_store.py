@@ -4,30 +4,30 @@ Who is killed at any instruction finds everything that `add` had returned for, a
 machine stopped it is everything that was flushed, less what was being overwritten.
 """
 
-import fcntl
 import os
-import uuid
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from consumers.buffers import slice_directory
 from consumers.buffers.episode_cuts import EpisodePart, Leaves
-from consumers.buffers.files import (
-    StoreError,
-    make_directory,
-    read_json,
-    remove_unfinished,
-    sync_directory,
-    write_json,
+from consumers.buffers.files import StoreError, sync_directory
+from consumers.buffers.slice_directory import (
+    NAME,
+    Manifest,
+    lock_directory,
+    new_generation,
+    read_manifest,
+    remove_all_but,
+    write_manifest,
 )
-from consumers.buffers.slice_files import ArraySpec, RingFiles, check, specs_of
+from consumers.buffers.slice_files import RingFiles, check, specs_of
 from consumers.buffers.slice_journal import (
     Ahead,
     Flushed,
     Journal,
     Opened,
-    Record,
     Reserved,
     Whole,
     read_journal,
@@ -36,9 +36,6 @@ from consumers.buffers.slice_journal import (
 from consumers.buffers.slice_state import SliceState
 from topics.errors import ConfigurationError, RecordError
 
-MANIFEST = "slices.json"
-_LOCK = "lock"
-_VERSION = 1
 _AHEAD = 16
 """A ring is overwritten in as many parts, each of which is announced on disk."""
 _LEAST_JOURNAL_BYTES = 2**20
@@ -66,32 +63,29 @@ class SliceStore:
             raise
 
     def _open(self, capacity: int | None) -> None:
-        path = self._directory / MANIFEST
-        if not path.exists():
+        manifest = read_manifest(self._directory)
+        if manifest is None:
             if self._read_only or capacity is None:
-                raise StoreError(f"{self._directory} holds no {MANIFEST}; nothing was stored there")
-            self._begin(capacity)
-        manifest = read_json(path)
-        try:
-            self._generation = str(manifest["generation"])
-            self._capacity = int(manifest["capacity"])
-            specs = [ArraySpec.of_dict(value) for value in manifest["arrays"]]
-            if manifest["version"] != _VERSION:
-                raise ValueError(f"version {manifest['version']}")
-        except (KeyError, TypeError, ValueError, RecordError) as error:
-            raise StoreError(
-                f"{path} is not this program's ({error!r}); fill another directory from the log"
-            ) from error
-        if capacity not in (None, self._capacity):
+                raise StoreError(f"{self._directory} holds no {NAME}; nothing was stored there")
+            manifest = self._begin(capacity)
+        if capacity not in (None, manifest.capacity):
             raise ConfigurationError(
-                f"{self._directory} is a ring of {self._capacity} steps, not {capacity}; open it with that capacity, "
-                "or fill another directory"
+                f"{self._directory} is a ring of {manifest.capacity} steps, not {capacity}; open it with that "
+                "capacity, or fill another directory"
             )
-        self._files = RingFiles(self._directory, specs, self._capacity, writable=not self._read_only)
-        self._journal_path = self._directory / f"{self._generation}.journal"
-        self._recover()
+        self._manifest = manifest
+        self._journal_path = self._directory / manifest.journal
+        self._files = RingFiles(self._directory, manifest.arrays, manifest.capacity, writable=not self._read_only)
+        try:
+            self._recover()
+        except BaseException:
+            self._close_files()
+            raise
         if not self._read_only:
-            self._clean()
+            remove_all_but(self._directory, manifest.generation)
+        elif manifest != read_manifest(self._directory):
+            self._close_files()
+            self._open(capacity)
 
     # ------------------------------------------------------------------ writing
 
@@ -114,8 +108,8 @@ class SliceStore:
     def check(self, parts: Sequence[EpisodePart]) -> None:
         """Raises RecordError for arrays other than those stored, or more steps than the ring has."""
         steps = sum(part.steps for part in parts)
-        if steps > self._capacity:
-            raise RecordError(f"{steps} steps at once do not fit a ring of {self._capacity}; raise its capacity")
+        if steps > self.capacity:
+            raise RecordError(f"{steps} steps at once do not fit a ring of {self.capacity}; raise its capacity")
         if self.state.head:
             for part in parts:
                 check(self._files.specs, part.leaves)
@@ -146,15 +140,15 @@ class SliceStore:
         self._writable()
         if directory.resolve() == self._directory.resolve():
             return
-        with closing(SliceStore(directory, None)) as other:
-            if other._capacity != self._capacity:
+        with closing(SliceStore(directory, None, read_only=True)) as other:
+            if other.capacity != self.capacity:
                 raise StoreError(
-                    f"{directory} is a ring of {other._capacity} steps, this one of {self._capacity}; load it into "
+                    f"{directory} is a ring of {other.capacity} steps, this one of {self.capacity}; load it into "
                     "one of the same capacity"
                 )
             other._copy_to(self._directory)
         self._close_files()
-        self._open(self._capacity)
+        self._open(self.capacity)
 
     def close(self) -> None:
         """Close; everything that was added is on disk then. Raises StoreError."""
@@ -171,6 +165,11 @@ class SliceStore:
     # ------------------------------------------------------------------ reading
 
     @property
+    def capacity(self) -> int:
+        """Steps of the ring."""
+        return self._manifest.capacity
+
+    @property
     def files(self) -> RingFiles:
         """The arrays. Raises StoreError once it is closed."""
         if self._closed:
@@ -185,7 +184,7 @@ class SliceStore:
             replaced = os.stat(self._journal_path).st_ino != self._journal_inode
         except OSError:
             replaced = True
-        if replaced or not self._files.specs:
+        if replaced or not self.state.head:  # Arrays are settled with the first step.
             self._close_files()
             self._open(None)
             return
@@ -196,33 +195,34 @@ class SliceStore:
 
     # ------------------------------------------------------------------ within
 
-    def _begin(self, capacity: int) -> None:
+    def _begin(self, capacity: int) -> Manifest:
         """Write an empty buffer of no arrays."""
-        generation = uuid.uuid4().hex[:12]
-        write_journal(self._directory / f"{generation}.journal", SliceState(capacity).whole())
-        _write_manifest(self._directory, generation, capacity, ())
+        manifest = Manifest(generation=new_generation(), capacity=capacity)
+        write_journal(self._directory / manifest.journal, SliceState(capacity).whole())
+        write_manifest(self._directory, manifest)
+        return manifest
 
     def _recover(self) -> None:
         """Read the journal, as this process and this start of the machine find it."""
-        self._journal_inode = os.stat(self._journal_path).st_ino if self._journal_path.exists() else -1
+        boot = slice_directory.boot()
+        self._journal_inode = self._journal_path.stat().st_ino if self._journal_path.exists() else -1
         read = read_journal(self._journal_path)
-        records: list[Record] = read.records
-        boot = next((record.boot for record in reversed(records) if isinstance(record, Opened)), _boot())
-        lost = boot != _boot()
+        records = read.records
+        lost = next((record.boot for record in reversed(records) if isinstance(record, Opened)), boot) != boot
         if not records or not isinstance(records[0], Whole) or (read.damaged and not lost):
             raise StoreError(f"{self._journal_path} is damaged at byte {read.stop}; fill the buffer from the log again")
         self._ahead = max((record.stop for record in records if isinstance(record, Ahead)), default=0)
         if lost:
             last = max(n for n, record in enumerate(records) if isinstance(record, Flushed | Whole))
             records = records[: last + 1]
-        self.state = SliceState(self._capacity)
+        self.state = SliceState(self.capacity)
         try:
             for record in records:
                 self.state.apply(record)
         except (KeyError, ValueError) as error:
             raise StoreError(f"{self._journal_path} is not whole ({error}); fill the buffer from the log") from error
         if lost:
-            self.state.forget(self._ahead - self._capacity)
+            self.state.forget(self._ahead - self.capacity)
         self._read_to = read.stop
         self._whole_bytes = 0
         if self._read_only:
@@ -231,28 +231,29 @@ class SliceStore:
         if lost:
             self._compact()
         else:
-            self._journal.append(Opened(_boot()))
+            self._journal.append(Opened(boot))
 
     def _begin_with(self, leaves: Leaves) -> None:
         """The arrays of the very first step are those that are stored."""
         if self.state.head:
             return
-        specs = specs_of(leaves, self._generation)
-        if specs == self._files.specs:
+        specs = specs_of(leaves, self._manifest.generation)
+        if specs == self._manifest.arrays:
             return
         self._files.close()
-        for old in self._files.specs:
+        for old in self._manifest.arrays:
             (self._directory / old.file).unlink(missing_ok=True)
-        self._files = RingFiles(self._directory, specs, self._capacity, writable=True)
+        self._manifest = replace(self._manifest, arrays=specs)
+        self._files = RingFiles(self._directory, specs, self.capacity, writable=True)
         sync_directory(self._directory)
-        _write_manifest(self._directory, self._generation, self._capacity, specs)
+        write_manifest(self._directory, self._manifest)
 
     def _make_room(self, journal: Journal, stop: int) -> None:
         """Forget what the steps up to counter `stop` will overwrite, on record before a byte of it is."""
-        if stop <= self._capacity:
+        if stop <= self.capacity:
             return
         if stop > self._ahead:
-            ahead = stop + self._capacity // _AHEAD
+            ahead = stop + self.capacity // _AHEAD
             journal.append(Ahead(ahead))
             journal.sync()
             self._ahead = ahead
@@ -264,7 +265,7 @@ class SliceStore:
         """Begin the journal anew with what is held, so that it does not grow with what is gone."""
         self._files.sync()
         whole = self.state.whole()
-        write_journal(self._journal_path, whole, Ahead(self._ahead), Opened(_boot()))
+        write_journal(self._journal_path, whole, Ahead(self._ahead), Opened(slice_directory.boot()))
         before, self._whole_bytes = self._journal, self._journal_path.stat().st_size
         self._journal = Journal(self._journal_path, self._whole_bytes)
         if before is not None:
@@ -272,21 +273,27 @@ class SliceStore:
 
     def _copy_to(self, directory: Path) -> None:
         """Write everything to new files there, name them, and delete those that are not named any more."""
-        state, generation = self.state, uuid.uuid4().hex[:12]
-        specs = [
-            ArraySpec(path=spec.path, dtype=spec.dtype, shape=spec.shape, file=f"{generation}-{number:03}.bin")
-            for number, spec in enumerate(self._files.specs)
-        ]
-        with closing(RingFiles(directory, specs, self._capacity, writable=True)) as files:
-            self._files.copy_to(files, min(state.low, state.head), state.head)
-            files.sync()
-        write_journal(directory / f"{generation}.journal", state.whole())
-        _write_manifest(directory, generation, self._capacity, specs)
-        _remove_all_but(directory, generation)
-
-    def _clean(self) -> None:
-        remove_unfinished(self._directory)
-        _remove_all_but(self._directory, self._generation)
+        low, whole = self.state.low, self.state.whole()
+        generation = new_generation()
+        arrays = tuple(
+            replace(spec, file=f"{generation}-{number:03}.bin") for number, spec in enumerate(self._manifest.arrays)
+        )
+        manifest = Manifest(generation=generation, capacity=self.capacity, arrays=arrays)
+        try:
+            with closing(RingFiles(directory, arrays, self.capacity, writable=True)) as files:
+                self._files.copy_to(files, min(low, whole.head), whole.head)
+                files.sync()
+            before = self._manifest
+            self.refresh()
+            if before != self._manifest or self.state.low > low:
+                raise StoreError(f"{self._directory} is being written by another buffer; copy it once that is closed")
+            write_journal(directory / manifest.journal, whole)
+            write_manifest(directory, manifest)
+        except BaseException:
+            for name in (manifest.journal, *(spec.file for spec in arrays)):
+                (directory / name).unlink(missing_ok=True)
+            raise
+        remove_all_but(directory, generation)
 
     def _writable(self) -> Journal:
         if self._journal is None:
@@ -304,49 +311,3 @@ class SliceStore:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-
-def _write_manifest(directory: Path, generation: str, capacity: int, specs: Sequence[ArraySpec]) -> None:
-    value: dict[str, Any] = {
-        "version": _VERSION,
-        "capacity": capacity,
-        "generation": generation,
-        "arrays": [spec.as_dict() for spec in specs],
-    }
-    write_json(directory / MANIFEST, value)
-
-
-def _remove_all_but(directory: Path, generation: str) -> None:
-    """Delete the files of other generations: a copy that was not finished left them, or one that took their place."""
-    for path in [*directory.glob("*.journal"), *directory.glob("*.bin")]:
-        if not path.name.startswith(generation):
-            path.unlink(missing_ok=True)
-
-
-def lock_directory(directory: Path) -> int:
-    """Be the only writer there until the descriptor that is returned is closed, whoever closes it.
-
-    Raises StoreError where there is another writer.
-    """
-    try:
-        make_directory(directory)
-        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise StoreError(f"{directory} cannot be written to ({error.strerror or error}); look at the rights") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        raise StoreError(
-            f"{directory} is being written by another buffer; close that one, open this one read_only, or give it "
-            "another directory"
-        ) from error
-    return lock
-
-
-def _boot() -> str:
-    """Names this start of the machine; the same for all starts where there is no such name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

@@ -182,10 +182,10 @@ def test_what_is_saved_is_both_sides_or_neither(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(StoreError, match="the disk is full"):
             both.save(tmp_path / "saved")
         monkeypatch.undo()
+        assert len(list((tmp_path / "saved").glob("sides-*"))) == 1
         with buffer(tmp_path / "saved") as saved:
             assert saved.position == {0: 2}
             assert saved.size() == 12
-        assert len(list((tmp_path / "saved").glob("sides-*"))) == 1
         both.load(tmp_path / "saved")
         assert both.position == {0: 2}
         assert numbers(both.auto) == {0}
@@ -195,9 +195,23 @@ def test_what_is_saved_is_both_sides_or_neither(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(StoreError, match="is being written by another buffer"):
             buffer(tmp_path / "live")
         both.save(tmp_path / "live")
-    with buffer(tmp_path / "live", read_only=True) as reader:
+        assert both.size() == 12
+
+
+def test_a_reader_follows_both_sides_when_they_become_others(tmp_path: Path) -> None:
+    with buffer(tmp_path / "live") as both, buffer(tmp_path / "live", read_only=True) as reader:
+        both.add(episode(0, 0))
+        both.add(episode(1, 1))
+        both.save(tmp_path / "saved")
+        both.add(episode(2, 1))
+        assert reader.size() == 18
+        both.load(tmp_path / "saved")
+        assert reader.sample(4)["number"][:, 0].tolist() == [0, 0, 1, 1]
         assert reader.size() == 12
-        assert reader.sample(2)["number"].shape == (2, 4)
+        with pytest.raises(StoreError, match="is closed or read only"):
+            reader.load(tmp_path / "saved")
+        with pytest.raises(StoreError, match="was opened to be read only"):
+            reader.add(episode(3, 0))
 
 
 def test_without_the_option_everything_is_in_one_buffer(tmp_path: Path) -> None:

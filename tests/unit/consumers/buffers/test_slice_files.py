@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from consumers.buffers import slice_store
+from consumers.buffers import slice_buffer, slice_directory, slice_store
 from consumers.buffers.files import StoreError, read_json
 from consumers.buffers.slice_buffer import EpisodeSliceBuffer, NothingToDraw
+from consumers.buffers.slice_files import RingFiles
 from consumers.buffers.slice_journal import read_journal
 from tests.waiting import eventually
 from topics.errors import ConfigurationError
@@ -172,7 +173,7 @@ def test_after_the_machine_stopped_there_is_what_was_flushed_less_what_was_being
     overwritten = buffer._store._ahead - CAPACITY
     assert 0 < buffer._store.state.low <= overwritten <= buffer._store.state.low + CAPACITY // 16
     killed_now(buffer)
-    monkeypatch.setattr(slice_store, "_boot", lambda: "another")
+    monkeypatch.setattr(slice_directory, "boot", lambda: "another")
     with ring(tmp_path) as buffer:
         assert buffer.position == flushed["position"] == {0: 100}
         assert buffer._store.state.head == written
@@ -194,7 +195,7 @@ def test_a_machine_that_stops_before_anything_is_overwritten_loses_only_what_was
     flushed = content(buffer)
     feed(buffer, 20)
     killed_now(buffer)
-    monkeypatch.setattr(slice_store, "_boot", lambda: "another")
+    monkeypatch.setattr(slice_directory, "boot", lambda: "another")
     with ring(tmp_path) as buffer:
         assert content(buffer) | {"drawn": 0} == flushed | {"drawn": 0}
 
@@ -301,9 +302,9 @@ def test_a_reader_follows_the_writer_and_never_sees_what_is_being_overwritten(
             content(reader)
         with pytest.raises(StoreError, match="was opened to be read only"):
             feed(reader, offset)
-        gather, behind = reader._gather, []
+        gather, behind = slice_buffer.gather, []
 
-        def slow(*arguments: Any) -> Any:
+        def slow(*arguments: Any, **options: Any) -> Any:
             """The writer overwrites the whole ring while the first sample is read."""
             nonlocal offset
             if not behind:
@@ -311,9 +312,9 @@ def test_a_reader_follows_the_writer_and_never_sees_what_is_being_overwritten(
                 while offset < behind[0] + 400:
                     feed(writer, offset)
                     offset += 1
-            return gather(*arguments)
+            return gather(*arguments, **options)
 
-        monkeypatch.setattr(reader, "_gather", slow)
+        monkeypatch.setattr(slice_buffer, "gather", slow)
         assert reader.sample(20)["offset"].min() > behind[0]
 
 
@@ -358,6 +359,25 @@ def test_what_is_saved_is_a_copy_that_opens_by_itself_and_can_be_become_again(tm
         with pytest.raises(StoreError, match="nothing was stored there"):
             small.load(tmp_path / "nowhere")
         assert small.size() == 0
+
+
+def test_a_copy_of_a_ring_that_is_being_overwritten_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_to = RingFiles.copy_to
+    with ring(tmp_path / "source") as writer, ring(tmp_path / "target") as target:
+        for offset in range(300):
+            feed(writer, offset)
+
+        def slow(*arguments: Any) -> None:
+            copy_to(*arguments)
+            feed(writer, 300)
+
+        monkeypatch.setattr(RingFiles, "copy_to", slow)
+        with pytest.raises(StoreError, match="is being written by another buffer; copy it once that is closed"):
+            target.load(tmp_path / "source")
+        assert target.size() == 0
+        monkeypatch.undo()
+        target.load(tmp_path / "source")
+        assert target.position == {0: 301}
 
 
 def test_a_save_that_fails_leaves_what_was_saved_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

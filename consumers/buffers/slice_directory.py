@@ -1,0 +1,110 @@
+"""What lies in a slice buffer's directory: which files count, and who may write there.
+
+Files carry the name of a generation, and a small JSON file names the one that counts: so a whole buffer is replaced by
+replacing that file.
+"""
+
+import fcntl
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from consumers.buffers.files import StoreError, make_directory, read_json, remove_unfinished, write_json
+from consumers.buffers.slice_files import ArraySpec
+from topics.errors import RecordError
+
+NAME = "slices.json"
+_LOCK = "lock"
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Which files make up a buffer."""
+
+    generation: str
+    capacity: int
+    """Steps of the ring."""
+    arrays: tuple[ArraySpec, ...] = ()
+    """None before the first episode."""
+
+    @property
+    def journal(self) -> str:
+        """Name of the journal."""
+        return f"{self.generation}.journal"
+
+
+def new_generation() -> str:
+    """A name that no file there has."""
+    return uuid.uuid4().hex[:12]
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """What counts there; None where there is nothing. Raises StoreError for what is not of this program."""
+    try:
+        value = read_json(directory / NAME)
+        if value["version"] != _VERSION:
+            raise ValueError(f"version {value['version']}")
+        return Manifest(
+            generation=str(value["generation"]),
+            capacity=int(value["capacity"]),
+            arrays=tuple(ArraySpec.of_dict(spec) for spec in value["arrays"]),
+        )
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, ValueError, RecordError) as error:
+        raise StoreError(
+            f"{directory / NAME} is not this program's ({error!r}); fill another directory from the log"
+        ) from error
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Have these files count from now on. Raises StoreError."""
+    value = {
+        "version": _VERSION,
+        "capacity": manifest.capacity,
+        "generation": manifest.generation,
+        "arrays": [spec.as_dict() for spec in manifest.arrays],
+    }
+    write_json(directory / NAME, value)
+
+
+def remove_all_but(directory: Path, generation: str) -> None:
+    """Delete the files of other generations: a copy that was not finished left them, or one that took their place.
+
+    Only for who alone writes there.
+    """
+    remove_unfinished(directory)
+    for path in [*directory.glob("*.journal"), *directory.glob("*.bin")]:
+        if not path.name.startswith(generation):
+            path.unlink(missing_ok=True)
+
+
+def lock_directory(directory: Path) -> int:
+    """Be the only writer there until the descriptor that is returned is closed, or this process ends.
+
+    Raises StoreError where there is another writer.
+    """
+    try:
+        make_directory(directory)
+        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise StoreError(f"{directory} cannot be written to ({error.strerror or error}); look at the rights") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise StoreError(
+            f"{directory} is being written by another buffer; close that one, open this one read_only, or give it "
+            "another directory"
+        ) from error
+    return lock
+
+
+def boot() -> str:
+    """Names this start of the machine; the same for all starts where there is no such name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
