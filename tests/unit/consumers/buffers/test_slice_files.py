@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -432,6 +433,25 @@ def test_files_are_raw_little_endian_rows_that_the_manifest_names(tmp_path: Path
     raw = np.fromfile(tmp_path / described["obs/position"]["file"], "<i4")
     assert raw[:6].tolist() == [0, 1, 2, 3, 4, 5]
     assert len(raw) == 200
+
+
+def test_arrays_of_any_dtype_come_back_as_they_were(tmp_path: Path) -> None:
+    step = np.arange(6)
+    tree = {
+        "bfloat16": step.astype(ml_dtypes.bfloat16),
+        "text": np.array(["a", "bc", "d", "e", "f", "g"]),
+        "time": step.astype("datetime64[s]"),
+        "complex": (step * 1j).astype(">c8"),
+        "flags": np.stack([step > 2, step < 2], 1),
+    }
+    with EpisodeSliceBuffer(tmp_path, 8, 6) as buffer:
+        buffer.add(tree)
+        buffer.add(tree)  # Over the end of the ring.
+    with EpisodeSliceBuffer(tmp_path, 8, 6) as buffer:
+        drawn = buffer.sample(1)
+    for name, leaf in tree.items():
+        assert drawn[name].dtype == leaf.dtype.newbyteorder("<"), name
+        assert (drawn[name][0] == leaf).all(), name
 
 
 def test_what_is_no_directory_of_ours_is_refused(tmp_path: Path) -> None:
