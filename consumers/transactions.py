@@ -253,7 +253,7 @@ class ExactlyOnce(ABC, Generic[P]):
         if self._failed is not None:
             raise KafkaException(self._failed)
         if len(self._producer):
-            raise KafkaException(KafkaError(KafkaError._MSG_TIMED_OUT, "batches were not acknowledged in time"))
+            raise KafkaException(KafkaError(KafkaError._MSG_TIMED_OUT, "records were not acknowledged in time"))
 
     def _retry(
         self, call: Callable[[], Any], name: str, *, may_abort: bool = True, for_s: float = _RETRY_FOR_S

@@ -83,6 +83,8 @@ def put(buffers: Sequence[Fillable], at: Place, value: bytes | None) -> list[str
 class TrajectoryFiller:
     """Fills buffers from a run's `trajectories`. `poll`, `fill` and the thread that `start` begins exclude each other.
 
+    Records of a partition come in their order; those of several in no order that would be the same another time.
+
     A context manager that starts the thread, and closes. With `identity_file` it is remembered across processes which
     topic the buffers were filled from, so that one created again under the same name is refused.
     """

@@ -1,14 +1,21 @@
 """Trajectories on a real broker: sent in order, labelled exactly once whoever dies, filled into buffers from where they
 stand."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from confluent_kafka import Message, TopicPartition
 
 from consumers.buffers.filling import Place, TrajectoryFiller
+from consumers.buffers.slice_buffer import EpisodeSliceBuffer
+from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
 from consumers.grouping.bootstrap import committed_offsets
 from consumers.labelling.positions import SOURCE, ensure_positions
 from producers.sending import Delivery
@@ -23,6 +30,8 @@ from topics.errors import RecordError, RecordTooLarge, StateRefused, TopicError
 from topics.keys import encode_key, partition_of
 from topics.records import RolloutMetadata, same
 from topics.trajectories import Trajectory, from_record, to_record
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -236,3 +245,104 @@ def test_labelling_begins_once_and_positions_that_are_lost_or_of_another_topic_a
     commit(f"{run.name}.half", topic_id)
     with pytest.raises(StateRefused, match=r"no positions in partitions \[1\]"):
         ensure_positions(run.kafka, run.name, f"{run.name}.half")
+
+
+def labelled_of(run: RealRun) -> list[str]:
+    return [decode(message.value()).uid for message in messages(run, "trajectories")]
+
+
+@pytest.mark.long
+def test_labellers_that_come_and_go_share_the_work_and_label_everything_exactly_once(run: RealRun) -> None:
+    """Partitions move while they are at work: one joins, one is killed and stays away, one is told to stop."""
+    sent = [numbered(number, worker=f"w{number % 4}") for number in range(1000)]
+    expected = sorted(t.uid for t in sent if number_of(t) % 100 != 55 and number_of(t) % 10)
+    settings = {"labelling__max_poll_records": 1, "kafka__session_timeout_s": 6}
+
+    def labeller(ordinal: int) -> subprocess.Popen[bytes]:
+        return run.start("label", "tests.trajectories:double", "--ordinal", str(ordinal), **settings)
+
+    send(run, sent[:400], "unlabelled")
+    first = labeller(0)
+    eventually(lambda: len(labelled_of(run)) > 20, 30, "the first is at work")
+    second = labeller(1)
+    eventually(lambda: "assigned" in run.log_of(second), 60, "the second has a share")
+    send(run, sent[400:700], "unlabelled")
+    second.kill()
+    send(run, sent[700:], "unlabelled")
+    third = labeller(2)
+    eventually(lambda: len(labelled_of(run)) > 500, 60, "they go on")
+    first.terminate()
+    assert first.wait(30) == 0
+    eventually(lambda: len(labelled_of(run)) >= len(expected), 60, "everything is labelled")
+    third.terminate()
+    assert third.wait(30) == 0
+    assert sorted(labelled_of(run)) == expected
+    assert len(list(messages(run, "dead-letters"))) == 10
+
+
+@pytest.mark.long
+def test_a_second_labeller_of_an_ordinal_fences_the_first(run: RealRun) -> None:
+    first = run.start("label", "tests.trajectories:double")
+    eventually(lambda: "assigned" in run.log_of(first), 30, "the first has its partitions")
+    run.start("label", "tests.trajectories:double")
+    assert first.wait(60) == 3
+    assert "only one" in run.log_of(first)
+    send(run, [numbered(number) for number in range(1, 10)], "unlabelled")
+    eventually(lambda: len(labelled_of(run)) == 9, 30, "the second labels")
+
+
+FILL = """
+import sys
+from pathlib import Path
+
+from tests.broker.test_trajectories import filled
+
+filled(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+"""
+
+
+def filled(bootstrap_servers: str, run: str, directory: Path) -> dict[str, Any]:
+    """Fill both buffers of a directory with all there is, and draw from them."""
+    kafka = KafkaConfig(bootstrap_servers=bootstrap_servers)
+    windows = TrajectoryReplayBuffer(auto_save=True, auto_save_path=directory / "windows")
+    with windows, EpisodeSliceBuffer(directory / "slices", capacity=100_000, slice_len=3) as slices:
+        filler = TrajectoryFiller(kafka, run, [windows, slices], identity_file=directory / "topic.json")
+        filler.fill(60)
+        filler.close()
+        return {
+            "positions": (dict(windows.position), dict(slices.position)),
+            "sizes": (len(windows), windows.stats()["stored_samples"], slices.stats()["num_episodes"], slices.size()),
+            "drawn": [windows.sample(64)["actions"].tolist(), slices.sample(16)["actions"].tolist()],
+        }
+
+
+@pytest.mark.long
+def test_buffers_killed_while_they_are_filled_are_in_the_end_as_if_they_had_not_been(
+    run: RealRun, tmp_path: Path
+) -> None:
+    # Of one worker: what lies on several partitions is read in no order that would be the same again.
+    send(run, [numbered(number, arrays=full(number)) for number in range(1500)])
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+
+    def written() -> int:
+        return sum(path.stat().st_size for path in killed.rglob("*") if path.is_file() and path.suffix != ".lock")
+
+    kills = 0
+    for _ in range(4):
+        before = written() if killed.exists() else 0
+        arguments = [sys.executable, "-c", FILL, run.kafka.bootstrap_servers, run.name, str(killed)]
+        child = subprocess.Popen(arguments, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        at_work = partial(lambda child, least: child.poll() is not None or written() > least, child, before + 30_000)
+        eventually(at_work, 60, "it writes")
+        kills += child.poll() is None
+        child.kill()
+        child.wait()
+    assert kills >= 2, "it was killed at work"
+    after = filled(run.kafka.bootstrap_servers, run.name, killed)
+    assert after == filled(run.kafka.bootstrap_servers, run.name, whole)
+    assert after["sizes"][0] == after["sizes"][2] == 1500
+
+
+def full(number: int) -> dict[str, np.ndarray]:
+    values = np.full((4, 1), number, np.int64)
+    return {"actions": values, "rewards": values.astype(np.float32), "obs": np.full((4, 1, 200), number, np.int32)}
