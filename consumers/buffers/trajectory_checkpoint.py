@@ -100,14 +100,13 @@ def write_checkpoint(
         make_directory(directory)
         remove_unfinished(directory)
         before = _saved_before(directory)
+        abouts = [about._replace(folder="", format=about.format or format_name) for about in content.abouts]
+        content = replace(content, abouts=abouts)
         # Where another run's, or another past of this one, lies there under the same ids, files go to a folder of their
         # own: what is there stays whole until the journal is replaced.
         folder = "" if before is not None and _agree(before, content) else f"{LOADED}{uuid.uuid4().hex}"
+        content = replace(content, abouts=[about._replace(folder=folder) for about in abouts])
         known = _ids(before)
-        content = replace(
-            content,
-            abouts=[about._replace(folder=folder, format=about.format or format_name) for about in content.abouts],
-        )
         for place in range(len(content)):
             entry = content[place]
             path = Found(directory, content, formats).path(entry)

@@ -135,7 +135,7 @@ class TrajectoryStore:
         except BaseException:
             self._unlock()
             raise
-        self._encoder = Encoder(self.content.abouts, self.content.layout)
+        self._encoder = self._journal.encoder()
         self._held = len(self.content.entries)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trajectory-writer")
 
@@ -173,10 +173,10 @@ class TrajectoryStore:
         """Hold this instead, atomically; its files are there. Nothing may be handed over meanwhile."""
         self.flush()
         self._journal.replace(content)
-        self.content = content
-        self._encoder = Encoder(content.abouts, content.layout)
+        self.content = self._journal.content
+        self._encoder = self._journal.encoder()
         self._held = len(content.entries)
-        sweep(self.directory, content)
+        sweep(self.directory, self.content)
 
     def close(self) -> None:
         """Flush, and let others open the directory. Raises StoreError, and stays open, where that fails."""
@@ -237,18 +237,14 @@ class TrajectoryStore:
                     self._failure, self._writing = error, False
                     self._turn.notify_all()
                 return
-            try:
-                self._tidy(operations)
-            except OSError as error:  # nothing is lost by it: who opens the directory next deletes them
-                event(logger, "trajectories_not_deleted", level=logging.WARNING, why=str(error))
-            except StoreError as error:  # the journal stays as long as it is, until the next time
-                event(logger, "journal_not_shortened", level=logging.WARNING, why=str(error))
+            failure = self._tidy(operations)
             with self._turn:
                 for operation in operations:
                     self._queue.popleft()
                     if isinstance(operation, Add):
                         del self._pending[operation.entry.trajectory_id]
                         self._pending_bytes -= operation.part.size_bytes
+                self._failure = failure
                 self._turn.notify_all()
 
     def _write(self, operations: list[Operation]) -> None:
@@ -264,19 +260,29 @@ class TrajectoryStore:
         self._journal.append(b"".join(_record(encoder, operation) for operation in operations))
         self._encoder = encoder
 
-    def _tidy(self, operations: list[Operation]) -> None:
-        """Delete the files of what has left, and shorten the journal where most of it is about such."""
-        for operation in operations:
-            if isinstance(operation, Drop):
-                self._held -= len(operation.entries)
-                for entry in operation.entries:
-                    self.path(entry).unlink(missing_ok=True)
-            elif isinstance(operation, Add):
-                self._held += 1
-        if self._journal.records > _COMPACT_RECORDS + 2 * self._held:
-            content = self._journal.read()
-            self._journal.replace(content)
-            self._encoder = Encoder(content.abouts, content.layout)
+    def _tidy(self, operations: list[Operation]) -> Exception | None:
+        """Delete the files of what has left, and shorten the journal where most of it is about such.
+
+        What fails here undoes nothing of what is on disk: it is logged, or returned where nobody foresaw it.
+        """
+        try:
+            for operation in operations:
+                if isinstance(operation, Drop):
+                    self._held -= len(operation.entries)
+                    for entry in operation.entries:
+                        self.path(entry).unlink(missing_ok=True)
+                elif isinstance(operation, Add):
+                    self._held += 1
+            if self._journal.records > _COMPACT_RECORDS + 2 * self._held:
+                self._journal.replace(self._journal.read())
+                self._encoder = self._journal.encoder()
+        except OSError as error:  # who opens the directory next deletes them
+            event(logger, "trajectories_not_deleted", level=logging.WARNING, why=str(error))
+        except StoreError as error:  # the journal stays as long as it is, until the next time
+            event(logger, "journal_not_shortened", level=logging.WARNING, why=str(error))
+        except Exception as error:
+            return error
+        return None
 
     def _unlock(self) -> None:
         os.close(self._lock)

@@ -201,6 +201,10 @@ class Journal:
         """How many records the file has."""
         return self._size // _RAW.itemsize
 
+    def encoder(self) -> Encoder:
+        """For what is to be appended to a journal that says `content`, and nothing else yet."""
+        return Encoder(self.content.abouts, self.content.layout)
+
     def read(self) -> Content:
         """What it says now."""
         return decode(self.path.read_bytes()[: self._size], self.path)[0]
@@ -209,7 +213,8 @@ class Journal:
         """Have it say this instead, atomically. Raises StoreError."""
         data = encode(content)
         write_bytes(self.path, data)
-        self.content, self._size = content, len(data)
+        # As it was written: what nothing refers to any more is not in it, and the rest counts anew.
+        self.content, self._size = decode(data, self.path)
         self._reopen()
 
     def close(self) -> None:

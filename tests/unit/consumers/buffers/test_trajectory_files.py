@@ -1,0 +1,321 @@
+"""What trajectories look like on disk and in memory: files, journal, index and cache, against plain models."""
+
+import io
+import os
+import zipfile
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from consumers.buffers import trajectory_npz
+from consumers.buffers.files import StoreError
+from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
+from consumers.buffers.trajectory_cache import TrajectoryCache
+from consumers.buffers.trajectory_formats import format_named
+from consumers.buffers.trajectory_index import About, TrajectoryIndex, uuid_of
+from consumers.buffers.trajectory_journal import ENTRY, NAME, Content, Encoder, Journal, decode, encode, read_content
+from consumers.buffers.trajectory_rows import Leaf, checked
+from tests.unit.consumers.buffers.trajectories import same, trajectory, untorn
+from topics.errors import RecordError
+from topics.trajectories import Trajectory
+
+ABOUT = About(4, 2, 80, "w", "env", "npz")
+LAYOUT = (Leaf("rewards", "<f4", ()),)
+
+
+# ---------------------------------------------------------------------- files
+
+
+def write(path: Path, of: Trajectory) -> None:
+    part = checked(of)
+    assert part is not None
+    format_named("npz").check(part)
+    with open(path, "wb") as file:
+        format_named("npz").write(file, part)
+
+
+def test_a_file_is_what_numpy_loads_and_lies_as_it_lies_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    original = trajectory(3)
+    write(path, original)
+    loaded = np.load(path)
+    np.testing.assert_array_equal(loaded["curr_obs/state"], original.arrays["curr_obs"]["state"])
+    assert zipfile.ZipFile(path).testzip() is None
+    same(format_named("npz").read(path), original)
+    _, arrays = trajectory_npz.read(path)
+    for array in arrays.values():
+        assert not array.flags.owndata
+        assert not array.flags.writeable
+        assert array.ctypes.data % 64 == 0
+
+
+array_types = st.one_of(
+    hnp.integer_dtypes(),
+    hnp.floating_dtypes(sizes=(16, 32, 64)),
+    hnp.boolean_dtypes(),
+    hnp.unicode_string_dtypes(max_len=3),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_arrays_of_any_type_and_shape_come_back_to_the_last_bit(tmp_path_factory: Any, data: st.DataObject) -> None:
+    shapes = hnp.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=3)
+    names = data.draw(
+        st.lists(
+            st.text(st.characters(exclude_characters="/", codec="utf-8"), min_size=1, max_size=4),
+            max_size=3,
+            unique=True,
+        )
+    )
+    arrays: dict[str, Any] = {"rewards": np.arange(6.0).reshape(3, 2)}
+    for name in names:
+        arrays[f"x{name}"] = {"y": data.draw(hnp.arrays(data.draw(array_types), (3, 2, *data.draw(shapes))))}
+    original = Trajectory(arrays=arrays, environment="env")
+    path = tmp_path_factory.mktemp("any") / "x.npz"
+    write(path, original)
+    found = format_named("npz").read(path)
+    for name, of in arrays.items():
+        ours, theirs = (tree["y"] if isinstance(tree, dict) else tree for tree in (found.arrays[name], of))
+        assert ours.shape == theirs.shape
+        assert ours.dtype == theirs.dtype.newbyteorder("<")
+        assert ours.tobytes() == theirs.astype(ours.dtype).tobytes()
+
+
+def test_extension_types_keep_their_names(tmp_path: Path) -> None:
+    original = Trajectory(arrays={"rewards": np.arange(8).reshape(4, 2).astype(ml_dtypes.bfloat16)}, environment="env")
+    write(tmp_path / "x.npz", original)
+    same(format_named("npz").read(tmp_path / "x.npz"), original)
+
+
+def test_more_than_a_file_can_hold_is_refused_before_it_is_written() -> None:
+    huge = np.broadcast_to(np.zeros((), "<f8"), (2**15, 2**14, 2))
+    with pytest.raises(RecordError, match="too large for one file"):
+        trajectory_npz.check({"rewards": huge})
+
+
+def test_what_is_no_whole_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    write(path, trajectory(0))
+    whole = path.read_bytes()
+    np.savez(tmp_path / "other.npz", rewards=np.zeros(3))
+    spoiled = [whole[:length] for length in (0, 3, 40, 700, len(whole) // 2)]
+    spoiled += [b"x" * 1000, (tmp_path / "other.npz").read_bytes()]
+    for content in spoiled:
+        path.write_bytes(content)
+        with pytest.raises(StoreError, match="no whole trajectory"):
+            format_named("npz").read(path)
+
+
+# ---------------------------------------------------------------------- the journal
+
+
+def entries(count: int, abouts: int = 1) -> np.ndarray:
+    found = np.zeros(count, ENTRY)
+    found["id"], found["about"], found["partition"] = np.arange(count), np.arange(count) % abouts, -1
+    found["size_bytes"] = 8
+    return found
+
+
+def journal_of(number: int) -> bytes:
+    """A journal of so many trajectories, the n-th at offset n of partition 1."""
+    encoder, records = Encoder(), encode(Content())
+    for n in range(number):
+        records += encoder.entry(n, uuid_of(str(n)), ABOUT._replace(steps=1 + n % 3), 8, (1, n + 1), LAYOUT)
+    return records
+
+
+def test_a_journal_cut_anywhere_says_what_came_before() -> None:
+    """Content and position are one fact, at every byte a writer may have been killed at."""
+    data = journal_of(5)
+    starts = [len(journal_of(n)) for n in range(6)]
+    for length in range(starts[0], len(data)):
+        content, whole = decode(data[:length], Path("x"))
+        count = sum(start <= length for start in starts) - 1
+        assert [int(n) for n in content.entries["id"]] == list(range(count))
+        assert content.position == ({1: count} if count else {})
+        assert content.counter == count
+        # Going on from there gives the same as without the cut.
+        assert whole <= length
+    for spoiled in range(starts[4], len(data)):
+        content, _ = decode(data[:spoiled] + bytes([data[spoiled] ^ 1]) + data[spoiled + 1 :], Path("x"))
+        assert len(content.entries) == 4
+
+
+def test_a_journal_goes_on_after_a_torn_end(tmp_path: Path) -> None:
+    data = journal_of(3)
+    (tmp_path / NAME).write_bytes(data[:-10])
+    journal = Journal(tmp_path, seed=1)
+    assert len(journal.content) == 2
+    encoder = Encoder(journal.content.abouts, journal.content.layout)
+    journal.append(encoder.entry(2, uuid_of("2"), ABOUT._replace(steps=9), 8, (1, 3), LAYOUT))
+    journal.close()
+    content = read_content(tmp_path)
+    assert [content[n].about.steps for n in range(3)] == [1, 2, 9]
+    assert content.position == {1: 3}
+
+
+def test_damage_before_the_end_is_refused_and_so_is_what_is_no_journal() -> None:
+    many = bytearray(encode(Content(entries=entries(200_000), abouts=[ABOUT])))
+    many[1000] ^= 1
+    with pytest.raises(StoreError, match="damaged at byte"):
+        decode(bytes(many), Path("x"))
+    for other in (b"", b"x" * 200):
+        with pytest.raises(StoreError, match="not of this program"):
+            decode(other, Path("x"))
+
+
+def test_what_is_written_is_what_is_read() -> None:
+    content = Content(
+        entries=entries(10, 3),
+        abouts=[ABOUT, ABOUT._replace(folder="loaded-ä"), ABOUT._replace(environment="\n" * 60)],
+        layout=LAYOUT,
+        position={0: 4, 7: 2**40},
+        seed=2**127 + 3,
+        draws=12,
+        counter=2**50,
+    )
+    found, whole = decode(encode(content), Path("x"))
+    assert whole == len(encode(content))
+    assert [found[n] for n in range(10)] == [content[n] for n in range(10)]
+    assert (found.layout, found.position, found.seed, found.draws, found.counter) == (
+        content.layout,
+        content.position,
+        content.seed,
+        content.draws,
+        content.counter,
+    )
+
+
+def test_a_negative_seed_draws_as_it_did(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(-5, auto_save=True, auto_save_path=tmp_path / "b") as of:
+        of.add(trajectory(0))
+        first = untorn(of.sample(8), 8)
+    with TrajectoryReplayBuffer(-5, auto_save=True, auto_save_path=tmp_path / "b") as again:
+        again._draws = 0
+        assert untorn(again.sample(8), 8) == first
+
+
+def test_a_journal_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consumers.buffers.trajectory_files._COMPACT_RECORDS", 50)
+    path = tmp_path / "b"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, max_trajectories=3) as of:
+        for number in range(200):
+            of.add(trajectory(number, weights=f"version {number}"), at=(0, number))
+            of.flush()
+    assert (path / NAME).stat().st_size < 56 * 120
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as again:
+        assert (again.trajectory_ids, dict(again.position)) == ([197, 198, 199], {0: 200})
+        assert [entry.about.model_weights_id for entry in map(again._shelf.index.__getitem__, range(3))] == [
+            f"version {n}" for n in (197, 198, 199)
+        ]
+        assert len(again._shelf.index.columns()[4]) <= 64 + 2 * 3
+
+
+def test_a_million_trajectories_are_opened_in_seconds_and_cost_tens_of_bytes_each(tmp_path: Path) -> None:
+    """Bounds are several times what it takes."""
+    import time
+
+    count = 1_000_000
+    abouts = [ABOUT._replace(model_weights_id=f"version {n}") for n in range(1000)]
+    data = encode(Content(entries=entries(count, 1000), abouts=abouts, layout=LAYOUT, counter=count, seed=1))
+    assert len(data) / count < 60
+    (tmp_path / NAME).write_bytes(data)
+    began = time.process_time()
+    with TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=tmp_path, enable_cache=False, sample_window_size=0
+    ) as of:
+        assert time.process_time() - began < 10
+        assert (len(of), of.total_samples) == (count, 8 * count)
+        assert of._shelf.index.nbytes / count < 80
+        began = time.process_time()
+        for _ in range(1000):
+            of._shelf.index.window(0)
+        assert time.process_time() - began < 1
+
+
+# ---------------------------------------------------------------------- index and cache
+
+
+changes = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 9)),
+        st.tuples(st.just("drop"), st.integers(0, 3)),
+        st.tuples(st.just("bound"), st.integers(1, 60)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(changes, st.integers(0, 5))
+def test_the_index_is_a_list_of_trajectories(changes: list[tuple[str, int]], window: int) -> None:
+    index, model = TrajectoryIndex(), list[tuple[int, int]]()
+    for change, number in changes:
+        if change == "add":
+            index.append(
+                uuid_of(str(index.counter)), ABOUT._replace(steps=number, model_weights_id=str(number)), 10 * number
+            )
+            model.append((index.counter - 1, number))
+        elif change == "drop":
+            gone = index.drop(min(number, len(model)))
+            assert [entry.trajectory_id for entry in gone] == [n for n, _ in model[:number]]
+            del model[:number]
+        else:
+            index.drop(index.over(4, 10 * number))
+            while len(model) > 4 or sum(steps for _, steps in model) > number:
+                del model[0]
+        assert [
+            (entry.trajectory_id, entry.about.steps) for entry in map(index.__getitem__, range(len(index)))
+        ] == model
+        assert index.size_bytes == sum(10 * steps for _, steps in model)
+        seen = model[-window:] if window else model
+        ends = np.cumsum([2 * steps for _, steps in seen])
+        of = index.window(window)
+        assert [int(end) - of.base for end in of.ends] == list(ends)
+        assert of.samples == sum(2 * steps for _, steps in seen)
+        assert of.first == len(model) - len(seen)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(st.integers(1, 9), st.just(0)), max_size=60), st.integers(0, 4))
+def test_the_cache_is_a_queue_of_arrays(changes: list[int], bound: int) -> None:
+    """A number puts so many rows in, 0 drops the oldest."""
+    layout = (Leaf("a", "<i8", ()), Leaf("b", "<i4", (2,)))
+    cache, model = TrajectoryCache(bound), deque[np.ndarray](maxlen=bound or None)
+    for n, rows in enumerate(changes):
+        if rows:
+            values = 100 * n + np.arange(rows)
+            cache.put(layout, {"a": values, "b": np.stack([values, values], 1)}, rows)
+            model.append(values)
+        elif model:
+            cache.drop(1)
+            model.popleft()
+        assert len(cache) == len(model)
+        places = np.array([p for p, of in enumerate(model) for _ in of], np.int64)
+        local = np.array([i for of in model for i in range(len(of))], np.int64)
+        batch = {"a": np.zeros(len(places), "<i8"), "b": np.zeros((len(places), 2), "<i4")}
+        if len(model):
+            cache.take(places, local, batch)
+            np.testing.assert_array_equal(batch["a"], np.concatenate(list(model)))
+            backwards = np.arange(len(places))[::-1]
+            cache.take(places, local, batch, backwards)
+            np.testing.assert_array_equal(batch["b"][::-1, 1], np.concatenate(list(model)))
+            np.testing.assert_array_equal(cache.rows(0)["a"], model[0])
+
+
+def test_members_of_the_file_carry_their_checksums(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    write(path, trajectory(0))
+    data = bytearray(path.read_bytes())
+    place = data.index(np.float32(7).tobytes())
+    data[place] ^= 1
+    assert zipfile.ZipFile(io.BytesIO(bytes(data))).testzip() is not None
+    assert os.path.getsize(path) == len(data)
