@@ -15,6 +15,8 @@ class LabellingConfig:
     """Most trajectories taken from the client at once; judging that many must take less than five minutes."""
     commit_interval_s: float = 0.1
     """How long labelled trajectories may wait for their transaction, and for each other."""
+    metrics_interval_s: float = 5.0
+    """Time between figures of the process on the metrics topic; 0 writes none."""
 
     def __post_init__(self) -> None:
         if self.max_poll_records < 1 or self.commit_interval_s <= 0:

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -22,6 +23,7 @@ from topics.catalogue import topic_name
 from topics.config import KafkaConfig
 from topics.errors import Fenced
 from topics.logs import event
+from topics.metrics import MetricsWriter
 
 logger = logging.getLogger(__name__)
 _OVERHEAD_BYTES = 1024
@@ -87,8 +89,10 @@ class LabellingProcess:
         self._publisher = _Publisher(kafka, run, group, self._name, self._consumer, self._topic, self._topic_id)
         self._owned: set[int] = set()
         self._position: dict[int, int] = {}
-        """Next offset wanted, by partition, for records that cannot be read."""
+        """Next offset wanted, by partition."""
         self._counts = Counts()
+        self._metrics = MetricsWriter(kafka, run, self._name)
+        self._written = time.monotonic()
 
     def run(self, stop: threading.Event) -> Counts:
         """Run until `stop` is set, then leave: nothing is held between two transactions."""
@@ -103,7 +107,9 @@ class LabellingProcess:
                 except OwnershipLost as lost:
                     event(logger, "ownership_lost", level=logging.WARNING, error=str(lost))
                     self._go_back()
+                self._write_figures()
         finally:
+            self._metrics.close()
             self._consumer.close()
         event(logger, "closed", **self._counts._asdict())
         return self._counts
@@ -164,6 +170,22 @@ class LabellingProcess:
                 offset=refused.offset,
                 error=refused.error,
             )
+
+    def _write_figures(self) -> None:
+        """Now and then, what was done and what waits."""
+        interval_s = self._config.metrics_interval_s
+        if interval_s <= 0 or time.monotonic() - self._written < interval_s:
+            return
+        self._written = time.monotonic()
+        lag = 0
+        for partition, position in self._position.items():
+            with suppress(KafkaException):  # of a partition just taken away
+                _, end = self._consumer.get_watermark_offsets(TopicPartition(self._topic, partition), cached=True)
+                lag += max(end - position, 0)
+        labelled, left_out, refused = self._counts
+        self._metrics.write(
+            {"labelled_total": labelled, "left_out_total": left_out, "dead_lettered_total": refused, "lag": lag}
+        )
 
     def _on_assign(self, _consumer: Consumer, partitions: list[TopicPartition]) -> None:
         numbers = [tp.partition for tp in partitions]

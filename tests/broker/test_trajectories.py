@@ -110,10 +110,15 @@ def test_a_labeller_killed_again_and_again_labels_everything_exactly_once(run: R
         labeller.kill()
         labeller.wait()
     assert done() < 140, "it was killed at work"
-    labeller = run.start("label", "tests.trajectories:double")
+    labeller = run.start("label", "tests.trajectories:double", labelling__metrics_interval_s=0.2)
     eventually(settled, 30, "every record is settled")
+    eventually(lambda: [m for m in run.read("metrics") if m.values["lag"] == 0], 10, "figures say that nothing waits")  # type: ignore[attr-defined]
     labeller.terminate()
     assert labeller.wait(10) == 0
+    figures = run.read("metrics")[-1]
+    assert figures.component == f"labeller-{run.name}-0"  # type: ignore[attr-defined]
+    assert figures.values["dead_lettered_total"] <= 3  # type: ignore[attr-defined]
+    assert 0 < figures.values["labelled_total"] < len(sent)  # type: ignore[attr-defined]
 
     expected = {t.uid: made for t in sent if number_of(t) != 55 and number_of(t) != 155 and (made := double(t))}
     newest: dict[str, int] = {}
