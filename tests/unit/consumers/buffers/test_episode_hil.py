@@ -137,6 +137,17 @@ def test_spans_of_one_trajectory_go_to_their_sides_and_what_goes_on_follows_its_
         assert (both.auto.size(), both.hil.size()) == (7, 11)
         assert numbers(both.auto) == {1, 2}
         assert numbers(both.hil) == {2, 3}
+        both.add(trajectory(4, span("d", 0, 2, 1, last=False), span("d", 2, 6, 0, first=False)))
+        assert (both.auto.size(), both.hil.size()) == (7, 17)
+
+
+def test_what_begins_after_a_done_goes_by_its_own_first_step(tmp_path: Path) -> None:
+    tree = {"number": np.zeros(8, int), "control_mode": np.array([0] * 5 + [1] * 3), "done": np.arange(8) == 4}
+    with buffer(tmp_path) as both:
+        both.add(tree, episode="robot", last=False)
+        assert (both.auto.size(), both.hil.size()) == (5, 3)
+        assert both.hil.is_open("robot")
+        assert not both.auto.is_open("robot")
 
 
 def test_what_goes_on_without_its_beginning_goes_by_its_own_first_step(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def test_slices_are_those_a_scan_finds_whoever_writes_and_whatever_the_ring_take
         assert starts(EpisodeIndex.of(index.columns()), length) == expected
         assert index.size == min(len(owners), capacity)
         assert index.episodes == len(set(owners[-capacity:]))
+        assert index._more.keys() <= set(owners[-capacity:])
     finally:
         episode_index._ROOM = room
 

@@ -258,6 +258,12 @@ def test_spans_say_which_episodes_a_trajectory_holds_and_which_go_on(tmp_path: P
         assert not any(slices.is_open(uid) for uid in "abcd")
 
 
+def test_spans_of_one_episode_follow_each_other_by_their_rows(tmp_path: Path) -> None:
+    with buffer(tmp_path, slice_len=6) as slices:
+        slices.add(trajectory(0, 6, span("a", 1, 4, 6, first=False), span("a", 1, 0, 4, last=False)))
+        assert seen(slices, 5).keys() == {(1, 0)}
+
+
 def test_an_episode_that_begins_anew_does_not_go_on_with_the_open_one_of_its_uid(tmp_path: Path) -> None:
     with buffer(tmp_path) as slices:
         slices.add(trajectory(0, 4, span("a", 0, 0, 4, last=False)))
@@ -360,8 +366,9 @@ def test_two_buffers_of_a_seed_draw_the_same_and_another_seed_does_not(tmp_path:
             for number in range(30):
                 slices.add(episode(number, 4 + number % 5))
                 found.append(slices.sample(3)["obs"]["step"].tolist())
-            samples.append(found)
+            samples.append(found + [slices.sample(20)["obs"]["step"].tolist() for _draw in range(9)])
     assert samples[0] == samples[1] != samples[2]
+    assert len({str(drawn) for drawn in samples[0][-9:]}) == 9
 
 
 def test_a_length_is_counted_once_and_kept_up_to_date_from_then_on(

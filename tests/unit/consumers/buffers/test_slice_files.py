@@ -16,7 +16,7 @@ from consumers.buffers import slice_buffer, slice_directory, slice_store
 from consumers.buffers.files import StoreError, read_json
 from consumers.buffers.slice_buffer import EpisodeSliceBuffer, NothingToDraw
 from consumers.buffers.slice_files import RingFiles
-from consumers.buffers.slice_journal import read_journal
+from consumers.buffers.slice_journal import Flushed, read_journal
 from tests.waiting import eventually
 from topics.errors import ConfigurationError
 
@@ -74,6 +74,9 @@ def content(buffer: EpisodeSliceBuffer) -> dict[str, Any]:
     state = buffer._store.state
     drawn = buffer.sample(30)
     assert (drawn["image"] == (drawn["offset"] % 251)[..., None, None, None]).all()
+    episodes = 1000 * (drawn["offset"] % 4) + drawn["offset"] // 12
+    assert (episodes == episodes[:, :1]).all()
+    assert ((np.diff(drawn["step"]) == 1) | (np.diff(drawn["offset"]) == 4)).all()
     columns = {name: column.tolist() for name, column in state.index.columns().items()}
     return {
         "columns": columns,
@@ -138,6 +141,7 @@ def test_a_tail_that_a_kill_tore_is_cut_off_wherever_it_is_torn(tmp_path: Path) 
         journal.write_bytes(whole[:end])
         with ring(tmp_path / "ring") as buffer:
             assert buffer.position == {0: 3}
+            assert read_journal(journal).stop == journal.stat().st_size
             assert buffer.skip((0, 3))
         with ring(tmp_path / "ring") as buffer:
             assert buffer.position == {0: 4}
@@ -186,6 +190,46 @@ def test_after_the_machine_stopped_there_is_what_was_flushed_less_what_was_being
         assert content(buffer) | {"drawn": 0} == found | {"drawn": 0}
 
 
+def test_arrays_are_on_disk_before_the_journal_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, order = os.fsync, []
+    with ring(tmp_path) as buffer:
+        feed(buffer, 0)
+        monkeypatch.setattr(os, "fsync", lambda descriptor: (order.append(name_of(descriptor)), synced(descriptor)))
+        buffer.flush()
+        assert order == [*(spec.file for spec in buffer._store.files.specs), buffer._store._journal_path.name]
+
+        def failing(_descriptor: int) -> None:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(os, "fsync", failing)
+        with pytest.raises(StoreError, match="Input/output error"):
+            buffer.flush()
+        monkeypatch.undo()
+        records = read_journal(buffer._store._journal_path).records
+        assert sum(isinstance(record, Flushed) for record in records) == 1
+
+
+def name_of(descriptor: int) -> str:
+    return Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+
+
+@pytest.mark.parametrize("reopens", [False, True])
+def test_an_open_episode_that_lost_all_its_steps_begins_anew(tmp_path: Path, reopens: bool) -> None:
+    buffer = EpisodeSliceBuffer(tmp_path, 20, 4)
+    buffer.add({"step": np.arange(5)}, episode="slow", last=False)
+    if reopens:
+        buffer._store._compact()
+        buffer.close()
+        buffer = EpisodeSliceBuffer(tmp_path, 20, 4)
+    assert buffer.is_open("slow")
+    buffer.add({"step": np.arange(20)})
+    assert not buffer.is_open("slow")
+    buffer.add({"step": np.arange(5, 10)}, episode="slow")
+    assert buffer.stats()["num_episodes"] == 2
+    assert set(buffer.sample(200)["step"][:, 0].tolist()) == {*range(5, 17), 5, 6}
+    buffer.close()
+
+
 def test_a_machine_that_stops_before_anything_is_overwritten_loses_only_what_was_not_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +274,8 @@ def test_a_full_disk_is_an_error_and_nothing_of_the_episode_is_in(
         assert after["position"] == before["position"]
         assert after["head"] == before["head"]
         assert after["columns"]["run_at"][-1] == before["columns"]["run_at"][-1]
+        journal = buffer._store._journal_path
+        assert read_journal(journal).stop == journal.stat().st_size
         assert feed(buffer, 300)
     with ring(tmp_path) as buffer:
         found = content(buffer)
@@ -316,7 +362,8 @@ def test_a_reader_follows_the_writer_and_never_sees_what_is_being_overwritten(
             return gather(*arguments, **options)
 
         monkeypatch.setattr(slice_buffer, "gather", slow)
-        assert reader.sample(20)["offset"].min() > behind[0]
+        content(reader)
+        assert offset > behind[0]
 
 
 def test_a_reader_stays_with_a_buffer_that_became_another(tmp_path: Path) -> None:
@@ -335,7 +382,9 @@ def test_what_is_saved_is_a_copy_that_opens_by_itself_and_can_be_become_again(tm
     with ring(tmp_path / "ring") as buffer:
         for offset in range(300):
             feed(buffer, offset)
-        buffer.save(tmp_path / "saved")
+        for _time in range(2):
+            buffer.save(tmp_path / "saved")
+            assert len(list((tmp_path / "saved").glob("*.journal"))) == 1
         draws = buffer._store.state.draws
         saved = content(buffer)
         for offset in range(300, 500):
