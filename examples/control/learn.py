@@ -8,6 +8,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -59,6 +60,11 @@ def wait(condition: Callable[[], object], filler: TrajectoryFiller) -> None:
         time.sleep(0.01)
 
 
+def enough(windows: TrajectoryReplayBuffer, slices: HilEpisodeBuffer, trajectories: int) -> bool:
+    """Whether so many trajectories are there, and something of the policy and of the expert."""
+    return windows.is_ready(trajectories) and slices.auto.size() > 0 and slices.hil.size() > 0
+
+
 def learn(
     first: Parameters,
     versions: int,
@@ -71,8 +77,7 @@ def learn(
     fast, slow = (jax.tree.map(jnp.array, first) for _ in range(2))
     state, version = OPTIMIZER.init(fast), 0
     while version < versions:
-        least = (version + 1) * TRAJECTORIES_A_VERSION
-        wait(lambda least=least: windows.is_ready(least) and slices.auto.size() and slices.hil.size(), filler)
+        wait(partial(enough, windows, slices, (version + 1) * TRAJECTORIES_A_VERSION), filler)
         for _ in range(UPDATES_A_VERSION):
             drawn = needed(windows.sample(WINDOW_STEPS)), needed(slices.sample(SLICES))
             fast, slow, state = update(fast, slow, state, *drawn)

@@ -101,7 +101,8 @@ def main() -> None:
             max_episode_length=MAX_STEPS,
         )
         announce_ready()
-        version, parameters, sent = -1, {}, 0
+        version, sent = -1, 0
+        parameters: Parameters = {}
         while not stop.is_set():
             if (state := weights.get_state(version)) is not None:
                 (version, parameters), sent = state, 0

@@ -23,7 +23,7 @@ MOVES = np.array([(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)])
 Observation = dict[str, NDArray[Any]]
 
 
-class Reach(gymnasium.Env[Observation, int]):
+class Reach(gymnasium.Env[Any, Any]):
     """Walk to the target: five moves, 24 steps at most. Seen as four numbers, or as an image of 16x16 pixels."""
 
     def __init__(self, *, image: bool = False) -> None:
@@ -83,7 +83,8 @@ def rewards(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]
     for seen in (before, after):
         agent, target = cells(seen)
         left.append(np.abs(agent - target).sum(-1))
-    return ((left[1] == 0) + 0.1 * (left[0] - left[1]) - 0.05).astype(np.float32)
+    gained: NDArray[np.float32] = ((left[1] == 0) + 0.1 * (left[0] - left[1]) - 0.05).astype(np.float32)
+    return gained
 
 
 def judge(trajectory: Trajectory) -> Trajectory:
