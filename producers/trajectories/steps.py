@@ -91,10 +91,11 @@ def leaves_of(step: ChunkStepResult, width: int) -> dict[str, NDArray[Any]]:
 
 def control_modes_of(step: ChunkStepResult, width: int) -> list[int]:
     """Who acts, by column. Raises RecordError for what is no control mode of each of them."""
-    modes = np.asarray(step.control_modes)
-    if modes.dtype.kind not in "biu" or modes.shape not in ((), (width,)) or not np.isin(modes, CONTROL_MODES).all():
+    given = np.asarray(step.control_modes)
+    modes = [given.item()] * width if given.ndim == 0 else given.tolist()
+    if given.dtype.kind not in "biu" or given.ndim > 1 or len(modes) != width or not set(modes) <= set(CONTROL_MODES):
         raise RecordError(f"control_modes is {step.control_modes!r}; give 0 (policy) or 1 (human), or {width} of them")
-    return [int(mode) for mode in np.broadcast_to(modes, width)]
+    return [int(mode) for mode in modes]
 
 
 def _is_empty(value: Any) -> bool:
