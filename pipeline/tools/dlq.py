@@ -1,7 +1,7 @@
 """`rollstream dlq`: dead letters listed, shown, and sent again, mended where a script can mend them.
 
-Sending again is one transaction: the records go to `rollouts` and a note of each to `dead-letters`, all or nothing, so
-that no letter is sent twice however often it is asked for.
+Sending again is one transaction: the records go where they were, to `rollouts` or `unlabelled`, and a note of each to
+`dead-letters`, all or nothing, so that no letter is sent twice however often it is asked for.
 """
 
 import argparse
@@ -26,12 +26,14 @@ from topics.codec import decode, encode
 from topics.config import KafkaConfig
 from topics.errors import ConfigurationError, DeliveryError, RecordError, TopicError
 from topics.keys import encode_key
-from topics.records import GroupCancelled, Rollout
+from topics.records import GroupCancelled, Rollout, TrajectoryRecord
+from topics.trajectories import from_record
 from topics.validation import cancellation_problems, problems
 
 _WIDTH = 44
 _TIMEOUT_S = 30.0
-Fix = Callable[[bytes | None, bytes | None, dict[str, str]], "Rollout | GroupCancelled | bytes | None"]
+Mended = Rollout | GroupCancelled | TrajectoryRecord
+Fix = Callable[[bytes | None, bytes | None, dict[str, str]], "Mended | bytes | None"]
 """A script's function `fix(value, key, headers)`: a record, its bytes, or None for a letter to be left."""
 
 
@@ -230,12 +232,21 @@ def _mended(letter: Letter, fix: Fix | None) -> tuple[str, bytes, bytes]:
         value = made if isinstance(made, bytes) else encode(made)
     except RecordError as error:
         return str(error), b"", b""
-    if not isinstance(record, Rollout | GroupCancelled):
-        return f"a {type(record).__name__} does not belong in rollouts", b"", b""
+    if not isinstance(record, TrajectoryRecord if letter.topic == "unlabelled" else Rollout | GroupCancelled):
+        return f"a {type(record).__name__} does not belong in {letter.topic}", b"", b""
+    if isinstance(record, TrajectoryRecord):
+        return _unsound(record), encode_key(record.environment, record.metadata.worker_id), value
     found = problems(record) if isinstance(record, Rollout) else cancellation_problems(record)
-    if found:
-        return "; ".join(found), b"", b""
-    return "", encode_key(record.environment, record.example_id), value
+    return "; ".join(found), encode_key(record.environment, record.example_id), value
+
+
+def _unsound(record: TrajectoryRecord) -> str:
+    """What is wrong with a trajectory, if something is."""
+    try:
+        from_record(record)
+    except RecordError as error:
+        return str(error)
+    return ""
 
 
 def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> set[int]:
@@ -258,7 +269,7 @@ def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> se
         producer.begin_transaction()
         for letter, key, value in mine:
             source = {"rollstream.redriven.from": str(letter.offset)}
-            producer.produce(topic_name(run, "rollouts"), value, key, headers=dict(source), on_delivery=delivered)
+            producer.produce(topic_name(run, letter.topic), value, key, headers=dict(source), on_delivery=delivered)
             note = {REDRIVEN: str(letter.offset), "rollstream.redriven.time": str(time.time())}
             producer.produce(
                 topic_name(run, "dead-letters"), None, letter.key, 0, headers=dict(note), on_delivery=delivered

@@ -1,6 +1,7 @@
 """Trajectories on a real broker: sent in order, labelled exactly once whoever dies, filled into buffers from where they
 stand."""
 
+import json
 import os
 import subprocess
 import sys
@@ -351,3 +352,31 @@ def test_buffers_killed_while_they_are_filled_are_in_the_end_as_if_they_had_not_
 def full(number: int) -> dict[str, np.ndarray]:
     values = np.full((4, 1), number, np.int64)
     return {"actions": values, "rewards": values.astype(np.float32), "obs": np.full((4, 1, 200), number, np.int32)}
+
+
+@pytest.mark.long
+def test_what_a_labeler_refused_is_sent_again_once_it_is_mended(run: RealRun) -> None:
+    send(run, [numbered(number) for number in (54, 55, 155)], "unlabelled")
+    run.send_bytes("unlabelled", b"no trajectory", b"key")
+
+    def letters() -> list[Message]:
+        return [letter for letter in messages(run, "dead-letters") if letter.value() is not None]
+
+    before = run.start("label", "tests.trajectories:double")
+    eventually(lambda: len(letters()) == 3, 30, "three are refused")
+    before.terminate()
+    before.wait()
+    for sent in (2, 0):
+        done = subprocess.run(
+            run.command("dlq", "redrive", "--json"),
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd=run.directory,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        answer = json.loads(done.stdout)
+        assert (len(answer["redriven"]), len(answer["left"])) == (sent, 1), "each once, and poison never"
+    run.start("label", "tests.trajectories:mended")
+    eventually(lambda: sorted(labelled_of(run)) == ["w0-155", "w0-54", "w0-55"], 30, "they are labelled")
+    assert len(letters()) == 3
