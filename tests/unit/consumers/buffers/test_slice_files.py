@@ -57,16 +57,19 @@ def ring(directory: str | Path, **options: Any) -> EpisodeSliceBuffer:
     return EpisodeSliceBuffer(directory, CAPACITY, 10, seed=3, **options)
 
 
-def feed(buffer: EpisodeSliceBuffer, offset: int) -> bool:
-    """What lies at an offset: the next of four writers' episodes, which come in parts of different lengths."""
-    writer, part = offset % 4, offset // 4
+def tree_of(offset: int) -> dict[str, Any]:
     steps = 5 + offset % 13
-    tree = {
+    return {
         "offset": np.full(steps, offset),
         "image": np.full((steps, 8, 8, 3), offset % 251, np.uint8),
         "step": np.arange(steps),
     }
-    return buffer.add(tree, at=(0, offset), episode=f"{writer}-{part // 3}", last=part % 3 == 2)
+
+
+def feed(buffer: EpisodeSliceBuffer, offset: int) -> bool:
+    """What lies at an offset: the next of four writers' episodes, which come in parts of different lengths."""
+    writer, part = offset % 4, offset // 4
+    return buffer.add(tree_of(offset), at=(0, offset), episode=f"{writer}-{part // 3}", last=part % 3 == 2)
 
 
 def content(buffer: EpisodeSliceBuffer) -> dict[str, Any]:
@@ -128,23 +131,22 @@ def test_who_is_killed_at_any_moment_finds_all_that_was_added_and_goes_on_as_if_
     assert found == never_killed(tmp_path / "other", read + 5)
 
 
-def test_a_tail_that_a_kill_tore_is_cut_off_wherever_it_is_torn(tmp_path: Path) -> None:
-    with ring(tmp_path / "ring") as buffer:
-        for offset in range(3):
-            feed(buffer, offset)
-        buffer._store.add([], (0, 3))
+@pytest.mark.parametrize("left", [0, 1, 7, 8, 9, 250, -1])
+def test_a_tail_that_a_kill_tore_is_cut_off_wherever_it_is_torn(tmp_path: Path, left: int) -> None:
+    """So much is left of the last record, which is longer than what is written when the buffer is opened."""
+    with ring(tmp_path) as buffer:
+        feed(buffer, 0)
         journal = buffer._store._journal_path
+        before = read_journal(journal).stop
+        buffer.add(tree_of(1), at=(0, 1), episode="x" * 300, last=False)
         whole = journal.read_bytes()
-        stop = read_journal(journal).stop
-        last = stop - 8 - len(b"\x94\xa1a\x90\x92\x00\x03\x00")
-    for end in range(last, stop):
-        journal.write_bytes(whole[:end])
-        with ring(tmp_path / "ring") as buffer:
-            assert buffer.position == {0: 3}
-            assert read_journal(journal).stop == journal.stat().st_size
-            assert buffer.skip((0, 3))
-        with ring(tmp_path / "ring") as buffer:
-            assert buffer.position == {0: 4}
+    journal.write_bytes(whole[: before + left] if left >= 0 else whole[:left])
+    with ring(tmp_path) as buffer:
+        assert buffer.position == {0: 1}
+        assert read_journal(journal).stop == journal.stat().st_size
+        assert buffer.skip((0, 1))
+    with ring(tmp_path) as buffer:
+        assert buffer.position == {0: 2}
 
 
 def test_damage_within_the_journal_is_an_error_with_a_remedy(tmp_path: Path) -> None:
