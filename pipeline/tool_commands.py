@@ -91,6 +91,7 @@ def add_tools(commands: "Commands") -> None:
     _add_dlq(commands)
     _add_exclude(commands)
     _add_cat(commands)
+    _add_trajectories(commands)
     top = add_command(
         commands,
         "top",
@@ -341,3 +342,48 @@ def _add_cat(commands: "Commands") -> None:
     cat.add_argument("--policy-version", type=int, metavar="V", help="about this policy version only")
     cat.add_argument("--since", metavar="TIME", help="from this time on: ISO 8601, seconds since 1970, -SECONDS ago")
     cat.add_argument("--until", metavar="TIME", help="before this time only")
+
+
+def _add_trajectories(commands: "Commands") -> None:
+    trajectories = commands.add_parser("trajectories", help="saved trajectory buffers: show, merge, split")
+    actions = trajectories.add_subparsers(dest="action", metavar="COMMAND", required=True)
+    where = "pipeline.tools.trajectories"
+    show = add_command(
+        actions,
+        "show",
+        f"{where}:show",
+        "show what a directory of trajectories holds",
+        example="rollstream trajectories show checkpoints/100",
+        json=True,
+    )
+    show.add_argument("directory", type=Path, metavar="DIRECTORY", help="a checkpoint, or what a buffer saves to")
+    show.add_argument("--check", action="store_true", help="read every file, and compare checksums where it has them")
+    merge = add_command(
+        actions,
+        "merge",
+        f"{where}:merge",
+        "make one checkpoint of several; trajectories get new ids",
+        example="rollstream trajectories merge checkpoints/100 --into checkpoints/whole",
+        json=True,
+    )
+    merge.add_argument(
+        "source", nargs="+", type=Path, metavar="SOURCE", help="a checkpoint, or a directory of rank_0, rank_1, ..."
+    )
+    merge.add_argument("--into", type=Path, required=True, metavar="DIRECTORY", help="a new directory")
+    split = add_command(
+        actions,
+        "split",
+        f"{where}:split",
+        "make several checkpoints of one, or one of its oldest trajectories",
+        example="rollstream trajectories split checkpoints/whole --into checkpoints/100 --parts 4",
+        json=True,
+    )
+    split.add_argument("source", type=Path, metavar="SOURCE", help="a checkpoint")
+    split.add_argument("--into", type=Path, required=True, metavar="DIRECTORY", help="a new directory")
+    how = split.add_mutually_exclusive_group(required=True)
+    how.add_argument("--parts", type=int, metavar="N", help="rank_0 to rank_N-1, as N ranks would load it")
+    how.add_argument("--first", type=int, metavar="N", help="the N oldest")
+    for command in (show, merge, split):
+        command.add_argument(
+            "--allow-pickle", action="store_true", help="load pkl files, which run what their writer put into them"
+        )

@@ -7,8 +7,9 @@ two buffers of a seed give the same. Safe to add to, draw from and save in sever
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -26,6 +27,9 @@ from consumers.buffers.trajectory_shelf import TrajectoryShelf
 from topics.errors import ConfigurationError, RecordError, RollstreamError
 from topics.trajectories import Trajectory, flatten, nest
 
+_FIELDS = [field.name for field in fields(Trajectory) if field.name != "arrays"]
+_fields_of = attrgetter(*_FIELDS)
+
 
 class NothingToSample(RollstreamError):
     """A buffer is asked for samples, and holds none."""
@@ -34,9 +38,10 @@ class NothingToSample(RollstreamError):
 class _Kept(NamedTuple):
     """What the cache does not have of a trajectory in memory."""
 
-    trajectory: Trajectory
-    """Without arrays."""
+    fields: tuple[Any, ...]
+    """All but the arrays."""
     bootstrapped: Mapping[str, NDArray[Any]]
+    """Arrays that have rows besides."""
 
 
 class TrajectoryReplayBuffer:
@@ -400,11 +405,12 @@ class TrajectoryReplayBuffer:
         steps, width = entry.about.steps, entry.about.width
         rows = self._shelf.cached_rows(place)
         arrays = {path: array.reshape(steps, width, *array.shape[1:]) for path, array in rows.items()}
-        return Checked(kept.trajectory, {**arrays, **kept.bootstrapped}, steps, width, self._shelf.layout)
+        trajectory = Trajectory(arrays={}, **dict(zip(_FIELDS, kept.fields, strict=True)))
+        return Checked(trajectory, {**arrays, **kept.bootstrapped}, steps, width, self._shelf.layout)
 
 
 def _kept(part: Checked) -> _Kept:
-    return _Kept(replace(part.trajectory, arrays={}), bootstrapped(part.arrays, part.steps))
+    return _Kept(_fields_of(part.trajectory), bootstrapped(part.arrays, part.steps))
 
 
 def _nothing_fetched(entry: object) -> Fetched:

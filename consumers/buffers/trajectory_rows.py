@@ -73,7 +73,8 @@ def checked(trajectory: Trajectory) -> Checked | None:
     Raises RecordError, naming all that is wrong, for one that is unsound; that of no environment may be nameless here.
     """
     shape = trajectory.shape
-    found = replace(trajectory, environment=trajectory.environment or "-").problems()
+    named = trajectory if trajectory.environment else replace(trajectory, environment="-")
+    found = named.problems()
     if found:
         raise RecordError(f"trajectory {trajectory.uid!r} of {trajectory.environment!r}: {'; '.join(found)}")
     if shape is None:

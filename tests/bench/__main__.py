@@ -25,6 +25,7 @@ from tests.bench import (
     produce_row,
     restore_row,
     slice_row,
+    trajectory_row,
 )
 from tests.bench.measure import LatencyRow, Row, Settings
 from topics.config import KafkaConfig
@@ -44,10 +45,13 @@ ROWS: dict[str, Callable[[Settings], Row | LatencyRow]] = {
     "buffer": buffer_row.measure,
     "slices": slice_row.row("slices", images=False),
     "slices-images": slice_row.row("slices-images", images=True),
+    "trajectories": trajectory_row.row("trajectories", images=False),
+    "trajectories-img": trajectory_row.row("trajectories-img", images=True),
     "feed": learner_rows.measure_feed,
     "learn": learner_rows.measure_learn,
 }
-_NO_BROKER = {"codec", "buffer", "slices", "slices-images", "fold-1k", "fold-10k", "fold-100k"}
+_FILES = {"slices", "slices-images", "trajectories", "trajectories-img"}
+_NO_BROKER = {"codec", "buffer", *_FILES, "fold-1k", "fold-10k", "fold-100k"}
 _WIDTH = 80
 
 

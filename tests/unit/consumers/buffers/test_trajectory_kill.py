@@ -56,7 +56,8 @@ def whole(directory: Path, acknowledged: int) -> int:
         assert of.trajectory_ids == list(range(max(0, position - 12), position))
         assert len(list(directory.glob("trajectory_*_*.npz"))) == len(of)
         assert not list(directory.glob("*.unfinished"))
-        assert {row // 1000 for _ in range(30) for row in untorn(of.sample(10), 10)} == set(of.trajectory_ids)
+        count = min(10, of.total_samples)
+        assert {row // 1000 for _ in range(60) for row in untorn(of.sample(count), count)} == set(of.trajectory_ids)
         assert of._store is not None
         for place, number in enumerate(of.trajectory_ids):
             path = of._store.path(of._shelf.index[place])
