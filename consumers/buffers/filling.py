@@ -81,7 +81,7 @@ def put(buffers: Sequence[Fillable], at: Place, value: bytes | None) -> list[str
 
 
 class TrajectoryFiller:
-    """Fills buffers from a run's `trajectories`. `poll`, `fill` and the thread that `start` begins exclude each other.
+    """Fills buffers from a run's `trajectories`, by `poll` and `fill` or in the thread that `start` begins.
 
     Records of a partition come in their order; those of several in no order that would be the same another time.
 
@@ -129,6 +129,8 @@ class TrajectoryFiller:
         Raises TopicError, BrokerUnavailable, and what buffers raise besides RecordError. A filler that failed stays
         so: another one goes on from the positions.
         """
+        if self._thread is not None and self._thread is not threading.current_thread():
+            raise ConfigurationError("this filler fills in a thread of its own; leave polling to that")
         self.check()
         try:
             return self._poll(timeout_s)
@@ -225,9 +227,9 @@ class TrajectoryFiller:
 
     def _remember_topic(self, path: Path | None) -> None:
         """Refuse another topic than the one the buffers hold records of."""
-        identity = [self._topic, clients.topic_ids(self._kafka, [self._topic])[self._topic]]
         if path is None:
             return
+        identity = [self._topic, clients.topic_ids(self._kafka, [self._topic])[self._topic]]
         known = read_json(path) if path.exists() else identity
         if known != identity and any(buffer.position for buffer in self._buffers):
             raise TopicError(

@@ -27,7 +27,7 @@ from tests.waiting import eventually
 from topics import clients, provisioning
 from topics.codec import decode
 from topics.config import KafkaConfig
-from topics.errors import RecordError, RecordTooLarge, StateRefused, TopicError
+from topics.errors import ConfigurationError, RecordError, RecordTooLarge, StateRefused, TopicError
 from topics.keys import encode_key, partition_of
 from topics.records import RolloutMetadata, same
 from topics.trajectories import Trajectory, from_record, to_record
@@ -193,6 +193,8 @@ def test_a_filler_goes_on_where_each_of_its_buffers_stands(run: RealRun, tmp_pat
         send(run, of_two(range(30, 34)))
         eventually(lambda: len(fresh.uids) == 34, 30, "what comes meanwhile, too")
         going.check()
+        with pytest.raises(ConfigurationError, match="thread of its own"):
+            going.poll()
     assert sorted(again.uids) == uids(range(20, 34)), "nothing twice, and nothing left out"
     assert sorted(fresh.uids) == uids(range(34))
 
