@@ -173,7 +173,7 @@ class TrajectoryReplayBuffer:
 
     # ------------------------------------------------------------------ out
 
-    def sample(self, num_chunks: int, /) -> dict[str, Any]:
+    def sample(self, num_chunks: int) -> dict[str, Any]:
         """min(`num_chunks`, N) steps as a nested dict of arrays [n, ...], drawn uniformly with replacement from the N
         of the window: the newest `sample_window_size` trajectories, or all where that is 0. Each is fetched once.
 

@@ -113,7 +113,7 @@ def write_checkpoint(
             if not folder and entry.trajectory_id in known and path.exists():
                 continue
             _bring(path, source(place), formats(entry.about.format))
-        _sync(directory, directory / folder)
+        _sync(directory, *([directory / folder] if folder and len(content) else []))
         _write_for_others(directory, content, format_name)
         write_content(directory, content)
         sweep(directory, content)

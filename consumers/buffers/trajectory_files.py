@@ -117,7 +117,8 @@ class TrajectoryStore:
         """Go on after `close`. Raises StoreError where the directory is in use, or was changed since."""
         if self._lock >= 0:
             return
-        make_directory(self.directory)
+        with said_of(self.directory):
+            make_directory(self.directory)
         self._lock = _locked(self.directory)
         try:
             if not (self.directory / NAME).exists() and any(
@@ -290,7 +291,12 @@ class TrajectoryStore:
 
 
 def sweep(directory: Path, content: Content) -> None:
-    """Delete what killed writers left in a directory: files that its content does not name. Raises OSError."""
+    """Delete what killed writers left in a directory: files that its content does not name. Raises StoreError."""
+    with said_of(directory):
+        _sweep(directory, content)
+
+
+def _sweep(directory: Path, content: Content) -> None:
     remove_unfinished(directory)
     ids = content.entries["id"]
     here = np.array([not about.folder for about in content.abouts], bool)

@@ -192,9 +192,10 @@ class TrajectoryIndex:
     def over(self, max_trajectories: int, max_bytes: int) -> int:
         """How many of the oldest have to leave for the others to be within the bounds; 0 is no bound."""
         count = max(0, len(self) - max_trajectories) if max_trajectories else 0
-        excess = self.size_bytes - max_bytes
-        if max_bytes and excess > 0:
-            count = max(count, int(np.searchsorted(np.cumsum(self._sizes.all), excess)) + 1)
+        left = self.size_bytes - int(self._sizes.all[:count].sum())
+        while max_bytes and left > max_bytes:
+            left -= int(self._sizes.all[count])
+            count += 1
         return count
 
     def window(self, size: int) -> Window:

@@ -77,8 +77,8 @@ class TrajectoryShelf:
         drawn = (generator.random(count) * window.samples).astype(np.int64)
         drawn = np.minimum(drawn, window.samples - 1) + window.base
         places = np.searchsorted(window.ends, drawn, side="right")
-        starts = np.append(window.base, window.ends[:-1])
-        return self._gather(places + window.first, drawn - starts[places])
+        starts = np.where(places > 0, window.ends[places - 1], window.base)
+        return self._gather(places + window.first, drawn - starts)
 
     def become(self, content: Content) -> None:
         """Hold what a journal says; of its newest trajectories as many as fit are fetched into the cache."""

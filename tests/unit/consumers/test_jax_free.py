@@ -20,6 +20,8 @@ JAX_FREE = (
     "consumers.learner.intake",
     "consumers.learner.replay",
     "consumers.buffers.rollout_buffer",
+    "consumers.buffers.trajectory_dataset",
+    "consumers.buffers.trajectory_buffer",
     "consumers.buffers.filling",
     "consumers.labelling.stage",
     "consumers.buffers.episode_hil",

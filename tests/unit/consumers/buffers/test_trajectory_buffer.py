@@ -418,6 +418,34 @@ def test_a_write_that_fails_is_raised_at_the_next_call_and_made_up_for(tmp_path:
         assert (again.trajectory_ids, again.position) == ([0, 1, 2], {0: 2})
 
 
+def test_an_index_on_a_full_disk_names_nothing_twice_and_nothing_wrong(tmp_path: Path) -> None:
+    """Texts that did not reach the disk come again with the entries that need them."""
+    of = buffer(tmp_path, True)
+    of.add(trajectory(0), at=(0, 0))
+    of.flush()
+    assert of._store is not None
+    journal = of._store._journal
+    whole, journal._descriptor = journal._descriptor, os.open("/dev/full", os.O_RDWR)
+    of.add(trajectory(1, steps=5, weights="new"), at=(0, 1))
+    with pytest.raises(StoreError, match="No space left"):
+        of.flush()
+    eventually(lambda: of._store and of._store._failure, 10, "the second attempt failed")
+    os.close(journal._descriptor)
+    journal._descriptor = whole
+    eventually(lambda: of.flush() is None, 10, "an attempt succeeded")
+    of.add(trajectory(2, steps=5, weights="new"), at=(0, 2))
+    of.close()
+    with buffer(tmp_path, True, enable_cache=False) as again:
+        assert (again.trajectory_ids, again.position, again.total_samples) == ([0, 1, 2], {0: 3}, 28)
+        assert {row // 1000 for row in untorn(again.sample(28), 28)} == {0, 1, 2}
+
+
+def test_a_path_that_cannot_be_a_directory_is_an_error_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "buffer").write_text("a file")
+    with pytest.raises(StoreError, match="cannot be written"):
+        buffer(tmp_path, True)
+
+
 def test_files_that_no_index_names_are_gone_when_it_is_opened(tmp_path: Path) -> None:
     """As a writer leaves them that is killed between a file and the journal."""
     with buffer(tmp_path, True) as of:

@@ -301,6 +301,17 @@ def test_a_directory_that_rlinf_wrote_is_loaded(tmp_path: Path, into_files: bool
     assert [found.model_weights_id for found in stored(tmp_path / "ours")] == ["weights0", "weights1", "weights2", "w"]
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_checkpoint_may_take_the_place_of_one_of_rlinf(tmp_path: Path, number: int) -> None:
+    foreign(tmp_path / "theirs", {n: document(n) for n in range(2)})
+    of = buffer(tmp_path, False)
+    of.add_trajectories([trajectory(5)] * number)
+    of.save(tmp_path / "theirs")
+    assert len(stored(tmp_path / "theirs")) == number
+    of.save(tmp_path / "theirs")
+    assert len(list((tmp_path / "theirs").glob("**/trajectory_*_*.*"))) == number
+
+
 def test_entries_of_rlinf_that_have_no_file_are_left_out_and_that_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
