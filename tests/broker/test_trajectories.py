@@ -1,11 +1,14 @@
 """Trajectories on a real broker: sent in order, labelled exactly once whoever dies, filled into buffers from where they
 stand."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,10 @@ from consumers.buffers.filling import Place, TrajectoryFiller
 from consumers.buffers.slice_buffer import EpisodeSliceBuffer
 from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
 from consumers.grouping.bootstrap import committed_offsets
+from consumers.labelling.config import LabellingConfig
 from consumers.labelling.positions import SOURCE, ensure_positions
+from consumers.labelling.stage import LabellingProcess, Part
+from consumers.transactions import OwnershipLost
 from producers.sending import Delivery
 from producers.trajectories.producer import TrajectoryProducer
 from tests.runs import RealRun
@@ -286,6 +292,33 @@ def test_labellers_that_come_and_go_share_the_work_and_label_everything_exactly_
     assert third.wait(30) == 0
     assert sorted(labelled_of(run)) == expected
     assert len(list(messages(run, "dead-letters"))) == 10
+
+
+@pytest.mark.long
+def test_what_was_aborted_is_read_and_labelled_again(run: RealRun) -> None:
+    send(run, [numbered(number, worker=f"w{number % 4}") for number in range(1, 200)], "unlabelled")
+    config = LabellingConfig(max_poll_records=4)
+    process = LabellingProcess(double, run.kafka, run.name, config, 0, lambda: None)
+    commit, calls = process._publisher.publish, itertools.count()
+
+    def lost_now_and_then(parts: Sequence[Part]) -> None:
+        if next(calls) % 3 == 1:
+            raise OwnershipLost("as after an abort")
+        commit(parts)
+
+    process._publisher.publish = lost_now_and_then  # type: ignore[method-assign]
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(process.run, stop)
+        expected = sorted(f"w{n % 4}-{n}" for n in range(1, 200) if n % 10 and n % 100 != 55)
+        try:
+            eventually(lambda: len(labelled_of(run)) >= len(expected), 60, "everything is labelled")
+        finally:
+            stop.set()
+        counts = running.result(30)
+    assert sorted(labelled_of(run)) == expected
+    assert counts == (len(expected), 19, 2)
+    assert len(list(messages(run, "dead-letters"))) == 2
 
 
 @pytest.mark.long
