@@ -14,12 +14,13 @@ import re
 import shutil
 import threading
 import urllib.parse
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -109,17 +110,18 @@ class TrajectoryStore:
         self._failure: Exception | None = None
         self._writing = False
         self._executor: ThreadPoolExecutor | None = None
-        self._lock = -1
+        self._lock: weakref.finalize[Any, Any] | None = None
         self._records = 0
         self.open()
 
     def open(self) -> None:
         """Go on after `close`. Raises StoreError where the directory is in use, or was changed since."""
-        if self._lock >= 0:
+        if self.is_open:
             return
         with said_of(self.directory):
             make_directory(self.directory)
-        self._lock = _locked(self.directory)
+        # Also given back when nobody refers to the store any more, as when a notebook's cell is run again.
+        self._lock = weakref.finalize(self, os.close, _locked(self.directory))
         try:
             if not (self.directory / NAME).exists() and any(
                 _FILE.fullmatch(name) for name in os.listdir(self.directory)
@@ -134,7 +136,7 @@ class TrajectoryStore:
             self.content = self._journal.content
             sweep(self.directory, self.content)
         except BaseException:
-            self._unlock()
+            self._lock()
             raise
         self._encoder = self._journal.encoder()
         self._held = len(self.content.entries)
@@ -143,7 +145,7 @@ class TrajectoryStore:
     @property
     def is_open(self) -> bool:
         """Whether it may be written to."""
-        return self._lock >= 0
+        return self._lock is not None and self._lock.alive
 
     # ------------------------------------------------------------------ in
 
@@ -185,10 +187,11 @@ class TrajectoryStore:
             return
         self.flush()
         assert self._executor is not None
+        assert self._lock is not None
         self._executor.shutdown()
         self._records = self._journal.records
         self._journal.close()
-        self._unlock()
+        self._lock()
 
     # ------------------------------------------------------------------ out
 
@@ -284,10 +287,6 @@ class TrajectoryStore:
         except Exception as error:
             return error
         return None
-
-    def _unlock(self) -> None:
-        os.close(self._lock)
-        self._lock = -1
 
 
 def sweep(directory: Path, content: Content) -> None:

@@ -1,5 +1,6 @@
 """The trajectory buffer as a user meets it, in memory and on disk."""
 
+import gc
 import inspect
 import os
 import threading
@@ -383,6 +384,21 @@ def test_a_directory_has_one_writer(tmp_path: Path) -> None:
         other.add(trajectory(0))
     with pytest.raises(StoreError, match="written to by others"):
         of.add(trajectory(1))
+
+
+def test_a_buffer_that_nobody_refers_to_lets_go_of_its_directory(tmp_path: Path) -> None:
+    of = buffer(tmp_path, True)
+    of.add(trajectory(0))
+    of.flush()
+    del of
+
+    def opened() -> TrajectoryReplayBuffer:
+        gc.collect()
+        return buffer(tmp_path, True)
+
+    # The writer's thread may have been the last to let go of it.
+    with eventually(opened, 10, "the directory is free") as again:
+        assert again.trajectory_ids == [0]
 
 
 def test_a_directory_of_another_program_is_not_written_to(tmp_path: Path) -> None:
