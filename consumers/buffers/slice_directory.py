@@ -1,7 +1,7 @@
 """What lies in a slice buffer's directory: which files count, and who may write there.
 
-Files carry the name of a generation, and a small JSON file names the one that counts: so a whole buffer is replaced by
-replacing that file.
+A small JSON file names those that count, and no name is used twice: so a whole buffer is replaced by replacing that
+file.
 """
 
 import fcntl
@@ -23,20 +23,15 @@ _VERSION = 1
 class Manifest:
     """Which files make up a buffer."""
 
-    generation: str
+    journal: str
     capacity: int
     """Steps of the ring."""
     arrays: tuple[ArraySpec, ...] = ()
     """None before the first episode."""
 
-    @property
-    def journal(self) -> str:
-        """Name of the journal."""
-        return f"{self.generation}.journal"
 
-
-def new_generation() -> str:
-    """A name that no file there has."""
+def new_name() -> str:
+    """Beginning of names that no file there has."""
     return uuid.uuid4().hex[:12]
 
 
@@ -47,7 +42,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         if value["version"] != _VERSION:
             raise ValueError(f"version {value['version']}")
         return Manifest(
-            generation=str(value["generation"]),
+            journal=str(value["journal"]),
             capacity=int(value["capacity"]),
             arrays=tuple(ArraySpec.of_dict(spec) for spec in value["arrays"]),
         )
@@ -64,20 +59,21 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     value = {
         "version": _VERSION,
         "capacity": manifest.capacity,
-        "generation": manifest.generation,
+        "journal": manifest.journal,
         "arrays": [spec.as_dict() for spec in manifest.arrays],
     }
     write_json(directory / NAME, value)
 
 
-def remove_all_but(directory: Path, generation: str) -> None:
-    """Delete the files of other generations: a copy that was not finished left them, or one that took their place.
+def remove_all_but(directory: Path, manifest: Manifest) -> None:
+    """Delete files that do not count: a copy that was not finished left them, or one that took their place.
 
     Only for who alone writes there.
     """
     remove_unfinished(directory)
+    named = {manifest.journal, *(spec.file for spec in manifest.arrays)}
     for path in [*directory.glob("*.journal"), *directory.glob("*.bin")]:
-        if not path.name.startswith(generation):
+        if path.name not in named:
             path.unlink(missing_ok=True)
 
 

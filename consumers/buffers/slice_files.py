@@ -35,6 +35,11 @@ class ArraySpec:
     file: str
 
     @property
+    def kind(self) -> tuple[str, str, tuple[int, ...]]:
+        """What it is, wherever it lies."""
+        return self.path, self.dtype, self.shape
+
+    @property
     def row_bytes(self) -> int:
         """Size of a step of it."""
         return dtype_of(self.dtype).itemsize * math.prod(self.shape)
@@ -78,8 +83,10 @@ def check(specs: Sequence[ArraySpec], leaves: Leaves) -> None:
 class RingFiles:
     """The files of some arrays, each `capacity` rows long. Row of a step: its counter modulo the capacity."""
 
-    def __init__(self, directory: Path, specs: Sequence[ArraySpec], capacity: int, *, writable: bool) -> None:
-        """Open them, and make those that are not there where they may be written. Raises StoreError."""
+    def __init__(
+        self, directory: Path, specs: Sequence[ArraySpec], capacity: int, *, writable: bool, new: bool = False
+    ) -> None:
+        """Open them, or make them where they are `new`. Raises StoreError, also where one is not whole."""
         self.specs = tuple(specs)
         self.capacity = capacity
         self._directory = directory
@@ -88,19 +95,20 @@ class RingFiles:
         try:
             with self._failing("opened"):
                 for spec in specs:
-                    self._open(spec, writable)
+                    self._open(spec, writable, new)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, spec: ArraySpec, writable: bool) -> None:
+    def _open(self, spec: ArraySpec, writable: bool, new: bool) -> None:
         path, size_bytes = self._directory / spec.file, spec.row_bytes * self.capacity
-        mode = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
+        mode = (os.O_RDWR if writable else os.O_RDONLY) | (os.O_CREAT | os.O_EXCL if new else 0)
         descriptor = self._files[spec.path] = os.open(path, mode, 0o666)
-        if os.fstat(descriptor).st_size < size_bytes:
-            if not writable:
-                raise StoreError(f"{path} is shorter than {size_bytes} bytes; it is not whole")
+        if new:
             os.ftruncate(descriptor, size_bytes)
+        found = os.fstat(descriptor).st_size
+        if found != size_bytes:
+            raise StoreError(f"{path} has {found} bytes, not {size_bytes}; it is not whole, fill the buffer again")
         ring = np.memmap(path, dtype_of(spec.dtype), mode="r", shape=(self.capacity, *spec.shape))
         self._rings[spec.path] = np.asarray(ring)
 

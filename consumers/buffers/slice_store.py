@@ -17,7 +17,7 @@ from consumers.buffers.slice_directory import (
     NAME,
     Manifest,
     lock_directory,
-    new_generation,
+    new_name,
     read_manifest,
     remove_all_but,
     write_manifest,
@@ -82,7 +82,7 @@ class SliceStore:
             self._close_files()
             raise
         if not self._read_only:
-            remove_all_but(self._directory, manifest.generation)
+            remove_all_but(self._directory, manifest)
         elif manifest != read_manifest(self._directory):
             self._close_files()
             self._open(capacity)
@@ -197,7 +197,7 @@ class SliceStore:
 
     def _begin(self, capacity: int) -> Manifest:
         """Write an empty buffer of no arrays."""
-        manifest = Manifest(generation=new_generation(), capacity=capacity)
+        manifest = Manifest(journal=f"{new_name()}.journal", capacity=capacity)
         write_journal(self._directory / manifest.journal, SliceState(capacity).whole())
         write_manifest(self._directory, manifest)
         return manifest
@@ -237,16 +237,19 @@ class SliceStore:
         """The arrays of the very first step are those that are stored."""
         if self.state.head:
             return
-        specs = specs_of(leaves, self._manifest.generation)
-        if specs == self._manifest.arrays:
+        specs = specs_of(leaves, new_name())
+        if [spec.kind for spec in specs] == [spec.kind for spec in self._manifest.arrays]:
             return
+        files = RingFiles(self._directory, specs, self.capacity, writable=True, new=True)
+        try:
+            sync_directory(self._directory)
+            write_manifest(self._directory, replace(self._manifest, arrays=specs))
+        except BaseException:
+            files.close()
+            raise
         self._files.close()
-        for old in self._manifest.arrays:
-            (self._directory / old.file).unlink(missing_ok=True)
-        self._manifest = replace(self._manifest, arrays=specs)
-        self._files = RingFiles(self._directory, specs, self.capacity, writable=True)
-        sync_directory(self._directory)
-        write_manifest(self._directory, self._manifest)
+        self._files, self._manifest = files, replace(self._manifest, arrays=specs)
+        remove_all_but(self._directory, self._manifest)
 
     def _make_room(self, journal: Journal, stop: int) -> None:
         """Forget what the steps up to counter `stop` will overwrite, on record before a byte of it is."""
@@ -274,13 +277,11 @@ class SliceStore:
     def _copy_to(self, directory: Path) -> None:
         """Write everything to new files there, name them, and delete those that are not named any more."""
         low, whole = self.state.low, self.state.whole()
-        generation = new_generation()
-        arrays = tuple(
-            replace(spec, file=f"{generation}-{number:03}.bin") for number, spec in enumerate(self._manifest.arrays)
-        )
-        manifest = Manifest(generation=generation, capacity=self.capacity, arrays=arrays)
+        name = new_name()
+        arrays = tuple(replace(spec, file=f"{name}-{n:03}.bin") for n, spec in enumerate(self._manifest.arrays))
+        manifest = Manifest(journal=f"{name}.journal", capacity=self.capacity, arrays=arrays)
         try:
-            with closing(RingFiles(directory, arrays, self.capacity, writable=True)) as files:
+            with closing(RingFiles(directory, arrays, self.capacity, writable=True, new=True)) as files:
                 self._files.copy_to(files, min(low, whole.head), whole.head)
                 files.sync()
             before = self._manifest
@@ -290,10 +291,10 @@ class SliceStore:
             write_journal(directory / manifest.journal, whole)
             write_manifest(directory, manifest)
         except BaseException:
-            for name in (manifest.journal, *(spec.file for spec in arrays)):
-                (directory / name).unlink(missing_ok=True)
+            for file in (manifest.journal, *(spec.file for spec in arrays)):
+                (directory / file).unlink(missing_ok=True)
             raise
-        remove_all_but(directory, generation)
+        remove_all_but(directory, manifest)
 
     def _writable(self) -> Journal:
         if self._journal is None:

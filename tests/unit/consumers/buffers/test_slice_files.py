@@ -505,6 +505,41 @@ def test_arrays_of_any_dtype_come_back_as_they_were(tmp_path: Path) -> None:
         assert (drawn[name][0] == leaf).all(), name
 
 
+@pytest.mark.parametrize("damage", ["gone", "short"])
+def test_arrays_that_are_not_whole_are_an_error_and_no_zeros(tmp_path: Path, damage: str) -> None:
+    with ring(tmp_path) as buffer:
+        feed(buffer, 0)
+        path = tmp_path / buffer._store.files.specs[1].file
+    size = path.stat().st_size
+    if damage == "gone":
+        path.unlink()
+    else:
+        os.truncate(path, size - 1)
+    for read_only in (False, True):
+        with pytest.raises(StoreError, match=r"cannot be opened|is not whole"):
+            ring(tmp_path, read_only=read_only)
+    assert not path.exists() or path.stat().st_size == size - 1
+
+
+def test_a_first_episode_that_could_not_be_written_does_not_say_what_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with ring(tmp_path) as buffer, ring(tmp_path, read_only=True) as reader:
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(StoreError, match="No space left on device"):
+            buffer.add({"other": np.zeros(12)})
+        monkeypatch.undo()
+        assert reader.size() == 0
+        assert feed(buffer, 12)
+        assert len(list(tmp_path.glob("*.bin"))) == 3
+        content(reader)
+    with ring(tmp_path) as buffer:
+        content(buffer)
+
+
 def test_what_is_no_directory_of_ours_is_refused(tmp_path: Path) -> None:
     with ring(tmp_path / "ring"):
         pass
