@@ -351,6 +351,8 @@ class TrajectoryReplayBuffer:
 
     def _put(self, part: Checked, at: tuple[int, int] | None) -> None:
         """Add a trajectory and move to the position behind it."""
+        if self._store is not None:
+            self._store.open()  # another thread may have closed it since there was room
         entry = self._shelf.put(part, self.trajectory_format if self._store is not None else "")
         if at is not None:
             self._position[at[0]] = at[1]

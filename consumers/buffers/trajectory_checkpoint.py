@@ -250,7 +250,8 @@ def _content_of(directory: Path, metadata: Any, index: Any, formats: Formats) ->
         if not layout:
             layout = layout_of(kind.arrays(directory / file))
             row_bytes = sum(leaf.row_bytes for leaf in layout)
-        about = About(*map(int, said["shape"][:2]), int(said.get("max_episode_length") or 0), weights, "", name)
+        steps, width = map(int, said["shape"][:2])
+        about = About(steps, width, int(said.get("max_episode_length") or 0), weights, "", name)
         found.counter = number
         uid = said.get("uuid") or Path(file).stem
         found.append(uuid_of(uid), about, row_bytes * about.samples)
