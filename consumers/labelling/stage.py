@@ -21,7 +21,7 @@ from consumers.transactions import ExactlyOnce, OwnershipLost, Refused, fenced
 from topics import clients
 from topics.catalogue import topic_name
 from topics.config import KafkaConfig
-from topics.errors import Fenced
+from topics.errors import BrokerUnavailable, Fenced
 from topics.logs import event
 from topics.metrics import MetricsWriter
 
@@ -121,6 +121,9 @@ class LabellingProcess:
         except KafkaException as exception:
             self._raise_for(exception.args[0])
             return []
+        except SystemError as lost:
+            # The client's way of losing the exception for a fatal error.
+            raise BrokerUnavailable(f"reading {self._topic}: {lost}; start this process again") from lost
         records = []
         for message in clients.with_unreadable(self._consumer, found, self._position):
             error = message.error()
