@@ -126,11 +126,16 @@ class Journal:
     """Appends to a journal, which must be there; whoever has it alone writes."""
 
     def __init__(self, path: Path, stop: int) -> None:
-        """Go on at `stop`; what lies behind it is cut off."""
+        """Go on at `stop`; what lies behind it is cut off. Raises StoreError."""
         self._path = path
-        self._descriptor = os.open(path, os.O_WRONLY)
         self.size_bytes = stop
-        os.ftruncate(self._descriptor, stop)
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY)
+            os.ftruncate(self._descriptor, stop)
+        except OSError as error:
+            raise StoreError(
+                f"{path} cannot be written ({error.strerror or error}); look at the rights there"
+            ) from error
 
     def append(self, record: Record) -> None:
         """Write one record. Raises StoreError where it cannot be written, and then none of it is there."""

@@ -94,9 +94,7 @@ class SliceStore:
 
         Raises StoreError where it cannot be written; what had to make room is gone then.
         """
-        if self._writable().size_bytes > _LEAST_JOURNAL_BYTES + self._whole_bytes + self._whole_bytes // 16:
-            self._compact()
-        journal = self._writable()
+        journal = self._short_journal()
         if parts:
             self._begin_with(parts[0].leaves)
             self._make_room(journal, self.state.head + sum(part.steps for part in parts))
@@ -116,7 +114,7 @@ class SliceStore:
 
     def flush(self) -> None:
         """Have everything that was added on disk. Raises StoreError."""
-        journal = self._writable()
+        journal = self._short_journal()
         self._files.sync()
         journal.append(Flushed(self.state.draws))
         journal.sync()
@@ -264,15 +262,24 @@ class SliceStore:
         journal.append(record)
         self.state.apply(record)
 
+    def _short_journal(self) -> Journal:
+        """The journal, begun anew if it has grown long."""
+        if self._writable().size_bytes > _LEAST_JOURNAL_BYTES + self._whole_bytes + self._whole_bytes // 16:
+            self._compact()
+        return self._writable()
+
     def _compact(self) -> None:
         """Begin the journal anew with what is held, so that it does not grow with what is gone."""
         self._files.sync()
-        whole = self.state.whole()
-        write_journal(self._journal_path, whole, Ahead(self._ahead), Opened(slice_directory.boot()))
-        before, self._whole_bytes = self._journal, self._journal_path.stat().st_size
-        self._journal = Journal(self._journal_path, self._whole_bytes)
-        if before is not None:
-            before.close()
+        before, self._journal = self._journal, None
+        try:
+            write_journal(self._journal_path, self.state.whole(), Ahead(self._ahead), Opened(slice_directory.boot()))
+            self._whole_bytes = self._journal_path.stat().st_size
+        finally:
+            # Also where it failed: whether the new one had its name by then is not known.
+            self._journal = Journal(self._journal_path, self._journal_path.stat().st_size)
+            if before is not None:
+                before.close()
 
     def _copy_to(self, directory: Path) -> None:
         """Write everything to new files there, name them, and delete those that are not named any more."""
@@ -289,11 +296,11 @@ class SliceStore:
             if before != self._manifest or self.state.low > low:
                 raise StoreError(f"{self._directory} is being written by another buffer; copy it once that is closed")
             write_journal(directory / manifest.journal, whole)
-            write_manifest(directory, manifest)
         except BaseException:
             for file in (manifest.journal, *(spec.file for spec in arrays)):
                 (directory / file).unlink(missing_ok=True)
             raise
+        write_manifest(directory, manifest)
         remove_all_but(directory, manifest)
 
     def _writable(self) -> Journal:

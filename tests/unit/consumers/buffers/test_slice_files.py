@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from consumers.buffers import slice_buffer, slice_directory, slice_store
+from consumers.buffers import files, slice_buffer, slice_directory, slice_store
 from consumers.buffers.files import StoreError, read_json
 from consumers.buffers.slice_buffer import EpisodeSliceBuffer, NothingToDraw
 from consumers.buffers.slice_files import RingFiles
@@ -464,6 +464,67 @@ def test_space_is_bounded_however_much_is_added(tmp_path: Path, monkeypatch: pyt
         assert buffer._store._journal_path.stat().st_size < 64 * 1024
         found = content(buffer)
     assert found["columns"] == never_killed(tmp_path / "other", 1500)["columns"]
+
+
+@pytest.mark.parametrize("has_its_name", [False, True])
+def test_a_journal_that_could_not_be_begun_anew_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_its_name: bool
+) -> None:
+    def failing(*_arguments: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    buffer = ring(tmp_path)
+    for offset in range(5):
+        feed(buffer, offset)
+    monkeypatch.setattr(slice_store, "_LEAST_JOURNAL_BYTES", 10)
+    monkeypatch.setattr(*((files, "sync_directory") if has_its_name else (os, "replace")), failing)
+    with pytest.raises(StoreError, match="Input/output error"):
+        feed(buffer, 5)
+    monkeypatch.undo()
+    for offset in range(5, 9):
+        assert feed(buffer, offset)
+    killed_now(buffer)
+    with ring(tmp_path) as buffer:
+        found = content(buffer)
+    assert found == never_killed(tmp_path / "other", 9)
+
+
+def test_a_copy_whose_name_may_not_be_on_disk_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ring(tmp_path / "ring") as buffer:
+        feed(buffer, 0)
+        buffer.save(tmp_path / "saved")
+        feed(buffer, 1)
+        synced, calls = files.sync_directory, 0
+
+        def failing(directory: Path) -> None:
+            """Of the journal first, then of the manifest."""
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise OSError(5, "Input/output error")
+            synced(directory)
+
+        monkeypatch.setattr(files, "sync_directory", failing)
+        with pytest.raises(StoreError, match=r"slices\.json cannot be written"):
+            buffer.save(tmp_path / "saved")
+        monkeypatch.undo()
+    with ring(tmp_path / "saved") as saved:
+        assert saved.position == {0: 2}
+
+
+def test_the_journal_is_bounded_when_nothing_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slice_store, "_LEAST_JOURNAL_BYTES", 300)
+    with ring(tmp_path) as buffer:
+        feed(buffer, 0)
+        monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
+        for offset in range(200):
+            buffer.skip((1, offset))
+            buffer.flush()
+        assert buffer._store._journal_path.stat().st_size < 1500
+        monkeypatch.undo()
+    with ring(tmp_path) as buffer:
+        assert buffer.position == {0: 1, 1: 200}
+        assert buffer.size() == 5
 
 
 def test_an_empty_ring_takes_no_space_yet(tmp_path: Path) -> None:
