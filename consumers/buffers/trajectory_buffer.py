@@ -5,43 +5,27 @@ two buffers of a seed give the same. Safe to add to, draw from and save in sever
 """
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
-from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
-
-from numpy.typing import NDArray
+from typing import Any, Self
 
 from consumers.buffers.draws import generator_at
-from consumers.buffers.files import StoreError
-from consumers.buffers.trajectory_checkpoint import Found, bring, read_checkpoint, shard, write_checkpoint
-from consumers.buffers.trajectory_files import Add, Drop, Skip, State, TrajectoryStore
-from consumers.buffers.trajectory_formats import DEFAULT, Format, format_named
+from consumers.buffers.trajectory_checkpoint import read_checkpoint, shard, write_checkpoint
+from consumers.buffers.trajectory_formats import DEFAULT, format_named
 from consumers.buffers.trajectory_journal import Content
-from consumers.buffers.trajectory_rows import Checked, Fetched, bootstrapped, checked, layout_of, owned, refuse_other
+from consumers.buffers.trajectory_memory import TrajectoryMemory
+from consumers.buffers.trajectory_rows import Checked, checked, refuse_other
 from consumers.buffers.trajectory_shelf import TrajectoryShelf
+from consumers.buffers.trajectory_store import Add, Drop, Skip, State, TrajectoryStore
 from topics.errors import ConfigurationError, RecordError, RollstreamError
-from topics.trajectories import Trajectory, flatten, nest
-
-_FIELDS = [field.name for field in fields(Trajectory) if field.name != "arrays"]
-_fields_of = attrgetter(*_FIELDS)
+from topics.trajectories import Trajectory, nest
 
 
 class NothingToSample(RollstreamError):
     """A buffer is asked for samples, and holds none."""
-
-
-class _Kept(NamedTuple):
-    """What the cache does not have of a trajectory in memory."""
-
-    fields: tuple[Any, ...]
-    """All but the arrays."""
-    bootstrapped: Mapping[str, NDArray[Any]]
-    """Arrays that have rows besides."""
 
 
 class TrajectoryReplayBuffer:
@@ -86,28 +70,30 @@ class TrajectoryReplayBuffer:
         self.seed = seed
         self.sample_window_size = sample_window_size
         self.trajectory_format = trajectory_format
+        self.auto_save = auto_save
         self._formats = lru_cache(lambda name: format_named(name, allow_pickle=allow_pickle))
-        self._format: Format = self._formats(trajectory_format)
+        self._formats(trajectory_format)  # refused now, not when the first is saved
         self._max_trajectories, self._max_bytes = max_trajectories, max_bytes
         self._synchronous = synchronous
         self._lock = threading.RLock()
         self._position: dict[int, int] = {}
         self._draws = self._draws_saved = self._without_rewards = 0
-        self._kept: deque[_Kept] = deque()
-        """Of trajectories in memory, oldest first."""
-        self._store: TrajectoryStore | None = None
+        self._store: TrajectoryStore | TrajectoryMemory
         if auto_save:
-            store = TrajectoryStore(
-                Path(auto_save_path), seed=seed, formats=self._formats, max_pending_bytes=max_pending_bytes
+            self._store = store = TrajectoryStore(
+                Path(auto_save_path),
+                seed=seed,
+                formats=self._formats,
+                format_name=trajectory_format,
+                max_pending_bytes=max_pending_bytes,
             )
             self._shelf = TrajectoryShelf(cache_size if enable_cache and cache_size else None, store.arrays)
-            self._store = store
             self._become(store.content)
-            self._prune()
         else:
             # What cannot be drawn is not kept.
             self._max_trajectories = min(filter(None, (sample_window_size, max_trajectories)), default=0)
-            self._shelf = TrajectoryShelf(self._max_trajectories, _nothing_fetched)
+            self._store = memory = TrajectoryMemory()
+            self._shelf = TrajectoryShelf(self._max_trajectories, memory.arrays)
 
     # ------------------------------------------------------------------ in
 
@@ -158,17 +144,15 @@ class TrajectoryReplayBuffer:
             if offset < self._position.get(partition, 0):
                 return
             self._position[partition] = offset + 1
-            if self._store is not None:
-                self._store.open()
-                self._store.put(Skip(partition, offset + 1))
+            self._store.open()
+            self._store.put(Skip(partition, offset + 1))
 
     def clear(self) -> None:
         """Hold nothing: index, counter, cache and files are gone; the position stays. Raises StoreError."""
         with self._lock:
             content = Content(position=dict(self._position), seed=self.seed, draws=self._draws)
-            if self._store is not None:
-                self._store.open()
-                self._store.replace(content)
+            self._store.open()
+            self._store.replace(content)
             self._become(content)
 
     # ------------------------------------------------------------------ out
@@ -253,8 +237,6 @@ class TrajectoryReplayBuffer:
 
         Without auto_save there is nothing to do.
         """
-        if self._store is None:
-            return
         with self._lock:
             self._store.open()
             if self._draws != self._draws_saved:
@@ -265,7 +247,7 @@ class TrajectoryReplayBuffer:
     def close(self) -> None:
         """Flush, and let go of the directory; one may still draw, and adding opens it again. Raises StoreError."""
         with self._lock:
-            if self._store is not None and self._store.is_open:
+            if self._store.is_open:
                 self.flush()
                 self._store.close()
 
@@ -281,7 +263,14 @@ class TrajectoryReplayBuffer:
         with self._lock:
             self.flush()
             content = replace(self._shelf.content(), position=dict(self._position), seed=self.seed, draws=self._draws)
-            write_checkpoint(Path(save_path), content, self._source, self._formats, self.trajectory_format)
+            shelf, store = self._shelf, self._store
+            write_checkpoint(
+                Path(save_path),
+                content,
+                lambda place: store.source(place, shelf.index[place], shelf.cached_rows),
+                self._formats,
+                self.trajectory_format,
+            )
 
     def load_checkpoint(
         self, load_path: str | Path, is_distributed: bool = False, local_rank: int = 0, world_size: int = 1
@@ -298,16 +287,11 @@ class TrajectoryReplayBuffer:
             found = shard(found, local_rank, world_size)
         if found.content.seed is None:
             found.content.seed = self.seed
+        if not self.auto_save:
+            found = found.newest(self._max_trajectories or len(found.content))
         with self._lock:
-            if self._store is None:
-                self._take_in(found.newest(self._max_trajectories or len(found.content)))
-                return
             self._store.open()
-            self._store.flush()
-            # Replaced in one step: before it nothing refers to what is brought, after it nothing to what was there.
-            self._store.replace(bring(found, self._store.directory))
-            self._become(self._store.content)
-            self._prune()
+            self._become(self._store.load(found))
 
     def save(self, directory: Path, /) -> None:
         """save_checkpoint, under the name every buffer has for it."""
@@ -329,10 +313,7 @@ class TrajectoryReplayBuffer:
                 f"trajectory {trajectory.uid!r} has {part.size_bytes:,} bytes, and the buffer holds at most "
                 f"{self._max_bytes:,}; raise max_bytes, or cut shorter trajectories"
             )
-        if self._store is None:
-            return part
-        self._format.check(part)
-        return part._replace(arrays={path: owned(array) for path, array in part.arrays.items()})
+        return self._store.owned(part)
 
     def _refuse_other(self, part: Checked, first: Checked) -> None:
         layout = self._shelf.layout if len(self) else first.layout
@@ -340,10 +321,9 @@ class TrajectoryReplayBuffer:
 
     def _make_ready(self) -> None:
         """Wait for room before the lock is taken: others go on drawing meanwhile."""
-        if self._store is not None:
-            with self._lock:
-                self._store.open()
-            self._store.ready()
+        with self._lock:
+            self._store.open()
+        self._store.ready()
 
     def _settle(self) -> None:
         if self._synchronous:
@@ -351,69 +331,21 @@ class TrajectoryReplayBuffer:
 
     def _put(self, part: Checked, at: tuple[int, int] | None) -> None:
         """Add a trajectory and move to the position behind it."""
-        if self._store is not None:
-            self._store.open()  # another thread may have closed it since there was room
-        entry = self._shelf.put(part, self.trajectory_format if self._store is not None else "")
+        self._store.open()  # another thread may have closed it since there was room
+        entry = self._shelf.put(part, self._store.format_name)
         if at is not None:
             self._position[at[0]] = at[1]
-        if self._store is None:
-            self._kept.append(_kept(part))
-        else:
-            self._store.put(Add(entry, part, at))
+        self._store.put(Add(entry, part, at))
         self._prune()
 
     def _prune(self) -> None:
         gone = self._shelf.prune(self._max_trajectories, self._max_bytes)
-        if gone and self._store is not None:
+        if gone:
             self._store.put(Drop(gone[-1].trajectory_id + 1, tuple(gone)))
-        while len(self._kept) > len(self):
-            self._kept.popleft()
 
     def _become(self, content: Content) -> None:
         self._shelf.become(content)
-        self._kept.clear()
         self._position = dict(content.position)
         self.seed = self.seed if content.seed is None else content.seed
         self._draws = self._draws_saved = content.draws
-
-    def _take_in(self, found: Found) -> None:
-        """Become what a checkpoint holds, in memory; nothing changes before all of it is read."""
-        content = found.content
-        parts = []
-        for place in range(len(content)):
-            path = found.path(content[place])
-            try:
-                trajectory = found.formats(content[place].about.format).read(path)
-            except FileNotFoundError as error:
-                raise StoreError(f"{path} is gone; restore it, or fill the buffer again") from error
-            arrays = flatten(trajectory.arrays)
-            refuse_other(content.layout, layout_of(arrays), str(path))
-            about = content[place].about
-            parts.append(Checked(trajectory, arrays, about.steps, about.width, content.layout))
-        self._become(replace(content, entries=content.entries[:0]))
-        for part, place in zip(parts, range(len(content)), strict=True):
-            self._shelf.index.counter = content[place].trajectory_id
-            self._shelf.put(part, "")
-            self._kept.append(_kept(part))
-        self._shelf.index.counter = content.counter
         self._prune()
-
-    def _source(self, place: int) -> Path | Checked:
-        """Where a checkpoint gets the trajectory at a place of the index from."""
-        entry = self._shelf.index[place]
-        if self._store is not None:
-            return self._store.path(entry)
-        kept = self._kept[place]
-        steps, width = entry.about.steps, entry.about.width
-        rows = self._shelf.cached_rows(place)
-        arrays = {path: array.reshape(steps, width, *array.shape[1:]) for path, array in rows.items()}
-        trajectory = Trajectory(arrays={}, **dict(zip(_FIELDS, kept.fields, strict=True)))
-        return Checked(trajectory, {**arrays, **kept.bootstrapped}, steps, width, self._shelf.layout)
-
-
-def _kept(part: Checked) -> _Kept:
-    return _Kept(_fields_of(part.trajectory), bootstrapped(part.arrays, part.steps))
-
-
-def _nothing_fetched(entry: object) -> Fetched:
-    raise StoreError(f"{entry} is in memory alone, and not there; this is a defect of the buffer")

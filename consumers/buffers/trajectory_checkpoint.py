@@ -7,12 +7,11 @@ others, in RLinf's form. Directories that RLinf wrote are read too.
 import json
 import logging
 import os
-import shutil
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,11 +24,10 @@ from consumers.buffers.files import (
     sync_directory,
     write_json,
 )
-from consumers.buffers.trajectory_files import LOADED, LOCK, Formats, file_name, path_of, said_of, sweep
-from consumers.buffers.trajectory_formats import Format
-from consumers.buffers.trajectory_index import About, Entry, TrajectoryIndex, uuid_of
+from consumers.buffers.trajectory_folder import LOADED, LOCK, Formats, Found, file_name, place_file, said_of, sweep
+from consumers.buffers.trajectory_index import About, TrajectoryIndex, uuid_of
 from consumers.buffers.trajectory_journal import Content, read_content, write_content
-from consumers.buffers.trajectory_rows import Checked, Layout, layout_of
+from consumers.buffers.trajectory_rows import Checked, Layout, layout_of, refuse_foreign
 from topics.errors import ConfigurationError
 from topics.logs import event
 
@@ -45,23 +43,6 @@ class NoCheckpoint(StoreError, FileNotFoundError):
 
 class RankOutOfRange(ConfigurationError, ValueError):
     """A rank is none of those there are."""
-
-
-class Found(NamedTuple):
-    """A checkpoint that was read; its trajectories were not."""
-
-    directory: Path
-    content: Content
-    formats: Formats
-
-    def path(self, entry: Entry) -> Path:
-        """The file of a trajectory."""
-        return path_of(self.directory, entry, self.formats)
-
-    def newest(self, count: int) -> "Found":
-        """The same with its newest trajectories only."""
-        content = self.content
-        return self._replace(content=content.part(max(0, len(content) - count), len(content)))
 
 
 def read_checkpoint(directory: Path, formats: Formats) -> Found:
@@ -112,47 +93,16 @@ def write_checkpoint(
             path = Found(directory, content, formats).path(entry)
             if not folder and entry.trajectory_id in known and path.exists():
                 continue
-            _bring(path, source(place), formats(entry.about.format))
-        _sync(directory, *([directory / folder] if folder and len(content) else []))
+            place_file(path, source(place), formats(entry.about.format))
+        sync_directory(directory)
+        if folder and len(content):
+            sync_directory(directory / folder)
         _write_for_others(directory, content, format_name)
         write_content(directory, content)
         sweep(directory, content)
 
 
-def bring(found: Found, directory: Path) -> Content:
-    """Link or copy the files of a checkpoint into a folder below `directory`, and return the content that names them.
-
-    Raises StoreError.
-    """
-    folder = f"{LOADED}{uuid.uuid4().hex}"
-    content = replace(found.content, abouts=[about._replace(folder=folder) for about in found.content.abouts])
-    there = Found(directory, content, found.formats)
-    with said_of(directory):
-        for place in range(len(content)):
-            of = content[place]
-            _bring(there.path(of), found.path(found.content[place]), found.formats(of.about.format))
-        if len(content):
-            _sync(directory / folder, directory)
-    return content
-
-
 # ------------------------------------------------------------------ writing
-
-
-def _bring(path: Path, source: Path | Checked, kind: Format) -> None:
-    make_directory(path.parent)
-    if isinstance(source, Checked):
-        with replacing(path, sync_name=False) as file:
-            kind.write(file, source)
-        return
-    path.unlink(missing_ok=True)  # of a save that was killed: no journal names it
-    try:
-        os.link(source, path)
-    except FileNotFoundError as error:
-        raise StoreError(f"{source} is gone; restore it, or fill the buffer again") from error
-    except OSError:  # another file system, or one without links
-        with replacing(path, sync_name=False) as file, open(source, "rb") as original:
-            shutil.copyfileobj(original, file, 2**20)
 
 
 def _saved_before(directory: Path) -> Content | None:
@@ -207,16 +157,12 @@ def _write_for_others(directory: Path, content: Content, format_name: str) -> No
     write_json(directory / METADATA, metadata)
 
 
-def _sync(*directories: Path) -> None:
-    for directory in directories:
-        sync_directory(directory)
-
-
 # ------------------------------------------------------------------ RLinf's
 
 
 def _foreign(directory: Path, formats: Formats) -> Content:
-    """A directory that RLinf wrote. Entries whose files it lacks are left out, and that is logged."""
+    """A directory that RLinf wrote, every file of which is looked into, as nobody did before. Entries whose files it
+    lacks are left out, and that is logged."""
     try:
         metadata = read_json(directory / METADATA)
         index = read_json(directory / (INDEX if (directory / INDEX).exists() else _OLD_INDEX))
@@ -247,10 +193,12 @@ def _content_of(directory: Path, metadata: Any, index: Any, formats: Formats) ->
         if file not in there:
             lacking.append(number)
             continue
+        arrays = kind.arrays(directory / file)
         if not layout:
-            layout = layout_of(kind.arrays(directory / file))
+            layout = layout_of(arrays)
             row_bytes = sum(leaf.row_bytes for leaf in layout)
         steps, width = map(int, said["shape"][:2])
+        refuse_foreign(arrays, layout, steps, width, str(directory / file))
         about = About(steps, width, int(said.get("max_episode_length") or 0), weights, "", name)
         found.counter = number
         uid = said.get("uuid") or Path(file).stem

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from consumers.buffers.files import StoreError
 from topics.arrays import dtype_name, dtype_of
 from topics.errors import RecordError
 from topics.trajectories import BOOTSTRAPPED, Trajectory, aligned, flatten
@@ -104,6 +105,18 @@ def refuse_other(layout: Layout, found: Layout, what: str) -> None:
         f"{what} differs from the trajectories in the buffer: {'; '.join(said)}. Give it the same arrays, or keep "
         "trajectories of different kinds in buffers of their own"
     )
+
+
+def refuse_foreign(arrays: Rows, layout: Layout, steps: int, width: int, what: str) -> None:
+    """Raise StoreError for arrays of a file that are not those its index says."""
+    try:
+        refuse_other(layout, layout_of(arrays), what)
+        for path, array in arrays.items():
+            found = len(aligned(array, steps)) if path in BOOTSTRAPPED else len(array)
+            if (found, array.shape[1]) != (steps, width):
+                raise RecordError(f"{what} has {path} of {list(array.shape)}, and its index says {steps} by {width}")
+    except RecordError as error:
+        raise StoreError(f"{error}; restore it, or fill the buffer again") from error
 
 
 def rows_of(arrays: Rows, steps: int) -> dict[str, NDArray[Any]]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from consumers.buffers.trajectory_cache import TrajectoryCache
 from consumers.buffers.trajectory_index import About, Entry, TrajectoryIndex, uuid_of
 from consumers.buffers.trajectory_journal import Content
-from consumers.buffers.trajectory_rows import Checked, Fetched, Layout, empty_rows, layout_of, refuse_other, rows_of
+from consumers.buffers.trajectory_rows import Checked, Fetched, Layout, empty_rows, refuse_foreign, rows_of
 from topics.records import Int64
 
 _MAPPED_FILES = 256
@@ -129,5 +129,7 @@ class TrajectoryShelf:
 
     def _checked(self, entry: Entry) -> Fetched:
         fetched = self._fetch(entry)
-        refuse_other(self.layout, layout_of(fetched.arrays), f"the file of trajectory {entry.trajectory_id}")
+        about = entry.about
+        what = f"the file of trajectory {entry.trajectory_id}"
+        refuse_foreign(fetched.arrays, self.layout, about.steps, about.width, what)
         return fetched

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from consumers.buffers.files import StoreError
-from consumers.buffers.trajectory_checkpoint import Found, read_checkpoint, shard, write_checkpoint
+from consumers.buffers.trajectory_checkpoint import read_checkpoint, shard, write_checkpoint
+from consumers.buffers.trajectory_folder import Found
 from consumers.buffers.trajectory_formats import DEFAULT, Format, format_named
 from consumers.buffers.trajectory_index import TrajectoryIndex
 from consumers.buffers.trajectory_journal import Content

@@ -1,6 +1,7 @@
 """Checkpoints of trajectory buffers: saved, loaded, parted by rank, killed in between, and written by RLinf."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,22 @@ def test_a_directory_that_rlinf_wrote_is_loaded(tmp_path: Path, into_files: bool
         of.add(trajectory(3))
         of.save(tmp_path / "ours")
     assert [found.model_weights_id for found in stored(tmp_path / "ours")] == ["weights0", "weights1", "weights2", "w"]
+
+
+@loading
+def test_a_file_that_holds_something_else_than_its_index_says_is_refused(tmp_path: Path, into_files: bool) -> None:
+    """A shape, or the arrays: what the first file has is taken for what all have."""
+    others = (document(1, rewards=np.zeros((3, 2), "<f4")), document(1, versions=np.zeros((4, 2), "<i8")))
+    for number, other in enumerate(others):
+        foreign(tmp_path / f"theirs-{number}", {0: document(0), 1: document(1)})
+        (tmp_path / f"theirs-{number}" / "trajectory_1_weights1.pkl").write_bytes(pickle.dumps(other))
+        said = ("rewards of", "versions is new")[number]
+        with buffer(tmp_path, into_files, allow_pickle=True) as of:
+            of.clear()
+            of.add(trajectory(7))
+            with pytest.raises(StoreError, match=said):
+                of.load(tmp_path / f"theirs-{number}")
+            assert set(untorn(of.sample(8), 8)) <= set(range(7000, 7008))
 
 
 @pytest.mark.parametrize("number", [0, 1])

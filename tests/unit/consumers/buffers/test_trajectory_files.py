@@ -204,7 +204,7 @@ def test_a_negative_seed_draws_as_it_did(tmp_path: Path) -> None:
 
 
 def test_a_journal_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consumers.buffers.trajectory_files._COMPACT_RECORDS", 50)
+    monkeypatch.setattr("consumers.buffers.trajectory_store._COMPACT_RECORDS", 50)
     path = tmp_path / "b"
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, max_trajectories=3) as of:
         for number in range(200):

@@ -15,7 +15,7 @@ WRITER = """
 import sys
 from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
 from tests.unit.consumers.buffers.trajectories import trajectory
-import consumers.buffers.trajectory_files as files
+import consumers.buffers.trajectory_store as files
 files._COMPACT_RECORDS = 20
 of = TrajectoryReplayBuffer(auto_save=True, auto_save_path=sys.argv[1], max_trajectories=12, cache_size=2)
 position = of.position.get(0, 0)

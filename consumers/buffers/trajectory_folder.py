@@ -1,0 +1,156 @@
+"""The folder that trajectories lie in: names of their files, how files come there, who writes, and what is swept out.
+
+Nothing here says what a folder holds: that is in its journal.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import urllib.parse
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from consumers.buffers.files import StoreError, make_directory, remove_unfinished, replacing, sync_directory
+from consumers.buffers.trajectory_formats import Format
+from consumers.buffers.trajectory_index import Entry
+from consumers.buffers.trajectory_journal import Content
+from consumers.buffers.trajectory_rows import Checked
+from topics.records import Int64
+
+LOCK = "trajectories.lock"
+LOADED = "loaded-"
+"""Begin of the names of folders that hold what was loaded from elsewhere."""
+FILE = re.compile(r"trajectory_(\d+)_.*\.(?:npz|pt|pkl)")
+"""Names of the files of trajectories."""
+_PLAIN = re.compile(r"[A-Za-z0-9._-]{0,100}")
+Formats = Callable[[str], Format]
+
+
+def file_name(trajectory_id: int, model_weights_id: str, suffix: str) -> str:
+    """trajectory_{id}_{model_weights_id}{suffix}, where the weights' id is fit for a name; else what stands for it."""
+    weights = model_weights_id
+    if not _PLAIN.fullmatch(weights):
+        weights = urllib.parse.quote(weights, safe="")
+        if len(weights) > 100:
+            weights = hashlib.sha256(weights.encode()).hexdigest()
+    return f"trajectory_{trajectory_id}_{weights}{suffix}"
+
+
+def path_of(directory: Path, entry: Entry, formats: Formats) -> Path:
+    """Where a directory has the file of a trajectory."""
+    about = entry.about
+    name = file_name(entry.trajectory_id, about.model_weights_id, formats(about.format).suffix)
+    return directory / about.folder / name
+
+
+class Found(NamedTuple):
+    """A checkpoint that was read; its trajectories were not."""
+
+    directory: Path
+    content: Content
+    formats: Formats
+
+    def path(self, entry: Entry) -> Path:
+        """The file of a trajectory."""
+        return path_of(self.directory, entry, self.formats)
+
+    def newest(self, count: int) -> "Found":
+        """The same with its newest trajectories only."""
+        content = self.content
+        return self._replace(content=content.part(max(0, len(content) - count), len(content)))
+
+
+def bring(found: Found, directory: Path) -> Content:
+    """Link or copy the files of a checkpoint into a folder below `directory`, and return the content that names them.
+
+    Raises StoreError.
+    """
+    folder = f"{LOADED}{uuid.uuid4().hex}"
+    content = replace(found.content, abouts=[about._replace(folder=folder) for about in found.content.abouts])
+    there = Found(directory, content, found.formats)
+    with said_of(directory):
+        for place in range(len(content)):
+            of = content[place]
+            place_file(there.path(of), found.path(found.content[place]), found.formats(of.about.format))
+        if len(content):
+            sync_directory(directory / folder)
+            sync_directory(directory)
+    return content
+
+
+def place_file(path: Path, source: Path | Checked, kind: Format) -> None:
+    """Have the file of a trajectory at a path: linked, copied where that cannot be, or written.
+
+    Its name is on disk when its directory is synchronised. Raises StoreError, and OSError.
+    """
+    make_directory(path.parent)
+    if isinstance(source, Checked):
+        with replacing(path, sync_name=False) as file:
+            kind.write(file, source)
+        return
+    path.unlink(missing_ok=True)  # of a save that was killed: no journal names it
+    try:
+        os.link(source, path)
+    except FileNotFoundError as error:
+        raise StoreError(f"{source} is gone; restore it, or fill the buffer again") from error
+    except OSError:  # another file system, or one without links
+        with replacing(path, sync_name=False) as file, open(source, "rb") as original:
+            shutil.copyfileobj(original, file, 2**20)
+
+
+def sweep(directory: Path, content: Content) -> None:
+    """Delete what killed writers left in a directory: files that its content does not name. Raises StoreError."""
+    with said_of(directory):
+        _sweep(directory, content)
+
+
+def _sweep(directory: Path, content: Content) -> None:
+    remove_unfinished(directory)
+    ids = content.entries["id"]
+    here = np.array([not about.folder for about in content.abouts], bool)
+    ids = ids[here[content.entries["about"]]]
+    folders = {about.folder for about in content.abouts}
+    with os.scandir(directory) as found:
+        for item in found:
+            if item.name.startswith(LOADED) and item.is_dir() and item.name not in folders:
+                shutil.rmtree(item.path)
+            elif (name := FILE.fullmatch(item.name)) and not _among(ids, int(name[1])):
+                os.unlink(item.path)
+
+
+def _among(ids: Int64, trajectory_id: int) -> bool:
+    place = int(np.searchsorted(ids, trajectory_id))
+    return place < len(ids) and int(ids[place]) == trajectory_id
+
+
+def locked(directory: Path) -> int:
+    """A lock that ends with the process. Raises StoreError where another holds it."""
+    with said_of(directory):
+        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise StoreError(
+            f"{directory} is written to by another buffer; close that one, or give each a directory of its own"
+        ) from error
+    return descriptor
+
+
+@contextlib.contextmanager
+def said_of(directory: Path) -> Iterator[None]:
+    """Turn an OSError into a StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{directory} cannot be written ({error.strerror or error}); look at the rights there"
+        ) from error
