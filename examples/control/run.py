@@ -38,6 +38,8 @@ def main() -> int:
     except RollstreamError as error:
         print(f"rollstream: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130
     print(json.dumps(report) if args.json else text(report))
     return 0 if report["last_return"] > report["first_return"] else 1
 
