@@ -94,6 +94,25 @@ def test_a_directory_that_loaded_a_checkpoint_needs_it_no_more_and_opens_again(t
         assert list((tmp_path / "buffer").glob("**/*.npz")) == []
 
 
+def test_a_load_that_is_cut_off_leaves_what_was_there(tmp_path: Path) -> None:
+    """What it brought is there, and the journal does not name it; or does, and what it replaced is left."""
+    with buffer(tmp_path, True) as of:
+        of.add_trajectories([trajectory(n) for n in range(2)])
+    directory = tmp_path / "buffer"
+    (directory / "loaded-abc").mkdir()
+    (directory / "loaded-abc" / "trajectory_0_w.npz").write_bytes(b"brought")
+    with buffer(tmp_path, True) as again:
+        assert again.trajectory_ids == [0, 1]
+        assert not (directory / "loaded-abc").exists()
+        again.save(tmp_path / "saved")
+        again.load(tmp_path / "saved")
+        assert len(list(directory.glob("**/*.npz"))) == 2
+    (directory / "trajectory_0_w.npz").write_bytes(b"replaced")
+    with buffer(tmp_path, True, enable_cache=False) as again:
+        assert [str(path.parent.name)[:7] for path in directory.glob("**/*.npz")] == ["loaded-", "loaded-"]
+        assert {row // 1000 for row in untorn(again.sample(16), 16)} == {0, 1}
+
+
 def test_a_checkpoint_before_any_sample_holds_everything(tmp_path: Path) -> None:
     with buffer(tmp_path, True, sample_window_size=2) as of:
         of.add_trajectories([trajectory(n) for n in range(5)])
