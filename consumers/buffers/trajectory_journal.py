@@ -1,7 +1,7 @@
 """What a directory of trajectories holds, as an append-only file of records of 56 bytes, each with its checksum.
 
 An entry carries the position of the log it brings with it: content and position are one fact. What a killed writer left
-torn at the end is cut off; damage before it is refused.
+torn is cut off, and that can only be the last append; damage before it is refused.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +22,13 @@ from consumers.buffers.trajectory_rows import Layout, Leaf
 NAME = "trajectory_index.log"
 _HEADER, _TEXT, _ENTRY, _DROP, _POSITION, _STATE = range(1, 7)
 _MAGIC = b"rollstream trajectories, version 1".ljust(48)
-_TORN_BYTES = 2**22
-"""No more than a writer hands over at once can be torn."""
-_RAW = np.dtype([("crc", "<u4"), ("kind", "<u4"), ("payload", "V48")])
+_HEAD = [("crc", "<u4"), ("kind", "u1"), ("last", "u1"), ("append", "<u2")]
+"""`append` counts what was handed over at once, and `last` is 1 for the end of it: each is on disk before the next."""
+_APPENDS = 2**16
+_RAW = np.dtype([*_HEAD, ("payload", "V48")])
 ENTRY = np.dtype(
     [
-        ("crc", "<u4"),
-        ("kind", "<u4"),
+        *_HEAD,
         ("id", "<i8"),
         ("uuid", "V16"),
         ("about", "<u4"),
@@ -78,8 +78,18 @@ class Content:
         return dataclasses.replace(self, entries=self.entries[begin:end])
 
 
+class Decoded(NamedTuple):
+    """What was read of a journal."""
+
+    content: Content
+    size_bytes: int
+    """How much of it is whole."""
+    appends: int
+    """The number of the next append."""
+
+
 class Encoder:
-    """Records, in the order they are to be appended; it knows which texts the file has already."""
+    """Records to be appended, in their order; it knows which texts the file has already."""
 
     def __init__(self, abouts: Iterable[About] = (), layout: Layout = ()) -> None:
         self._numbers = {about: number for number, about in enumerate(abouts)}
@@ -126,19 +136,30 @@ def encode(content: Content) -> bytes:
     used, numbers = np.unique(content.entries["about"], return_inverse=True)
     entries = content.entries.copy()
     entries["about"], entries["kind"] = numbers, _ENTRY
-    _sign(entries)
     texts = [_text({"layout": content.layout})] if content.layout else []
     texts += [_text({"about": content.abouts[number]}) for number in used]
     positions = [Encoder.position(partition, offset) for partition, offset in content.position.items()]
     state = Encoder.state(content.counter, content.seed or 0, content.draws)
-    return b"".join([_raw(_HEADER, _MAGIC), *texts, entries.tobytes(), *positions, state])
+    return stamped(b"".join([_raw(_HEADER, _MAGIC), *texts, entries.tobytes(), *positions, state]), 0)
 
 
-def decode(data: bytes, where: Path) -> tuple[Content, int]:
-    """What a journal says, and how many bytes of it are whole. Raises StoreError where more than its end is damaged."""
+def stamped(records: bytes, append: int) -> bytes:
+    """Records that are handed over at once, with the number of that and their checksums."""
+    found = np.frombuffer(records, _RAW).copy()
+    found["append"], found["last"][-1:] = append % _APPENDS, 1
+    found["crc"] = _checksums(found.tobytes())
+    return found.tobytes()
+
+
+def decode(data: bytes, where: Path) -> Decoded:
+    """What a journal says. Raises StoreError where more than its last append is damaged."""
     records = np.frombuffer(data, _RAW, len(data) // _RAW.itemsize)
-    whole = _whole(records, data)
-    if len(data) - whole * _RAW.itemsize > _TORN_BYTES or not whole or records[0]["payload"].tobytes() != _MAGIC:
+    sound = records["crc"] == _checksums(data)
+    whole = _whole(records, sound)
+    appends = _next_append(records[:whole])
+    # What was begun after the damage was begun when all before it was on disk.
+    others = records["append"][whole:][sound[whole:]] != appends
+    if appends < 0 or records[0]["payload"].tobytes() != _MAGIC or others.any():
         raise StoreError(
             f"{where} is damaged at byte {whole * _RAW.itemsize} of {len(data)}, or not of this program; restore it, "
             "or fill a new directory from the log"
@@ -162,7 +183,7 @@ def decode(data: bytes, where: Path) -> tuple[Content, int]:
         content.seed = int.from_bytes(states[-1]["uuid"].tobytes(), "little")
         content.draws = int(states[-1]["offset"])
         content.counter = max(content.counter, int(states[-1]["id"]))
-    return content, whole * _RAW.itemsize
+    return Decoded(content, whole * _RAW.itemsize, appends)
 
 
 class Journal:
@@ -171,18 +192,20 @@ class Journal:
     def __init__(self, directory: Path, seed: int) -> None:
         """Open it, or make it. Raises StoreError for one that is damaged, or cannot be written."""
         self.path = directory / NAME
+        self.content = Content()
+        """What it said when it was opened or replaced."""
+        self._size = self._appends = 0
         self._descriptor = -1
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
             self.replace(Content(seed=seed))
             return
-        self.content, self._size = decode(data, self.path)
-        """What it said when it was opened or replaced."""
-        self._reopen()
+        self._open(data)
 
     def append(self, records: bytes) -> None:
         """Have records on disk. Raises StoreError; then none of them is there for a reader, and they may come again."""
+        records = stamped(records, self._appends)
         try:
             # At the place where the last whole record ends: what a failed attempt wrote is overwritten.
             written = os.pwrite(self._descriptor, records, self._size)
@@ -195,6 +218,7 @@ class Journal:
                 "then write again"
             ) from error
         self._size += len(records)
+        self._appends = (self._appends + 1) % _APPENDS
 
     @property
     def records(self) -> int:
@@ -207,15 +231,14 @@ class Journal:
 
     def read(self) -> Content:
         """What it says now."""
-        return decode(self.path.read_bytes()[: self._size], self.path)[0]
+        return decode(self.path.read_bytes()[: self._size], self.path).content
 
     def replace(self, content: Content) -> None:
         """Have it say this instead, atomically. Raises StoreError."""
         data = encode(content)
         write_bytes(self.path, data)
         # As it was written: what nothing refers to any more is not in it, and the rest counts anew.
-        self.content, self._size = decode(data, self.path)
-        self._reopen()
+        self._open(data)
 
     def close(self) -> None:
         """Give the file back."""
@@ -223,7 +246,9 @@ class Journal:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _reopen(self) -> None:
+    def _open(self, data: bytes) -> None:
+        """Go on behind what is whole of it."""
+        self.content, self._size, self._appends = decode(data, self.path)
         self.close()
         self._descriptor = os.open(self.path, os.O_RDWR)
         os.ftruncate(self._descriptor, self._size)
@@ -233,7 +258,7 @@ class Journal:
 def read_content(directory: Path) -> Content:
     """What the journal of a directory says. Raises FileNotFoundError, and StoreError where it is damaged."""
     path = directory / NAME
-    return decode(path.read_bytes(), path)[0]
+    return decode(path.read_bytes(), path).content
 
 
 def write_content(directory: Path, content: Content) -> None:
@@ -252,14 +277,12 @@ def _record(
     size_bytes: int = 0,
 ) -> bytes:
     fields = np.zeros(1, ENTRY)
-    fields[0] = (0, kind, trajectory_id, uuid.ljust(16, b"\0"), about, partition, offset, size_bytes)
-    _sign(fields)
+    fields[0] = (0, kind, 0, 0, trajectory_id, uuid.ljust(16, b"\0"), about, partition, offset, size_bytes)
     return fields.tobytes()
 
 
 def _raw(kind: int, payload: bytes) -> bytes:
-    record = kind.to_bytes(4, "little") + payload
-    return zlib.crc32(record).to_bytes(4, "little") + record
+    return bytes(4) + kind.to_bytes(4, "little") + payload
 
 
 def _text(value: Mapping[str, Any]) -> bytes:
@@ -289,19 +312,24 @@ def _positions(records: NDArray[Any]) -> dict[int, int]:
     return {int(partition): int(offset) for partition, offset in zip(partitions, offsets, strict=True)}
 
 
-def _sign(records: NDArray[Any]) -> None:
-    raw = memoryview(records.tobytes())
-    size = _RAW.itemsize
-    records["crc"] = [zlib.crc32(raw[i + 4 : i + size]) for i in range(0, len(raw), size)]
+def _checksums(records: bytes) -> NDArray[np.uint32]:
+    """Of each whole record: all of it but the four bytes its checksum has."""
+    raw, size = memoryview(records), _RAW.itemsize
+    starts = range(0, len(raw) // size * size, size)
+    return np.array([zlib.crc32(raw[i + 4 : i + size]) for i in starts], np.uint32)
 
 
-def _whole(records: NDArray[Any], data: bytes) -> int:
+def _whole(records: NDArray[Any], sound: NDArray[np.bool_]) -> int:
     """How many records from the first on are whole; a text is, when its last record is there."""
-    raw = memoryview(data)
-    size = _RAW.itemsize
-    sums = np.array([zlib.crc32(raw[i + 4 : i + size]) for i in range(0, len(records) * size, size)], np.uint32)
-    wrong = np.flatnonzero(sums != records["crc"])
+    wrong = np.flatnonzero(~sound)
     whole = int(wrong[0]) if len(wrong) else len(records)
     while whole and records[whole - 1]["kind"] == _TEXT and not records[whole - 1]["payload"].tobytes().endswith(b"\n"):
         whole -= 1
     return whole
+
+
+def _next_append(records: NDArray[Any]) -> int:
+    """The number of the append that goes on after these records; -1 where the first, which comes whole, is not."""
+    if not records["last"].any():
+        return -1
+    return (int(records["append"][-1]) + int(records["last"][-1])) % _APPENDS

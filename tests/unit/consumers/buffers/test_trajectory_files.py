@@ -20,7 +20,17 @@ from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
 from consumers.buffers.trajectory_cache import TrajectoryCache
 from consumers.buffers.trajectory_formats import format_named
 from consumers.buffers.trajectory_index import About, TrajectoryIndex, uuid_of
-from consumers.buffers.trajectory_journal import ENTRY, NAME, Content, Encoder, Journal, decode, encode, read_content
+from consumers.buffers.trajectory_journal import (
+    ENTRY,
+    NAME,
+    Content,
+    Encoder,
+    Journal,
+    decode,
+    encode,
+    read_content,
+    stamped,
+)
 from consumers.buffers.trajectory_rows import Leaf, checked
 from tests.unit.consumers.buffers.trajectories import same, trajectory, untorn
 from topics.errors import RecordError
@@ -128,7 +138,8 @@ def journal_of(number: int) -> bytes:
     """A journal of so many trajectories, the n-th at offset n of partition 1."""
     encoder, records = Encoder(), encode(Content())
     for n in range(number):
-        records += encoder.entry(n, uuid_of(str(n)), ABOUT._replace(steps=1 + n % 3), 8, (1, n + 1), LAYOUT)
+        entry = encoder.entry(n, uuid_of(str(n)), ABOUT._replace(steps=1 + n % 3), 8, (1, n + 1), LAYOUT)
+        records += stamped(entry, 1 + n)
     return records
 
 
@@ -137,7 +148,7 @@ def test_a_journal_cut_anywhere_says_what_came_before() -> None:
     data = journal_of(5)
     starts = [len(journal_of(n)) for n in range(6)]
     for length in range(starts[0], len(data)):
-        content, whole = decode(data[:length], Path("x"))
+        content, whole, _ = decode(data[:length], Path("x"))
         count = sum(start <= length for start in starts) - 1
         assert [int(n) for n in content.entries["id"]] == list(range(count))
         assert content.position == ({1: count} if count else {})
@@ -145,8 +156,34 @@ def test_a_journal_cut_anywhere_says_what_came_before() -> None:
         # Going on from there gives the same as without the cut.
         assert whole <= length
     for spoiled in range(starts[4], len(data)):
-        content, _ = decode(data[:spoiled] + bytes([data[spoiled] ^ 1]) + data[spoiled + 1 :], Path("x"))
-        assert len(content.entries) == 4
+        assert len(decode(spoilt(data, spoiled), Path("x")).content) == 4
+
+
+def spoilt(data: bytes, place: int) -> bytes:
+    """The same with one bit turned over."""
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+def test_one_bit_anywhere_before_the_last_append_is_refused() -> None:
+    """It would take acknowledged trajectories with it, and their files."""
+    data, last = journal_of(5), len(journal_of(4))
+    for place in range(last):
+        with pytest.raises(StoreError, match="is damaged at byte"):
+            decode(spoilt(data, place), Path("x"))
+
+
+def test_of_an_append_whose_parts_came_to_disk_in_any_order_what_is_whole_stays(tmp_path: Path) -> None:
+    """A machine that stops may have written the end of an append, and not its beginning."""
+    encoder = Encoder()
+    entries = [encoder.entry(n, uuid_of(str(n)), ABOUT, 8, (1, n + 1), LAYOUT) for n in range(4)]
+    data = encode(Content()) + stamped(b"".join(entries), 1)
+    (tmp_path / NAME).write_bytes(spoilt(data, len(data) - 150))
+    journal = Journal(tmp_path, seed=1)
+    assert len(journal.content) == 1
+    journal.append(journal.encoder().entry(1, uuid_of("1"), ABOUT, 8, (1, 2), LAYOUT))
+    journal.append(journal.encoder().entry(2, uuid_of("2"), ABOUT, 8, (1, 3), LAYOUT))
+    journal.close()
+    assert len(read_content(tmp_path)) == 3
 
 
 def test_a_journal_goes_on_after_a_torn_end(tmp_path: Path) -> None:
@@ -182,7 +219,7 @@ def test_what_is_written_is_what_is_read() -> None:
         draws=12,
         counter=2**50,
     )
-    found, whole = decode(encode(content), Path("x"))
+    found, whole, _ = decode(encode(content), Path("x"))
     assert whole == len(encode(content))
     assert [found[n] for n in range(10)] == [content[n] for n in range(10)]
     assert (found.layout, found.position, found.seed, found.draws, found.counter) == (
