@@ -75,7 +75,9 @@ class Whole(msgspec.Struct, array_like=True, frozen=True, tag="w"):
 
 Record = Added | Reserved | Ahead | Flushed | Opened | Whole
 
-_HEAD = struct.Struct("<II")
+_HEAD = struct.Struct("<III")
+"""Size, its bits turned over, and the checksum of what follows: a size that is damaged does not pass for a torn end."""
+_ONES = 2**32 - 1
 _DECODER: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -101,7 +103,10 @@ def read_journal(path: Path, start: int = 0) -> Read:
     records: list[Record] = []
     place, damaged = 0, False
     while place + _HEAD.size <= len(data):
-        size, checksum = _HEAD.unpack_from(data, place)
+        size, turned, checksum = _HEAD.unpack_from(data, place)
+        if size ^ turned != _ONES:
+            damaged = True
+            break
         stop = place + _HEAD.size + size
         payload = memoryview(data)[place + _HEAD.size : stop]
         if stop > len(data) or zlib.crc32(payload) != checksum:
@@ -166,4 +171,4 @@ class Journal:
 
 def _framed(record: Record) -> bytes:
     payload = _ENCODER.encode(record)
-    return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+    return _HEAD.pack(len(payload), len(payload) ^ _ONES, zlib.crc32(payload)) + payload

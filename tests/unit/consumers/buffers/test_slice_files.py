@@ -149,16 +149,23 @@ def test_a_tail_that_a_kill_tore_is_cut_off_wherever_it_is_torn(tmp_path: Path, 
         assert buffer.position == {0: 2}
 
 
+def _whole_before(journal: Path, data: bytes) -> int:
+    """Where the last whole record of a journal of these bytes ends."""
+    journal.write_bytes(data)
+    return read_journal(journal).stop
+
+
 def test_damage_within_the_journal_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     with ring(tmp_path) as buffer:
         feed(buffer, 0)
         feed(buffer, 1)
         journal = buffer._store._journal_path
-    data = bytearray(journal.read_bytes())
-    data[len(data) // 2] ^= 1
-    journal.write_bytes(data)
-    with pytest.raises(StoreError, match=r"damaged at byte \d+; fill the buffer from the log again"):
-        ring(tmp_path)
+    data = journal.read_bytes()
+    begin = max(n for n in range(len(data)) if _whole_before(journal, data[:n]) == n)
+    for place in range(begin):
+        journal.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(StoreError, match=r"damaged at byte \d+; fill the buffer from the log again"):
+            ring(tmp_path)
     journal.write_bytes(b"")
     with pytest.raises(StoreError, match="damaged at byte 0"):
         ring(tmp_path)
