@@ -17,9 +17,9 @@ from typing import Any, Self
 import numpy as np
 
 from consumers.buffers.episode_cuts import AUTO, CONTROL_MODE, HUMAN, EpisodePart
-from consumers.buffers.files import StoreError, make_directory, read_json, write_json
+from consumers.buffers.files import StoreError, lock_directory, make_directory, read_json, write_json
 from consumers.buffers.slice_buffer import EpisodeSliceBuffer, NothingToDraw
-from consumers.buffers.slice_directory import lock_directory
+from consumers.buffers.slice_directory import LOCK
 from topics.errors import ConfigurationError, RecordError
 from topics.trajectories import Trajectory, Tree, flatten, nest
 
@@ -46,7 +46,7 @@ class HilEpisodeBuffer:
         self._directory = Path(directory)
         self._options = {**options, "capacity": capacity, "slice_len": slice_len}
         self._threads = threading.RLock()
-        self._lock = -1 if options.get("read_only") else lock_directory(self._directory)
+        self._lock = -1 if options.get("read_only") else lock_directory(self._directory, LOCK)
         try:
             self._open()
         except BaseException:
@@ -177,7 +177,7 @@ class HilEpisodeBuffer:
             if target.resolve() == self._directory.resolve():
                 self.flush()
                 return
-            lock = lock_directory(target)
+            lock = lock_directory(target, LOCK)
             try:
                 self._copy_to(target)
             finally:

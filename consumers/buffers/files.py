@@ -5,6 +5,7 @@ is written after the files it names never names what is not there. A write that 
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import uuid
@@ -98,6 +99,28 @@ def remove_unfinished(directory: Path) -> int:
     for path in found:
         path.unlink(missing_ok=True)
     return len(found)
+
+
+def lock_directory(directory: Path, name: str) -> int:
+    """Be the only writer of a directory, which is made, until the descriptor that is returned is closed, or this
+    process ends. `name` is that of the file in it that is locked. Raises StoreError where there is another writer.
+    """
+    try:
+        make_directory(directory)
+        lock = os.open(directory / name, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise StoreError(
+            f"{directory} cannot be written ({error.strerror or error}); look at the rights there"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise StoreError(
+            f"{directory} is being written by another buffer; close that one, open this one to read only where it can "
+            "be, or give it another directory"
+        ) from error
+    return lock
 
 
 def sync_directory(directory: Path) -> None:

@@ -4,18 +4,16 @@ A small JSON file names those that count, and no name is used twice: so a whole 
 file.
 """
 
-import fcntl
-import os
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from consumers.buffers.files import StoreError, make_directory, read_json, remove_unfinished, write_json
+from consumers.buffers.files import StoreError, read_json, remove_unfinished, write_json
 from consumers.buffers.slice_files import ArraySpec
 from topics.errors import RecordError
 
 NAME = "slices.json"
-_LOCK = "lock"
+LOCK = "lock"
 _VERSION = 1
 
 
@@ -75,27 +73,6 @@ def remove_all_but(directory: Path, manifest: Manifest) -> None:
     for path in [*directory.glob("*.journal"), *directory.glob("*.bin")]:
         if path.name not in named:
             path.unlink(missing_ok=True)
-
-
-def lock_directory(directory: Path) -> int:
-    """Be the only writer there until the descriptor that is returned is closed, or this process ends.
-
-    Raises StoreError where there is another writer.
-    """
-    try:
-        make_directory(directory)
-        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise StoreError(f"{directory} cannot be written to ({error.strerror or error}); look at the rights") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        raise StoreError(
-            f"{directory} is being written by another buffer; close that one, open this one read_only, or give it "
-            "another directory"
-        ) from error
-    return lock
 
 
 def boot() -> str:

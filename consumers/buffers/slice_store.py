@@ -12,11 +12,11 @@ from pathlib import Path
 
 from consumers.buffers import slice_directory
 from consumers.buffers.episode_cuts import EpisodePart, Leaves
-from consumers.buffers.files import StoreError, sync_directory
+from consumers.buffers.files import StoreError, lock_directory, sync_directory
 from consumers.buffers.slice_directory import (
+    LOCK,
     NAME,
     Manifest,
-    lock_directory,
     new_name,
     read_manifest,
     remove_all_but,
@@ -55,7 +55,7 @@ class SliceStore:
         self._journal: Journal | None = None
         self._read_to = 0
         self._closed = False
-        self._lock = -1 if read_only else lock_directory(directory)
+        self._lock = -1 if read_only else lock_directory(directory, LOCK)
         try:
             self._open(capacity)
         except BaseException:
@@ -127,7 +127,7 @@ class SliceStore:
         if directory.resolve() == self._directory.resolve():
             self.flush()
             return
-        lock = lock_directory(directory)
+        lock = lock_directory(directory, LOCK)
         try:
             self._copy_to(directory)
         finally:

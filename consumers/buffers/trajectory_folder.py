@@ -4,7 +4,6 @@ Nothing here says what a folder holds: that is in its journal.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -129,20 +128,6 @@ def _sweep(directory: Path, content: Content) -> None:
 def _among(ids: Int64, trajectory_id: int) -> bool:
     place = int(np.searchsorted(ids, trajectory_id))
     return place < len(ids) and int(ids[place]) == trajectory_id
-
-
-def locked(directory: Path) -> int:
-    """A lock that ends with the process. Raises StoreError where another holds it."""
-    with said_of(directory):
-        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise StoreError(
-            f"{directory} is written to by another buffer; close that one, or give each a directory of its own"
-        ) from error
-    return descriptor
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from consumers.buffers.files import StoreError, make_directory, replacing, sync_directory
-from consumers.buffers.trajectory_folder import FILE, Formats, Found, bring, locked, path_of, said_of, sweep
+from consumers.buffers.files import StoreError, lock_directory, replacing, sync_directory
+from consumers.buffers.trajectory_folder import FILE, LOCK, Formats, Found, bring, path_of, said_of, sweep
 from consumers.buffers.trajectory_index import Entry
 from consumers.buffers.trajectory_journal import NAME, Content, Encoder, Journal
 from consumers.buffers.trajectory_rows import Checked, Fetched, owned
@@ -89,10 +89,8 @@ class TrajectoryStore:
         """Go on after `close`. Raises StoreError where the directory is in use, or was changed since."""
         if self.is_open:
             return
-        with said_of(self.directory):
-            make_directory(self.directory)
         # Also given back when nobody refers to the store any more, as when a notebook's cell is run again.
-        self._lock = weakref.finalize(self, os.close, locked(self.directory))
+        self._lock = weakref.finalize(self, os.close, lock_directory(self.directory, LOCK))
         try:
             if not (self.directory / NAME).exists() and any(
                 FILE.fullmatch(name) for name in os.listdir(self.directory)
