@@ -6,6 +6,7 @@ named with its partition and offset. What was pruned is known by the journal's c
 """
 
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from consumers.grouping.selection import Selection, selections
 from consumers.grouping.state import CommitMetadata
 from pipeline.journals import IN_FLIGHT, READ, PartitionJournal, environments
 from topics import clients, codec
-from topics.catalogue import topic_name
+from topics.catalogue import name_in_run, topic_name
 from topics.codec import decode_as
 from topics.config import KafkaConfig
 from topics.errors import RecordError, StateRefused
@@ -157,8 +158,9 @@ def _read_evals(kafka: KafkaConfig, run: str, result: Ledger) -> set[str]:
                 "highest_version": max(r.highest_version for r in rollouts),
                 "rollouts": len(rollouts),
                 "prompts": max(int(r.extra.get("prompts", len(rollouts))) for r in rollouts),
-                "reward": sum(r.reward for r in rollouts) / len(rollouts),
-                "exact": sum(exact) / len(exact) if exact else None,
+                # The same whichever partition was read first.
+                "reward": math.fsum(r.reward for r in rollouts) / len(rollouts),
+                "exact": math.fsum(exact) / len(exact) if exact else None,
             }
         )
     result.evals = len(newest)
@@ -322,12 +324,12 @@ def _read_dead_letters(
     kafka: KafkaConfig, run: str, journals: dict[int, PartitionJournal], result: Ledger
 ) -> dict[int, Counter[int]]:
     found: dict[int, Counter[int]] = {p: Counter() for p in journals}
-    rollouts = topic_name(run, "rollouts").encode()
     for message in clients.read_to_end(kafka, topic_name(run, "dead-letters")):
         headers: dict[str, Any] = dict(message.headers() or [])
         if REDRIVEN in headers:
             continue  # A note that a letter was sent again, which is another record of rollouts.
-        if headers.get("__streams.errors.topic", rollouts) != rollouts:
+        source = (headers.get("__streams.errors.topic") or b"rollouts").decode(errors="replace")
+        if name_in_run(source) != "rollouts":
             continue  # Of trajectories that could not be labelled.
         try:
             number = int(headers["__streams.errors.partition"])

@@ -199,6 +199,11 @@ def spec_of(name: str) -> TopicSpec:
     return _BY_NAME[name]
 
 
+def name_in_run(topic: str) -> str:
+    """Name in the catalogue of a topic given by its full name, of whatever run (a restored run names its first)."""
+    return topic.rpartition(".")[2]
+
+
 def topic_name(run: str, name: str) -> str:
     """Full name of a run's topic: `{run}.{name}`."""
     return f"{run}.{spec_of(name).name}"

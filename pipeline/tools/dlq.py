@@ -21,7 +21,7 @@ from pipeline.ledger import REDRIVEN
 from pipeline.tables import table
 from pipeline.tools.plain import compact, decoded, key_text, plain, time_text
 from topics import clients
-from topics.catalogue import topic_name
+from topics.catalogue import name_in_run, topic_name
 from topics.codec import decode, encode
 from topics.config import KafkaConfig
 from topics.errors import ConfigurationError, DeliveryError, RecordError, TopicError
@@ -61,7 +61,7 @@ class Letter:
     @property
     def topic(self) -> str:
         """Where it was: rollouts, or unlabelled."""
-        return self.headers.get("__streams.errors.topic", "").rpartition(".")[2] or "rollouts"
+        return name_in_run(self.headers.get("__streams.errors.topic", "rollouts"))
 
     @property
     def complete(self) -> bool:
