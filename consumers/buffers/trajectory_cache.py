@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from consumers.buffers.copying import copy_rows
 from consumers.buffers.trajectory_index import Queue
 from consumers.buffers.trajectory_rows import Layout, Rows, empty_rows
 from topics.records import Int64
+
+_NUMBER = np.dtype("<i8")
 
 
 class TrajectoryCache:
@@ -26,7 +29,7 @@ class TrajectoryCache:
 
     def clear(self) -> None:
         """Forget everything, and give the memory back."""
-        self._starts, self._counts = Queue("<i8"), Queue("<i8")
+        self._starts, self._counts = Queue(_NUMBER), Queue(_NUMBER)
         self._leaves: dict[str, NDArray[Any]] = {}
         self._capacity = 0
 
@@ -36,7 +39,7 @@ class TrajectoryCache:
             self.drop(len(self) - self.max_trajectories + 1)
         start = self._place(layout, count)
         for path, leaf in self._leaves.items():
-            leaf[start : start + count] = rows[path]
+            copy_rows(leaf[start : start + count], rows[path])
         self._starts.append(start)
         self._counts.append(count)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from consumers.buffers.files import StoreError
 from topics.arrays import dtype_name, dtype_of
 from topics.errors import RecordError
-from topics.trajectories import BOOTSTRAPPED, Trajectory, aligned, flatten
+from topics.trajectories import BOOTSTRAPPED, Trajectory, aligned, examine
 
 Rows = Mapping[str, NDArray[Any]]
 """Arrays [T * B, ...] by path; row t * B + b is step t of environment b."""
@@ -75,12 +75,12 @@ def checked(trajectory: Trajectory) -> Checked | None:
     """
     shape = trajectory.shape
     named = trajectory if trajectory.environment else replace(trajectory, environment="-")
-    found = named.problems()
+    leaves, found = examine(named)
     if found:
         raise RecordError(f"trajectory {trajectory.uid!r} of {trajectory.environment!r}: {'; '.join(found)}")
     if shape is None:
         return None
-    arrays = {path: np.asarray(leaf) for path, leaf in flatten(trajectory.arrays).items()}
+    arrays = {path: np.asarray(leaf) for path, leaf in leaves.items()}
     return Checked(trajectory, arrays, *shape, layout_of(arrays))
 
 
