@@ -1,7 +1,7 @@
 """What every buffer and store offers to whoever fills it and whoever draws from it, in a run or in a notebook.
 
-A buffer is a view of the log: it knows the position it has been filled to, and filled to the same position again it is
-equal, and draws the same samples.
+A buffer is a view of the log: it knows the position it has been filled to, and filled to the same position again it
+holds the same. Where its records came in the same order (those of one partition always do) it draws the same, too.
 """
 
 from collections.abc import Mapping
