@@ -9,7 +9,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,25 +146,26 @@ def _read_evals(kafka: KafkaConfig, run: str, result: Ledger) -> set[str]:
     for rollout in newest.values():
         of = (rollout.environment, rollout.extra.get("split", ""), rollout.extra.get("phase", ""))
         told.setdefault((*of, rollout.policy_version), []).append(rollout)
-    for (environment, split, phase, version), rollouts in sorted(told.items()):
-        exact = [r.reward_components["exact"] for r in rollouts if "exact" in r.reward_components]
-        result.evaluations.append(
-            {
-                "environment": environment,
-                "split": split,
-                "phase": phase,
-                "version": version,
-                "lowest_version": min(r.lowest_version for r in rollouts),
-                "highest_version": max(r.highest_version for r in rollouts),
-                "rollouts": len(rollouts),
-                "prompts": max(int(r.extra.get("prompts", len(rollouts))) for r in rollouts),
-                # The same whichever partition was read first.
-                "reward": math.fsum(r.reward for r in rollouts) / len(rollouts),
-                "exact": math.fsum(exact) / len(exact) if exact else None,
-            }
-        )
+    result.evaluations += [_evaluation(*of, told[of]) for of in sorted(told)]
     result.evals = len(newest)
     return set(newest)
+
+
+def _evaluation(environment: str, split: str, phase: str, version: int, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Figures of one evaluation: the same to the last bit, whichever of its partitions was read first."""
+    exact = [r.reward_components["exact"] for r in rollouts if "exact" in r.reward_components]
+    return {
+        "environment": environment,
+        "split": split,
+        "phase": phase,
+        "version": version,
+        "lowest_version": min(r.lowest_version for r in rollouts),
+        "highest_version": max(r.highest_version for r in rollouts),
+        "rollouts": len(rollouts),
+        "prompts": max(int(r.extra.get("prompts", len(rollouts))) for r in rollouts),
+        "reward": math.fsum(r.reward for r in rollouts) / len(rollouts),
+        "exact": math.fsum(exact) / len(exact) if exact else None,
+    }
 
 
 def _read_steps(kafka: KafkaConfig, run: str) -> list[LearnerStep]:
@@ -320,6 +321,12 @@ def _check_dead_letters(kafka: KafkaConfig, run: str, journals: dict[int, Partit
                 result.problem(f"rollouts[{number}] offset {offset} is dead-lettered {times} times")
 
 
+def _of_rollouts(headers: Mapping[str, Any]) -> bool:
+    """Whether a dead letter was in `rollouts`, of this run or of the one it was restored from."""
+    source = (headers.get("__streams.errors.topic") or b"rollouts").decode(errors="replace")
+    return name_in_run(source) == "rollouts"
+
+
 def _read_dead_letters(
     kafka: KafkaConfig, run: str, journals: dict[int, PartitionJournal], result: Ledger
 ) -> dict[int, Counter[int]]:
@@ -328,8 +335,7 @@ def _read_dead_letters(
         headers: dict[str, Any] = dict(message.headers() or [])
         if REDRIVEN in headers:
             continue  # A note that a letter was sent again, which is another record of rollouts.
-        source = (headers.get("__streams.errors.topic") or b"rollouts").decode(errors="replace")
-        if name_in_run(source) != "rollouts":
+        if not _of_rollouts(headers):
             continue  # Of trajectories that could not be labelled.
         try:
             number = int(headers["__streams.errors.partition"])
