@@ -103,10 +103,6 @@ class HilEpisodeBuffer:
                     added |= side.add_parts(mine, at=at)
             return added
 
-    def add_trajectory(self, trajectory: Trajectory, /, *, at: tuple[int, int] | None = None) -> bool:
-        """`add` of a trajectory."""
-        return self.add(trajectory, at=at)
-
     def skip(self, at: tuple[int, int]) -> bool:
         """Move the position past a record that was refused; False where it is there already."""
         with self._threads:

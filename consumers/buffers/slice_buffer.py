@@ -102,10 +102,6 @@ class EpisodeSliceBuffer:
                 return False
             return self.add_parts(self.cut(item, episode=episode, last=last), at=at)
 
-    def add_trajectory(self, trajectory: Trajectory, /, *, at: tuple[int, int] | None = None) -> bool:
-        """`add` of a trajectory."""
-        return self.add(trajectory, at=at)
-
     def cut(self, item: Tree | Trajectory, /, *, episode: str = "", last: bool = True) -> list[EpisodePart]:
         """What `add` puts in, part by part. Raises RecordError for what is unsound."""
         if not isinstance(item, Trajectory):

@@ -252,7 +252,7 @@ def test_spans_say_which_episodes_a_trajectory_holds_and_which_go_on(tmp_path: P
     second = trajectory(6, 6, span("b", 0, 0, 4, first=False), span("c", 1, 0, 6, first=False))
     with buffer(tmp_path, slice_len=5) as slices:
         for each in (first, other, second):
-            assert slices.add_trajectory(each)
+            assert slices.add(each)
         assert slices.size() == 3 + 3 + 5 + 4 + 4 + 6
         assert seen(slices).keys() == {(0, 3), (0, 4), (0, 5), *((1, start) for start in range(1, 8))}
         assert not any(slices.is_open(uid) for uid in "abcd")
