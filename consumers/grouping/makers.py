@@ -4,11 +4,11 @@ A configuration comes by the log, and whoever may write to the log must not be a
 it is only looked up, never imported. What a process imports, its own setting grouper.makers says.
 """
 
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 
 from consumers.grouping.batch_maker import BatchMaker, FifoBatchMaker, MakerContext
 from consumers.grouping.reservoir import ReservoirBatchMaker
+from consumers.importing import imported
 from topics.errors import ConfigurationError
 
 MakerFactory = Callable[[MakerContext], BatchMaker]
@@ -37,16 +37,7 @@ def batch_maker(name: str, context: MakerContext, makers: Mapping[str, MakerFact
 
 
 def _imported(name: str) -> MakerFactory:
-    module, _, attribute = name.partition(":")
-    if not module or not attribute.isidentifier():
-        raise ConfigurationError(f"grouper.makers names {name!r}; a maker is named package.module:Class")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(
-            f"grouper.makers names {name!r}, which cannot be imported: {error}; install it beside rollstream, or put "
-            f"its folder in PYTHONPATH"
-        ) from error
+    found = imported(name, "grouper.makers names", "a maker is named package.module:Class")
     if not (isinstance(found, type) and issubclass(found, BatchMaker)):
         raise ConfigurationError(f"grouper.makers names {name!r}, which is no subclass of BatchMaker")
     return found

@@ -3,10 +3,10 @@
 Pure, as far as the labeler is. After a crash the same record is given to it again, so it should be.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
+from consumers.importing import imported
 from consumers.transactions import Refused
 from topics.codec import decode_as, encode
 from topics.errors import ConfigurationError, RecordError, RecordTooLarge
@@ -65,18 +65,9 @@ def label(labeler: Labeler, record: Input, limit_bytes: int) -> Labelled | Refus
 
 def labeler_of(name: str) -> Labeler:
     """The function that `package.module:function` names; imports it. Raises ConfigurationError where there is none."""
-    module, _, attribute = name.partition(":")
-    if not module or not attribute.isidentifier():
-        raise ConfigurationError(f"{name!r} names no labeler; give package.module:function")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(
-            f"labeler {name!r} cannot be imported: {error}; install it beside rollstream, or put its folder in "
-            "PYTHONPATH"
-        ) from error
+    found = imported(name, "the labeler is", "one is named package.module:function")
     if not callable(found):
-        raise ConfigurationError(f"labeler {name!r} is no function")
+        raise ConfigurationError(f"the labeler is {name!r}, which is no function")
     labeler: Labeler = found
     return labeler
 
