@@ -7,11 +7,10 @@ trained. A batch the index names is fetched by offset and waited for: "not there
 import time
 from collections import deque
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, TopicPartition
 
+from consumers.closing import Closing
 from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as
@@ -55,20 +54,7 @@ class ReadBatch:
         return examples_of(self.batch)
 
 
-class _Closing:
-    """Closes its consumers at the end of a with block."""
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()
-
-
-class IndexReader(_Closing):
+class IndexReader(Closing):
     """Follows batch-index: where batches are, and what is in them, without reading any."""
 
     def __init__(self, kafka: KafkaConfig, run: str, start: int = 0) -> None:
@@ -116,7 +102,7 @@ class IndexReader(_Closing):
         self._consumer.close()
 
 
-class BatchFetcher(_Closing):
+class BatchFetcher(Closing):
     """Fetches the batches that entries of the index name, by offset, and checks their digests."""
 
     def __init__(
@@ -220,7 +206,7 @@ class BatchFetcher(_Closing):
         self._consumer.close()
 
 
-class BatchReader(_Closing):
+class BatchReader(Closing):
     """Reads batches one by one, in index order; or, as process i of n, every n-th of them from `start` on.
 
     Processes that start at the same position read different batches, equally many, and all of them together.

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
@@ -18,6 +17,7 @@ from consumers.archive.manifest import Manifest
 from consumers.archive.store import Store
 from consumers.archive.tables import Entry
 from consumers.archive.writer import MOST_SMALL, ArchiveWriter, Place
+from consumers.closing import Closing
 from topics import clients
 from topics.catalogue import topic_name
 from topics.config import KafkaConfig
@@ -113,7 +113,7 @@ class _Source:
         clients.retrying(call, f"committing how far {self._name} is archived")
 
 
-class Archiver:
+class Archiver(Closing):
     """Archives a run to a store. Raises StateRefused where archive and topics do not belong together."""
 
     def __init__(
@@ -131,12 +131,6 @@ class Archiver:
             self.close()
             raise
         event(logger, "archive_opened", run=run, store=store.url, swept=self.writer.swept)
-
-    def __enter__(self) -> "Archiver":
-        return self
-
-    def __exit__(self, *_: tuple[type[BaseException], BaseException, TracebackType]) -> None:
-        self.close()
 
     def close(self) -> None:
         """Leave the broker; what was not committed does not count."""

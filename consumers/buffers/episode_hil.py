@@ -11,8 +11,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from consumers.buffers.episode_cuts import AUTO, CONTROL_MODE, HUMAN, EpisodePar
 from consumers.buffers.files import StoreError, lock_directory, make_directory, read_json, write_json
 from consumers.buffers.slice_buffer import EpisodeSliceBuffer, NothingToDraw
 from consumers.buffers.slice_directory import LOCK
+from consumers.closing import Closing
 from topics.errors import ConfigurationError, RecordError
 from topics.trajectories import Trajectory, Tree, flatten, nest
 
@@ -35,7 +35,7 @@ def open_episode_buffer(
     return (HilEpisodeBuffer if use_hil_buffer else EpisodeSliceBuffer)(directory, **options)
 
 
-class HilEpisodeBuffer:
+class HilEpisodeBuffer(Closing):
     """See the module. Has the methods of EpisodeSliceBuffer, and each side its capacity.
 
     The position is where both sides are: killed between them, what one has already is added to the other only.
@@ -200,14 +200,6 @@ class HilEpisodeBuffer:
                 self._close_sides()
             finally:
                 self._unlock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # ------------------------------------------------------------------ within
 

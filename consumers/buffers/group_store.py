@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from consumers.buffers import batch_files, group_files
 from consumers.buffers.batch_files import StoredBatch
@@ -23,6 +21,7 @@ from consumers.buffers.group_config import GroupStoreConfig
 from consumers.buffers.group_files import Placed, RolloutGroup, part_name
 from consumers.buffers.group_index import GroupIndex
 from consumers.buffers.open_groups import OpenGroups
+from consumers.closing import Closing
 from consumers.grouping.batch_maker import BatchMaker
 from topics.errors import ConfigurationError, RecordError
 from topics.examples import RLExample, Source
@@ -54,7 +53,7 @@ class Closed:
     """Groups too small for that: in the store's file of open groups, for the next time it is opened."""
 
 
-class ReplayBuffer:
+class ReplayBuffer(Closing):
     """One environment's groups and batches below `root`, in a folder of its own.
 
     Opened again it goes on where it was: with the groups that were open when it was last flushed or closed, knowing
@@ -313,12 +312,6 @@ class ReplayBuffer:
             self._unwritten += sealed
             self.flush()
             return Closed(sealed=len(sealed), kept=len(self._open))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.close()
 
     def _saved(self) -> Saved:
         path = self.directory / _STATE

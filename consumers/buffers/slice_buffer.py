@@ -7,8 +7,7 @@ position two buffers of a seed hold and give the same. Safe to add to, draw from
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from consumers.buffers.episode_cuts import Boundaries, EpisodePart, parts_of_epi
 from consumers.buffers.files import StoreError
 from consumers.buffers.slice_draws import LENGTHS, MASK, Drawn, NothingToDraw, check_drawable, draw, gather, mark_last
 from consumers.buffers.slice_store import SliceStore
+from consumers.closing import Closing
 from topics.errors import ConfigurationError, RecordError
 from topics.trajectories import Trajectory, Tree, nest
 
@@ -24,7 +24,7 @@ _TRIES = 20
 __all__ = ["EpisodeSliceBuffer", "NothingToDraw"]
 
 
-class EpisodeSliceBuffer:
+class EpisodeSliceBuffer(Closing):
     """See the module.
 
     The arrays of the first episode are those of all: paths, dtypes and shapes of a step. Names that samples bring with
@@ -243,14 +243,6 @@ class EpisodeSliceBuffer:
         """Flush and close, so that another process may write. Raises StoreError."""
         with self._lock:
             self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # ------------------------------------------------------------------ within
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from consumers.buffers.draws import generator_at
 from consumers.buffers.trajectory_checkpoint import read_checkpoint, shard, write_checkpoint
@@ -20,6 +19,7 @@ from consumers.buffers.trajectory_memory import TrajectoryMemory
 from consumers.buffers.trajectory_rows import Checked, checked, refuse_other
 from consumers.buffers.trajectory_shelf import TrajectoryShelf
 from consumers.buffers.trajectory_store import Add, Drop, Skip, State, TrajectoryStore
+from consumers.closing import Closing
 from topics.errors import ConfigurationError, RecordError, RollstreamError
 from topics.trajectories import Trajectory, nest
 
@@ -28,7 +28,7 @@ class NothingToSample(RollstreamError):
     """A buffer is asked for samples, and holds none."""
 
 
-class TrajectoryReplayBuffer:
+class TrajectoryReplayBuffer(Closing):
     """See the module.
 
     With `auto_save` every trajectory is a file below `auto_save_path`, written by one thread behind the caller's back
@@ -250,12 +250,6 @@ class TrajectoryReplayBuffer:
             if self._store.is_open:
                 self.flush()
                 self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.close()
 
     def save_checkpoint(self, save_path: str | Path) -> None:
         """Keep content, position and random state in a directory, atomically: who is killed leaves the one before, or

@@ -7,11 +7,11 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 
+from consumers.closing import Closing
 from topics.errors import ConfigurationError, DeadlineExceeded, RecordError
 
 _LOOK_S = 0.02
@@ -27,7 +27,7 @@ class Sampled(Protocol):
         """Rows of nested arrays."""
 
 
-class MixedDataset:
+class MixedDataset(Closing):
     """See the module: `batch_size` rows, or, with demonstrations, half of that from each, replayed ones first; of an
     odd size, one fewer.
 
@@ -86,12 +86,6 @@ class MixedDataset:
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.close()
 
     def _run(self) -> None:
         drawn: dict[str, Any] | Exception | None = None

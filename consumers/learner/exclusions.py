@@ -3,10 +3,9 @@
 Follows the topic without waiting for it; what was on it when the learner started is known from the beginning.
 """
 
-from typing import Self
-
 from confluent_kafka import KafkaError, TopicPartition
 
+from consumers.closing import Closing
 from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as
@@ -18,7 +17,7 @@ EXCLUDED = "excluded"
 """Beginning of the reason a batch is skipped for."""
 
 
-class Exclusions:
+class Exclusions(Closing):
     """Which batches of a run are excluded. Raises TopicError when the run has no topic `control`."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
@@ -44,12 +43,6 @@ class Exclusions:
 
     def close(self) -> None:
         self._consumer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _note(self, key: bytes | None, value: bytes | None) -> None:
         if decode_key(key)[:1] == ("excluded",) and value is not None:

@@ -3,13 +3,14 @@
 import queue
 import threading
 from collections.abc import Callable
-from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
+
+from consumers.closing import Closing
 
 T = TypeVar("T")
 
 
-class Prefetcher(Generic[T]):
+class Prefetcher(Closing, Generic[T]):
     """Calls `produce` for one number after another and keeps up to `depth` results ready, in order.
 
     `produce` gets the number and an event that is set when nobody wants the result any more; None ends the sequence.
@@ -57,14 +58,6 @@ class Prefetcher(Generic[T]):
                 self._ready.get_nowait()
             except queue.Empty:
                 self._thread.join(0.05)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _run(self) -> None:
         result: T | BaseException | None = None

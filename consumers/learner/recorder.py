@@ -8,10 +8,11 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
+from consumers.closing import Closing
 from consumers.learner.config import LearnerConfig
 from consumers.learner.intake import rows_of
 from consumers.learner.progress import Progress
@@ -26,7 +27,7 @@ from topics.records import BatchUse, LearnerStep, PolicyManifest
 logger = logging.getLogger(__name__)
 
 
-class Recorder:
+class Recorder(Closing):
     """Writes the steps of one learner. Building it fences every earlier learner of the name."""
 
     def __init__(self, config: LearnerConfig, kafka: KafkaConfig, run: str, model: str) -> None:
@@ -180,12 +181,6 @@ class Recorder:
     def close(self) -> None:
         """Close both producers."""
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _named(uses: tuple[BatchUse, ...]) -> str:

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
 from consumers.batch_reader import BatchFetcher, Indexed, IndexReader
+from consumers.closing import Closing
 from consumers.learner.config import LearnerConfig
 from consumers.learner.exclusions import Exclusions
 from consumers.learner.intake import Intake, Outcomes, Taken, chosen_rows, outcomes_of, share_of
@@ -184,7 +185,7 @@ class Batches(LogSource):
         return self._intake.take(step, stop)
 
 
-class Supply:
+class Supply(Closing):
     """The steps of a learner, one after another, each got ready while the one before is made."""
 
     def __init__(
@@ -221,12 +222,6 @@ class Supply:
     def close(self) -> None:
         """Stop getting ready; the source stays open."""
         self._prefetcher.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _make(self, step: int, unwanted: threading.Event) -> Supplied | None:
         """Step number `step`, after `step - 1` steps."""

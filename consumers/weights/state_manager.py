@@ -6,11 +6,11 @@ is what is given; every asker says which version it has, so none is served in pl
 
 import threading
 from contextlib import ExitStack, closing
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 
+from consumers.closing import Closing
 from consumers.learner.step_log import StepLog
 from consumers.weights.config import WeightsConfig
 from consumers.weights.follower import WeightsFollower
@@ -72,7 +72,7 @@ class LocalStateManager:
             return self._state
 
 
-class StateManager:
+class StateManager(Closing):
     """Over a run's `weights` and `policies`, for a process that trains, one that acts, or one that does both.
 
     Who updates is the learner `name` of the run: whoever was it before gets Fenced at its next update. Who only asks
@@ -124,14 +124,6 @@ class StateManager:
         """Stop following, and see that what was published is with the broker."""
         with self._opening:
             self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _writers(self) -> tuple[StepLog, WeightsPublisher]:
         with self._opening:
