@@ -1,0 +1,74 @@
+"""What a reader passes over is counted and named, and never ends it."""
+
+import logging
+
+import pytest
+from confluent_kafka import Message
+
+from topics.codec import encode
+from topics.errors import RecordError
+from topics.records import ExcludedBatch, LearnerStep, Mark
+from topics.skipped import Skipped, SkippedRecords
+
+MARK = Mark(kind="drain", wall_time=1.5, author="drain")
+
+
+def message(value: bytes | None, offset: int = 7, *, timestamp_ms: int = 1) -> Message:
+    return Message(topic="exp.steps", partition=2, offset=offset, value=value, timestamp=(1, timestamp_ms))
+
+
+def test_a_sound_record_is_decoded_and_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    skipped = SkippedRecords("top")
+    assert skipped.decode(Mark, message(encode(MARK))) == MARK
+    assert (skipped.total, skipped.first, caplog.records) == (0, [], [])
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (message(None), "a tombstone, where a record belongs"),
+        (message(None, timestamp_ms=-1), "cannot be decompressed"),
+        (message(b"junk"), "not an Avro single-object frame"),
+        (message(encode(MARK)[:-1]), "bytes do not parse as Mark"),
+        (
+            message(encode(ExcludedBatch(batch_id="1-1", reason="odd", generation=0))),
+            "a ExcludedBatch stands where a Mark belongs",
+        ),
+    ],
+)
+def test_a_bad_record_is_passed_over_counted_and_named(
+    bad: Message, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    skipped = SkippedRecords("top")
+    with caplog.at_level(logging.WARNING):
+        assert skipped.decode(Mark, bad) is None
+    assert skipped.counts == {"exp.steps": 1}
+    [first] = skipped.first
+    assert first[:3] == ("exp.steps", 2, 7)
+    assert str(first).startswith("exp.steps[2] offset 7: ")
+    assert why in first.error
+    [line] = caplog.records
+    assert line.message == "record_skipped"
+    assert line.__dict__["rollstream_fields"].items() >= {"reader": "top", "topic": "exp.steps", "offset": 7}.items()
+
+
+def test_records_are_those_that_can_be_read() -> None:
+    skipped = SkippedRecords()
+    messages = [message(encode(MARK), 0), message(None, 1), message(encode(MARK), 2)]
+    assert [m.offset() for m, _mark in skipped.records(Mark, messages)] == [0, 2]
+    assert skipped.first == [Skipped("exp.steps", 2, 1, "a tombstone, where a record belongs")]
+
+
+def test_a_sound_record_that_makes_no_sense_is_passed_over_too() -> None:
+    skipped = SkippedRecords()
+    with skipped.passing(message(encode(MARK))):
+        raise RecordError("a drain of nothing")
+    assert [str(s) for s in skipped.first] == ["exp.steps[2] offset 7: a drain of nothing"]
+
+
+def test_a_flood_of_bad_records_neither_fills_the_log_nor_the_memory(caplog: pytest.LogCaptureFixture) -> None:
+    skipped = SkippedRecords()
+    with caplog.at_level(logging.WARNING):
+        for offset in range(3000):
+            assert skipped.decode(LearnerStep, message(b"junk", offset)) is None
+    assert (skipped.total, len(skipped.first), len(caplog.records)) == (3000, 1000, 103)
