@@ -254,7 +254,7 @@ _TIGHT: dict[str, Sequence[Any]] = {
     "exclude_workers": (("bad",),),
     "exclude_offsets": (("0:0-9",), ("0:5", "0:20-40"), ("1:3-30",)),
     "estimator": ("grpo", "opo", "reinforce_pp"),
-    "core_version": (1,),
+    "core_version": (1, 2),
     "seed": (1,),
 }
 """Settings so narrow that they trigger within tens of records; a configuration has a few of them."""

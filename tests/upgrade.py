@@ -1,7 +1,8 @@
 """Recorded work of earlier core versions: one partition's log, journal, batches and drops, as their own code made them.
 
 `python -m tests.upgrade` writes the fixture of the core version it runs with, once, before that version is left behind;
-tests/fixtures/core-1.json was written by the last code of core version 1. Such a file is never written again.
+tests/fixtures/core-1.json was written by the last code of core version 1, core-2.json by the last of version 2, with
+more in it (`_extremes`). Such a file is never written again.
 """
 
 import base64
@@ -10,11 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from consumers.grouping.changes import CORE_VERSION, Record
 from consumers.grouping.config import GroupingConfig
 from consumers.grouping.testing import GroupingTestDriver, example_rollout
 from topics import codec
-from topics.records import Drop, GroupCancelled, JournalRecord, Mark, Rollout, TrainingBatch
+from topics.records import (
+    Drop,
+    GroupCancelled,
+    JournalRecord,
+    Mark,
+    NamedArray,
+    Rollout,
+    SamplingParams,
+    TrainingBatch,
+)
 
 FIXTURES = Path(__file__).parent / "fixtures"
 BEGAN_MS = 1_760_000_000_000
@@ -138,6 +150,37 @@ def _before(recorder: _Recorder, wide: GroupingConfig) -> None:
     driver.commit()
 
 
+def _extremes(recorder: _Recorder) -> None:
+    """What core version 2 took, sensible or not."""
+    r, driver = recorder, recorder.driver
+    deep = NamedArray(dtype="<f4", shape=(4, *(1,) * 69), data=bytes(16))
+    hollow = NamedArray(dtype="<f4", shape=(4, 2**62, 0), data=b"")
+    r.pair("deep", policy_version=1, token_arrays={"deep": deep, "hollow": hollow})
+    cold = SamplingParams(temperature=1e-40)
+    r.rollout("absurd-a", 1e6, "absurd", policy_version=1, sampling=cold, tokens=np.full(4, 2**31 - 1, "<i4"))
+    r.rollout("wide-a", 1e29, "wide", policy_version=1)
+    r.add(Mark(kind="configuration", generation=7, configuration="none"))
+    r.add(Mark(kind="configuration", generation=7, configuration=driver.fold.config.to_json()))
+    driver.commit()
+
+
+def _beyond(recorder: _Recorder, last: GroupingConfig) -> None:
+    """Marks and cancellations without bounds, groups taken apart, a partition that is full."""
+    r = recorder
+    r.rollout("absurd-b", -1e6, "absurd", policy_version=3)
+    r.rollout("absurd-c", 1.0, "absurd", policy_version=1)
+    r.rollout("wide-b", 1.0, "wide", policy_version=1)
+    r.add(Mark(kind="configuration", generation=2**62, configuration=last.to_json()))
+    for example_id in ("taken", "apart", "singly"):
+        r.pair(example_id, (0.75, 0.5), policy_version=3)
+    r.cancel(*(f"gone-{number}" for number in range(5000)), example_id="gone", size=5001, version=3)
+    for number in range(4):  # capacity
+        r.rollout(f"full-{number}", 1.0, f"full-{number}", policy_version=3, tokens=np.arange(700, dtype="<i4"))
+    r.add(Mark(kind="policy_version", policy_version=2**40))
+    r.pair("far", policy_version=2**40)
+    r.add(Mark(kind="drain"))
+
+
 def _after(recorder: _Recorder) -> None:
     """What completes it all."""
     r = recorder
@@ -167,10 +210,13 @@ def record() -> None:
     wide = {"group_deadline_s": FOREVER_S, "batch_rollouts": 6, "estimator": "rloo_normalized", "generation": 1}
     recorder = _Recorder(GroupingConfig(**shared, **narrow))
     _before(recorder, GroupingConfig(**shared, **wide))
+    _extremes(recorder)
     driver = recorder.driver
     journal = [codec.encode(entry) for entry in driver.journal]
     position = driver.fold.position
     _after(recorder)
+    last = {"generation": 2**62, "maker": "reservoir", "estimator": "opo", "batch_rollouts": 3, "capacity_bytes": 8192}
+    _beyond(recorder, GroupingConfig(**{**shared, **wide, **last}))
     values = {
         "core_version": CORE_VERSION,
         "partition": driver.fold.partition,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from topics.records import Drop, FinishedGroup, JournalRecord, TrainingBatch
 
-CORE_VERSION = 2
+CORE_VERSION = 3
 """Newest version of the fold's behaviour this code knows; it knows all before it, too. Which one is in force, the
 configuration in the log says (`grouping.core_version`). A new key, estimator or maker needs a new version as well."""
 

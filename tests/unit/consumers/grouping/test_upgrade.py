@@ -17,12 +17,19 @@ from consumers.grouping.runs import from_runs
 from consumers.grouping.testing import GroupingTestDriver
 from tests import upgrade
 from tests.unit.consumers.grouping.pairs import pair, reasons
+from tests.upgrade import Recorded
 from topics import codec
 from topics.errors import ConfigurationError, StateRefused
 from topics.keys import encode_key
 from topics.records import JournalRecord, Mark, TrainingBatch, same
 
-RECORDED = upgrade.load(1)
+VERSIONS = tuple(range(1, CORE_VERSION))
+"""Core versions before today's; each left a fixture."""
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def recorded(request: pytest.FixtureRequest) -> Recorded:
+    return upgrade.load(request.param)
 
 
 def restored(journal: list[JournalRecord], log: list[Record]) -> Fold:
@@ -43,48 +50,48 @@ def finished(journal: JournalRecord) -> list[int]:
     return [offset for fate in journal.finished for offset in from_runs(fate.runs)]
 
 
-def go_on() -> tuple[Fold, Output]:
-    fold = restored(RECORDED.journal_records(), RECORDED.log)
-    for record in RECORDED.log[RECORDED.position :]:
+def go_on(recorded: Recorded) -> tuple[Fold, Output]:
+    fold = restored(recorded.journal_records(), recorded.log)
+    for record in recorded.log[recorded.position :]:
         fold.apply(record)
     return fold, fold.take()
 
 
-def test_the_fixture_holds_what_an_upgrade_may_meet() -> None:
-    journal = RECORDED.journal_records()
+def test_the_fixture_holds_what_an_upgrade_may_meet(recorded: Recorded) -> None:
+    journal = recorded.journal_records()
     reached = state.restore(journal)
-    assert {record.core_version for record in journal} == {1}
+    assert {record.core_version for record in journal} == {recorded.core_version}
     assert not journal[-1].snapshot, "deltas follow the snapshot"
-    assert reached.watermark < reached.position < len(RECORDED.log)
+    assert reached.watermark < reached.position < len(recorded.log)
     assert journal[-1].watermark_generation < journal[-1].generation, "a configuration mark lies between"
-    assert len(RECORDED.committed()) < len(RECORDED.batches)
-    assert {drop.reason for drop in RECORDED.drops} >= {"late", "cancelled", "stale_version", "group_too_small"}
-    fold = restored(journal, RECORDED.log)
+    assert len(recorded.committed()) < len(recorded.batches)
+    assert {drop.reason for drop in recorded.drops} >= {"late", "cancelled", "stale_version", "group_too_small"}
+    fold = restored(journal, recorded.log)
     assert fold.open_groups > 0
     assert fold.in_flight > fold.open_groups
 
 
-def test_today_s_code_goes_on_from_the_state_of_core_version_1_and_loses_and_repeats_nothing() -> None:
-    fold, output = go_on()
-    committed = RECORDED.committed()
-    assert agree([*committed, *output.batches], RECORDED.batches)
-    written = [drop for record in RECORDED.journal_records() for drop in record.drops]
-    assert [*written, *output.journal.drops] == RECORDED.drops
-    before = [offset for record in RECORDED.journal_records() for offset in finished(record)]
+def test_today_s_code_goes_on_from_earlier_state_and_loses_and_repeats_nothing(recorded: Recorded) -> None:
+    fold, output = go_on(recorded)
+    committed = recorded.committed()
+    assert agree([*committed, *output.batches], recorded.batches)
+    written = [drop for record in recorded.journal_records() for drop in record.drops]
+    assert [*written, *output.journal.drops] == recorded.drops
+    before = [offset for record in recorded.journal_records() for offset in finished(record)]
     ended = [*before, *finished(output.journal)]
     assert len(ended) == len(set(ended))
-    assert len(ended) + fold.in_flight == len(RECORDED.log)
+    assert len(ended) + fold.in_flight == len(recorded.log)
 
 
-def test_today_s_code_folds_the_log_of_core_version_1_bit_for_bit() -> None:
-    fold = Fold(state.restore(RECORDED.journal_records()[:1]))
-    for record in RECORDED.log:
+def test_today_s_code_folds_an_earlier_log_bit_for_bit(recorded: Recorded) -> None:
+    fold = Fold(state.restore(recorded.journal_records()[:1]))
+    for record in recorded.log:
         fold.apply(record)
     output = fold.take()
-    assert agree(list(output.batches), RECORDED.batches)
-    assert list(output.journal.drops) == RECORDED.drops
-    assert [letter.record.offset for letter in output.dead_letters] == RECORDED.dead_letters
-    assert {batch.core_version for batch in output.batches} == {1}
+    assert agree(list(output.batches), recorded.batches)
+    assert list(output.journal.drops) == recorded.drops
+    assert [letter.record.offset for letter in output.dead_letters] == recorded.dead_letters
+    assert {batch.core_version for batch in output.batches} == {recorded.core_version}
 
 
 # ---------------------------------------------------------------------- a higher version by a mark
@@ -98,14 +105,15 @@ def raised(fold: Fold, offset: int, **settings: Any) -> Record:
 
 
 def test_a_state_of_core_version_1_keeps_it_until_a_higher_generation_raises_it() -> None:
-    fold = restored(RECORDED.journal_records(), RECORDED.log)
+    recorded = upgrade.load(1)
+    fold = restored(recorded.journal_records(), recorded.log)
     assert fold.config.core_version == 1
     fold.apply(raised(fold, fold.position))
     assert fold.config.core_version == CORE_VERSION
-    for record in RECORDED.log[RECORDED.position :]:
+    for record in recorded.log[recorded.position :]:
         fold.apply(record._replace(offset=record.offset + 1))
     ours = {uid: batch for batch in fold.take().batches for uid in batch.uids}
-    theirs = {uid: batch for batch in RECORDED.batches for uid in batch.uids}
+    theirs = {uid: batch for batch in recorded.batches for uid in batch.uids}
     assert {batch.core_version for batch in ours.values()} == {CORE_VERSION}
     uid = "branched-after-g0"
     # Episodes have rewards 1 and 0.5; by branches they were 1, 0, 1, 1.
