@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from pipeline.ledger import _evaluation, _of_rollouts
+from pipeline.ledger.evaluations import evaluation
+from pipeline.ledger.letters import of_rollouts
 from tests.runs import rollout
 
 
@@ -12,7 +13,7 @@ def test_an_evaluation_has_the_same_figures_in_whichever_order_it_is_read() -> N
     rewards = (0.1, 0.2, 0.3, 0.7)
     read = [rollout("x", n, reward=r, reward_components={"exact": r}) for n, r in enumerate(rewards)]
     assert len({sum(order) for order in itertools.permutations(rewards)}) > 1
-    told = [_evaluation("env", "heldout", "last", 3, order) for order in itertools.permutations(read)]
+    told = [evaluation("env", "heldout", "last", 3, order) for order in itertools.permutations(read)]
     assert all(found == told[0] for found in told)
     assert told[0]["reward"] == told[0]["exact"] == pytest.approx(0.325)
 
@@ -29,5 +30,5 @@ def test_an_evaluation_has_the_same_figures_in_whichever_order_it_is_read() -> N
 )
 def test_letters_of_rollouts_are_counted_those_of_trajectories_are_not(topic: bytes | None, counted: bool) -> None:
     """A restored run has letters that name the run they were written in; letters once named no topic."""
-    assert _of_rollouts({"__streams.errors.topic": topic}) is counted
-    assert _of_rollouts({}) is True
+    assert of_rollouts({"__streams.errors.topic": topic}) is counted
+    assert of_rollouts({}) is True

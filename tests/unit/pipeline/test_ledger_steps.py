@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from pipeline.journals import PartitionJournal
-from pipeline.ledger import Ledger, _check_steps
+from pipeline.ledger import Ledger
+from pipeline.ledger.learners import check_steps
 from topics.records import BatchUse, LearnerStep
 
 ROWS = {"0-0": 4, "0-1": 4}
@@ -40,7 +41,7 @@ def checked(*steps: tuple[BatchUse, ...]) -> Ledger:
         )
         for number, uses in enumerate(steps)
     ]
-    _check_steps(records, ROWS, {0: journal}, "run", result)
+    check_steps(records, ROWS, {0: journal}, "run", result)
     return result
 
 

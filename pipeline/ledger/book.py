@@ -1,0 +1,90 @@
+"""The ledger as a value: where every record of a run is, and what does not add up."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from consumers.grouping.selection import Selection
+
+_MOST_PROBLEMS = 20
+PATIENCE_S = 3.0
+"""How long what a committed transaction wrote may take to show: it does not on all partitions at once."""
+
+
+@dataclass
+class Ledger:
+    """Where every record of a run is."""
+
+    produced: int = 0
+    """Records of rollouts."""
+    rollouts: int = 0
+    """Rollouts among them."""
+    batched: int = 0
+    batches: int = 0
+    trained: int = 0
+    skipped: int = 0
+    steps: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    dead_lettered: int = 0
+    control: int = 0
+    in_flight: int = 0
+    unread: int = 0
+    evals: int = 0
+    """Rollouts made for evaluation."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """Each evaluation: environment, split, phase, version asked for and those that answered, rollouts and means."""
+    evals_batched: int = 0
+    """Rollouts of batches that are made for evaluation: each is a problem."""
+    pruned: int = 0
+    """Of all these, records known by the journal's counts alone, as they or the journal's beginning were deleted."""
+    environments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Rollouts and tokens read, by environment and fate; empty where a record named no environment."""
+    selection: dict[str, Selection] = field(default_factory=dict)
+    """Lengths and rewards by environment, of what was batched and of what was not."""
+    problems: list[str] = field(default_factory=list)
+    """What does not add up; the first twenty."""
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every record is in exactly one place and every place agrees with the others."""
+        placed = self.batched + sum(self.dropped.values()) + self.dead_lettered + self.control
+        return not self.problems and self.produced == placed + self.in_flight + self.unread
+
+    def as_dict(self) -> dict[str, Any]:
+        """The ledger as programs read it."""
+        return {
+            "balanced": self.balanced,
+            "produced": self.produced,
+            "rollouts": self.rollouts,
+            "batched": self.batched,
+            "batches": self.batches,
+            "trained": self.trained,
+            "skipped": self.skipped,
+            "steps": self.steps,
+            "dropped": dict(sorted(self.dropped.items())),
+            "dead_lettered": self.dead_lettered,
+            "control": self.control,
+            "in_flight": self.in_flight,
+            "unread": self.unread,
+            "evals": self.evals,
+            "evals_batched": self.evals_batched,
+            "evaluations": self.evaluations,
+            "pruned": self.pruned,
+            "tokens": self.tokens,
+            "environments": self.environments,
+            "selection": {environment: found.as_dict() for environment, found in self.selection.items()},
+            "problems": self.problems,
+        }
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Tokens of all that was read, by fate; what is unread is not counted."""
+        found: Counter[str] = Counter()
+        for figures in self.environments.values():
+            found.update(figures["tokens"])
+        return dict(found)
+
+    def problem(self, text: str) -> None:
+        """Note something that does not add up."""
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.problems.append(text)
