@@ -1,4 +1,4 @@
-"""Steps on record against batches: each rollout is trained on for the first time, or skipped, at most once a learner."""
+"""Steps on record against batches: a learner trains on a rollout for the first time, or skips it, at most once."""
 
 from pipeline.journals import PartitionJournal
 from pipeline.ledger.book import Ledger
