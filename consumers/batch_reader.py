@@ -17,7 +17,9 @@ from topics.codec import decode_as
 from topics.config import KafkaConfig
 from topics.errors import ConfigurationError, DeadlineExceeded, TopicError
 from topics.examples import RLExample, batch_digest, examples_of
+from topics.following import TopicFollower
 from topics.records import BatchIndexEntry, TrainingBatch
+from topics.skipped import SkippedRecords
 
 _AHEAD_BYTES = 128 * 1024 * 1024
 _GAP = 100
@@ -62,15 +64,15 @@ class IndexReader(Closing):
         self._topic = topic_name(run, "batch-index")
         self.position = start
         clients.check_broker(kafka)
-        self._consumer: Consumer = clients.reader(kafka)
-        clients.follow(self._consumer, kafka, [TopicPartition(self._topic, 0, start or OFFSET_BEGINNING)])
+        self._follower = TopicFollower(kafka, [TopicPartition(self._topic, 0, start or OFFSET_BEGINNING)])
         self._entries: deque[Indexed] = deque()
-        self._end_seen = False
+        self.skipped = SkippedRecords("index-reader")
+        """Records of the index that could not be read: no batch that they may have named is delivered."""
 
     @property
     def at_end(self) -> bool:
         """Whether the index has no further entry, as far as it is known by now."""
-        return self._end_seen and not self._entries
+        return (self._topic, 0) in self._follower.ends and not self._entries
 
     def poll(self, timeout_s: float = 1.0) -> Indexed | None:
         """The next entry, or None when there is none in time. Raises TopicError when the position is gone."""
@@ -85,21 +87,15 @@ class IndexReader(Closing):
     def _read(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not self._entries:
-            for message in clients.at_hand(self._consumer, 100, max(0.0, min(0.05, deadline - time.monotonic()))):
-                error = message.error()
-                if error is None:
-                    self._end_seen = False
-                    self._entries.append(Indexed(decode_as(BatchIndexEntry, message.value()), message.offset() or 0))
-                elif error.code() == KafkaError._PARTITION_EOF:
-                    self._end_seen = True
-                else:
-                    clients.raise_for(error, f"reading {self._topic}")
+            messages = self._follower.poll(100, max(0.0, min(0.05, deadline - time.monotonic())))
+            for message, entry in self.skipped.records(BatchIndexEntry, messages):
+                self._entries.append(Indexed(entry, message.offset() or 0))
             if time.monotonic() >= deadline:
                 return
 
     def close(self) -> None:
         """Close the consumer."""
-        self._consumer.close()
+        self._follower.close()
 
 
 class BatchFetcher(Closing):

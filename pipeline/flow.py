@@ -67,6 +67,8 @@ class Snapshot:
     exacts: tuple[float, ...] = ()
     staleness: Mapping[int, int] = field(default_factory=dict)
     """Rollouts trained on, by how many policy versions the oldest of their batch was behind."""
+    records_skipped: int = 0
+    """Records of other topics than rollouts that could not be read."""
 
     @property
     def quiet(self) -> bool:
@@ -214,7 +216,7 @@ class Flow:
         self._first_ms = min(self._first_ms or at_ms, at_ms)
         self._last_ms = max(self._last_ms, at_ms)
 
-    def snapshot(self, now_ms: int, reward: float = 0.0, exact: float = 0.0) -> Snapshot:
+    def snapshot(self, now_ms: int, reward: float = 0.0, exact: float = 0.0, *, records_skipped: int = 0) -> Snapshot:
         """The run now; `reward` and `exact` are the means of the newest rollouts."""
         quiet_s = max(0, now_ms - self._last_ms) / 1000 if self._last_ms else 0.0
         # Of a run that rests, or is over, the rates it had are worth more than that it has none.
@@ -259,6 +261,7 @@ class Flow:
             rewards=rewards,
             exacts=exacts,
             staleness=dict(sorted(self._staleness.items())),
+            records_skipped=records_skipped,
         )
 
     def _curves(self) -> tuple[tuple[float, ...], tuple[float, ...]]:

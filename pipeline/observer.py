@@ -11,19 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Message, TopicPartition
 
 from consumers.grouping.selection import SelectionWatch, selections
 from pipeline.flow import Flow, Snapshot
 from topics import clients
 from topics.catalogue import topic_name
-from topics.codec import decode, decode_as
+from topics.codec import decode
 from topics.config import KafkaConfig
 from topics.errors import DeadlineExceeded, RecordError
+from topics.following import TopicFollower
 from topics.records import BatchIndexEntry, FateCount, JournalRecord, LearnerStep, PolicyManifest, Rollout
+from topics.skipped import SkippedRecords
 
 EXACT = "exact"
-_TIMEOUT_S = 60.0
 _UNHURRIED: dict[str, Any] = {"fetch.min.bytes": 256 * 1024, "fetch.wait.max.ms": 250}
 
 
@@ -60,13 +61,21 @@ class RunObserver:
         self._rollouts, self._index, self._steps, self._policies, self._journal = (
             topic_name(run, topic) for topic in ("rollouts", "batch-index", "steps", "policies", "journal")
         )
-        # Whoever watches is in no hurry: few large answers instead of one for each record.
-        self._consumer = clients.reader(kafka, **_UNHURRIED)
+        self._kafka = kafka
+        self._kinds: dict[str, type] = {
+            self._index: BatchIndexEntry,
+            self._steps: LearnerStep,
+            self._policies: PolicyManifest,
+            self._journal: JournalRecord,
+        }
         partitions = clients.partitions_of(kafka, self._rollouts)
         of_partitions = [(topic, p) for topic in (self._rollouts, self._journal) for p in range(partitions)]
         places = [*of_partitions, (self._index, 0), (self._steps, 0), (self._policies, 0)]
-        self._reached = dict.fromkeys(places, 0)
-        clients.follow(self._consumer, kafka, [TopicPartition(topic, p, OFFSET_BEGINNING) for topic, p in places])
+        start = [TopicPartition(topic, p, OFFSET_BEGINNING) for topic, p in places]
+        # Whoever watches is in no hurry: few large answers instead of one for each record.
+        self._follower = TopicFollower(kafka, start, **_UNHURRIED)
+        self.skipped = SkippedRecords("observer")
+        """Records that could not be read, but for those of rollouts, which are grouping's to judge."""
         self.scored: list[Scored] = []
         """Every rollout so far, in order of append time, partition, offset."""
         self.batches = 0
@@ -80,23 +89,25 @@ class RunObserver:
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Take in what arrived, waiting at most `timeout_s` for the first record."""
-        for message in self._consumer.consume(1000, timeout_s):
-            self._take(message)
+        for message in self._follower.poll(1000, timeout_s):
+            if message.topic() == self._rollouts:
+                self._score(message)
+            else:
+                self._count(message)
         if self._counts_moved:
             self._counts_moved = False
             self._watch.look(selections(c for counts in self._counts.values() for c in counts))
 
     def catch_up(self) -> None:
         """Read on to where every topic ends now. Call once nothing writes any more."""
-        ends = {
-            place: self._consumer.get_watermark_offsets(TopicPartition(*place), _TIMEOUT_S)[1]
-            for place in self._reached
-        }
-        deadline = time.monotonic() + _TIMEOUT_S
-        while behind := [place for place, end in ends.items() if self._reached[place] < end]:
+        topics = (self._rollouts, self._journal, self._index, self._steps, self._policies)
+        ends = {(t, p): end for t in topics for p, (_low, end) in clients.bounds(self._kafka, t).items()}
+        timeout_s = self._kafka.patience_s
+        deadline = time.monotonic() + timeout_s
+        while behind := [place for place, end in ends.items() if self._follower.ends.get(place, 0) < end]:
             self.poll(0.2)
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"{behind[0][0]} was not read to its end within {_TIMEOUT_S:g} s")
+                raise DeadlineExceeded(f"{behind[0][0]} was not read to its end within {timeout_s:g} s")
 
     def first(self, count: int) -> Means:
         """Means over the first `count` rollouts."""
@@ -109,7 +120,8 @@ class RunObserver:
     def snapshot(self, newest: int) -> Snapshot:
         """The run as it is now; reward and exact match over the `newest` rollouts."""
         recent = self.last(newest)
-        return self._flow.snapshot(int(time.time() * 1000), recent.reward, recent.exact)
+        now_ms = int(time.time() * 1000)
+        return self._flow.snapshot(now_ms, recent.reward, recent.exact, records_skipped=self.skipped.total)
 
     @property
     def rewards(self) -> dict[int, tuple[int, float]]:
@@ -117,36 +129,22 @@ class RunObserver:
         return self._flow.rewards
 
     def close(self) -> None:
-        self._consumer.close()
-
-    def _take(self, message: Message) -> None:
-        topic = message.topic()
-        error = message.error()
-        if error is not None:
-            if error.code() != KafkaError._PARTITION_EOF:
-                clients.raise_for(error, f"watching {topic}")
-            # Unlike the position, this counts the markers of transactions.
-            self._reached[topic or "", message.partition() or 0] = message.offset() or 0
-        elif topic == self._rollouts:
-            self._score(message)
-        elif message.value() is not None:
-            self._count(message)
+        self._follower.close()
 
     def _count(self, message: Message) -> None:
-        topic, at_ms = message.topic(), message.timestamp()[1]
-        if topic == self._index:
+        topic, at_ms = message.topic() or "", message.timestamp()[1]
+        record = self.skipped.decode(self._kinds[topic], message)
+        if isinstance(record, BatchIndexEntry):
             self.batches += 1
-            self._flow.entry(decode_as(BatchIndexEntry, message.value()), at_ms)
-        elif topic == self._steps:
-            step = decode_as(LearnerStep, message.value())
-            self._flow.step(step, at_ms)
-            if step.step >= self.steps:
-                self.steps = step.step
-                self.policy_version = max(self.policy_version, step.policy_version)
-        elif topic == self._policies:
-            self._flow.manifest(decode_as(PolicyManifest, message.value()), at_ms)
-        else:
-            record = decode_as(JournalRecord, message.value())
+            self._flow.entry(record, at_ms)
+        elif isinstance(record, LearnerStep):
+            self._flow.step(record, at_ms)
+            if record.step >= self.steps:
+                self.steps = record.step
+                self.policy_version = max(self.policy_version, record.policy_version)
+        elif isinstance(record, PolicyManifest):
+            self._flow.manifest(record, at_ms)
+        elif isinstance(record, JournalRecord):
             self._counts[record.partition] = record.counts
             self._counts_moved = True
             self._flow.journal(record, at_ms)

@@ -51,6 +51,8 @@ class Progress:
     partitions: Mapping[int, PartitionCounts] = field(default_factory=dict)
     consumed: int = 0
     """Rollouts trained on or skipped."""
+    skipped: int = 0
+    """Records of journal and steps that could not be read."""
 
     @property
     def outstanding(self) -> int:
@@ -112,6 +114,11 @@ class FlowControl:
     def outstanding(self) -> int:
         """S, as last observed."""
         return self._progress.outstanding
+
+    @property
+    def records_skipped(self) -> int:
+        """Records of journal and steps that could not be read, so that the rest may say too little."""
+        return self._progress.skipped
 
     @property
     def mine_unseen(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import ExitStack, closing
 from typing import Any
 
-from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, TopicPartition
 
 from producers.config import EvaluationConfig, WorkerConfig
 from producers.environment import Environment
@@ -20,11 +20,12 @@ from producers.inference.client import CompletionsClient, InferenceRefused, Infe
 from producers.rollout_producer import RolloutProducer
 from topics import clients
 from topics.catalogue import topic_name
-from topics.codec import decode_as
 from topics.config import KafkaConfig
+from topics.following import TopicFollower
 from topics.logs import event
 from topics.metrics import MetricsWriter
 from topics.records import PolicyManifest, Rollout
+from topics.skipped import SkippedRecords
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +52,12 @@ def evaluated(rollouts: Iterable[Rollout], environment: str) -> set[int]:
     answers: dict[int, set[str]] = defaultdict(set)
     prompts: dict[int, int] = {}
     for rollout in rollouts:
-        if rollout.environment == environment and rollout.extra.get("phase") == PHASE:
+        asked = rollout.extra.get("prompts", "")
+        # Whoever else writes to `evals` may have put anything there.
+        whole = asked.isdecimal() and len(asked) < 10
+        if whole and rollout.environment == environment and rollout.extra.get("phase") == PHASE:
             answers[rollout.policy_version].add(rollout.uid)
-            prompts[rollout.policy_version] = int(rollout.extra["prompts"])
+            prompts[rollout.policy_version] = int(asked)
     return {version for version, uids in answers.items() if len(uids) >= prompts[version]}
 
 
@@ -83,12 +87,13 @@ async def run_evaluator(
 
     `worker` says where and how servers are asked. Raises TopicError, BrokerUnavailable, DeliveryError.
     """
+    skipped = SkippedRecords(COMPONENT)
     with ExitStack() as stack:
-        manifests = stack.enter_context(closing(_Manifests(kafka, run)))
+        manifests = stack.enter_context(closing(_Manifests(kafka, run, skipped)))
         producer = stack.enter_context(RolloutProducer(kafka, run, topic="evals"))
         metrics = stack.enter_context(closing(MetricsWriter(kafka, run, COMPONENT)))
         past = clients.read_to_end(kafka, topic_name(run, "evals"))
-        settled = evaluated((decode_as(Rollout, message.value()) for message in past), environment.name)
+        settled = evaluated((rollout for _message, rollout in skipped.records(Rollout, past)), environment.name)
         event(logger, "evaluator_started", every_versions=config.every_versions, evaluated=sorted(settled))
         client = CompletionsClient(
             worker.inference_urls, model=worker.model, api_key=worker.api_key, timeout_s=worker.request_timeout_s
@@ -124,7 +129,7 @@ async def run_evaluator(
                     reason = str(error) or f"not done {worker.drain_timeout_s:g} s after it was told to stop"
                     event(logger, "evaluation_failed", level=logging.WARNING, version=version, error=reason)
                     continue
-                told = figures(found)
+                told = {**figures(found), "records_skipped_total": float(skipped.total)}
                 metrics.write(
                     told, {"environment": environment.name, "split": "heldout"}, step=manifests.steps[version]
                 )
@@ -147,28 +152,22 @@ async def _within(asked: Coroutine[Any, Any, Evaluation], stop: asyncio.Event, d
 class _Manifests:
     """The policy versions of a run, as they are published."""
 
-    def __init__(self, kafka: KafkaConfig, run: str) -> None:
-        self._topic = topic_name(run, "policies")
-        self._consumer = clients.reader(kafka)
-        clients.follow(self._consumer, kafka, [TopicPartition(self._topic, 0, OFFSET_BEGINNING)])
+    def __init__(self, kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> None:
+        self._skipped = skipped
+        self._place = topic_name(run, "policies"), 0
+        self._follower = TopicFollower(kafka, [TopicPartition(*self._place, OFFSET_BEGINNING)])
         self.steps: dict[int, int] = {}
         """Learner step of each version."""
 
     def read(self) -> Mapping[int, int]:
         """Read on to the end, or wait a moment where it is reached; everything so far."""
-        at_end = False
-        while not at_end and (messages := clients.at_hand(self._consumer, 500, _LOOK_EVERY_S)):
-            for message in messages:
-                error = message.error()
-                # A learner may publish faster than we wait: the end is where it was, not where nothing comes.
-                at_end = error is not None
-                if error is not None:
-                    if error.code() != KafkaError._PARTITION_EOF:
-                        clients.raise_for(error, f"following {self._topic}")
-                elif message.value() is not None:
-                    manifest = decode_as(PolicyManifest, message.value())
-                    self.steps[manifest.version] = manifest.step
+        while messages := self._follower.poll(500, _LOOK_EVERY_S):
+            for _message, manifest in self._skipped.records(PolicyManifest, messages):
+                self.steps[manifest.version] = manifest.step
+            # A learner may publish faster than we wait: the end is where it was, not where nothing comes.
+            if self._place in self._follower.ends:
+                break
         return self.steps
 
     def close(self) -> None:
-        self._consumer.close()
+        self._follower.close()

@@ -4,24 +4,24 @@ At start it reads the last record of each journal partition, not the topic; `ste
 """
 
 import threading
-import time
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Message, TopicPartition
 
 from producers.capacity import PartitionCounts, Progress, consumed_by
 from topics import clients
 from topics.catalogue import topic_name
-from topics.codec import decode_as
 from topics.config import KafkaConfig
-from topics.errors import BrokerUnavailable, DeadlineExceeded, RecordError
+from topics.errors import DeadlineExceeded
+from topics.following import TopicFollower
 from topics.records import JournalRecord, LearnerStep
+from topics.skipped import SkippedRecords
 
-_TIMEOUT_S = 30.0
 _FIRST_LOOK_BACK = 16
-_LEADERLESS = (KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.LEADER_NOT_AVAILABLE)
 
 
 class JournalTailer:
@@ -39,15 +39,18 @@ class JournalTailer:
         self._error: Exception | None = None
         self._progress = Progress()
         self._thread = threading.Thread(target=self._run, name="journal-tailer", daemon=True)
+        self.skipped = SkippedRecords("journal-tailer")
+        """Records that could not be read: progress is what the others say."""
         self.rollout_ends: dict[int, int] = {}
         """End of each partition of rollouts when the tailer started."""
 
-    def start(self, timeout_s: float = _TIMEOUT_S) -> None:
+    def start(self) -> None:
         """Start the thread and wait until both topics were read to where they ended."""
         self._thread.start()
-        if not self._caught_up.wait(timeout_s):
+        if not self._caught_up.wait(self._kafka.patience_s):
             raise DeadlineExceeded(
-                f"{self._journal} and {self._steps} were not read to their ends in {timeout_s:g} s; is the broker up?"
+                f"{self._journal} and {self._steps} were not read to their ends in {self._kafka.patience_s:g} s; is "
+                f"the broker up?"
             )
         if self._error is not None:
             raise self._error
@@ -63,7 +66,7 @@ class JournalTailer:
         """Stop the thread."""
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(_TIMEOUT_S)
+            self._thread.join(self._kafka.patience_s)
 
     def __enter__(self) -> Self:
         self.start()
@@ -73,89 +76,64 @@ class JournalTailer:
         self.close()
 
     def _run(self) -> None:
-        consumer = clients.reader(self._kafka)
         try:
-            self._follow(consumer)
+            self._follow()
         except Exception as error:  # handed to whoever asks for `progress`, in its own thread
             self._error = error
         finally:
             self._caught_up.set()
-            consumer.close()
             self._on_progress()
 
-    def _follow(self, consumer: Consumer) -> None:
-        self.rollout_ends = {
-            p: _watermarks(consumer, self._rollouts, p)[1]
-            for p in range(clients.partitions_of(self._kafka, self._rollouts))
-        }
-        positions = [self._after_last(consumer, p) for p in range(self._partitions)]
-        clients.follow(consumer, self._kafka, [*positions, TopicPartition(self._steps, 0, OFFSET_BEGINNING)])
-        behind = {(self._journal, p) for p in range(self._partitions)} | {(self._steps, 0)}
-        while not self._stop.is_set():
-            changed = False
-            for message in clients.at_hand(consumer, 500, 0.02):
-                error = message.error()
-                if error is None:
-                    changed |= self._take(message)
-                elif error.code() == KafkaError._PARTITION_EOF:
-                    behind.discard((message.topic() or "", message.partition() or 0))
-                    if not behind:
-                        self._caught_up.set()
-                else:
-                    clients.raise_for(error, f"following {message.topic()}")
-            if changed:
-                self._on_progress()
+    def _follow(self) -> None:
+        self.rollout_ends = {p: end for p, (_low, end) in clients.bounds(self._kafka, self._rollouts).items()}
+        start = [self._after_last(p, *bounds) for p, bounds in clients.bounds(self._kafka, self._journal).items()]
+        start.append(TopicPartition(self._steps, 0, OFFSET_BEGINNING))
+        with closing(TopicFollower(self._kafka, start)) as follower:
+            behind = {(place.topic, place.partition) for place in start}
+            while not self._stop.is_set():
+                messages = follower.poll(500, 0.02)
+                for message in messages:
+                    self._take(message)
+                behind.difference_update(follower.ends)
+                if not behind:
+                    self._caught_up.set()
+                if messages:
+                    self._progress = replace(self._progress, skipped=self.skipped.total)
+                    self._on_progress()
 
-    def _after_last(self, consumer: Consumer, partition: int) -> TopicPartition:
-        """Take the last journal record of a partition and return the position after it.
+    def _after_last(self, partition: int, low: int, high: int) -> TopicPartition:
+        """Take the last journal record of a partition that can be read, and return the position after those seen.
 
         Transaction markers take offsets too, so the last record is looked for at growing distances from the end.
         """
-        low, high = _watermarks(consumer, self._journal, partition)
-        distance = _FIRST_LOOK_BACK
-        while high > low:
-            start = max(low, high - distance)
-            last = None
-            read = clients.read_to_end(
-                self._kafka, self._journal, partitions=[partition], start={partition: start}, timeout_s=_TIMEOUT_S
-            )
-            for message in read:
-                last = message
-            if last is not None:
-                self._take(last)
-                return TopicPartition(self._journal, partition, (last.offset() or 0) + 1)
-            if start == low:
+        resume, stop, distance = low, high, _FIRST_LOOK_BACK
+        while stop > low:
+            start = max(low, stop - distance)
+            newest = None
+            reading = clients.read_to_end(self._kafka, self._journal, partitions=[partition], start={partition: start})
+            with closing(reading) as messages:
+                for message in messages:
+                    if (offset := message.offset() or 0) >= stop:
+                        break
+                    resume = max(resume, offset + 1)
+                    newest = self.skipped.decode(JournalRecord, message) or newest
+            if newest is not None:
+                self._grouped(partition, newest)
                 break
-            distance *= 16
-        return TopicPartition(self._journal, partition, low)
+            stop, distance = start, distance * 16
+        return TopicPartition(self._journal, partition, resume)
 
-    def _take(self, message: Message) -> bool:
-        if message.value() is None:
-            return False
-        now = self._progress
-        try:
-            if message.topic() == self._journal:
-                counts = PartitionCounts.of(decode_as(JournalRecord, message.value()))
-                self._progress = Progress({**now.partitions, message.partition() or 0: counts}, now.consumed)
-            else:
+    def _take(self, message: Message) -> None:
+        if message.topic() == self._journal:
+            record = self.skipped.decode(JournalRecord, message)
+            if record is not None:
+                self._grouped(message.partition() or 0, record)
+        else:
+            step = self.skipped.decode(LearnerStep, message)
+            if step is not None:
                 # A learner that resumed writes steps again with the same totals: the highest is the newest.
-                consumed = consumed_by(decode_as(LearnerStep, message.value()))
-                self._progress = Progress(now.partitions, max(now.consumed, consumed))
-        except RecordError as error:
-            raise RecordError(f"{message.topic()}[{message.partition()}] offset {message.offset()}: {error}") from error
-        return True
+                self._progress = replace(self._progress, consumed=max(self._progress.consumed, consumed_by(step)))
 
-
-def _watermarks(consumer: Consumer, topic: str, partition: int) -> tuple[int, int]:
-    """First offset and end of a partition. Tries again where a topic just created has no leader yet."""
-    deadline = time.monotonic() + _TIMEOUT_S
-    while True:
-        try:
-            low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), _TIMEOUT_S)
-            return low, high
-        except KafkaException as error:
-            if error.args[0].code() not in _LEADERLESS:
-                clients.raise_for(error.args[0], f"asking for the ends of {topic}")
-            if time.monotonic() > deadline:
-                raise BrokerUnavailable(f"{topic}[{partition}] has no end: {error.args[0].str()}") from error
-            time.sleep(0.05)
+    def _grouped(self, partition: int, record: JournalRecord) -> None:
+        counts = PartitionCounts.of(record)
+        self._progress = replace(self._progress, partitions={**self._progress.partitions, partition: counts})

@@ -335,4 +335,5 @@ class Worker:
         if self._flow is not None:
             # What to look at when a worker produces nothing: it waits for these to fall.
             fields |= {"outstanding": self._flow.outstanding, "mine_unseen": self._flow.mine_unseen}
+            fields["records_skipped"] = self._flow.records_skipped
         event(logger, name, totals=fields)

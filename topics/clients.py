@@ -6,7 +6,7 @@ that a broker answers. Read_committed unless a function says otherwise.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -260,13 +260,15 @@ def read_to_end(
     partitions: Iterable[int] | None = None,
     start: int | dict[int, int] = OFFSET_BEGINNING,
     isolation: str = "read_committed",
-    timeout_s: float = 60.0,
-) -> Iterator[Message]:
+    timeout_s: float | None = None,
+) -> Generator[Message]:
     """Every record of a topic up to where it ends now, in offset order within each partition.
 
     `start` is the first offset, for all partitions or by partition. Raises TopicError when the topic is missing or a
-    start is out of range, BrokerUnavailable when the end is not reached within `timeout_s` without a record.
+    start is out of range, BrokerUnavailable when no record comes and the end is not reached within `timeout_s`, which
+    is kafka.patience_s where it is not given.
     """
+    timeout_s = config.patience_s if timeout_s is None else timeout_s
     # A short wait at the broker: the end of an idle partition is what is waited for.
     consumer = reader(config, isolation=isolation, fetch_wait_ms=10)
     try:

@@ -22,6 +22,13 @@ class KafkaConfig:
     session_timeout_s: float = 6.0
     """Group session timeout; with static membership a restart within it moves nothing (classic protocol)."""
 
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for what another process may hold back: a transaction that its death left open shows nothing
+        until its timeout is over and the broker looks for it (every 10 s by default). The rest is for a broker that
+        starts, or is busy."""
+        return self.transaction_timeout_s + 45.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class TopicsConfig:

@@ -19,12 +19,13 @@ from consumers.grouping.config import GrouperConfig, GroupingConfig
 from consumers.grouping.state import CommitMetadata
 from topics import clients
 from topics.catalogue import topic_name
-from topics.codec import decode_as, encode
+from topics.codec import MAGIC, decode_as, encode
 from topics.config import KafkaConfig
-from topics.errors import BrokerUnavailable, StateRefused
+from topics.errors import BrokerUnavailable, RecordError, StateRefused
 from topics.keys import encode_key
 from topics.logs import event
 from topics.records import JournalRecord
+from topics.skipped import SkippedRecords
 
 logger = logging.getLogger(__name__)
 _TIMEOUT_S = 30.0
@@ -73,11 +74,14 @@ def recover(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> dict[int, i
     last: dict[int, tuple[JournalRecord, CommitMetadata | None]] = {}
     snapshots: dict[int, int] = {}
     oldest: dict[int, int] = {}
+    skipped = SkippedRecords("recover")
     for message in clients.read_to_end(kafka, topic_name(run, "journal")):
         partition, offset = message.partition(), message.offset()
         assert partition is not None
         assert offset is not None
-        record = decode_as(JournalRecord, message.value())
+        record = journal_record(message, skipped)
+        if record is None:
+            continue
         oldest.setdefault(partition, offset)
         if record.snapshot and record.part == 0:
             snapshots[partition] = offset
@@ -88,6 +92,22 @@ def recover(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> dict[int, i
         raise StateRefused(f"journal partitions {missing} of run {run} hold no snapshot; start a new run")
     _commit(kafka, run, group, last)
     return {partition: record.position for partition, (record, _metadata) in last.items()}
+
+
+def journal_record(message: Message, skipped: SkippedRecords) -> JournalRecord | None:
+    """The record of a message of `journal`; None for foreign bytes, which no record of ours is missing for.
+
+    Raises StateRefused for what may be one of ours, which a sum over the journal must not go without.
+    """
+    if not (message.value() or b"").startswith(MAGIC):
+        return skipped.decode(JournalRecord, message)
+    try:
+        return decode_as(JournalRecord, message.value())
+    except RecordError as error:
+        raise StateRefused(
+            f"journal[{message.partition()}] offset {message.offset()} cannot be read ({error}); where a newer release "
+            f"wrote it, run that release: grouping processes of one run must read each other's journal"
+        ) from error
 
 
 def committed_offsets(kafka: KafkaConfig, group: str, topic: str, partitions: int) -> list[TopicPartition]:

@@ -57,8 +57,16 @@ class GroupingFigures:
         """Whether `write` is to be called."""
         return self._clock() >= self._due_s
 
-    def write(self, folds: Iterable[Fold], ends: Mapping[int, int], restoring: Mapping[int, Progress]) -> None:
-        """Write the figures now. `ends` holds the end of each partition, as far as it is known."""
+    def write(
+        self,
+        folds: Iterable[Fold],
+        ends: Mapping[int, int],
+        restoring: Mapping[int, Progress],
+        *,
+        records_skipped: int = 0,
+    ) -> None:
+        """Write the figures now. `ends` holds the end of each partition, as far as it is known; `records_skipped` are
+        records of other topics that could not be read."""
         self._due_s = self._clock() + self._interval_s
         whole = dict.fromkeys(("lag", "in_flight", "open_groups", "held_bytes"), 0)
         owned = set()
@@ -90,6 +98,7 @@ class GroupingFigures:
         self._told = found
         values = {**whole, **{f"{name}_total": count for name, count in self._totals.items()}}
         values |= {"partitions": len(owned), "partitions_restoring": len(restoring)}
+        values["records_skipped_total"] = records_skipped
         if self._commits:
             values["commit_seconds_mean"] = sum(self._commits) / len(self._commits)
             values["commit_seconds_max"] = max(self._commits)

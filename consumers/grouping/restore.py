@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 
 from confluent_kafka import KafkaError, Message, TopicPartition
 
-from consumers.grouping.bootstrap import committed_offsets
+from consumers.grouping.bootstrap import committed_offsets, journal_record
 from consumers.grouping.changes import CORE_VERSION, Record
 from consumers.grouping.config import GrouperConfig
 from consumers.grouping.fold import Fold
@@ -20,11 +20,11 @@ from consumers.grouping.makers import makers_of
 from consumers.grouping.state import CommitMetadata, JournalSum, TaskState
 from topics import clients
 from topics.catalogue import topic_name
-from topics.codec import decode_as
 from topics.config import KafkaConfig
-from topics.errors import DeadlineExceeded, RecordError, StateRefused
+from topics.errors import DeadlineExceeded, StateRefused
 from topics.logs import event
 from topics.records import JournalRecord
+from topics.skipped import SkippedRecords
 
 logger = logging.getLogger(__name__)
 _COARSE_MS = 1000
@@ -88,7 +88,14 @@ class Restoration:
     """Restores the fold of a partition as its last committed transaction left it."""
 
     def __init__(
-        self, kafka: KafkaConfig, run: str, partition: int, partitions: int, topic_id: str, grouper: GrouperConfig
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        partition: int,
+        partitions: int,
+        topic_id: str,
+        grouper: GrouperConfig,
+        skipped: SkippedRecords,
     ) -> None:
         self.partition = partition
         self.progress = Progress()
@@ -96,6 +103,7 @@ class Restoration:
         """The fold, and where its journal stands; set at the end."""
         self._kafka, self._run, self._grouper = kafka, run, grouper
         self._partitions, self._topic_id = partitions, topic_id
+        self._skipped = skipped
         self._began = self._told = time.monotonic()
         self._reading = self._read()
 
@@ -159,9 +167,10 @@ class Restoration:
         self.progress.journal_to_read = stop - start
         for message in _range(self._kafka, topic_name(self._run, "journal"), self.partition, start, stop):
             if message is not None:
-                record = self._decoded(message)
-                added.add(record)
-                journal.note(message.offset() or 0, record)
+                record = journal_record(message, self._skipped)
+                if record is not None:
+                    added.add(record)
+                    journal.note(message.offset() or 0, record)
                 self.progress.journal_read += 1
             yield
         if added.last is not None and added.last.position != committed.offset:
@@ -170,15 +179,6 @@ class Restoration:
                 f"{added.last.position}; another program committed it: commit again with `rollstream group recover`"
             )
         return journal, added
-
-    def _decoded(self, message: Message) -> JournalRecord:
-        try:
-            return decode_as(JournalRecord, message.value())
-        except RecordError as error:
-            raise StateRefused(
-                f"journal[{self.partition}] offset {message.offset()} cannot be read ({error}); where a newer release "
-                f"wrote it, run that release: grouping processes of one run must read each other's journal"
-            ) from error
 
     def _check(self, restored: TaskState, added: JournalSum) -> None:
         if restored.topic_id != self._topic_id:
@@ -214,7 +214,7 @@ def restore_task(
     kafka: KafkaConfig, run: str, partition: int, partitions: int, topic_id: str, grouper: GrouperConfig
 ) -> tuple[Fold, Journal]:
     """Restore a partition's fold in one go. Raises StateRefused as `Restoration` does."""
-    restoration = Restoration(kafka, run, partition, partitions, topic_id, grouper)
+    restoration = Restoration(kafka, run, partition, partitions, topic_id, grouper, SkippedRecords())
     while not restoration.step(_TELL_EVERY_S):
         pass
     assert restoration.restored is not None

@@ -26,12 +26,13 @@ from consumers.grouping.task import GroupingTask
 from consumers.transactions import OwnershipLost, fenced
 from topics import clients
 from topics.catalogue import topic_name
-from topics.codec import decode_as
 from topics.config import KafkaConfig
 from topics.errors import ConfigurationError
+from topics.following import TopicFollower
 from topics.logs import event
 from topics.metrics import MetricsWriter
 from topics.records import PolicyManifest
+from topics.skipped import SkippedRecords
 
 logger = logging.getLogger(__name__)
 _RESTORE_SLICE_S = 0.25
@@ -88,7 +89,10 @@ class GroupingProcess:
         self._consumer: Consumer = clients.group_member(kafka, self._group, self._name)
         self._publisher = TransactionPublisher(kafka, run, self._group, self._name, self._consumer)
         self._marks = MarkWriter(kafka, run, self._mark_failed)
-        self._policies = clients.reader(kafka)
+        policies = TopicPartition(topic_name(run, "policies"), 0, OFFSET_BEGINNING)
+        self._policies = TopicFollower(kafka, [policies])
+        self._skipped = SkippedRecords(self._name)
+        """Records of policies and journal that could not be read."""
         self._publishing: list[Part] = []
         """What the transaction that was begun consists of."""
         self._tasks: dict[int, GroupingTask] = {}
@@ -109,8 +113,6 @@ class GroupingProcess:
     def run(self, stop: threading.Event) -> None:
         """Run until `stop` is set, then commit and leave."""
         self._publisher.start()
-        policies = topic_name(self._run, "policies")
-        clients.follow(self._policies, self._kafka, [TopicPartition(policies, 0, OFFSET_BEGINNING)])
         self._join()
         try:
             while not stop.is_set():
@@ -195,14 +197,8 @@ class GroupingProcess:
         self._join()
 
     def _follow_policies(self) -> None:
-        for message in self._policies.consume(50, 0):
-            error = message.error()
-            if error is None:
-                if message.value() is not None:
-                    manifest = decode_as(PolicyManifest, message.value())
-                    self._newest_version = max(self._newest_version, manifest.version)
-            elif error.code() != KafkaError._PARTITION_EOF:
-                clients.raise_for(error, "reading policies")
+        for _message, manifest in self._skipped.records(PolicyManifest, self._policies.poll(50, 0)):
+            self._newest_version = max(self._newest_version, manifest.version)
 
     def _write_marks(self) -> None:
         now_ms = int(time.time() * 1000)
@@ -221,7 +217,8 @@ class GroupingProcess:
                 if end >= 0:
                     ends[partition] = end
         restoring = {} if self._restoration is None else {self._restoration.partition: self._restoration.progress}
-        self._figures.write((task.fold for task in self._tasks.values()), ends, restoring)
+        folds = (task.fold for task in self._tasks.values())
+        self._figures.write(folds, ends, restoring, records_skipped=self._skipped.total)
 
     def _mark_failed(self, partition: int) -> None:
         if partition in self._tasks:
@@ -341,7 +338,13 @@ class GroupingProcess:
         if self._to_restore:
             self._consumer.pause([TopicPartition(self._topic, partition) for partition in self._to_restore])
             self._restoration = Restoration(
-                self._kafka, self._run, min(self._to_restore), self._partitions, self._topic_id, self._grouper
+                self._kafka,
+                self._run,
+                min(self._to_restore),
+                self._partitions,
+                self._topic_id,
+                self._grouper,
+                self._skipped,
             )
 
     def _restored(self, task: GroupingTask) -> None:

@@ -86,7 +86,7 @@ def index_between(kafka: KafkaConfig, run: str, first: int, end: int) -> dict[in
     found: dict[int, BatchIndexEntry] = {}
     if max(first, low) >= min(end, high):
         return found
-    with closing(clients.read_to_end(kafka, topic, start={0: max(first, low)})) as messages:  # type: ignore[type-var]
+    with closing(clients.read_to_end(kafka, topic, start={0: max(first, low)})) as messages:
         for message in messages:
             offset = message.offset() or 0
             if offset >= end:

@@ -20,13 +20,13 @@ from consumers.buffers.files import read_json, write_json
 from consumers.learner.sinks_config import SinksConfig
 from topics import clients
 from topics.catalogue import topic_name
-from topics.codec import decode
 from topics.config import KafkaConfig
 from topics.errors import ConfigurationError
 from topics.keys import encode_key
 from topics.logs import event
 from topics.metrics import MetricsWriter
 from topics.records import LearnerStep, Metrics
+from topics.skipped import SkippedRecords
 
 logger = logging.getLogger(__name__)
 
@@ -118,10 +118,9 @@ class _Topic:
 
 def _last_on_topic(kafka: KafkaConfig, run: str, component: str) -> int:
     key, last = encode_key(component), -1
-    for message in clients.read_to_end(kafka, topic_name(run, "metrics")):
-        if message.key() == key:
-            record = decode(message.value())
-            last = max(last, record.step if isinstance(record, Metrics) else -1)
+    mine = (m for m in clients.read_to_end(kafka, topic_name(run, "metrics")) if m.key() == key)
+    for _message, record in SkippedRecords(component).records(Metrics, mine):
+        last = max(last, record.step)
     return last
 
 

@@ -13,12 +13,13 @@ from confluent_kafka import KafkaError, KafkaException
 
 from topics import clients
 from topics.catalogue import topic_name
-from topics.codec import decode_as, encode
+from topics.codec import encode
 from topics.config import KafkaConfig
 from topics.errors import BrokerUnavailable, Fenced
 from topics.keys import decode_key, encode_key
 from topics.logs import event
 from topics.records import LearnerStep
+from topics.skipped import SkippedRecords
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +31,16 @@ TopicRecord = tuple[str, bytes, bytes]
 
 
 def read_steps(kafka: KafkaConfig, run: str, learner: str) -> dict[int, LearnerStep]:
-    """The newest committed record of each step of a learner, by step."""
+    """The newest committed record of each step of a learner, by step; what cannot be read is skipped and logged."""
     found = {}
+    skipped = SkippedRecords(f"learner-{learner}")
     for message in clients.read_to_end(kafka, topic_name(run, "steps")):
-        value, key = message.value(), message.key()
-        if value is not None and isinstance(key, bytes) and decode_key(key)[0] == learner:
-            record = decode_as(LearnerStep, value)
-            found[record.step] = record
+        with skipped.passing(message):
+            key = message.key()
+            if decode_key(key if isinstance(key, bytes) else None)[:1] == (learner,):
+                record = skipped.decode(LearnerStep, message)
+                if record is not None:
+                    found[record.step] = record
     return found
 
 

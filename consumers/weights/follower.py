@@ -11,18 +11,19 @@ from contextlib import closing
 from types import TracebackType
 from typing import Any, Self
 
-from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Message, TopicPartition
 from numpy.typing import NDArray
 
 from consumers.weights.fetcher import ChunkFetcher, ChunksGone
 from consumers.weights.layout import WeightsRefused, assemble
 from topics import clients
 from topics.catalogue import topic_name
-from topics.codec import decode_as
 from topics.config import KafkaConfig
-from topics.errors import DeadlineExceeded, RecordError
+from topics.errors import DeadlineExceeded
+from topics.following import TopicFollower
 from topics.logs import event
 from topics.records import PolicyManifest
+from topics.skipped import SkippedRecords
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class WeightsFollower:
         self._manifest: PolicyManifest | None = None
         self._arrays: dict[str, NDArray[Any]] = {}
         self._failure: Exception | None = None
+        self.skipped = SkippedRecords("weights-follower")
+        """Records of policies that could not be read."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="weights-follower", daemon=True)
 
@@ -110,14 +113,14 @@ class WeightsFollower:
             return self._manifest.version, self._arrays
 
     def _follow(self) -> None:
+        start = TopicPartition(self._policies_topic, 0, OFFSET_BEGINNING)
         try:
             with (
-                closing(clients.reader(self._kafka)) as policies,
+                closing(TopicFollower(self._kafka, [start])) as policies,
                 closing(ChunkFetcher(self._kafka, self._run)) as fetcher,
             ):
-                clients.follow(policies, self._kafka, [TopicPartition(self._policies_topic, 0, OFFSET_BEGINNING)])
                 while not self._stopping.is_set():
-                    newest = self._newest(clients.at_hand(policies, 500, 0.05))
+                    newest = self._newest(policies.poll(500, 0.05))
                     if newest is not None:
                         self._try(fetcher, newest)
         except Exception as error:  # whatever it is, those who wait for a version must hear of it
@@ -129,18 +132,7 @@ class WeightsFollower:
     def _newest(self, messages: Sequence[Message]) -> PolicyManifest | None:
         """The newest manifest among the records that is newer than the version held."""
         newest, held = None, self.version
-        for message in messages:
-            error = message.error()
-            if error is not None:
-                if error.code() != KafkaError._PARTITION_EOF:
-                    clients.raise_for(error, f"following {self._policies_topic}")
-                continue
-            try:
-                manifest = decode_as(PolicyManifest, message.value())
-            except RecordError as refused:
-                if message.value() is not None:
-                    event(logger, "manifest_refused", level=logging.ERROR, offset=message.offset(), error=str(refused))
-                continue
+        for _message, manifest in self.skipped.records(PolicyManifest, messages):
             if manifest.version > (held if newest is None else newest.version):
                 newest = manifest
         return newest

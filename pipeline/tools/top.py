@@ -81,6 +81,7 @@ def line(s: Snapshot) -> str:
         f"reward {s.reward:.3f}  exact {s.exact:.3f}  batches {s.batches:,} ({s.waiting:,} waiting)  "
         f"in flight {s.in_flight:,}  unread {s.unread:,}  dropped {sum(s.dropped.values()):,}"
         + (f"  quiet for {_duration(s.quiet_s)}" if s.quiet else "")
+        + (f"  {s.records_skipped:,} records unreadable" if s.records_skipped else "")
     )
 
 
@@ -97,7 +98,8 @@ def frame(s: Snapshot, width: int) -> Group:
         _panel("rewards of what is produced", _rewards(s, half - 4)),
         _panel("versions behind, when trained on", _staleness(s, width - half - 4)),
     )
-    bottom.add_row(_panel("where records are", _books(s, half - 4)), _panel("dropped", _drops(s, width - half - 4)))
+    books = f"where records are, {s.records_skipped:,} unreadable" if s.records_skipped else "where records are"
+    bottom.add_row(_panel(books, _books(s, half - 4)), _panel("dropped", _drops(s, width - half - 4)))
     return Group(_header(s, width), _panel("", _flow(s, inner), width), middle, bottom)
 
 

@@ -21,6 +21,7 @@ from topics import clients, provisioning
 from topics.codec import encode
 from topics.keys import encode_key
 from topics.records import Metrics, PolicyManifest, Rollout
+from topics.skipped import SkippedRecords
 
 TASK = create_task("dsort3")
 PROMPTS = 20
@@ -128,7 +129,7 @@ def test_versions_published_without_a_pause_do_not_hold_it_up(real_run: RealRun)
             producer.flush(30)
 
     def read() -> None:
-        with closing(_Manifests(real_run.kafka, real_run.name)) as manifests:
+        with closing(_Manifests(real_run.kafka, real_run.name, SkippedRecords())) as manifests:
             while not manifests.read():
                 pass
         returned.set()

@@ -39,7 +39,9 @@ def test_figures_of_partitions_and_of_the_process() -> None:
     figures.committed([d.fold.take(), replace(of_other, journal=replace(of_other.journal, partition=3))], 0.02)
     figures.committed([d.fold.take()], 0.04)
     assert figures.due
-    figures.write([d.fold, other.fold], {0: 9, 3: 1}, {7: Progress(journal_read=2, records_to_read=4)})
+    figures.write(
+        [d.fold, other.fold], {0: 9, 3: 1}, {7: Progress(journal_read=2, records_to_read=4)}, records_skipped=3
+    )
     assert not figures.due
     [first, second, restoring, of_environment, whole] = writer.written
     assert first == (
@@ -76,6 +78,7 @@ def test_figures_of_partitions_and_of_the_process() -> None:
         "dropped_total": 1,
         "dead_lettered_total": 1,
         "finished_groups_total": 1,
+        "records_skipped_total": 3,
         "commit_seconds_mean": pytest.approx(0.03),
         "commit_seconds_max": 0.04,
     }
