@@ -22,6 +22,7 @@ from topics.catalogue import topic_name
 from topics.config import KafkaConfig
 from topics.errors import DeliveryError, Fenced, RollstreamError
 from topics.logs import event
+from topics.transactional_ids import earlier_id, fence, transactional_id
 
 logger = logging.getLogger(__name__)
 _RETRY_FOR_S = 60.0
@@ -48,17 +49,25 @@ class ExactlyOnce(ABC, Generic[P]):
     """Publishes parts of type P, each in one transaction with others and with the offsets they lead to."""
 
     def __init__(
-        self, kafka: KafkaConfig, run: str, group: str, transactional_id: str, consumer: Consumer, topic: str
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        group: str,
+        role: str,
+        ordinal: int,
+        consumer: Consumer,
+        topic: str,
     ) -> None:
         """`group` is the full name of the consumer group `consumer` is a member of, `topic` the full name of what it
-        reads."""
+        reads. One process at a time writes as the `ordinal` of a role of the run."""
         self._kafka = kafka
         self._run = run
         self._group = group
-        self._id = transactional_id
+        self._id = transactional_id(run, role, ordinal)
+        self._earlier_id = earlier_id(run, role, ordinal)
         self._consumer = consumer
         self._topic = topic
-        self._producer = clients.transactional_producer(kafka, transactional_id)
+        self._producer = clients.transactional_producer(kafka, self._id)
         self._calls = BoundedCalls()
         self._call_timeout_s = 0.8 * kafka.transaction_timeout_s
         """Within the transaction's own timeout, so that a new producer comes before the old one is fenced."""
@@ -73,7 +82,12 @@ class ExactlyOnce(ABC, Generic[P]):
         """Queue the records of parts, `_flush` where their places are needed; returns the offsets to commit."""
 
     def start(self) -> None:
-        """Fence whoever used the transactional id before, and abort what it left open."""
+        """Fence whoever used the transactional id before, and abort what it left open; and whoever uses the id that
+        an earlier release has for it."""
+        fence(self._kafka, self._earlier_id)
+        self._initialise()
+
+    def _initialise(self) -> None:
         deadline = time.monotonic() + _RETRY_FOR_S
         while True:
             try:
@@ -94,13 +108,14 @@ class ExactlyOnce(ABC, Generic[P]):
         try:
             self._ask_whose(outsider)
         except OwnershipLost:
-            # Renewed, with no rival behind it; nothing is held that would have to be restored.
-            return
+            pass  # Renewed, with no rival behind it; nothing is held that would have to be restored.
         except Stalled as stalled:
             # No answer is no permission to take the id over.
             raise self._given_up(str(stalled), KafkaError(KafkaError._TIMED_OUT)) from stalled
         finally:
             outsider.close()
+        # A process of an earlier release, started beside us, takes our membership and never our id: it is to end.
+        fence(self._kafka, self._earlier_id)
 
     def _ask_whose(self, outsider: Consumer) -> None:
         try:
@@ -152,7 +167,7 @@ class ExactlyOnce(ABC, Generic[P]):
         """
         event(logger, "producer_renewed", level=logging.WARNING, reason=reason)
         self._replace_producer()
-        self.start()
+        self._initialise()
         raise OwnershipLost(f"the producer was renewed ({reason})")
 
     def _replace_producer(self) -> None:

@@ -31,6 +31,7 @@ from topics.config import KafkaConfig, TopicsConfig
 from topics.errors import BrokerUnavailable, RecordError, StateRefused
 from topics.logs import event
 from topics.records import LearnerStep
+from topics.transactional_ids import transactional_id
 
 logger = logging.getLogger(__name__)
 _TIMEOUT_S = 60.0
@@ -157,7 +158,7 @@ class _Filling:
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self._kafka = kafka
         self._plain = clients.producer(kafka)
-        self._transactional: Producer = clients.transactional_producer(kafka, f"restore-{run}")
+        self._transactional: Producer = clients.transactional_producer(kafka, transactional_id(run, "restore"))
         self._watching: Consumer = clients.reader(kafka, isolation="read_uncommitted")
         self._wrong: list[str] = []
         self._prefixes: dict[Place, int] = {}

@@ -26,6 +26,7 @@ from topics.keys import encode_key
 from topics.logs import event
 from topics.records import JournalRecord
 from topics.skipped import SkippedRecords
+from topics.transactional_ids import transactional_id
 
 logger = logging.getLogger(__name__)
 _TIMEOUT_S = 30.0
@@ -140,7 +141,7 @@ def _commit(
     kafka: KafkaConfig, run: str, group: str, records: dict[int, tuple[JournalRecord, CommitMetadata | None]]
 ) -> None:
     """Commit positions in one transaction; a record without metadata is new, and written in the same transaction."""
-    producer = clients.transactional_producer(kafka, f"grouper-{run}-bootstrap")
+    producer = clients.transactional_producer(kafka, transactional_id(run, "grouper", "bootstrap"))
     consumer = clients.reader(kafka, group=group)
     written: dict[int, int] = {}
 

@@ -30,9 +30,9 @@ class Part(NamedTuple):
 class TransactionPublisher(ExactlyOnce[Part]):
     """Publishes outputs of tasks, exactly once."""
 
-    def __init__(self, kafka: KafkaConfig, run: str, group: str, transactional_id: str, consumer: Consumer) -> None:
+    def __init__(self, kafka: KafkaConfig, run: str, group: str, ordinal: int, consumer: Consumer) -> None:
         """`group` is the full name of the consumer group `consumer` is a member of."""
-        super().__init__(kafka, run, group, transactional_id, consumer, topic_name(run, "rollouts"))
+        super().__init__(kafka, run, group, "grouper", ordinal, consumer, topic_name(run, "rollouts"))
 
     def _write(self, parts: Sequence[Part]) -> list[TopicPartition]:
         offsets: dict[tuple[str, object], int] = {}

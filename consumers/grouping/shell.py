@@ -87,7 +87,7 @@ class GroupingProcess:
         self._topic_id = clients.topic_ids(kafka, [self._topic])[self._topic]
         self._group = grouper.group_id(run)
         self._consumer: Consumer = clients.group_member(kafka, self._group, self._name)
-        self._publisher = TransactionPublisher(kafka, run, self._group, self._name, self._consumer)
+        self._publisher = TransactionPublisher(kafka, run, self._group, ordinal, self._consumer)
         self._marks = MarkWriter(kafka, run, self._mark_failed)
         policies = TopicPartition(topic_name(run, "policies"), 0, OFFSET_BEGINNING)
         self._policies = TopicFollower(kafka, [policies])

@@ -13,6 +13,7 @@ from topics.catalogue import topic_name
 from topics.config import KafkaConfig
 from topics.errors import StateRefused
 from topics.logs import event
+from topics.transactional_ids import transactional_id
 
 logger = logging.getLogger(__name__)
 SOURCE = "rollstream.source"
@@ -69,7 +70,7 @@ def _labelled(kafka: KafkaConfig, run: str) -> str:
 
 
 def _commit(kafka: KafkaConfig, run: str, group: str, positions: list[TopicPartition]) -> None:
-    producer = clients.transactional_producer(kafka, f"labeller-{run}-bootstrap")
+    producer = clients.transactional_producer(kafka, transactional_id(run, "labeller", "bootstrap"))
     consumer = clients.reader(kafka, group=group)
     try:
         producer.init_transactions(_TIMEOUT_S)

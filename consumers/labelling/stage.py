@@ -86,7 +86,7 @@ class LabellingProcess:
         self._topic_id = ensure_positions(kafka, run, group)
         clients.partitions_of(kafka, topic_name(run, "trajectories"))
         self._consumer: Consumer = clients.group_member(kafka, group, self._name)
-        self._publisher = _Publisher(kafka, run, group, self._name, self._consumer, self._topic, self._topic_id)
+        self._publisher = _Publisher(kafka, run, group, ordinal, self._consumer, self._topic, self._topic_id)
         self._owned: set[int] = set()
         self._position: dict[int, int] = {}
         """Next offset wanted, by partition."""
@@ -251,9 +251,9 @@ class _Waiting:
 
 class _Publisher(ExactlyOnce[Part]):
     def __init__(
-        self, kafka: KafkaConfig, run: str, group: str, name: str, consumer: Consumer, topic: str, topic_id: str
+        self, kafka: KafkaConfig, run: str, group: str, ordinal: int, consumer: Consumer, topic: str, topic_id: str
     ) -> None:
-        super().__init__(kafka, run, group, name, consumer, topic)
+        super().__init__(kafka, run, group, "labeller", ordinal, consumer, topic)
         self._topic_id = topic_id
 
     def _write(self, parts: Sequence[Part]) -> list[TopicPartition]:

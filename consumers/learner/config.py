@@ -87,6 +87,8 @@ class LearnerConfig:
 
     name: str = "default"
     """Identity of the learner within its run; a second one of the same name fences the first."""
+    take_over: bool = False
+    """Publish into the run where a learner of another name did so last, and fence it; otherwise that is refused."""
     input_run: str = ""
     """Run whose batches are read; empty: the learner's own run."""
     seed: int = 0

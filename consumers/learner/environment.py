@@ -60,6 +60,7 @@ def _training_settings(config: LearnerConfig) -> dict[str, object]:
     settings = asdict(config)
     for name in (
         "name",
+        "take_over",
         "input_run",
         "checkpoint",
         "weights",

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder(Closing):
-    """Writes the steps of one learner. Building it fences every earlier learner of the name."""
+    """Writes the steps of one learner. Building it fences every earlier learner of the run."""
 
     def __init__(self, config: LearnerConfig, kafka: KafkaConfig, run: str, model: str) -> None:
         self._config = config
@@ -36,8 +36,8 @@ class Recorder(Closing):
         self._run = run
         self._input_run = config.input_run or run
         self._stack = ExitStack()
-        # The log comes first: once it has fenced every earlier learner of the name, what is on the topics is final.
-        self._log = self._stack.enter_context(closing(StepLog(kafka, run, config.name)))
+        # The log comes first: once it has fenced every earlier learner of the run, what is on the topics is final.
+        self._log = self._stack.enter_context(closing(StepLog(kafka, run, config.name, take_over=config.take_over)))
         self._publisher = self._stack.enter_context(
             closing(WeightsPublisher(kafka, run, config.name, model, config.weights))
         )
@@ -161,6 +161,7 @@ class Recorder(Closing):
             trained_total=progress.trained_total,
             skipped_total=progress.skipped_total + rows_of(uses, "skipped"),
             timestamp=time.time(),
+            oldest=progress.oldest,
         )
         self._log.commit([self._log.record(record)])
 

@@ -1,25 +1,28 @@
-"""The learner's transactions: a steps record and the manifest it led to appear together or not at all.
+"""A run's publisher: steps records and the manifests they led to, which appear together or not at all.
 
-One learner per name: building a StepLog fences every earlier one of that name, whose next commit then raises Fenced.
+One process at a time publishes into a run: building a StepLog fences whoever did so before, whose next commit then
+raises Fenced. So a policy version is a number of the run, used once, whatever learners are called.
 """
 
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException
 
+from consumers.weights.publisher import read_manifests
 from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import encode
 from topics.config import KafkaConfig
-from topics.errors import BrokerUnavailable, Fenced
-from topics.keys import decode_key, encode_key
+from topics.errors import BrokerUnavailable, Fenced, StateRefused
+from topics.keys import encode_key
 from topics.logs import event
 from topics.records import LearnerStep
 from topics.skipped import SkippedRecords
+from topics.transactional_ids import earlier_id, fence, transactional_id
 
 logger = logging.getLogger(__name__)
 
@@ -32,30 +35,60 @@ TopicRecord = tuple[str, bytes, bytes]
 
 def read_steps(kafka: KafkaConfig, run: str, learner: str) -> dict[int, LearnerStep]:
     """The newest committed record of each step of a learner, by step; what cannot be read is skipped and logged."""
-    found = {}
-    skipped = SkippedRecords(f"learner-{learner}")
-    for message in clients.read_to_end(kafka, topic_name(run, "steps")):
-        with skipped.passing(message):
-            key = message.key()
-            if decode_key(key if isinstance(key, bytes) else None)[:1] == (learner,):
-                record = skipped.decode(LearnerStep, message)
-                if record is not None:
-                    found[record.step] = record
-    return found
+    return {record.step: record for record in _all_steps(kafka, run) if record.learner == learner}
+
+
+def _all_steps(kafka: KafkaConfig, run: str, start: int = OFFSET_BEGINNING) -> Iterator[LearnerStep]:
+    messages = clients.read_to_end(kafka, topic_name(run, "steps"), start=start)
+    return (record for _message, record in SkippedRecords("learner").records(LearnerStep, messages))
+
+
+class Publication(NamedTuple):
+    """One record of a run that a learner wrote."""
+
+    time: float
+    learner: str
+    version: int
+    """Policy version it published, -1 where it is a step without one."""
 
 
 class StepLog:
     """Commits records of one learner atomically."""
 
-    def __init__(self, kafka: KafkaConfig, run: str, learner: str) -> None:
+    def __init__(self, kafka: KafkaConfig, run: str, learner: str, *, take_over: bool = False) -> None:
+        """Become the publisher of a run. Raises StateRefused where another learner was it last, unless `take_over`."""
         self._learner = learner
         self._run = run
-        self._steps_topic = topic_name(run, "steps")
-        clients.partitions_of(kafka, self._steps_topic)
-        self._transactional_id = f"learner-{run}-{learner}"
+        self._steps_topic, self._policies_topic = topic_name(run, "steps"), topic_name(run, "policies")
+        ends = {topic: clients.bounds(kafka, topic)[0][1] for topic in (self._steps_topic, self._policies_topic)}
+        # Asked before, so that a learner that is refused fences nobody; and after, when what is there is final.
+        before = self._publications(kafka, {})
+        self._refuse_a_second(before, take_over)
+        for name in sorted({learner, *(publication.learner for publication in before)}):
+            fence(kafka, earlier_id(run, "learner", name))
+        self._transactional_id = transactional_id(run, "learner")
         # With a logger, what librdkafka says when it is fenced is a line of our log rather than one of its own.
         self._producer = clients.transactional_producer(kafka, self._transactional_id, logger=logger)
         self._retry("initialising transactions", self._producer.init_transactions)
+        self._refuse_a_second(self._publications(kafka, ends), take_over)
+
+    def _publications(self, kafka: KafkaConfig, start: Mapping[str, int]) -> list[Publication]:
+        """What was published from these offsets on, from the beginning where none is given."""
+        steps = _all_steps(kafka, self._run, start.get(self._steps_topic, OFFSET_BEGINNING))
+        manifests = read_manifests(kafka, self._run, start.get(self._policies_topic, OFFSET_BEGINNING)).values()
+        found = [Publication(step.timestamp, step.learner, step.policy_version) for step in steps]
+        return found + [Publication(manifest.created, manifest.learner, manifest.version) for manifest in manifests]
+
+    def _refuse_a_second(self, publications: Sequence[Publication], take_over: bool) -> None:
+        newest = max(publications, default=None)
+        if newest is None or newest.learner == self._learner or take_over:
+            return
+        version = max(publication.version for publication in publications)
+        raise StateRefused(
+            f"learner {newest.learner!r} publishes into run {self._run} (newest policy version {version}), and a run "
+            f"has one publisher: learner {self._learner!r} is refused. To train on its batches beside it, give another "
+            f"run and set learner.input_run to {self._run}; to take its place for good, set learner.take_over to true"
+        )
 
     def record(self, step: LearnerStep) -> TopicRecord:
         """Topic, key and value of a steps record."""
@@ -64,7 +97,7 @@ class StepLog:
     def commit(self, records: Sequence[TopicRecord]) -> None:
         """Write records in one transaction, again from its beginning where the broker made us abort.
 
-        Raises Fenced when another learner of the name took over, BrokerUnavailable when it cannot be done in time.
+        Raises Fenced when another publisher of the run took over, BrokerUnavailable when it cannot be done in time.
         """
         deadline = time.monotonic() + _TIMEOUT_S
         while True:
@@ -104,8 +137,9 @@ class StepLog:
     def _raise_if_final(self, reason: KafkaError, deadline: float) -> None:
         if reason.code() in _FENCED or reason.fatal():
             raise Fenced(
-                f"learner {self._learner!r} of run {self._run} was taken over by another process of that name "
-                f"({reason.name()}); this one stops. Give each learner its own learner.name"
+                f"learner {self._learner!r} of run {self._run} was taken over by another process that publishes into "
+                f"the run ({reason.name()}); this one stops. Only one may: give each learner a run of its own, and "
+                f"learner.input_run to share batches"
             )
         if time.monotonic() > deadline:
             raise BrokerUnavailable(

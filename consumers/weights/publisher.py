@@ -11,18 +11,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from confluent_kafka import KafkaError, Message, Producer
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, Producer
 
 from consumers.weights.config import WeightsConfig
 from consumers.weights.layout import Arrays, params_digest, serialise, split
 from topics import clients
 from topics.catalogue import topic_name
-from topics.codec import decode_as, encode
+from topics.codec import encode
 from topics.config import KafkaConfig
 from topics.errors import ConfigurationError, DeliveryError
 from topics.keys import decode_key, encode_key
 from topics.logs import event
 from topics.records import Chunk, PolicyManifest
+from topics.skipped import SkippedRecords
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +31,15 @@ _DELIVERY_TIMEOUT_S = 120.0
 _RECORD_OVERHEAD_BYTES = 1024
 
 
-def read_manifests(kafka: KafkaConfig, run: str) -> dict[int, PolicyManifest]:
-    """Every committed manifest of a run, by version."""
+def read_manifests(kafka: KafkaConfig, run: str, start: int = OFFSET_BEGINNING) -> dict[int, PolicyManifest]:
+    """Every committed manifest of a run from an offset of `policies` on, by version; what is none is skipped."""
     topic = topic_name(run, "policies")
-    found = [decode_as(PolicyManifest, m.value()) for m in clients.read_to_end(kafka, topic) if m.value() is not None]
-    return {manifest.version: manifest for manifest in found}
+    found = SkippedRecords("policies").records(PolicyManifest, clients.read_to_end(kafka, topic, start=start))
+    return {manifest.version: manifest for _message, manifest in found}
 
 
 class WeightsPublisher:
-    """Publishes for one learner. Build it after init_transactions, so that no other learner of the name can commit.
+    """Publishes for one learner. Build it after its StepLog, so that no other learner of the run can commit.
 
     Use: `manifest = stage(...)`, write `record(manifest)` in the transaction of the step, `committed(manifest)`.
     """

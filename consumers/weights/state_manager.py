@@ -75,8 +75,8 @@ class LocalStateManager:
 class StateManager(Closing):
     """Over a run's `weights` and `policies`, for a process that trains, one that acts, or one that does both.
 
-    Who updates is the learner `name` of the run: whoever was it before gets Fenced at its next update. Who only asks
-    needs no right to write. One thread updates; any may ask.
+    Who updates is the learner `name` of the run, its one publisher: whoever was it before gets Fenced at its next
+    update. Who only asks needs no right to write. One thread updates; any may ask.
     """
 
     def __init__(
@@ -87,8 +87,11 @@ class StateManager(Closing):
         name: str = "default",
         model: str = "{}",
         config: WeightsConfig | None = None,
+        take_over: bool = False,
     ) -> None:
-        """`model` describes the parameters to whoever reads the manifest. Connects when it is first used."""
+        """`model` describes the parameters to whoever reads the manifest, `take_over` allows to update where a learner
+        of another name published last. Connects when it is first used."""
+        self._take_over = take_over
         self._kafka, self._run, self._name, self._model = kafka, run, name, model
         self._config = config or WeightsConfig()
         self._opening = threading.Lock()
@@ -99,8 +102,8 @@ class StateManager(Closing):
     def update_state(self, params: Tree) -> int:
         """See States; when it returns the version is committed. The first call takes the place of who updated before.
 
-        Raises Fenced when another took this one's place, DeliveryError and BrokerUnavailable when it cannot be
-        published, and then the version is not there.
+        Raises Fenced when another took this one's place, StateRefused where a learner of another name publishes,
+        DeliveryError and BrokerUnavailable when it cannot be published, and then the version is not there.
         """
         arrays = {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
         log, publisher = self._writers()
@@ -129,7 +132,8 @@ class StateManager(Closing):
         with self._opening:
             if self._writing is None:
                 # In this order: building the log fences the publisher's predecessor.
-                log = self._stack.enter_context(closing(StepLog(self._kafka, self._run, self._name)))
+                log = StepLog(self._kafka, self._run, self._name, take_over=self._take_over)
+                self._stack.enter_context(closing(log))
                 publisher = WeightsPublisher(self._kafka, self._run, self._name, self._model, self._config)
                 self._writing = log, self._stack.enter_context(closing(publisher))
             return self._writing

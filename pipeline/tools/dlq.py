@@ -28,6 +28,7 @@ from topics.errors import ConfigurationError, DeliveryError, RecordError, TopicE
 from topics.keys import encode_key
 from topics.records import GroupCancelled, Rollout, TrajectoryRecord
 from topics.trajectories import from_record
+from topics.transactional_ids import transactional_id
 from topics.validation import cancellation_problems, problems
 
 _WIDTH = 44
@@ -252,7 +253,7 @@ def _unsound(record: TrajectoryRecord) -> str:
 def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> set[int]:
     """Send records and notes in one transaction; returns the letters sent, less those another has sent meanwhile."""
     kafka, run = config.kafka, config.run
-    producer = clients.transactional_producer(kafka, f"redrive-{run}")
+    producer = clients.transactional_producer(kafka, transactional_id(run, "redrive"))
     try:
         # From here on no other redrive of the run can commit, so what is read now stays true.
         producer.init_transactions(_TIMEOUT_S)

@@ -36,6 +36,7 @@ from topics.config import KafkaConfig
 from topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, StateRefused
 from topics.keys import encode_key
 from topics.records import Drop, ExcludedBatch, JournalRecord, Mark, Rollout, TrainingBatch
+from topics.transactional_ids import transactional_id
 
 _TIMEOUT_S = 30.0
 _ROWS = 40
@@ -188,7 +189,7 @@ def _written(
     kafka: KafkaConfig, run: str, grouper: GrouperConfig, exclusion: Exclusion
 ) -> tuple[int, Mapping[int, int]]:
     """Write the marks where they are not there yet, all or none of them; returns their generation and offsets."""
-    producer = clients.transactional_producer(kafka, f"exclude-{run}")
+    producer = clients.transactional_producer(kafka, transactional_id(run, "exclude"))
     marks: dict[int, int] = {}
 
     def delivered(error: KafkaError | None, message: Message) -> None:

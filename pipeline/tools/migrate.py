@@ -29,6 +29,7 @@ from topics.containers import Damaged, container_metadata, read_container, read_
 from topics.errors import ConfigurationError, DeliveryError, RecordError
 from topics.keys import encode_key
 from topics.records import Rollout, RolloutBatch
+from topics.transactional_ids import transactional_id
 from topics.upcast import PLACE, Refused, batch_of, upcast
 
 _TOPIC = "topic:"
@@ -286,7 +287,7 @@ class _Run:
         self._topic = topic_name(run, "rollouts")
         clients.partitions_of(kafka, self._topic)
         self._limit_bytes = kafka.max_record_bytes - RECORD_OVERHEAD_BYTES
-        self._producer: Producer = clients.transactional_producer(kafka, f"migrate-{run}")
+        self._producer: Producer = clients.transactional_producer(kafka, transactional_id(run, "migrate"))
         self._failed: list[KafkaError] = []
         self._waiting: list[tuple[bytes, bytes, str]] = []
         try:

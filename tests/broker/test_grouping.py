@@ -78,9 +78,7 @@ def test_a_batch_appears_only_when_its_transaction_commits(real_run: RealRun) ->
     real_run.send(groups(0, 4))
     topic = real_run.topic("rollouts")
     member = clients.group_member(real_run.kafka, real_run.grouper.group_id(real_run.name), "tester")
-    publisher = TransactionPublisher(
-        real_run.kafka, real_run.name, real_run.grouper.group_id(real_run.name), f"grouper-{real_run.name}-0", member
-    )
+    publisher = TransactionPublisher(real_run.kafka, real_run.name, real_run.grouper.group_id(real_run.name), 0, member)
     publisher.start()
     fold, journal = restore_task(
         real_run.kafka, real_run.name, 0, 1, clients.topic_ids(real_run.kafka, [topic])[topic], real_run.grouper

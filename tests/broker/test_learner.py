@@ -134,6 +134,13 @@ def test_a_second_learner_of_a_name_fences_the_first_which_exits_with_one_line(r
     assert f"learner 'default' of run {run.name} was taken over" in line
     assert sorted(steps_of(run)) == list(range(9))
 
+    other = run.start("learn", **SETTINGS, learner__name="other")
+    assert other.wait(60) == 2
+    (line,) = printed(run.log_of(other))
+    assert f"learner 'default' publishes into run {run.name} (newest policy version 8)" in line
+    assert "learner 'other' is refused" in line
+    assert max(read_manifests(run.kafka, run.name)) == 8
+
 
 @pytest.mark.long
 def test_sigterm_saves_a_checkpoint_and_steps_executed_again_must_come_out_as_recorded(real_run: RealRun) -> None:

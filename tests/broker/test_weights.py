@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from confluent_kafka import OFFSET_END, TopicPartition
+from confluent_kafka import OFFSET_END, KafkaException, TopicPartition
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 from consumers.learner.step_log import StepLog
@@ -19,7 +19,7 @@ from tests.runs import RealRun
 from tests.waiting import eventually
 from topics import clients, provisioning
 from topics.config import TopicsConfig
-from topics.errors import ConfigurationError, DeadlineExceeded, TopicError
+from topics.errors import ConfigurationError, DeadlineExceeded, Fenced, StateRefused, TopicError
 from topics.keys import decode_key, encode_key
 from topics.records import PolicyManifest
 
@@ -237,3 +237,61 @@ def test_chunks_larger_than_a_record_are_refused_when_the_publisher_is_built(run
 def test_following_a_run_without_topics_is_one_error_at_once(real_run: RealRun) -> None:
     with pytest.raises(TopicError, match="topics apply"):
         WeightsFollower(real_run.kafka, "no-such-run").start()
+
+
+def test_a_run_has_one_publisher_whatever_learners_are_called(run: RealRun, log: StepLog) -> None:
+    first = publisher(run)
+    publish(first, log, 0)
+    with pytest.raises(StateRefused) as refused:
+        StepLog(run.kafka, run.name, "other")
+    for part in (
+        f"learner 'default' publishes into run {run.name} (newest policy version 0)",
+        "learner 'other' is refused",
+        f"learner.input_run to {run.name}",
+        "learner.take_over",
+    ):
+        assert part in str(refused.value)
+    publish(first, log, 1)  # Who is refused fences nobody.
+
+    taken = StepLog(run.kafka, run.name, "other", take_over=True)
+    second = WeightsPublisher(run.kafka, run.name, "other", "{}", SMALL)
+    with pytest.raises(Fenced, match=f"learner 'default' of run {run.name} was taken over"):
+        publish(first, log, 2)
+    assert publish(second, taken, 0).version == 2
+    taken.close()
+    with pytest.raises(StateRefused, match="learner 'other' publishes"):
+        StepLog(run.kafka, run.name, "default")
+    assert {v: m.learner for v, m in read_manifests(run.kafka, run.name).items()} == {
+        0: "default",
+        1: "default",
+        2: "other",
+    }
+
+
+def test_learners_of_runs_with_similar_names_do_not_meet(run: RealRun) -> None:
+    other = dataclasses.replace(run, name=f"{run.name}-lr")
+    provisioning.apply(other.kafka, other.topics, other.name)
+    one, two = StepLog(run.kafka, run.name, "lr-high"), StepLog(other.kafka, other.name, "high")
+    for log, where, learner in ((one, run, "lr-high"), (two, other, "high"), (one, run, "lr-high")):
+        publish(WeightsPublisher(where.kafka, where.name, learner, "{}", SMALL), log, 0)
+    one.close()
+    two.close()
+
+
+def test_a_learner_of_an_earlier_release_commits_nothing_once_one_of_this_release_has_started(run: RealRun) -> None:
+    earlier = clients.transactional_producer(run.kafka, f"learner-{run.name}-default")
+    earlier.init_transactions(30)
+    earlier.begin_transaction()
+    source = publisher(run)
+    lost = source.stage(0, arrays(0))
+    topic, key, value = source.record(lost)
+    earlier.produce(topic, value, key)
+    earlier.flush(10)
+
+    log = StepLog(run.kafka, run.name, "default")
+    manifest = publish(publisher(run), log, 0)
+    with pytest.raises(KafkaException):
+        earlier.commit_transaction(10)
+    assert read_manifests(run.kafka, run.name) == {0: manifest}
+    assert manifest.epoch != lost.epoch
+    log.close()

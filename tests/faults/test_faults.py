@@ -135,7 +135,7 @@ def test_a_grouper_stopped_past_its_session_is_fenced_by_its_replacement(fault_r
         last = run.log_of(zombie).strip().splitlines()[-1]
         assert last.startswith("rollstream: ")
         assert "only one" in last
-        assert f"grouper-{run.name}-0" in last
+        assert f"{run.name}/grouper/0" in last
     settle(run)
     stop(replacement, other)
     assert_promises(run, load)
@@ -368,7 +368,7 @@ def test_losing_the_leader_of_the_index_that_coordinates_transactions_costs_noth
 ) -> None:
     cluster, run = cluster_run
     leader = cluster.leader(run.topic("batch-index"))
-    coordinated = (n for n in range(100) if cluster.transaction_coordinator(f"grouper-{run.name}-{n}") == leader)
+    coordinated = (n for n in range(100) if cluster.transaction_coordinator(f"{run.name}/grouper/{n}") == leader)
     lose_nodes(cluster, run, [lambda: leader], ordinals=(next(coordinated), next(coordinated)))
 
 
@@ -381,7 +381,7 @@ def test_losing_leaders_and_coordinators_in_turn_costs_nothing(cluster_run: tupl
         run,
         [
             lambda: cluster.leader(run.topic("batch-index")),
-            lambda: cluster.transaction_coordinator(f"grouper-{run.name}-0"),
+            lambda: cluster.transaction_coordinator(f"{run.name}/grouper/0"),
             lambda: cluster.group_coordinator(run.grouper.group_id(run.name)),
             cluster.active_controller,
             lambda: cluster.leader(run.topic("rollouts"), 2),
