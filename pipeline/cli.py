@@ -38,8 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"rollstream: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
-        if args.debug:
-            raise
         return 128 + int(getattr(interrupt, "signal_number", signal.SIGINT))
     except BrokenPipeError:
         # Whoever read our output has seen enough; keep the interpreter from complaining about it at exit.

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 
 from consumers.grouping.marks import drain
 from consumers.weights.publisher import read_manifests
-from infra.broker import open_broker
+from infra.broker import ExternalBroker, LocalBroker, open_broker
 from pipeline import plan as plans
 from pipeline import provision, workspace
 from pipeline.config import RunConfig
@@ -24,7 +25,7 @@ from pipeline.ledger import ledger
 from pipeline.observer import RunObserver
 from pipeline.one_process import compare
 from pipeline.plan import LEARN
-from pipeline.process import Interrupted, Interrupts
+from pipeline.process import Interrupted, Interrupts, in_a_hurry
 from pipeline.report import DemoReport, Evaluation
 from pipeline.roles.jax_runtime import require_jax
 from pipeline.supervisor import Supervisor
@@ -96,13 +97,23 @@ def start_kafka(config: RunConfig, keep: bool, stack: ExitStack, say: Say) -> Ru
     if config.kafka.bootstrap_servers == KafkaConfig().bootstrap_servers:
         say("starting a local Kafka")
         broker = open_broker(config.broker)
-        stack.callback(broker.stop)
+        stack.push(partial(_end_broker, broker, keep))
         config = replace(config, kafka=replace(config.kafka, bootstrap_servers=broker.bootstrap_servers))
     elif not keep:
         stack.callback(provision.remove, config)
     say(f"Kafka answers at {config.kafka.bootstrap_servers}; creating the topics of run {config.run}")
     provision.provision(config)
     return plans.settle(config)
+
+
+def _end_broker(
+    broker: LocalBroker | ExternalBroker, keep: bool, _kind: object, error: BaseException | None, _trace: object
+) -> None:
+    """Stop it; after Ctrl-C, which waits for nothing, kill it, or leave it to its keeper where its data is kept."""
+    if not in_a_hurry(error) or isinstance(broker, ExternalBroker):
+        broker.stop()
+    elif not keep:
+        broker.kill()
 
 
 def play(

@@ -4,15 +4,18 @@ The supervisor passes two inherited pipes by number: a line on ROLLSTREAM_READY_
 ROLLSTREAM_LIFELINE_FD means the supervisor is gone, even by kill -9. Without them a role runs on its own.
 """
 
+import asyncio
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
+from pipeline import interruption
 from topics.logs import event
 
 READY_VARIABLE = "ROLLSTREAM_READY_FD"
@@ -20,6 +23,8 @@ LIFELINE_VARIABLE = "ROLLSTREAM_LIFELINE_FD"
 ORPHAN_GRACE_S = 5.0
 """How long an orphan may take for an orderly stop before it is killed."""
 SUPERVISOR_LOST = 70
+HURRY_S = 0.8
+"""How long a role may drain after Ctrl-C; SIGTERM gives it the time that its settings say."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,17 +59,50 @@ def announce_ready(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def stop_on_signals(stop: threading.Event | None = None) -> threading.Event:
-    """For a role: an event (`stop`, or a new one) that SIGTERM and SIGINT set; a second SIGINT interrupts at once."""
+    """For a role: an event (`stop`, or a new one) that SIGTERM and SIGINT set. After SIGINT there is little time."""
     stop = stop or threading.Event()
 
     def ask(number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT and stop.is_set():
-            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            interruption.note()
         stop.set()
 
     signal.signal(signal.SIGTERM, ask)
     signal.signal(signal.SIGINT, ask)
     return stop
+
+
+def run_until_stopped(work: Callable[[asyncio.Event], Coroutine[Any, Any, object]]) -> None:
+    """For a role in an event loop: run `work` with an event that SIGTERM and SIGINT set.
+
+    After SIGINT it is cancelled when it has not ended within HURRY_S. Not by the loop's own handlers: these would take
+    away what ends a process that does not answer.
+    """
+
+    async def main() -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        working = asyncio.ensure_future(work(stop))
+
+        def begin(number: int) -> None:
+            stop.set()
+            if number == signal.SIGINT:
+                loop.call_later(HURRY_S, working.cancel)
+
+        def ask(number: int, _frame: FrameType | None) -> None:
+            if number == signal.SIGINT:
+                interruption.note()
+            with suppress(RuntimeError):  # the loop has ended already
+                loop.call_soon_threadsafe(begin, number)
+
+        signal.signal(signal.SIGTERM, ask)
+        signal.signal(signal.SIGINT, ask)
+        try:
+            await working
+        except asyncio.CancelledError:
+            if not stop.is_set():
+                raise
+
+    asyncio.run(main())
 
 
 class Interrupted(KeyboardInterrupt):
@@ -75,8 +113,14 @@ class Interrupted(KeyboardInterrupt):
         self.signal_number = signal_number
 
 
+def in_a_hurry(error: BaseException | None) -> bool:
+    """Whether this is Ctrl-C, after which there is little time; SIGTERM leaves what the settings say."""
+    return isinstance(error, KeyboardInterrupt) and getattr(error, "signal_number", signal.SIGINT) == signal.SIGINT
+
+
 class Interrupts:
-    """For a supervisor: the first signal raises Interrupted at the next safe point, a second one calls `kill_now`.
+    """For a supervisor: the first signal raises Interrupted at the next safe point. A further SIGINT, or the end of the
+    time that a first one leaves, calls `kill_now`.
 
     `kill_now` must not return while processes are left; after it the process exits at once.
     """
@@ -89,6 +133,7 @@ class Interrupts:
 
     def install(self) -> None:
         """Take over SIGINT, SIGTERM and SIGHUP for the rest of the process."""
+        interruption.last_acts.append(lambda: self.kill_now())
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._receive)
 
@@ -104,6 +149,8 @@ class Interrupts:
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         self._received.append(number)
+        if number == signal.SIGINT:
+            interruption.note()
         if len(self._received) > 1 and number == signal.SIGINT:
             self.kill_now()
             os._exit(128 + number)

@@ -3,11 +3,8 @@
 What verification and replay share: the very fold a consumer runs, fed with the log, its effects taken now and then.
 """
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
-from typing import TypeVar
 
 from consumers.grouping import state
 from consumers.grouping.changes import CORE_VERSION, Output, Record
@@ -25,8 +22,6 @@ from topics.records import JournalRecord, Mark
 Change = Callable[[GroupingConfig], GroupingConfig]
 """Another configuration in the place of one."""
 _TAKE_EVERY = 200
-J = TypeVar("J")
-R = TypeVar("R")
 
 
 def journal_of(kafka: KafkaConfig, run: str, partition: int) -> list[JournalRecord]:
@@ -127,15 +122,3 @@ def _changed(record: Record, change: Change) -> Record:
         return record
     configuration = change(GroupingConfig.from_json(mark.configuration)).to_json()
     return record._replace(value=encode(replace(mark, configuration=configuration)))
-
-
-def spread(work: Callable[[J], R], jobs: Sequence[J], processes: int) -> Iterator[R]:
-    """What `work` returns for each job, as they end, with at most so many processes. Both must be picklable."""
-    if min(processes, len(jobs)) < 2:
-        yield from map(work, jobs)
-        return
-    # Not forked: librdkafka's threads would not be there in the child, its locks would.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool:
-        for future in as_completed([pool.submit(work, job) for job in jobs]):
-            yield future.result()

@@ -6,6 +6,7 @@ the supervisor is gone, kill -9 included. A role that exits by itself is started
 
 import itertools
 import logging
+import math
 import os
 import selectors
 import signal
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pipeline.process import LIFELINE_VARIABLE, READY_VARIABLE, Interrupts
+from pipeline.process import HURRY_S, LIFELINE_VARIABLE, READY_VARIABLE, Interrupts, in_a_hurry
 from topics.errors import DeadlineExceeded, RollstreamError
 from topics.logs import event
 
@@ -75,7 +76,7 @@ class _Role:
 class Supervisor:
     """Starts, watches and stops roles. Not thread-safe: one thread calls it, and calls `poll` often.
 
-    Use as a context manager: leaving it, for whatever reason, leaves no process behind.
+    Use as a context manager: leaving it, for whatever reason, leaves no process behind. Ctrl-C leaves roles HURRY_S.
     """
 
     def __init__(
@@ -95,7 +96,10 @@ class Supervisor:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.stop_all()
+            if in_a_hurry(value):
+                self.stop(list(self._roles), within_s=HURRY_S)
+            else:
+                self.stop_all()
         finally:
             self.kill_all()
             os.close(self._lifeline_write)
@@ -168,8 +172,8 @@ class Supervisor:
             self.poll(0.1)
         return True
 
-    def stop(self, names: Sequence[str]) -> None:
-        """SIGTERM these roles together, wait for each until its deadline, then SIGKILL what is left."""
+    def stop(self, names: Sequence[str], within_s: float = math.inf) -> None:
+        """SIGTERM these roles together, wait for each until its deadline or that of all, then SIGKILL what is left."""
         roles = [self._roles[name] for name in names if name in self._roles]
         asked = time.monotonic()
         for role in roles:
@@ -181,7 +185,8 @@ class Supervisor:
             if role.reaped:
                 continue
             try:
-                code = role.process.wait(max(asked + role.spec.stop_timeout_s - time.monotonic(), 0.0))
+                patience_s = min(role.spec.stop_timeout_s, within_s)
+                code = role.process.wait(max(asked + patience_s - time.monotonic(), 0.0))
                 event(logger, "role_stopped", role=role.spec.name, exit_code=code, seconds=_since(asked))
             except subprocess.TimeoutExpired:
                 event(logger, "role_killed", level=logging.WARNING, role=role.spec.name, seconds=_since(asked))

@@ -12,7 +12,8 @@ from typing import Any
 
 from consumers.grouping.makers import makers_of
 from pipeline.progress import Progress
-from pipeline.refold import beginnings, journal_of, log_begins, refold, spread
+from pipeline.refold import beginnings, journal_of, log_begins, refold
+from pipeline.spread import spread
 from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as

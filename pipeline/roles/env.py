@@ -6,18 +6,18 @@ import uuid
 from dataclasses import replace
 
 from pipeline.config import RunConfig
-from pipeline.process import announce_ready
+from pipeline.process import announce_ready, run_until_stopped
 from producers.tasks import create_task
 from producers.worker import run_worker
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Produce until told to stop, then finish or cancel the groups in flight."""
-    asyncio.run(_work(config, args.ordinal))
+    run_until_stopped(lambda stop: _work(config, args.ordinal, stop))
     return 0
 
 
-async def _work(config: RunConfig, ordinal: int) -> None:
+async def _work(config: RunConfig, ordinal: int, stop: asyncio.Event) -> None:
     announce_ready()
     await run_worker(
         create_task(config.task, config.tasks),
@@ -26,4 +26,5 @@ async def _work(config: RunConfig, ordinal: int) -> None:
         replace(config.worker, worker_id=f"env-{ordinal}"),
         incarnation=uuid.uuid4().hex[:8],
         capacity=config.capacity,
+        stop=stop,
     )

@@ -2,10 +2,9 @@
 
 import argparse
 import asyncio
-import signal
 
 from pipeline.config import RunConfig
-from pipeline.process import announce_ready
+from pipeline.process import announce_ready, run_until_stopped
 from producers.evaluator import run_evaluator
 from producers.tasks import create_task
 from topics import clients
@@ -19,13 +18,10 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     task = create_task(config.task, config.tasks)
     clients.check_broker(config.kafka)
 
-    async def evaluate() -> None:
-        stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async def evaluate(stop: asyncio.Event) -> None:
         await run_evaluator(
             task, config.kafka, config.run, config.evaluation, config.worker, stop=stop, on_ready=announce_ready
         )
 
-    asyncio.run(evaluate())
+    run_until_stopped(evaluate)
     return 0

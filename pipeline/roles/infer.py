@@ -7,7 +7,6 @@ import argparse
 import asyncio
 import json
 import logging
-import signal
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from consumers.models.config import DecoderConfig
 from consumers.models.tokenizer import Tokenizer
 from consumers.weights.follower import WeightsFollower
 from pipeline.config import RunConfig
-from pipeline.process import announce_ready
+from pipeline.process import announce_ready, run_until_stopped
 from pipeline.roles.jax_runtime import prepare_jax
 from producers.environment import SPLITS
 from producers.inference.batching import Generated
@@ -90,14 +89,11 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         prepare_jax(config)
         # Until it listens there is nothing to drain, and a signal ends it at once.
         policy = _prepare(config, task, tokenizer, follower)
-        asyncio.run(_serve(config, policy, tokenizer))
+        run_until_stopped(lambda stop: _serve(config, policy, tokenizer, stop))
     return 0
 
 
-async def _serve(config: RunConfig, policy: FollowedPolicy, tokenizer: Tokenizer) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+async def _serve(config: RunConfig, policy: FollowedPolicy, tokenizer: Tokenizer, stop: asyncio.Event) -> None:
     async with InferenceServer(policy, tokenizer, config.inference) as server:
         announce_ready()
         await server.serve_until(stop)

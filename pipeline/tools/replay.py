@@ -22,8 +22,9 @@ from consumers.grouping.publisher import index_entry
 from consumers.grouping.runs import from_runs
 from pipeline.config import RunConfig
 from pipeline.progress import Progress, progress
-from pipeline.refold import Change, beginnings, journal_of, log_begins, refold, spread
+from pipeline.refold import Change, beginnings, journal_of, log_begins, refold
 from pipeline.settings import environment_layers, file_layers, fill, flag_layers
+from pipeline.spread import spread
 from pipeline.tables import table
 from pipeline.tools.cat import milliseconds
 from topics import clients, provisioning

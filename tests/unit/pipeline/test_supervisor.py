@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from pipeline.supervisor import RoleFailed, RoleSpec, Supervisor
+from tests.interrupting import limit_s
 from tests.waiting import eventually
 from topics.errors import DeadlineExceeded
 
@@ -207,9 +209,19 @@ def test_one_signal_stops_in_order(number: signal.Signals) -> None:
 
 
 @pytest.mark.usefixtures("supervisor")
-def test_a_second_interrupt_kills_at_once() -> None:
-    process, pids = supervise(STUBBORN, STUBBORN)
+def test_ctrl_c_leaves_a_stubborn_role_little_time() -> None:
+    process, pids = supervise(STUBBORN)  # SIGTERM would leave it 30 s
+    began = time.monotonic()
     process.send_signal(signal.SIGINT)
+    assert finish(process) != 0
+    assert time.monotonic() - began < limit_s()
+    assert all(map(gone, pids))
+
+
+@pytest.mark.usefixtures("supervisor")
+def test_an_interrupt_after_another_signal_kills_at_once() -> None:
+    process, pids = supervise(STUBBORN, STUBBORN)
+    process.send_signal(signal.SIGTERM)
     assert process.stderr is not None
     assert process.stderr.readline() == "stopping\n"
     process.send_signal(signal.SIGINT)

@@ -1,0 +1,139 @@
+"""Ctrl-C at any moment ends every command that runs long within two seconds, with one line and nothing left behind."""
+
+import fcntl
+import os
+import pty
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.interrupting import assert_ends_at_once, limit_s
+from tests.producing import SortingGenerator, serving
+from tests.runs import RealRun, rollout
+from tests.waiting import eventually
+from topics.config import KafkaConfig
+
+SMALL = {
+    "learner__sequence_length": 32,
+    "learner__warm_start__steps": 3,
+    "learner__threads": 1,
+    "learner__model__num_hidden_layers": 1,
+    "learner__model__hidden_size": 32,
+}
+ROLES: dict[str, tuple[tuple[str, ...], dict[str, object], float]] = {
+    "group": (("group",), {}, 3.0),
+    "learn": (("learn",), SMALL, 12.0),
+    "infer": (("infer",), SMALL, 8.0),
+    "run": (("run",), SMALL, 15.0),
+}
+TOOLS: dict[str, tuple[tuple[str, ...], float]] = {
+    "ledger": (("ledger", "--watch", "0.1", "--json"), 3.0),
+    "verify": (("verify",), 2.5),
+    "replay": (("replay",), 2.5),
+    "cat": (("cat", "rollouts", "--follow"), 3.0),
+    "top": (("top",), 3.0),
+    "archive": (("archive", "--follow", "--every", "0.1"), 3.0),
+    "exclude": (("exclude", "--env", "env"), 3.0),
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
+    """A run with batches that is over."""
+    run = RealRun(KafkaConfig(bootstrap_servers=broker), "interrupted", tmp_path_factory.mktemp("run")).prepare()
+    try:
+        process = run.start("group")
+        run.send(rollout(f"x{n}", member) for n in range(24) for member in range(4))
+        eventually(lambda: len(run.read("batches")) >= 4, 60, "batches")
+        process.terminate()
+        process.wait(60)
+        yield run
+    finally:
+        run.stop()
+
+
+def moments(few: int) -> list[object]:
+    """So many moments each time, and twenty where there is time."""
+    return [pytest.param(few, id="some"), pytest.param(20, id="20", marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+
+
+SEED = 7 if os.environ.get("CI") else random.SystemRandom().randrange(1_000_000)
+
+
+@pytest.mark.parametrize("count", moments(2))
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_ends_at_once(recorded: RealRun, tmp_path: Path, tool: str, count: int) -> None:
+    words, most_s = TOOLS[tool]
+    assert_ends_at_once(recorded.command(*words), tmp_path, count, most_s, SEED)
+
+
+@pytest.mark.parametrize("count", moments(1))
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_started_by_hand_ends_at_once(real_run: RealRun, role: str, count: int) -> None:
+    words, settings, most_s = ROLES[role]
+    real_run.prepare()
+    assert_ends_at_once(real_run.command(*words, **settings), real_run.directory, count, most_s, SEED)
+
+
+@pytest.mark.parametrize("count", moments(1))
+def test_a_worker_with_groups_in_flight_ends_at_once(real_run: RealRun, count: int) -> None:
+    real_run.prepare()
+    slow = SortingGenerator(before_generate=lambda _prompts: time.sleep(0.5))
+    with serving(slow, replica_id="infer", refresh_ms=1) as server:
+        command = real_run.command("env", worker__inference_urls=f'["{server.base_url}"]')
+        assert_ends_at_once(command, real_run.directory, count, 4.0, SEED)
+
+
+def test_nobody_reads_what_is_printed_and_the_command_ends(recorded: RealRun, tmp_path: Path) -> None:
+    """Its output goes into a pipe that is full, or closed."""
+    command = recorded.command("ledger", "--watch", "0.01", "--json")
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(write, bytes(4096))
+    os.set_blocking(write, True)
+    process = subprocess.Popen(command, stdout=write, stderr=write, cwd=tmp_path)
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2.0)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        assert time.monotonic() - began < limit_s()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(read)
+        os.close(write)
+
+
+def test_a_terminal_is_given_back_by_top(recorded: RealRun, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        recorded.command("top"), stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path, start_new_session=True
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while b"\x1b[?1049h" not in shown:  # the other screen
+            shown += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        try:
+            while more := os.read(ours, 65536):
+                shown += more
+        except OSError:
+            pass  # the other end is closed
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert shown.rindex(b"\x1b[?1049l") > shown.rindex(b"\x1b[?1049h")
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
+    assert shown.count(b"rollstream: interrupted") == 1
+    assert b"Traceback" not in shown

@@ -1,0 +1,92 @@
+"""Ctrl-C at random moments: a command must end in time, with one line, and leave no process behind.
+
+Time is not judged by the clock alone, as tests share their machine: the limit grows with what else runs on it.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.waiting import eventually
+
+LIMIT_S = 2.0
+LINE = "rollstream: interrupted"
+
+
+def limit_s() -> float:
+    """How long a command may take to end: two seconds on an idle machine, more where processes wait for processors."""
+    waiting = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return LIMIT_S * max(1.0, waiting) + (8.0 if os.environ.get("CI") else 2.0)
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """How a command ended."""
+
+    after_s: float
+    """When it was interrupted, after it had begun to listen."""
+    seconds: float
+    """From the signal to its end."""
+    code: int
+    errors: list[str]
+    """What it said on standard error, without its log."""
+
+
+def interrupt(command: Sequence[str], log: Path, after_s: float, **environment: str) -> Interruption | None:
+    """Start a command, interrupt it, and wait until it and all it started have ended; None where it ended before."""
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=errors, cwd=log.parent, env={**os.environ, **environment}
+        )
+    try:
+        seen = psutil.Process(process.pid)
+        # The thread that listens is the first one after the main thread.
+        eventually(
+            lambda: process.poll() is not None or seen.num_threads() > 1, 30, "the command listens", every_s=0.001
+        )
+        try:
+            process.wait(after_s)
+            return None
+        except subprocess.TimeoutExpired:
+            family = seen.children(recursive=True)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        code = process.wait(60)
+        seconds = time.monotonic() - began
+        eventually(lambda: not [p for p in family if _runs(p)], 10, f"the end of {family}")
+    finally:
+        process.kill()
+        process.wait()
+    lines = log.read_text(errors="replace").splitlines()
+    return Interruption(after_s, seconds, code, [line for line in lines if not line.startswith("{")])
+
+
+def assert_ends_at_once(command: Sequence[str], directory: Path, moments: int, most_s: float, seed: int) -> None:
+    """Interrupt it at so many moments of its first `most_s` seconds, drawn from `seed`."""
+    draw = random.Random(seed)
+    ended = []
+    while len(ended) < moments:
+        found = interrupt(command, directory / "interrupted.log", draw.uniform(0.0, most_s))
+        if found is None:
+            most_s *= 0.9  # it was done before
+            continue
+        what = f"{' '.join(command[3:])}, seed {seed}: {found}"
+        assert found.code == 130, what
+        assert found.errors == [LINE], what
+        assert found.seconds < limit_s(), what
+        ended.append(found.seconds)
+    print(f"{' '.join(command[3:6])}, seed {seed}: ended after {', '.join(f'{s:.2f}' for s in ended)} s")
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,140 @@
+"""Ctrl-C without a broker: before anything is loaded, while a client waits in vain, while processes compute."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.spread import ProcessLost, spread
+from tests.interrupting import LINE, assert_ends_at_once, interrupt, limit_s
+from tests.waiting import eventually
+
+ROOT = Path(__file__).parents[3]
+NOBODY = "127.0.0.1:1"
+SEED = 7 if os.environ.get("CI") else random.SystemRandom().randrange(1_000_000)
+COMMANDS = ("topics plan", "ledger", "verify", "top", "group", "learn", "infer", "env", "run")
+
+
+def command(words: str) -> list[str]:
+    return [str(Path(sys.executable).with_name("rollstream")), *words.split(), "-b", NOBODY]
+
+
+@pytest.mark.parametrize("words", ["ledger", pytest.param("run", marks=pytest.mark.long)])
+def test_ctrl_c_while_a_command_is_still_loaded_is_one_line(words: str, tmp_path: Path) -> None:
+    assert_ends_at_once(command(words), tmp_path, 8, 0.1, SEED)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("words", "moments"),
+    [("ledger", 1), ("group", 1), *(pytest.param(words, 20, marks=pytest.mark.long) for words in COMMANDS)],
+)
+def test_ctrl_c_is_heard_while_no_broker_answers(words: str, moments: int, tmp_path: Path) -> None:
+    assert_ends_at_once(command(words), tmp_path, moments, 5.0, SEED)
+
+
+def test_one_that_hears_nothing_else_ends_by_a_second_ctrl_c(tmp_path: Path) -> None:
+    """As one that waits in a library and was asked once."""
+    script = tmp_path / "deaf.py"
+    script.write_text(
+        "import ctypes, sys\n"
+        "from pipeline import interruption\n"
+        "interruption.GRACE_S = 60.0\n"
+        "interruption.take_over()\n"
+        "print('deaf', flush=True)\n"
+        "lock = ctypes.create_string_buffer(128)\n"
+        "for _ in range(2):\n"
+        "    ctypes.CDLL(None).pthread_mutex_lock(lock)  # a signal does not end this wait\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "deaf\n"
+
+    def asked() -> bool:
+        process.send_signal(signal.SIGINT)
+        return process.poll() is not None
+
+    eventually(asked, 30, "the end", every_s=0.2)
+    assert (process.returncode, process.communicate()[1]) == (130, f"{LINE}\n")
+
+
+JOBS = """
+import sys, time
+from pathlib import Path
+from pipeline import interruption
+from pipeline.spread import spread
+HERE = Path(__file__).parent
+
+def work(number):
+    (HERE / f"job-{number}").touch()
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        pass
+    return number
+
+if __name__ == "__main__":
+    interruption.take_over()
+    try:
+        print(sorted(spread(work, range(int(sys.argv[1])), 2)))
+    except KeyboardInterrupt:
+        interruption.end()
+"""
+
+
+def test_no_job_begins_after_ctrl_c_and_no_process_is_left(tmp_path: Path) -> None:
+    script = tmp_path / "jobs.py"
+    script.write_text(JOBS)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, str(script), "500"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        eventually(lambda: len(list(tmp_path.glob("job-*"))) > 2, 30, "jobs")
+        began = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)  # all of them, as a terminal does
+        output, errors = process.communicate(timeout=30)
+        assert time.monotonic() - began < limit_s()
+    assert (process.returncode, output, errors) == (130, "", f"{LINE}\n")
+    # What was begun when the signal came, and no more: nobody is left to begin any.
+    eventually(lambda: no_group(process.pid), 10, "the end of the processes that computed")
+    assert len(list(tmp_path.glob("job-*"))) < 500
+
+
+def no_group(number: int) -> bool:
+    try:
+        os.killpg(number, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_jobs_spread_over_processes_give_all_answers(tmp_path: Path) -> None:
+    assert sorted(spread(abs, range(-5, 0), 2)) == [1, 2, 3, 4, 5]
+    assert list(spread(abs, [-1], 2)) == [1]
+
+
+def test_an_error_of_a_job_is_raised_with_where_it_came_from() -> None:
+    with pytest.raises(ValueError, match="invalid literal") as raised:
+        list(spread(int, ["1", "x", "3"], 2))
+    assert "in _serve" in raised.value.__notes__[0]
+
+
+def test_a_process_that_is_killed_at_its_job_is_an_error_that_says_so() -> None:
+    with pytest.raises(ProcessLost, match=r"ended with 3 before it had answered"):
+        list(spread(os._exit, [3, 3], 2))
+
+
+def test_a_command_that_is_done_is_not_interrupted(tmp_path: Path) -> None:
+    assert interrupt(command("--help")[:2], tmp_path / "log", 30.0) is None
