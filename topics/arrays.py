@@ -4,6 +4,7 @@ Extension types (bfloat16, float8) go by their names; objects and structures are
 they are.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,28 @@ from numpy.typing import NDArray
 from topics.errors import RecordError
 
 _KINDS = "biufcSUmM"
+
+RANK_LIMIT = 32
+"""Most dimensions of an array: what every release of numpy can hold."""
+
+SIZE_LIMIT = 2**31 - 1
+"""Most bytes of an array, empty dimensions counted as one: what any process can index, whatever it makes of them."""
+
+
+def shape_problem(shape: Sequence[int], itemsize: int, size_bytes: int) -> str:
+    """Why no array of such a shape lies in so many bytes; "" where one does."""
+    if len(shape) > RANK_LIMIT:
+        return f"it has {len(shape)} dimensions, and may have {RANK_LIMIT}"
+    if min(shape, default=0) < 0:
+        return "it has a negative dimension"
+    room = itemsize
+    for dimension in shape:
+        room *= max(dimension, 1)
+    if room > SIZE_LIMIT:
+        return f"its dimensions span more than {SIZE_LIMIT} bytes"
+    if (0 if 0 in shape else room) != size_bytes:
+        return "bytes and shape do not agree"
+    return ""
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
@@ -35,7 +58,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
             dtype = np.dtype(name)
         except (TypeError, ValueError):
             dtype = np.dtype(object)
-        if dtype.kind in _KINDS:
+        if dtype.kind in _KINDS and dtype.itemsize:
             return dtype
         raise RecordError(f"{name!r} is no dtype of arrays that are written")
     try:

@@ -4,7 +4,6 @@ Arrays are one-dimensional numpy arrays, read-only when decoded. Equality of rec
 by content (`same`), since numpy arrays have no truth value.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from topics.arrays import dtype_name, dtype_of, little_endian_bytes
+from topics.arrays import dtype_name, dtype_of, little_endian_bytes, shape_problem
 from topics.errors import RecordError
 
 Int32 = NDArray[np.int32]
@@ -56,10 +55,12 @@ class NamedArray:
         return cls(dtype=dtype_name(array.dtype), shape=array.shape, data=little_endian_bytes(array))
 
     def array(self) -> NDArray[Any]:
-        """The array, as a read-only view. Raises RecordError where bytes, dtype and shape do not agree."""
+        """The array, as a read-only view. Raises RecordError where bytes, dtype and shape do not agree, or it is larger
+        or has more dimensions than an array may."""
         dtype = dtype_of(self.dtype)
-        if min(self.shape, default=0) < 0 or math.prod(self.shape) * dtype.itemsize != len(self.data):
-            raise RecordError(f"an array of shape {self.shape} and {self.dtype} stands in {len(self.data)} bytes")
+        if problem := shape_problem(self.shape, dtype.itemsize, len(self.data)):
+            size = f"{str(self.shape)[:200]} and {self.dtype[:64]} stands in {len(self.data)} bytes"
+            raise RecordError(f"an array of shape {size}: {problem}")
         return np.frombuffer(self.data, dtype).reshape(self.shape)
 
 

@@ -5,9 +5,12 @@ Pure: a list of problems in plain words, empty when the rollout is sound.
 
 import math
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from topics.arrays import shape_problem
 from topics.examples import REFERENCE
 from topics.records import GroupCancelled, NamedArray, Rollout, SamplingParams
 
@@ -20,12 +23,20 @@ REWARD_LIMIT = 1e30
 NAME_LIMIT = 512
 """Most characters of a uid, an environment and the like: names are repeated in batches, drops and counts."""
 
+ARRAYS_LIMIT = 256
+"""Most named arrays of a rollout."""
+
 _INT_MAX = 2**31 - 1
 _DTYPE = re.compile(r"(<[iufc](2|4|8|16)|\|[biu]1)")
+_PORTABLE = re.compile(r"(<[iu][248]|<f[248]|<c(8|16)|\|[biu]1)")
+"""The same on every machine: there is no <f16 on many."""
 
 
-def problems(rollout: Rollout) -> list[str]:
-    """Everything wrong with a rollout: lengths, numbers that are none, versions, group and branch counts, spans."""
+def problems(rollout: Rollout, *, bounded: bool = True) -> list[str]:
+    """Everything wrong with a rollout: lengths, numbers that are none, versions, group and branch counts, spans.
+
+    Named arrays are `bounded` in number, names, dimensions and extent since core version 3 of grouping.
+    """
     found = _name_problems(rollout, "uid", "environment", "example_id")
     for name in ("group_id", "episode_uid"):
         if len(getattr(rollout, name)) > NAME_LIMIT:
@@ -51,9 +62,7 @@ def problems(rollout: Rollout) -> list[str]:
     for i, turn in enumerate(rollout.turns):
         if not 0 <= turn.start <= turn.stop <= length:
             found.append(f"turn {i} covers tokens {turn.start} to {turn.stop} of {length}")
-    for name, extra in rollout.token_arrays.items():
-        found += _array_problems(name, extra, length)
-    return found
+    return found + _arrays_problems(rollout.token_arrays, length, bounded)
 
 
 def cancellation_problems(cancelled: GroupCancelled) -> list[str]:
@@ -116,18 +125,48 @@ def _sampling_problems(sampling: SamplingParams) -> list[str]:
     return found
 
 
-def _array_problems(name: str, extra: NamedArray, length: int) -> list[str]:
+def _arrays_problems(arrays: Mapping[str, NamedArray], length: int, bounded: bool) -> list[str]:
+    if bounded and len(arrays) > ARRAYS_LIMIT:
+        return [f"it has {len(arrays)} token arrays, and may have {ARRAYS_LIMIT}"]
+    found = []
+    for name, extra in arrays.items():
+        if bounded and not 0 < len(name) <= NAME_LIMIT:
+            found.append(f"a token array's name has {len(name)} characters, which must be 1 to {NAME_LIMIT}")
+        else:
+            found += _array_problems(name, extra, length, bounded)
+    return found
+
+
+def _array_problems(name: str, extra: NamedArray, length: int, bounded: bool) -> list[str]:
     dtype, shape, size_bytes = extra.dtype, extra.shape, len(extra.data)
     try:
-        item = np.dtype(dtype) if _DTYPE.fullmatch(dtype) else None
+        item = np.dtype(dtype) if (_PORTABLE if bounded else _DTYPE).fullmatch(dtype) else None
     except TypeError:
         item = None
     if item is None:
         return [f"token array {name} has dtype {dtype!r}, which is no little-endian number of numpy's"]
-    if not shape or shape[0] != length or min(shape) < 0 or math.prod(shape) * item.itemsize != size_bytes:
+    if not shape or shape[0] != length or min(shape) < 0 or not _fills(shape, item.itemsize, size_bytes):
         return [f"token array {name} has shape {shape} of {dtype} in {size_bytes} bytes for {length} tokens"]
-    if name == REFERENCE:
-        array = extra.array()
-        if array.ndim != 1 or item.kind != "f" or not (np.abs(array) <= np.finfo("<f4").max).all():
-            return [f"token array {name} must hold one finite float32 a token"]
+    if bounded and (problem := shape_problem(shape, item.itemsize, size_bytes)):
+        return [f"token array {name}: {problem}"]
+    if name == REFERENCE and not _is_finite_row(extra, item):
+        return [f"token array {name} must hold one finite float32 a token"]
     return []
+
+
+def _is_finite_row(extra: NamedArray, item: np.dtype[Any]) -> bool:
+    if len(extra.shape) != 1 or item.kind != "f":
+        return False
+    return bool((np.abs(extra.array()) <= np.finfo("<f4").max).all())
+
+
+def _fills(shape: Sequence[int], itemsize: int, size_bytes: int) -> bool:
+    """Whether a shape has exactly so many bytes. Stops as soon as it has more, however many dimensions follow."""
+    if 0 in shape:
+        return size_bytes == 0
+    room = itemsize
+    for dimension in shape:
+        room *= dimension
+        if room > size_bytes:
+            return False
+    return room == size_bytes

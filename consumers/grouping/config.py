@@ -8,11 +8,12 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple, get_type_hints
 
+from consumers.grouping.bounds import BOUNDS, Bounds, by_environment
 from consumers.grouping.changes import CORE_VERSION
 from topics.errors import ConfigurationError, StateRefused
 
@@ -48,6 +49,21 @@ def offset_range(text: str) -> OffsetRange:
         raise ConfigurationError(f"{text!r} is no range of offsets: it ends before it begins")
     return OffsetRange(partition, first, last)
 
+
+GENERATION_STEP = 2**32
+"""Most a generation rises at once, so that none leaves too few for those after it; dates and seconds fit."""
+
+
+class ForeignConfiguration(StateRefused):
+    """A configuration in the log that other code may run, and this cannot."""
+
+    def __init__(self, message: str, core_version: int) -> None:
+        super().__init__(message)
+        self.core_version = core_version
+
+
+SINCE_3 = (*BOUNDS, "bounds")
+"""Keys that came with core version 3: a configuration of an earlier version does not have them."""
 
 EXCLUSIONS = ("exclude_environments", "exclude_workers", "exclude_offsets")
 """Settings that name what is excluded."""
@@ -110,11 +126,25 @@ class GroupingConfig:
     """Workers whose groups are dropped."""
     exclude_offsets: tuple[str, ...] = ()
     """Rollouts whose groups are dropped, as ranges PARTITION:FIRST-LAST of offsets, the last one included."""
+    min_reward: float = -1e9
+    """Least reward of a rollout that is grouped; one below it is dropped as invalid."""
+    max_reward: float = 1e9
+    """Greatest reward. What rewards mean is the environment's affair, so the default refuses only what is absurd."""
+    min_temperature: float = 0.01
+    """Least sampling temperature; 0, which is greedy, is always taken."""
+    max_temperature: float = 100.0
+    """Greatest sampling temperature."""
+    vocabulary_size: int = 2**24
+    """Token ids must be below it: give the model's, and no learner meets an id it has no row for."""
+    max_tokens: int = 2**20
+    """Most tokens of a rollout."""
+    bounds: tuple[str, ...] = ()
+    """Bounds of single environments: ENVIRONMENT:KEY=VALUE with one of the six keys above, e.g. gsm8k:max_reward=1."""
 
     def __post_init__(self) -> None:
         for name, kind in _types().items():
             value = getattr(self, name)
-            if kind is float and type(value) is int:
+            if kind is float and type(value) is int and abs(value) < 2**1023:
                 object.__setattr__(self, name, float(value))
             elif kind == tuple[str, ...]:
                 if type(value) is not tuple or not all(type(item) is str for item in value):
@@ -140,6 +170,8 @@ class GroupingConfig:
                 offset_range(text)
             except ConfigurationError as error:
                 raise ConfigurationError(f"grouping.exclude_offsets: {error}") from error
+        self._default_bounds.check("grouping")
+        by_environment(self.bounds, self._default_bounds)
         if (size := len(self.to_json())) > CONFIGURATION_BYTES:
             raise ConfigurationError(
                 f"grouping takes {size} bytes as JSON, as part of every journal record, at most {CONFIGURATION_BYTES}; "
@@ -151,6 +183,18 @@ class GroupingConfig:
         firsts, lasts = self._excluded_offsets.get(partition, ((), ()))
         at = bisect_right(firsts, offset) - 1
         return at >= 0 and offset <= lasts[at]
+
+    def bounds_of(self, environment: str) -> Bounds:
+        """What holds for rollouts of an environment."""
+        return self._bounds.get(environment, self._default_bounds)
+
+    @cached_property
+    def _default_bounds(self) -> Bounds:
+        return Bounds(*(getattr(self, name) for name in BOUNDS))
+
+    @cached_property
+    def _bounds(self) -> Mapping[str, Bounds]:
+        return by_environment(self.bounds, self._default_bounds)
 
     @cached_property
     def _excluded_offsets(self) -> dict[int, tuple[list[int], list[int]]]:
@@ -164,7 +208,7 @@ class GroupingConfig:
     def from_json(cls, text: str) -> "GroupingConfig":
         """Read it back; a text that names no core version is of version 1, which had no such key.
 
-        Raises StateRefused for a text of newer code (a newer core version, or keys that are unknown here) and
+        Raises ForeignConfiguration for a text of newer code (a newer core version, or keys that are unknown here) and
         ConfigurationError for what no code can have run.
         """
         try:
@@ -175,11 +219,15 @@ class GroupingConfig:
         version = values["core_version"]
         if unknown or (type(version) is int and version > CORE_VERSION):
             what = f"keys {', '.join(unknown[:5])}" if unknown else f"core version {version}"
-            raise StateRefused(
+            raise ForeignConfiguration(
                 f"the log holds a grouping configuration with {what}, which this release (core version {CORE_VERSION}) "
-                f"does not know: upgrade rollstream"
+                f"does not know: upgrade rollstream",
+                version if type(version) is int else 0,
             )
-        for name in EXCLUSIONS:
+        early = [name for name in SINCE_3 if name in values]
+        if early and type(version) is int and version < 3:
+            raise ConfigurationError(f"grouping.{early[0]} came with core version 3, and core_version is {version}")
+        for name in (*EXCLUSIONS, "bounds"):
             if isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
         return cls(**values)
@@ -192,6 +240,9 @@ def _to_json(config: GroupingConfig) -> str:
     if not config.exclude_offsets:
         # Releases that do not know the key go on with every configuration that makes no use of it.
         del values["exclude_offsets"]
+    if config.core_version < 3:
+        for name in SINCE_3:
+            del values[name]
     return json.dumps(values, sort_keys=True)
 
 

@@ -17,7 +17,7 @@ from consumers.grouping import advantages, assemble
 from consumers.grouping.account import Account
 from consumers.grouping.changes import CORE_VERSION, Output, Record
 from consumers.grouping.config import GroupingConfig, milliseconds
-from consumers.grouping.configuring import to_put_in_force
+from consumers.grouping.configuring import Judged, judge_mark
 from consumers.grouping.deadlines import Deadlines, Due
 from consumers.grouping.delivery import Delivery
 from consumers.grouping.groups import Group, GroupKey, Member, Stage
@@ -138,37 +138,53 @@ class Fold:
                 mark = codec.decode_as(Mark, record.value)
             except RecordError:
                 return  # It went to dead letters when it was first read.
-            self._apply_mark(mark)
+            judged = self.judge(mark)
+            if not judged.problem:
+                self._obey(mark, judged.config)
 
     def _admit(self, record: Record, before: Clocks) -> None:
         try:
             value = codec.decode(record.value)
+            verdict = self._judged(record, value)
         except RecordError as error:
             self._count_read("", 0)
             self._account.dead_letter(record, str(error))
             return
         if isinstance(value, Mark):
-            self._account.control(record.offset)
-            self._apply_mark(value)
-        elif isinstance(value, Rollout):
+            self._admit_mark(record, value)
+            return
+        if isinstance(value, Rollout):
             self._count_read(value.environment, len(value.tokens))
+        elif verdict is not None:
+            self._count_read(value.environment if isinstance(value, GroupCancelled) else "", 0)
+        if verdict is not None:
+            self._account.drop(record.offset, verdict, value)
+        elif isinstance(value, Rollout):
             self._admit_rollout(record, value, before)
-        elif isinstance(value, GroupCancelled):
-            self._admit_cancellation(record, value, before)
         else:
-            self._count_read("", 0)
-            verdict = Verdict("invalid", f"a {type(value).__name__} does not belong in rollouts")
-            self._account.drop(record.offset, verdict)
+            self._admit_cancellation(record, value, before)
+
+    def _judged(self, record: Record, value: object) -> Verdict | None:
+        """Why what is no mark cannot be grouped, by itself. Raises RecordError where judging it fails."""
+        if isinstance(value, Mark):
+            return None
+        if not isinstance(value, Rollout | GroupCancelled):
+            return Verdict("invalid", f"a {type(value).__name__} does not belong in rollouts")
+        if self._replaying and isinstance(value, Rollout):
+            return None  # What is read again was found sound when it was first read.
+        try:
+            return judge_record(record, value, self.partition, self.partitions, self.config)
+        except Exception as error:
+            # No bytes may end a task: it would meet them again at every start. Memory is no property of the record.
+            if self.config.core_version < 3 or isinstance(error, MemoryError):
+                raise
+            raise RecordError(f"it cannot be judged ({type(error).__name__}: {error})"[:200]) from error
 
     # ------------------------------------------------------------------ admission
 
     def _admit_rollout(self, record: Record, rollout: Rollout, before: Clocks) -> None:
         key = GroupKey(rollout.environment, rollout.example_id, rollout.policy_version, rollout.group_id)
-        # What is read again was found sound when it was first read.
-        verdict = (
-            None if self._replaying else judge_record(record, rollout, self.partition, self.partitions, self.config)
-        )
-        verdict = verdict or self._refused(key, rollout)
+        verdict = self._refused(key, rollout)
         if verdict is not None:
             self._account.drop(record.offset, verdict, rollout)
             return
@@ -195,11 +211,6 @@ class Fold:
         return None
 
     def _admit_cancellation(self, record: Record, cancelled: GroupCancelled, before: Clocks) -> None:
-        verdict = judge_record(record, cancelled, self.partition, self.partitions, self.config)
-        if verdict is not None:
-            self._count_read(cancelled.environment, 0)
-            self._account.drop(record.offset, verdict, cancelled)
-            return
         key = GroupKey(cancelled.environment, cancelled.example_id, cancelled.policy_version, cancelled.group_id)
         group = self._open.get(key)
         if group is None and (key in self._sealed or self._is_over(key)):
@@ -232,9 +243,21 @@ class Fold:
 
     # ------------------------------------------------------------------ marks and time
 
-    def _apply_mark(self, mark: Mark) -> None:
-        if mark.kind == "configuration":
-            self._configure(mark)
+    def judge(self, mark: Mark) -> Judged:
+        """What a mark would be if it were the next record. Raises StateRefused as `judge_mark` does."""
+        return judge_mark(mark, self.config, self.policy_version, self._makers)
+
+    def _admit_mark(self, record: Record, mark: Mark) -> None:
+        judged = self.judge(mark)
+        if judged.problem:
+            self._account.drop(record.offset, Verdict("invalid", judged.problem))
+            return
+        self._account.control(record.offset)
+        self._obey(mark, judged.config)
+
+    def _obey(self, mark: Mark, config: GroupingConfig | None) -> None:
+        if config is not None:
+            self._configure(config)
         if mark.policy_version > self.policy_version:
             self.policy_version = mark.policy_version
             self._judge_sealed()
@@ -242,10 +265,7 @@ class Fold:
         if mark.kind == "drain":
             self._cut("drain")
 
-    def _configure(self, mark: Mark) -> None:
-        config = to_put_in_force(mark, self.config, self._makers)
-        if config is None:
-            return
+    def _configure(self, config: GroupingConfig) -> None:
         self.config = config
         self._forget()
         self._delivery.configure(config)

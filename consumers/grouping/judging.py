@@ -37,8 +37,9 @@ _key_of = lru_cache(maxsize=65536)(encode_key)
 def judge_record(
     record: Record, value: Rollout | GroupCancelled, partition: int, partitions: int, config: GroupingConfig
 ) -> Verdict | None:
-    """A rollout or cancellation by itself: sense, key, partition, sampling."""
-    found = problems(value) if isinstance(value, Rollout) else cancellation_problems(value)
+    """A rollout or cancellation by itself: sense, key, partition, sampling, and since core version 3 bounds."""
+    bounded = config.core_version >= 3
+    found = problems(value, bounded=bounded) if isinstance(value, Rollout) else cancellation_problems(value)
     if found:
         return Verdict("invalid", "; ".join(found))
     key = _key_of(value.environment, value.example_id)
@@ -53,6 +54,8 @@ def judge_record(
             f"sampled with {value.sampling}; logprobs of filtered sampling cannot be trained on "
             f"(grouping.allow_filtered_sampling permits it)",
         )
+    if bounded and isinstance(value, Rollout) and (excess := config.bounds_of(value.environment).excess(value)):
+        return Verdict("invalid", excess)
     return None
 
 

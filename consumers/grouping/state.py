@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from consumers.grouping.changes import CORE_VERSION
-from consumers.grouping.config import GroupingConfig
+from consumers.grouping.config import GENERATION_STEP, GroupingConfig
 from consumers.grouping.runs import from_runs
-from topics.errors import StateRefused
+from topics.errors import ConfigurationError, StateRefused
 from topics.records import FateCount, FinishedGroup, JournalRecord
 
 
@@ -73,7 +73,14 @@ class CommitMetadata(NamedTuple):
 
 
 def initial(partition: int, partitions: int, topic_id: str, config: GroupingConfig) -> JournalRecord:
-    """Generation 0: the first journal record of a partition, an empty state under the first configuration."""
+    """Generation 0: the first journal record of a partition, an empty state under the first configuration.
+
+    Raises ConfigurationError where its generation leaves too few for those after it.
+    """
+    if config.generation > GENERATION_STEP:
+        raise ConfigurationError(
+            f"grouping.generation is {config.generation}; a run begins with one of at most {GENERATION_STEP}"
+        )
     return JournalRecord(
         partition=partition,
         sequence=0,

@@ -5,9 +5,11 @@ Knows nothing of Kafka clients; time is given to it, so that tests can.
 
 from consumers.grouping.changes import Record
 from consumers.grouping.config import GrouperConfig, GroupingConfig
+from consumers.grouping.configuring import VERSION_STEP
 from consumers.grouping.fold import Fold
 from consumers.grouping.publisher import Part
 from consumers.grouping.restore import Journal
+from topics.errors import ConfigurationError
 from topics.records import Mark
 
 
@@ -49,16 +51,22 @@ class GroupingTask:
         return Part(output, self._journal)
 
     def due_marks(self, now_ms: int, newest_version: int, wanted: GroupingConfig) -> list[Mark]:
-        """Marks to append now: for a new policy version, a higher configuration generation, an overdue deadline."""
+        """Marks to append now: for a new policy version, a higher configuration generation, an overdue deadline.
+
+        Raises ConfigurationError for a configuration that would be an invalid record.
+        """
         marks: list[Mark] = []
-        if newest_version > max(self._marked_version, self.fold.policy_version):
-            self._marked_version = newest_version
-            marks.append(self._mark("policy_version", now_ms, policy_version=newest_version))
+        # What is further than a step is reached in several: the next when this one was read.
+        version = min(newest_version, max(self.fold.policy_version, 0) + VERSION_STEP)
+        if version > max(self._marked_version, self.fold.policy_version):
+            self._marked_version = version
+            marks.append(self._mark("policy_version", now_ms, policy_version=version))
         if wanted.generation > max(self._marked_generation, self.fold.config.generation):
+            mark = self._mark("configuration", now_ms, generation=wanted.generation, configuration=wanted.to_json())
+            if problem := self.fold.judge(mark).problem:
+                raise ConfigurationError(f"the configuration given cannot be put in force: {problem}")
             self._marked_generation = wanted.generation
-            marks.append(
-                self._mark("configuration", now_ms, generation=wanted.generation, configuration=wanted.to_json())
-            )
+            marks.append(mark)
         due_ms = self.fold.next_deadline_ms
         # The broker's clock may lag ours: a mark may come too early by it, and is then repeated.
         rested = now_ms - self._marked_deadline_ms >= self._config.mark_interval_s * 1000

@@ -21,7 +21,7 @@ from consumers.grouping.account import clip
 from consumers.grouping.bootstrap import committed_offsets
 from consumers.grouping.changes import DROPPED
 from consumers.grouping.config import EXCLUSIONS, GrouperConfig, GroupingConfig, offset_range
-from consumers.grouping.configuring import check_names, to_put_in_force
+from consumers.grouping.configuring import check_names, judge_mark
 from consumers.grouping.makers import makers_of
 from consumers.grouping.state import CommitMetadata
 from pipeline.config import RunConfig
@@ -126,11 +126,13 @@ def stand(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> list[Standing
             raise StateRefused(f"run {run} has no grouping state; prepare it with `rollstream topics apply`")
         journal = _journal_at(kafka, run, committed)
         config, since = GroupingConfig.from_json(journal.watermark_configuration), -1
+        clock = journal.watermark_policy_version
         for message in clients.read_to_end(kafka, topic, partitions=[partition], start={partition: journal.watermark}):
             value = decoded(message.value())
-            if isinstance(value, Mark) and value.kind == "configuration":
-                new = to_put_in_force(value, config, makers)
-                config, since = (config, since) if new is None else (new, message.offset() or 0)
+            if isinstance(value, Mark):
+                judged = judge_mark(value, config, clock, makers)
+                clock = clock if judged.problem else max(clock, value.policy_version)
+                config, since = (judged.config, message.offset() or 0) if judged.config else (config, since)
         found.append(Standing(config, since))
     return found
 

@@ -10,7 +10,7 @@ from consumers.grouping import state
 from consumers.grouping.batch_maker import FifoBatchMaker
 from consumers.grouping.changes import CORE_VERSION, Output, Record
 from consumers.grouping.config import GroupingConfig
-from consumers.grouping.configuring import check_names
+from consumers.grouping.configuring import CORE_STEP, check_names
 from consumers.grouping.fold import Fold
 from consumers.grouping.makers import MAKERS
 from consumers.grouping.runs import from_runs
@@ -137,9 +137,15 @@ def test_version_2_drops_what_sealed_before_older_versions_were_to_go(core_versi
 # ---------------------------------------------------------------------- what newer code left
 
 
+def tomorrow(core_version: int, **keys: Any) -> str:
+    """A configuration of generation 1 as code of that core version may write it."""
+    return json.dumps({**json.loads(GroupingConfig(generation=1).to_json()), "core_version": core_version, **keys})
+
+
 NEWER = [
-    json.dumps({**json.loads(GroupingConfig(generation=1).to_json()), "core_version": CORE_VERSION + 1}),
-    json.dumps({**json.loads(GroupingConfig(generation=1).to_json()), "a_key_of_tomorrow": 1}),
+    tomorrow(CORE_VERSION + 1),
+    tomorrow(CORE_VERSION + CORE_STEP),
+    tomorrow(CORE_VERSION + 1, a_key_of_tomorrow=1),
 ]
 
 
@@ -157,7 +163,27 @@ def test_a_configuration_mark_of_newer_code_that_is_not_higher_is_passed_over(te
     assert driver.fold.config == GroupingConfig(generation=1)
 
 
-@pytest.mark.parametrize("text", NEWER)
+@pytest.mark.parametrize("text", [tomorrow(CORE_VERSION + CORE_STEP + 1), tomorrow(99), tomorrow(3, no_such_key=1)])
+def test_a_configuration_mark_that_no_release_can_obey_is_an_invalid_record(text: str) -> None:
+    driver = GroupingTestDriver()
+    driver.pipe(Mark(kind="configuration", generation=1, configuration=text))
+    pair(driver)
+    assert driver.fold.config == GroupingConfig()
+    assert reasons(driver) == {0: "invalid"}
+    driver.crash_and_restore()
+    assert driver.fold.config == GroupingConfig()
+
+
+def test_a_key_no_earlier_version_had_is_senseless_under_it() -> None:
+    config = GroupingConfig(core_version=2, max_reward=1.0)
+    assert "max_reward" not in config.to_json()
+    with pytest.raises(ConfigurationError, match="came with core version 3"):
+        check_names(config)
+    with pytest.raises(ConfigurationError, match="came with core version 3"):
+        GroupingConfig.from_json('{"core_version": 2, "max_reward": 1.0}')
+
+
+@pytest.mark.parametrize("text", [tomorrow(CORE_VERSION + 1), tomorrow(CORE_VERSION, a_key_of_tomorrow=1)])
 def test_a_state_under_a_configuration_of_newer_code_is_refused_with_the_remedy(text: str) -> None:
     first = state.initial(0, 1, "test", GroupingConfig())
     with pytest.raises(StateRefused, match="does not know: upgrade rollstream"):
