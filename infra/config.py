@@ -42,7 +42,7 @@ class BrokerConfig:
     """Port for clients. 0 takes the port this data had before if that is free, else any free one."""
     provider: str = "auto"
     """auto (Java, else Docker), java or docker."""
-    image: str = "apache/kafka:4.3.1"
+    image: str = "apache/kafka:4.2.1"
     """The image of the Docker provider: the official one, or one that keeps its contract."""
     heap_initial_mib: int = 96
     """Heap of the broker at its start, MiB (Java provider)."""

