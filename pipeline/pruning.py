@@ -53,6 +53,18 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LastStep:
+    """The newest step of a learner, and who has published since."""
+
+    step: int
+    time: float
+    run: str
+    """Whose steps and weights the learner writes."""
+    replaced_by: str = ""
+    """Learner that publishes into that run since; "" where it is this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Positions:
     """Where everything and everybody stands."""
 
@@ -65,6 +77,10 @@ class Positions:
     """First offset of each partition of each of `TOPICS`."""
     groups: Mapping[str, Mapping[Place, int]] = field(default_factory=dict)
     """What other consumer groups committed."""
+    last_steps: Mapping[str, LastStep] = field(default_factory=dict)
+    """Of the learners, by the same names."""
+    skipped: tuple[str, ...] = ()
+    """Records that could not be read, as they are reported."""
 
 
 @dataclass(frozen=True, kw_only=True)

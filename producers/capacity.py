@@ -3,8 +3,8 @@
 Outstanding rollouts are those produced and neither dropped, dead-lettered, trained on nor skipped. Their number T stays
 at most `limit` = (max_policy_lag + 1) * rollouts_per_step though no worker knows what the others are doing:
 
-- A worker sees S, the outstanding rollouts grouping has read (from the journal and `steps`), and knows its own m: those
-  it started, sent or not, that grouping has not read. So T = S + the sum of all m.
+- A worker sees S, the outstanding rollouts grouping has read (from the journal, `batch-index` and `steps`), and knows
+  its own m: those it started, sent or not, that grouping has not read. So T = S + the sum of all m.
 - It starts a group of g only while m + g <= share and S + m + g + (n - 1) * share <= limit: the other n - 1 workers are
   taken at their most. So whoever starts leaves T <= limit, and between starts T only falls. (To split what is free now,
   m + g <= (limit - S) / n, would not do: while a slow worker holds its m, the others raise S to the limit without it.)
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from producers.config import CapacityConfig
 from topics.errors import ConfigurationError
-from topics.records import JournalRecord, LearnerStep
+from topics.records import JournalRecord
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class PartitionCounts:
     position: int
     produced: int
     finished_untrained: int
+    batched: int = 0
 
     @classmethod
     def of(cls, record: JournalRecord) -> "PartitionCounts":
@@ -41,6 +42,7 @@ class PartitionCounts:
             finished_untrained=sum(
                 count.rollouts for count in record.counts if count.fate.startswith(("dropped", "dead_lettered"))
             ),
+            batched=sum(count.rollouts for count in record.counts if count.fate == "batched"),
         )
 
 
@@ -63,11 +65,6 @@ class Progress:
         """Next offset of rollouts that grouping reads on a partition."""
         found = self.partitions.get(partition)
         return found.position if found else 0
-
-
-def consumed_by(step: LearnerStep) -> int:
-    """Rollouts a learner has trained on or skipped after a step."""
-    return step.trained_total + step.skipped_total
 
 
 def may_start(config: CapacityConfig, outstanding: int, mine_unseen: int) -> bool:

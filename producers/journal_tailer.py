@@ -1,6 +1,7 @@
-"""Follows `journal` and `steps` of a run in a thread of its own, for flow control: `progress` is the newest seen.
+"""Follows `journal`, `batch-index` and `steps` of a run in a thread of its own, for flow control: `progress` is the
+newest seen.
 
-At start it reads the last record of each journal partition, not the topic; `steps`, compacted, it reads from the start.
+At start it reads the last record of each journal partition, not the topic; the other two it reads from the beginning.
 """
 
 import threading
@@ -12,13 +13,14 @@ from typing import Self
 
 from confluent_kafka import OFFSET_BEGINNING, Message, TopicPartition
 
-from producers.capacity import PartitionCounts, Progress, consumed_by
+from producers.capacity import PartitionCounts, Progress
+from producers.consumption import Consumption
 from topics import clients
 from topics.catalogue import topic_name
 from topics.config import KafkaConfig
 from topics.errors import DeadlineExceeded
 from topics.following import TopicFollower
-from topics.records import JournalRecord, LearnerStep
+from topics.records import BatchIndexEntry, JournalRecord, LearnerStep
 from topics.skipped import SkippedRecords
 
 _FIRST_LOOK_BACK = 16
@@ -30,7 +32,8 @@ class JournalTailer:
     def __init__(self, kafka: KafkaConfig, run: str, *, on_progress: Callable[[], None] = lambda: None) -> None:
         """`on_progress` is called in the tailer's thread after each change. Raises as clients.partitions_of does."""
         self._journal, self._steps = topic_name(run, "journal"), topic_name(run, "steps")
-        self._rollouts = topic_name(run, "rollouts")
+        self._rollouts, self._index = topic_name(run, "rollouts"), topic_name(run, "batch-index")
+        self._name = run
         self._kafka = kafka
         self._partitions = clients.partitions_of(kafka, self._journal)
         self._on_progress = on_progress
@@ -49,8 +52,8 @@ class JournalTailer:
         self._thread.start()
         if not self._caught_up.wait(self._kafka.patience_s):
             raise DeadlineExceeded(
-                f"{self._journal} and {self._steps} were not read to their ends in {self._kafka.patience_s:g} s; is "
-                f"the broker up?"
+                f"{self._journal}, {self._index} and {self._steps} were not read to their ends in "
+                f"{self._kafka.patience_s:g} s; is the broker up?"
             )
         if self._error is not None:
             raise self._error
@@ -86,20 +89,25 @@ class JournalTailer:
 
     def _follow(self) -> None:
         self.rollout_ends = {p: end for p, (_low, end) in clients.bounds(self._kafka, self._rollouts).items()}
+        first, _end = clients.bounds(self._kafka, self._index)[0]
+        self._consumption = Consumption(self._name, pruned=first > 0)
         start = [self._after_last(p, *bounds) for p, bounds in clients.bounds(self._kafka, self._journal).items()]
-        start.append(TopicPartition(self._steps, 0, OFFSET_BEGINNING))
+        start += [TopicPartition(topic, 0, OFFSET_BEGINNING) for topic in (self._index, self._steps)]
         with closing(TopicFollower(self._kafka, start)) as follower:
             behind = {(place.topic, place.partition) for place in start}
             while not self._stop.is_set():
                 messages = follower.poll(500, 0.02)
                 for message in messages:
                     self._take(message)
+                if (self._index, 0) in follower.ends:
+                    self._consumption.reached_end()
                 behind.difference_update(follower.ends)
+                if messages or not (behind or self._caught_up.is_set()):
+                    consumed, skipped = self._consumption.consumed, self.skipped.total
+                    self._progress = replace(self._progress, consumed=consumed, skipped=skipped)
+                    self._on_progress()
                 if not behind:
                     self._caught_up.set()
-                if messages:
-                    self._progress = replace(self._progress, skipped=self.skipped.total)
-                    self._on_progress()
 
     def _after_last(self, partition: int, low: int, high: int) -> TopicPartition:
         """Take the last journal record of a partition that can be read, and return the position after those seen.
@@ -128,12 +136,17 @@ class JournalTailer:
             record = self.skipped.decode(JournalRecord, message)
             if record is not None:
                 self._grouped(message.partition() or 0, record)
+        elif message.topic() == self._index:
+            entry = self.skipped.decode(BatchIndexEntry, message)
+            if entry is not None:
+                with self.skipped.passing(message):
+                    self._consumption.entry(message.offset() or 0, entry)
         else:
             step = self.skipped.decode(LearnerStep, message)
             if step is not None:
-                # A learner that resumed writes steps again with the same totals: the highest is the newest.
-                self._progress = replace(self._progress, consumed=max(self._progress.consumed, consumed_by(step)))
+                self._consumption.step(step)
 
     def _grouped(self, partition: int, record: JournalRecord) -> None:
         counts = PartitionCounts.of(record)
+        self._consumption.grouped(partition, record.batch_number, counts.batched)
         self._progress = replace(self._progress, partitions={**self._progress.partitions, partition: counts})

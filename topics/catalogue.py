@@ -82,7 +82,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         partitions="1",
         cleanup="none",
         writers=("group",),
-        readers=("learn", "tools"),
+        readers=("learn", "env", "tools"),
         doc="Where each batch lies; the total order learners follow.",
     ),
     TopicSpec(

@@ -491,8 +491,10 @@ class RolloutBatch:
 
 
 def batch_numbers(batch_id: str) -> tuple[int, int]:
-    """Partition and number of a batch, which its id is made of."""
+    """Partition and number of a batch, which its id is made of. Raises RecordError where it is not."""
     partition, _, number = batch_id.partition("-")
+    if not (partition.isdecimal() and number.isdecimal()):
+        raise RecordError(f"batch id {batch_id[:100]!r} is not a partition and a number, such as 0-17")
     return int(partition), int(number)
 
 

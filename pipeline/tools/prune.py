@@ -9,6 +9,7 @@ import json
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,20 @@ from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException, TopicP
 from consumers.grouping.bootstrap import committed_offsets
 from consumers.grouping.state import CommitMetadata
 from pipeline.config import RunConfig
-from pipeline.pruning import ACCOUNT, RECOVERY, TOPICS, WINDOW, Batch, Deletion, Place, Positions, Snapshot, Task, plan
+from pipeline.pruning import (
+    ACCOUNT,
+    RECOVERY,
+    TOPICS,
+    WINDOW,
+    Batch,
+    Deletion,
+    LastStep,
+    Place,
+    Positions,
+    Snapshot,
+    Task,
+    plan,
+)
 from pipeline.refold import beginnings, ends_snapshot
 from pipeline.tables import table
 from topics import clients
@@ -27,6 +41,7 @@ from topics.codec import decode_as
 from topics.config import KafkaConfig
 from topics.errors import BrokerUnavailable, ConfigurationError, StateRefused
 from topics.records import BatchIndexEntry, JournalRecord, LearnerStep, batch_numbers
+from topics.skipped import SkippedRecords
 
 KEEP_BATCHES = 1000
 """Batches that stay verifiable where nothing else is said."""
@@ -61,8 +76,12 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
     deletions = plan(positions, keep_batches=keep, keep_from_ms=keep_from_ms)
     if not args.dry_run:
         delete(config.kafka, config.run, deletions)
-    rows = rows_of(deletions)
-    print(json.dumps({"deleted": not args.dry_run, "plan": rows}) if args.json else plan_text(rows, args.dry_run))
+    rows, skipped = rows_of(deletions), positions.skipped
+    if args.json:
+        learners = {name: asdict(last) for name, last in positions.last_steps.items()}
+        print(json.dumps({"deleted": not args.dry_run, "plan": rows, "learners": learners, "skipped": skipped}))
+    else:
+        print(plan_text(rows, args.dry_run, positions.last_steps, skipped))
     return 0
 
 
@@ -81,8 +100,13 @@ def rows_of(deletions: Sequence[Deletion]) -> list[dict[str, Any]]:
     ]
 
 
-def plan_text(rows: Sequence[Mapping[str, Any]], dry_run: bool) -> str:
-    """What goes, and what the rest is kept for."""
+def plan_text(
+    rows: Sequence[Mapping[str, Any]],
+    dry_run: bool,
+    last_steps: Mapping[str, LastStep] | None = None,
+    skipped: Sequence[str] = (),
+) -> str:
+    """What goes, and what the rest is kept for; `last_steps` and `skipped` as in `Positions`."""
     header = ("topic", "partition", "from", "to", "offsets", "the rest is kept for")
     cells = [
         (*(row[n] for n in ("topic", "partition", "from", "to", "offsets")), _clipped(row["kept_for"])) for row in rows
@@ -91,9 +115,18 @@ def plan_text(rows: Sequence[Mapping[str, Any]], dry_run: bool) -> str:
     met = dict.fromkeys(row["kept_for"] for row in rows)
     lines += [f"{why}: {_WHY[why]}" for why in met if why in _WHY]
     lines += [f"{why}: {_LEARNERS[why.endswith(_BARE)]}" for why in met if why.startswith("learner")]
+    for name, last in (last_steps or {}).items():
+        if last.replaced_by:
+            at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(last.time))
+            lines.append(
+                f"{name}: its last step is {last.step}, of {at}, and learner {last.replaced_by} has published into run "
+                f"{last.run} since; what it would read again is kept all the same"
+            )
     lines += [
         f"{why}: has not read beyond it; delete the group if it is over" for why in met if why.startswith("group")
     ]
+    if skipped:
+        lines.append(f"{len(skipped)} records could not be read and count for nothing, the first: {skipped[0]}")
     total = sum(row["offsets"] for row in rows)
     return "\n".join([*lines, f"{total:,} offsets {'would be' if dry_run else 'were'} deleted"])
 
@@ -137,7 +170,8 @@ def read_positions(kafka: KafkaConfig, run: str, group: str, checkpoints: Path |
     partitions = sum(topic == "rollouts" for topic, _partition in begins)
     # Who reads stands where it did or further when the rest is read: what is found to be needed is, or was.
     groups = _other_groups(kafka, run, group)
-    learners = _learners(kafka, run, checkpoints)
+    skipped = SkippedRecords("prune")
+    learners, last_steps = _learners(kafka, run, checkpoints, skipped)
     committed = committed_offsets(kafka, group, topic_name(run, "rollouts"), partitions)
     tasks = {}
     for place in committed:
@@ -146,7 +180,15 @@ def read_positions(kafka: KafkaConfig, run: str, group: str, checkpoints: Path |
             raise StateRefused(f"no offset is committed for {where}; commit it again with `rollstream group recover`")
         metadata = CommitMetadata.decode(place.metadata, where)
         tasks[place.partition] = _task(kafka, run, place.partition, metadata, begins["rollouts", place.partition])
-    return Positions(tasks=tasks, batches=_batches(kafka, run), learners=learners, begins=begins, groups=groups)
+    return Positions(
+        tasks=tasks,
+        batches=_batches(kafka, run, skipped),
+        learners=learners,
+        begins=begins,
+        groups=groups,
+        last_steps=last_steps,
+        skipped=tuple(map(str, skipped.first)),
+    )
 
 
 def _task(kafka: KafkaConfig, run: str, partition: int, metadata: CommitMetadata, log_begin: int) -> Task:
@@ -182,10 +224,9 @@ def _task(kafka: KafkaConfig, run: str, partition: int, metadata: CommitMetadata
     )
 
 
-def _batches(kafka: KafkaConfig, run: str) -> tuple[Batch, ...]:
+def _batches(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[Batch, ...]:
     found = []
-    for message in clients.read_to_end(kafka, topic_name(run, "batch-index")):
-        entry = decode_as(BatchIndexEntry, message.value())
+    for message, entry in skipped.records(BatchIndexEntry, clients.read_to_end(kafka, topic_name(run, "batch-index"))):
         found.append(
             Batch(
                 partition=entry.partition,
@@ -198,30 +239,36 @@ def _batches(kafka: KafkaConfig, run: str) -> tuple[Batch, ...]:
     return tuple(found)
 
 
-def _learners(kafka: KafkaConfig, run: str, checkpoints: Path | None) -> dict[str, int]:
-    """Offset of the index each learner on record, of this run or another, may have to read again from."""
+def _learners(
+    kafka: KafkaConfig, run: str, checkpoints: Path | None, skipped: SkippedRecords
+) -> tuple[dict[str, int], dict[str, LastStep]]:
+    """Offset of the index each learner on record, of this run or another, may have to read again from; and its last
+    step."""
     newest: dict[tuple[str, str], LearnerStep] = {}
+    publishers: dict[str, LearnerStep] = {}
     for topic in sorted(_steps_topics(kafka)):
         of = topic.removesuffix(".steps")
-        for message in clients.read_to_end(kafka, topic):
-            if message.value() is None:
-                continue
-            step = decode_as(LearnerStep, message.value())
+        for _message, step in skipped.records(LearnerStep, clients.read_to_end(kafka, topic)):
+            if of not in publishers or publishers[of].timestamp <= step.timestamp:
+                publishers[of] = step
             known = newest.get((of, step.learner))
             if step.input_run == run and (known is None or known.step <= step.step):
                 newest[of, step.learner] = step
     if not newest:
-        return {"no learner on record": 0}
-    found = {}
+        return {"no learner on record": 0}, {}
+    found, last_steps = {}, {}
     for (of, learner), step in newest.items():
         name = f"learner {learner}" if of == run else f"learner {of}/{learner}"
         needed = step.position if step.oldest < 0 else step.oldest
         position = needed if checkpoints is None else _oldest_checkpoint(checkpoints / of / learner)
         if position is None:
-            found[f"{name}{_BARE}"] = 0
-        else:
-            found[name] = min(position, needed)
-    return found
+            name += _BARE
+        found[name] = 0 if position is None else min(position, needed)
+        publisher = publishers[of].learner
+        last_steps[name] = LastStep(
+            step=step.step, time=step.timestamp, run=of, replaced_by="" if publisher == learner else publisher
+        )
+    return found, last_steps
 
 
 def _steps_topics(kafka: KafkaConfig) -> set[str]:

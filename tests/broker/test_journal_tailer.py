@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import Producer, TopicPartition
 
 from producers.capacity import PartitionCounts, Progress
 from producers.journal_tailer import JournalTailer
@@ -15,7 +16,9 @@ from topics.config import KafkaConfig, TopicsConfig
 from topics.errors import TopicError
 from topics.keys import encode_key
 from topics.provisioning import apply
-from topics.records import FateCount, JournalRecord, LearnerStep, Mark
+from topics.records import BatchIndexEntry, FateCount, JournalRecord, LearnerStep, Mark
+
+ROLLOUTS = 4
 
 
 @pytest.fixture
@@ -68,13 +71,28 @@ def journal(partition: int, position: int) -> JournalRecord:
     )
 
 
-def step(number: int, trained: int, skipped: int) -> LearnerStep:
+def entry(offset: int) -> BatchIndexEntry:
+    return BatchIndexEntry(
+        batch_id=f"{offset % 2}-{offset // 2}",
+        partition=offset % 2,
+        offset=offset,
+        rollouts=ROLLOUTS,
+        tokens=0,
+        trained_tokens=0,
+        lowest_version=0,
+        highest_version=0,
+        size_bytes=0,
+        digest="",
+    )
+
+
+def step(number: int, position: int, trained: int, skipped: int = 0, learner: str = "main") -> LearnerStep:
     return LearnerStep(
-        learner="main",
+        learner=learner,
         step=number,
         input_run="",
         uses=(),
-        position=0,
+        position=position,
         policy_version=number,
         params_digest="",
         trained_total=trained,
@@ -88,7 +106,15 @@ def put_journal(writer: Producer, run: str, partition: int, position: int) -> No
 
 
 def put_step(writer: Producer, run: str, record: LearnerStep) -> None:
-    writer.produce(topic_name(run, "steps"), codec.encode(record), encode_key("main", record.step), 0)
+    writer.produce(topic_name(run, "steps"), codec.encode(record), encode_key(record.learner, record.step), 0)
+
+
+def put_entries(kafka: KafkaConfig, run: str, first: int, end: int) -> None:
+    """Entries that lie at the offsets they are named for: without a transaction, whose marker would take one."""
+    producer = clients.producer(kafka)
+    for offset in range(first, end):
+        producer.produce(topic_name(run, "batch-index"), codec.encode(entry(offset)), b"key", 0)
+    assert producer.flush(30) == 0
 
 
 def seen(position: int) -> PartitionCounts:
@@ -108,23 +134,59 @@ def test_the_newest_records_count_at_start_and_later_ones_follow(
     for position in range(1, 60):
         with transaction(writer):
             put_journal(writer, run_name, position % 2, position)
+    put_entries(kafka, run_name, 0, 6)
     with transaction(writer):
-        for number, (trained, skipped) in enumerate([(5, 0), (9, 2)]):
-            put_step(writer, run_name, step(number + 1, trained, skipped))
+        for number, (trained, skipped) in enumerate([(4, 0), (8, 4)]):
+            put_step(writer, run_name, step(number + 1, 1 + 2 * number, trained, skipped))
     with JournalTailer(kafka, run_name) as tailer:
-        assert tailer.progress == Progress({0: seen(58), 1: seen(59)}, consumed=11)
-        assert tailer.progress.outstanding == 58 + 59 - 2 - 11
+        assert tailer.progress == Progress({0: seen(58), 1: seen(59)}, consumed=12)
+        assert tailer.progress.outstanding == 58 + 59 - 2 - 12
         with transaction(writer):
             put_journal(writer, run_name, 0, 80)
-            put_step(writer, run_name, step(3, 20, 2))
-        expected = Progress({0: seen(80), 1: seen(59)}, consumed=22)
+            put_step(writer, run_name, step(3, 5, 16, 4))
+        expected = Progress({0: seen(80), 1: seen(59)}, consumed=20)
         eventually(lambda: tailer.progress == expected, 20, "what was written since")
         # A learner that resumed writes an old step again.
         with transaction(writer):
-            put_step(writer, run_name, step(2, 9, 2))
+            put_step(writer, run_name, step(2, 3, 8, 4))
             put_journal(writer, run_name, 1, 90)
-        expected = Progress({0: seen(80), 1: seen(90)}, consumed=22)
+        expected = Progress({0: seen(80), 1: seen(90)}, consumed=20)
         eventually(lambda: tailer.progress == expected, 20, "the old step changes nothing")
+
+
+def test_after_a_prune_a_learner_of_a_new_name_makes_room_for_workers_again(
+    kafka: KafkaConfig, run_name: str, writer: Producer
+) -> None:
+    """Its totals begin at nothing, and never reach those of the learner before it."""
+    put_entries(kafka, run_name, 0, 10)
+    with transaction(writer):
+        put_step(writer, run_name, step(1, 8, 8 * ROLLOUTS, learner="old"))
+    admin = clients.admin(kafka)
+    for future in admin.delete_records([TopicPartition(topic_name(run_name, "batch-index"), 0, 6)]).values():
+        future.result(30)
+    with JournalTailer(kafka, run_name) as tailer:
+        assert tailer.progress.consumed == 8 * ROLLOUTS
+        with transaction(writer):
+            put_step(writer, run_name, step(0, 0, 0, learner="new"))
+        eventually(lambda: tailer.progress.consumed == 6 * ROLLOUTS, 20, "it has yet to read what the index holds")
+        with transaction(writer):
+            put_step(writer, run_name, step(2, 10, 4 * ROLLOUTS, learner="new"))
+        eventually(lambda: tailer.progress.consumed == 10 * ROLLOUTS, 20, "it has read all there is")
+    with JournalTailer(kafka, run_name) as anew:
+        assert anew.progress.consumed == 10 * ROLLOUTS
+
+
+def test_junk_in_steps_and_in_the_index_is_passed_over(kafka: KafkaConfig, run_name: str, writer: Producer) -> None:
+    put_entries(kafka, run_name, 0, 2)
+    with transaction(writer):
+        for topic in ("steps", "batch-index"):
+            for value in (b"not a record", None):
+                writer.produce(topic_name(run_name, topic), value, b"key", 0)
+        nameless = codec.encode(replace(entry(4), batch_id="no numbers"))
+        writer.produce(topic_name(run_name, "batch-index"), nameless, b"key", 0)
+        put_step(writer, run_name, step(1, 2, 8))
+    with JournalTailer(kafka, run_name) as tailer:
+        assert tailer.progress == Progress({}, consumed=2 * ROLLOUTS, skipped=4)
 
 
 def test_the_last_record_is_found_behind_a_long_run_of_aborted_transactions(

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from collections import Counter
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -20,9 +21,10 @@ from pipeline.pruning import Deletion, plan
 from pipeline.tools.prune import delete, read_positions
 from pipeline.tools.replay import replay
 from pipeline.verify import index_of, verify
+from tests.batches import random_batch, send_batches
 from tests.runs import RealRun, rollout
 from tests.waiting import eventually
-from topics import clients
+from topics import clients, provisioning
 from topics.codec import encode
 from topics.keys import encode_key
 from topics.records import BatchUse, LearnerStep
@@ -46,7 +48,7 @@ def settled(run: RealRun, in_flight: int = 0) -> Ledger:
     return eventually(book, 60, f"every record of run {run.name} in its place", every_s=0.2)
 
 
-def learn(run: RealRun, name: str, read: int) -> None:
+def learn(run: RealRun, name: str, read: int, at: float = 0.0) -> None:
     """A learner's step by hand: it trained on the first `read` entries of the index."""
     entries = list(index_of(run.kafka, run.name).values())[:read]
     messages = list(clients.read_to_end(run.kafka, run.topic("batch-index")))[:read]
@@ -64,6 +66,7 @@ def learn(run: RealRun, name: str, read: int) -> None:
         params_digest="ab" * 32,
         trained_total=sum(use.rows for use in uses),
         skipped_total=0,
+        timestamp=at,
     )
     run.send_bytes("steps", encode(step), encode_key(name, 1))
 
@@ -101,6 +104,34 @@ def begins(run: RealRun) -> dict[tuple[str, int], int]:
         for topic in ("rollouts", "journal", "batch-index", "batches")
         for partition, (low, _end) in clients.bounds(run.kafka, run.topic(topic)).items()
     }
+
+
+def test_junk_stops_no_plan_and_a_learner_that_another_has_replaced_is_named(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(8)])
+    learn(run, "gone", 2, at=1e9)
+    learn(run, "main", 6, at=2e9)
+    other = run.beside("other")
+    provisioning.apply(other.kafka, other.topics, other.name)
+    for place, value in ((run, b"junk"), (run, None), (other, b"junk")):
+        place.send_bytes("steps", value, b"no key")
+    run.send_bytes("batch-index", b"junk", b"key")
+
+    where = ("--dry-run", "--keep-batches", "0", "--without-checkpoints")
+    told = rollstream(run, "prune", *where, "--json")
+    assert told.returncode == 0, told.stderr
+    answer = json.loads(told.stdout)
+    assert {name: learner["replaced_by"] for name, learner in answer["learners"].items()} == {
+        "learner gone": "main",
+        "learner main": "",
+    }
+    # On a broker that tests share there may be junk of other runs, too.
+    skipped = Counter(line.partition("[")[0] for line in answer["skipped"])
+    assert (skipped[run.topic("steps")], skipped[other.topic("steps")], skipped[run.topic("batch-index")]) == (2, 1, 1)
+    text = rollstream(run, "prune", *where).stdout
+    assert "learner gone: its last step is 1, of 2001-09-09 01:46 UTC" in text
+    assert f"learner main has published into run {run.name} since" in text
+    assert "records could not be read and count for nothing, the first: " in text
 
 
 @pytest.mark.long

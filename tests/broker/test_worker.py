@@ -26,7 +26,7 @@ from topics.catalogue import topic_name
 from topics.config import KafkaConfig, TopicsConfig
 from topics.keys import encode_key
 from topics.provisioning import apply
-from topics.records import FateCount, GroupCancelled, JournalRecord, LearnerStep, Rollout, RolloutBatch
+from topics.records import BatchIndexEntry, FateCount, GroupCancelled, JournalRecord, LearnerStep, Rollout, RolloutBatch
 from topics.upcast import upcast
 from topics.validation import cancellation_problems, problems
 
@@ -343,13 +343,28 @@ class Downstream:
         key = encode_key(partition)
         self._write("journal", key, journal(partition, position, produced, dropped), partition)
 
+    def batch(self, number: int, rollouts: int) -> None:
+        entry = BatchIndexEntry(
+            batch_id=f"0-{number}",
+            partition=0,
+            offset=number,
+            rollouts=rollouts,
+            tokens=0,
+            trained_tokens=0,
+            lowest_version=0,
+            highest_version=0,
+            size_bytes=0,
+            digest="",
+        )
+        self._write("batch-index", encode_key(entry.batch_id), entry, 0)
+
     def learn(self, step: int, trained: int, skipped: int = 0) -> None:
         record = LearnerStep(
             learner="main",
             step=step,
             input_run=self._run,
             uses=(),
-            position=0,
+            position=100,
             policy_version=step,
             params_digest="",
             trained_total=trained,
@@ -404,6 +419,8 @@ def test_the_worker_waits_for_grouping_and_the_learner_as_the_journal_tells(kafk
             read = ends(kafka, run_name)
             assert sum(read) == 48
             # A step takes 16: four groups more, then four rollouts of room that the share does not give.
+            for number in range(4):
+                downstream.batch(number, 4)
             downstream.learn(1, trained=12, skipped=4)
             downstream.group(0, position=read[0], produced=read[0], dropped=4)
             written(64)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producers.capacity import FlowControl, PartitionCounts, Progress, check_capacity, consumed_by, may_start
+from producers.capacity import FlowControl, PartitionCounts, Progress, check_capacity, may_start
 from producers.config import CapacityConfig
 from topics.errors import ConfigurationError
-from topics.records import FateCount, JournalRecord, LearnerStep
+from topics.records import FateCount, JournalRecord
 
 # limit 80, floor 16 + 2 * (8 - 1 + 4) = 38, share (80 - 38) / 2 = 21
 CONFIG = CapacityConfig(max_policy_lag=4, rollouts_per_step=16, partitions=2, batch_rollouts=8, group_size=4, workers=2)
@@ -67,23 +67,12 @@ def test_the_journal_counts_what_is_finished_untrained() -> None:
         ),
         produced=(fate("read", 20), fate("read", 7, "add"), fate("read", 2, "")),
     )
-    assert PartitionCounts.of(record) == counts(position=40, produced=29, finished=7)
+    assert PartitionCounts.of(record) == replace(counts(position=40, produced=29, finished=7), batched=9)
 
 
 def test_outstanding_is_what_was_read_less_what_is_over() -> None:
-    step = LearnerStep(
-        learner="main",
-        step=2,
-        input_run="r",
-        uses=(),
-        position=1,
-        policy_version=2,
-        params_digest="",
-        trained_total=10,
-        skipped_total=3,
-    )
     partitions = {0: counts(position=40, produced=30, finished=7), 1: counts(position=9, produced=9)}
-    assert Progress(partitions, consumed_by(step)).outstanding == 30 - 7 + 9 - 13
+    assert Progress(partitions, consumed=13).outstanding == 30 - 7 + 9 - 13
 
 
 def test_my_rollouts_count_from_the_start_of_their_group_until_grouping_read_them() -> None:
