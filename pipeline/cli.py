@@ -93,9 +93,11 @@ def _add_roles(commands: "Commands") -> None:
     group.add_argument(
         "action",
         nargs="?",
-        choices=("recover",),
-        help="recover: commit lost positions again from the journal, and exit",
+        choices=("recover", "skip"),
+        help="recover: commit lost positions again from the journal, and exit; skip: have a record left out unread",
     )
+    group.add_argument("record", nargs="?", metavar="PARTITION:OFFSET", help="record to skip, as the error names it")
+    group.add_argument("--reason", default="", help="why it is skipped; stays in the journal")
     learn = add_command(
         commands, "learn", "pipeline.roles.learn:run", "train on the batches and publish policy versions"
     )

@@ -3,8 +3,9 @@
 What verification and replay share: the very fold a consumer runs, fed with the log, its effects taken now and then.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from consumers.grouping import state
 from consumers.grouping.changes import CORE_VERSION, Output, Record
@@ -16,7 +17,7 @@ from topics import clients, codec
 from topics.catalogue import topic_name
 from topics.codec import decode_as, encode
 from topics.config import KafkaConfig
-from topics.errors import RecordError, StateRefused
+from topics.errors import ConfigurationError, RecordError, StateRefused
 from topics.records import JournalRecord, Mark
 
 Change = Callable[[GroupingConfig], GroupingConfig]
@@ -75,18 +76,20 @@ def refold(
     stop: int,
     makers: Mapping[str, MakerFactory],
     change: Change | None = None,
+    skips: Mapping[int, str] = MappingProxyType({}),
 ) -> Iterator[Output]:
     """The effects of a partition's records from where `journal` ends up to offset `stop`, in pieces; the last piece's
     journal record is a snapshot.
 
-    `journal` is generation 0, or goes on up to a snapshot. `change` alters every configuration the log holds, and needs
+    `journal` is generation 0, or goes on up to a snapshot. `skips` are the offsets that were left out unread, as
+    `skips_in` the whole journal tells. `change` alters every configuration the log holds, and needs
     `journal` to be generation 0. Raises StateRefused where log and journal do not belong together.
     """
     restored = state.restore(journal)
     if change is not None:
         changed = change(GroupingConfig.from_json(restored.watermark_configuration))
         restored = replace(restored, watermark_configuration=changed.to_json())
-    fold = Fold(restored, makers)
+    fold = Fold(restored, makers, skips)
     read = 0
     topic = topic_name(run, "rollouts")
     # Nothing lies at an offset a partition has not reached: reading from the end of the log on finds nothing.
@@ -101,13 +104,18 @@ def refold(
                     fold.replay(record)
                     continue
                 fold.resume()
-            fold.apply(record if change is None else _changed(record, change))
+            fold.apply(record if change is None or record.offset in skips else _changed(record, change))
             read += 1
             if read % _TAKE_EVERY == 0:
                 yield fold.take()
     if fold.replaying:
         fold.resume()
     yield fold.take(snapshot=True)
+
+
+def skips_in(journal: Iterable[JournalRecord]) -> dict[int, str]:
+    """Offsets that the journal says were left out unread, and why."""
+    return {drop.offset: drop.detail for record in journal for drop in record.drops if drop.reason == "skipped"}
 
 
 def _changed(record: Record, change: Change) -> Record:
@@ -120,5 +128,8 @@ def _changed(record: Record, change: Change) -> Record:
         return record
     if mark.kind != "configuration":
         return record
-    configuration = change(GroupingConfig.from_json(mark.configuration)).to_json()
+    try:
+        configuration = change(GroupingConfig.from_json(mark.configuration)).to_json()
+    except ConfigurationError:
+        return record  # No code can run it, as it is or changed.
     return record._replace(value=encode(replace(mark, configuration=configuration)))

@@ -12,7 +12,7 @@ from typing import Any
 
 from consumers.grouping.makers import makers_of
 from pipeline.progress import Progress
-from pipeline.refold import beginnings, journal_of, log_begins, refold
+from pipeline.refold import beginnings, journal_of, log_begins, refold, skips_in
 from pipeline.spread import spread
 from topics import clients
 from topics.catalogue import topic_name
@@ -160,7 +160,8 @@ def _verify_all(job: _Job, journal: Sequence[JournalRecord], begin: int) -> Veri
     result.batches = len(wanted)
     drops: set[tuple[int, str]] = set()
     met = set()
-    for output in refold(job.kafka, job.run, journal[: begin + 1], journal[-1].position, makers_of(job.makers)):
+    where = (job.kafka, job.run, journal[: begin + 1], journal[-1].position, makers_of(job.makers))
+    for output in refold(*where, skips=skips_in(later)):
         for batch in output.batches:
             met.add(batch.batch_id)
             if batch.batch_id not in recorded:
@@ -225,7 +226,8 @@ def _verify_some(job: _Job, journal: Sequence[JournalRecord], begin: int, only: 
         recorded = {batch_id: _fetched(job, batch_id, result) for batch_id in these}
         met = set()
         stop = journal[last].position
-        for output in refold(job.kafka, job.run, journal[: start + 1], stop, makers_of(job.makers)):
+        where = (job.kafka, job.run, journal[: start + 1], stop, makers_of(job.makers))
+        for output in refold(*where, skips=skips_in(journal[start + 1 : last + 1])):
             for batch in output.batches:
                 if batch.batch_id in these:
                     met.add(batch.batch_id)

@@ -181,12 +181,12 @@ CATALOGUE: tuple[TopicSpec, ...] = (
     TopicSpec(
         name="control",
         key="what, which",
-        values=("ExcludedBatch",),
+        values=("ExcludedBatch", "SkippedOffset"),
         partitions="1",
         cleanup="compact",
         writers=("tools",),
-        readers=("learn", "tools"),
-        doc="What was decided about a run while it goes on: batches that learners leave out.",
+        readers=("group", "learn", "tools"),
+        doc="What was decided about a run while it goes on: batches that learners leave out, records grouping skips.",
     ),
 )
 _BY_NAME = {spec.name: spec for spec in CATALOGUE}

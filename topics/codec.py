@@ -34,6 +34,7 @@ RECORD_TYPES: tuple[type, ...] = (
     records.PolicyManifest,
     records.Metrics,
     records.ExcludedBatch,
+    records.SkippedOffset,
     records.RolloutBatch,
     records.TrajectoryRecord,
 )

@@ -324,6 +324,7 @@ class JournalRecord:
     delivered: Int64 = field(default_factory=lambda: NO_OFFSETS)
     part: int = 0
     parts: int = 1
+    skipped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,6 +417,16 @@ class ExcludedBatch:
     batch_id: str
     reason: str
     generation: int
+    wall_time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkippedOffset:
+    """A record of `rollouts` that grouping is asked to leave out unread."""
+
+    partition: int
+    offset: int
+    reason: str
     wall_time: float = 0.0
 
 

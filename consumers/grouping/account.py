@@ -56,6 +56,7 @@ class Account:
         self._produced = Counts(state.produced)
         self._unfinished: dict[int, Clocks] = {}
         self._order: deque[int] = deque()
+        self._skipped = sorted(state.skipped)
         self.changes = Changes(begin=state.position)
 
     def __len__(self) -> int:
@@ -88,6 +89,11 @@ class Account:
         """A record means nothing."""
         self.changes.dead_letters.append(DeadLetter(record, clip(error, _DETAIL_LIMIT)))
         self._finish(record.offset, DEAD_LETTERED, "")
+
+    def skip(self, offset: int, reason: str) -> None:
+        """An offset was left out unread."""
+        self._skipped.append(offset)
+        self.drop(offset, Verdict("skipped", reason))
 
     def drop(self, offset: int, verdict: Verdict, value: object = None, age_ms: int = 0) -> None:
         """An offset leaves with a reason; `value` is what it held, where it could be decoded."""
@@ -170,6 +176,7 @@ class Account:
             self._order.popleft()
         watermark = self._order[0] if self._order else position
         before = self._unfinished.get(watermark, now)
+        self._skipped = [offset for offset in self._skipped if offset >= watermark]
         delivered = (o for o in changes.delivered if o in self._unfinished) if snapshot is None else snapshot
         journal = JournalRecord(
             partition=self._partition,
@@ -199,6 +206,7 @@ class Account:
             snapshot=snapshot is not None,
             unfinished=to_runs(self._unfinished if snapshot is not None else ()),
             delivered=to_runs(delivered),
+            skipped=tuple(self._skipped),
         )
         records = in_parts(journal)
         self._sequence += len(records)

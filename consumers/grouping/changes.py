@@ -30,6 +30,7 @@ DROP_REASONS = (
     "too_large",
     "wrong_partition",
     "invalid",
+    "skipped",
 )
 """Why a record may be dropped; each is counted and named in the journal."""
 

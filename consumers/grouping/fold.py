@@ -11,6 +11,7 @@ is not consulted for them; re-reading has no effects.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from consumers.grouping import advantages, assemble
@@ -34,10 +35,16 @@ from topics.records import GroupCancelled, Mark, Rollout
 class Fold:
     """State of one partition, advanced one record at a time."""
 
-    def __init__(self, state: TaskState, makers: Mapping[str, MakerFactory] = MAKERS) -> None:
+    def __init__(
+        self,
+        state: TaskState,
+        makers: Mapping[str, MakerFactory] = MAKERS,
+        skips: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         """Take up `state`: `replay` the records from its watermark to its position, then `resume`, then `apply`.
 
-        `makers` are the batch makers a configuration may name.
+        `makers` are the batch makers a configuration may name, `skips` offsets to be left out unread, and why: those of
+        them not read yet. Which were is in the journal, for whoever folds the log again.
         """
         self.partition = state.partition
         self.partitions = state.partitions
@@ -47,6 +54,7 @@ class Fold:
         self.config = GroupingConfig.from_json(state.watermark_configuration)
         self.held_bytes = 0
         self._makers = makers
+        self._skips = skips
         self._target = state
         self._replaying = True
         self._awaited = set(state.unfinished)
@@ -120,8 +128,15 @@ class Fold:
             self._forget()
             self._fire_deadlines()
         self.position = record.offset + 1
-        admit(record, before)
+        if not self._is_skipped(record.offset):
+            admit(record, before)
+        elif not self._replaying:
+            self._count_read("", 0)
+            self._account.skip(record.offset, self._skips[record.offset])
         self._cut("size")
+
+    def _is_skipped(self, offset: int) -> bool:
+        return offset in (self._target.skipped if self._replaying else self._skips)
 
     def _replay_admit(self, record: Record, before: Clocks) -> None:
         if record.offset in self._awaited:
@@ -250,6 +265,7 @@ class Fold:
     def _admit_mark(self, record: Record, mark: Mark) -> None:
         judged = self.judge(mark)
         if judged.problem:
+            self._count_read("", 0)
             self._account.drop(record.offset, Verdict("invalid", judged.problem))
             return
         self._account.control(record.offset)

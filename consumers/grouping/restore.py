@@ -17,6 +17,7 @@ from consumers.grouping.changes import CORE_VERSION, Record
 from consumers.grouping.config import GrouperConfig
 from consumers.grouping.fold import Fold
 from consumers.grouping.makers import makers_of
+from consumers.grouping.skips import asked_for
 from consumers.grouping.state import CommitMetadata, JournalSum, TaskState
 from topics import clients
 from topics.catalogue import topic_name
@@ -131,7 +132,8 @@ class Restoration:
         journal, added = yield from self._read_journal()
         restored = added.state()
         self._check(restored, added)
-        fold = Fold(restored, makers_of(self._grouper.makers))
+        skips = asked_for(self._kafka, self._run, self.partition)
+        fold = Fold(restored, makers_of(self._grouper.makers), skips)
         if fold.replaying:
             self.progress.records_to_read = restored.position - restored.watermark
             topic = topic_name(self._run, "rollouts")

@@ -316,7 +316,8 @@ class GroupingProcess:
                 self._begin_restoring()
             elif self._restoration.step(max(0.0, until - time.monotonic())):
                 assert self._restoration.restored is not None
-                task = GroupingTask(*self._restoration.restored, self._grouper, self._name)
+                room = self._kafka.max_record_bytes * 4 // 5
+                task = GroupingTask(*self._restoration.restored, self._grouper, self._name, room)
                 self._restoration = None
                 self._restored(task)
             if time.monotonic() >= until:

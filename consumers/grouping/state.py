@@ -38,6 +38,8 @@ class TaskState:
     """Sequence of the next journal record."""
     unfinished: frozenset[int] = frozenset()
     delivered: frozenset[int] = frozenset()
+    skipped: frozenset[int] = frozenset()
+    """Offsets from the watermark on that were left out unread."""
     counts: tuple[FateCount, ...] = ()
     produced: tuple[FateCount, ...] = ()
     finished_groups: tuple[FinishedGroup, ...] = ()
@@ -163,6 +165,7 @@ class JournalSum:
             sequence=last.sequence + 1,
             unfinished=frozenset(self._unfinished),
             delivered=frozenset(self._delivered & self._unfinished),
+            skipped=frozenset(last.skipped),
             counts=last.counts,
             produced=last.produced,
             finished_groups=tuple(self._groups),

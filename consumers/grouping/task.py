@@ -4,19 +4,27 @@ Knows nothing of Kafka clients; time is given to it, so that tests can.
 """
 
 from consumers.grouping.changes import Record
-from consumers.grouping.config import GrouperConfig, GroupingConfig
-from consumers.grouping.configuring import VERSION_STEP
+from consumers.grouping.config import ForeignConfiguration, GrouperConfig, GroupingConfig
+from consumers.grouping.configuring import BATCH_BYTES_LIMIT, VERSION_STEP
 from consumers.grouping.fold import Fold
 from consumers.grouping.publisher import Part
 from consumers.grouping.restore import Journal
-from topics.errors import ConfigurationError
+from topics.errors import ConfigurationError, RollstreamError, StateRefused
 from topics.records import Mark
 
 
 class GroupingTask:
     """A restored fold with its journal."""
 
-    def __init__(self, fold: Fold, journal: Journal, config: GrouperConfig, author: str) -> None:
+    def __init__(
+        self,
+        fold: Fold,
+        journal: Journal,
+        config: GrouperConfig,
+        author: str,
+        largest_batch: int = BATCH_BYTES_LIMIT,
+    ) -> None:
+        """`largest_batch` is the greatest `grouping.batch_bytes` this process has room for."""
         self.fold = fold
         self.partition = fold.partition
         self.at_end = False
@@ -24,6 +32,7 @@ class GroupingTask:
         self._journal = journal
         self._config = config
         self._author = author
+        self._largest_batch = largest_batch
         self._records_since_snapshot = 0
         self._marked_version = fold.policy_version
         self._marked_generation = fold.config.generation
@@ -35,12 +44,42 @@ class GroupingTask:
         return self._journal.newest
 
     def apply(self, record: Record) -> None:
-        """Read a record; one read before (after a rebalance the client may repeat some) is passed over."""
+        """Read a record; one read before (after a rebalance the client may repeat some) is passed over.
+
+        Raises StateRefused for one that cannot be read here: how to go on without it is in the message.
+        """
         if record.offset < self.fold.position:
             return
         self.at_end = False
         self._records_since_snapshot += 1
-        self.fold.apply(record)
+        before = self.fold.config
+        try:
+            self.fold.apply(record)
+            if self.fold.config is not before:
+                self._check_room()
+        except ForeignConfiguration as error:
+            raise StateRefused(f"{error}; {self._way_on(record, 'where nobody of yours wrote it')}") from error
+        except (RollstreamError, MemoryError):
+            raise
+        except Exception as error:
+            what = (
+                f"offset {record.offset} of rollouts[{self.partition}] ends grouping ({type(error).__name__}: {error})"
+            )
+            raise StateRefused(f"{what}; mend what raised it, or {self._way_on(record, 'if it cannot be')}") from error
+
+    def _check_room(self) -> None:
+        """What is checked of the configuration a process starts with, of one that the log puts in force."""
+        if self.fold.config.batch_bytes > self._largest_batch:
+            raise ForeignConfiguration(
+                f"the log puts generation {self.fold.config.generation} in force, with grouping.batch_bytes "
+                f"{self.fold.config.batch_bytes}, of which kafka.max_record_bytes has room for {self._largest_batch}: "
+                f"raise it",
+                self.fold.config.core_version,
+            )
+
+    def _way_on(self, record: Record, when: str) -> str:
+        place = f"{self.partition}:{record.offset}"
+        return f"{when}, have the record left out: `rollstream group skip {place} --reason ...`"
 
     def take(self, *, closing: bool = False) -> Part:
         """The effects so far as a part of the next transaction, with a snapshot when one is due."""

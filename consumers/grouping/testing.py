@@ -64,13 +64,14 @@ class GroupingTestDriver:
         first = state.initial(partition, partitions, "test", config or GroupingConfig())
         first = replace(first, policy_version=policy_version, watermark_policy_version=policy_version)
         self._makers = {**MAKERS, **(makers or {})}
+        self._skips: dict[int, str] = {}
         self._log: list[Record] = []
         self._journal = [first]
         self._batches: list[TrainingBatch] = []
         self._dead_letters: list[DeadLetter] = []
         self._read = 0
         self.now_ms = now_ms
-        self.fold = Fold(state.restore([first]), self._makers)
+        self.fold = Fold(state.restore([first]), self._makers, self._skips)
 
     # ------------------------------------------------------------------ writing to the log
 
@@ -104,6 +105,10 @@ class GroupingTestDriver:
         """Have what is sealed cut, whatever its size."""
         self.pipe(Mark(kind="drain"))
 
+    def skip(self, offset: int, reason: str) -> None:
+        """Have a record left out unread, where it has not been read by then."""
+        self._skips[offset] = reason
+
     def configure(self, config: GroupingConfig) -> None:
         """Put a configuration in force; its generation is raised above the current one where it is not."""
         generation = max(config.generation, self.fold.config.generation + 1)
@@ -123,7 +128,7 @@ class GroupingTestDriver:
     def crash_and_restore(self) -> None:
         """Throw the fold away with all that was not committed, restore it from journal and log, and read on."""
         restored = state.restore(self._journal_needed())
-        self.fold = Fold(restored, self._makers)
+        self.fold = Fold(restored, self._makers, self._skips)
         if self.fold.replaying:
             for record in self._log:
                 if restored.watermark <= record.offset < restored.position:

@@ -13,9 +13,11 @@ would be looked through again and again."""
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Group rollouts until told to stop; or, asked to recover, commit positions again from the journal."""
+    """Group rollouts until told to stop; or commit positions again from the journal; or have a record skipped."""
     if args.action == "recover":
         return _recover(config)
+    if args.action == "skip":
+        return _skip(config, args)
     stop = stop_on_signals()
     gc.set_threshold(*COLLECT_AFTER)
     run_grouping(config.kafka, config.run, config.grouping, config.grouper, args.ordinal, stop, on_ready=announce_ready)
@@ -28,4 +30,15 @@ def _recover(config: RunConfig) -> int:
     positions = recover(config.kafka, config.run, config.grouper)
     for partition, position in sorted(positions.items()):
         print(f"partition {partition}: position {position} committed again")
+    return 0
+
+
+def _skip(config: RunConfig, args: argparse.Namespace) -> int:
+    from consumers.grouping.skips import ask
+
+    skip = ask(config.kafka, config.run, config.grouper, args.record or "", args.reason)
+    print(
+        f"offset {skip.offset} of partition {skip.partition} is left out, dropped as skipped, by the task that starts "
+        f"before it: start `rollstream group` again"
+    )
     return 0

@@ -23,6 +23,7 @@ from consumers.grouping.changes import DROPPED
 from consumers.grouping.config import EXCLUSIONS, GrouperConfig, GroupingConfig, offset_range
 from consumers.grouping.configuring import check_names, judge_mark
 from consumers.grouping.makers import makers_of
+from consumers.grouping.skips import asked_for
 from consumers.grouping.state import CommitMetadata
 from pipeline.config import RunConfig
 from pipeline.progress import progress
@@ -127,9 +128,11 @@ def stand(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> list[Standing
         journal = _journal_at(kafka, run, committed)
         config, since = GroupingConfig.from_json(journal.watermark_configuration), -1
         clock = journal.watermark_policy_version
+        asked = (offset for offset in asked_for(kafka, run, partition) if offset >= journal.position)
+        left_out = {*journal.skipped, *asked}
         for message in clients.read_to_end(kafka, topic, partitions=[partition], start={partition: journal.watermark}):
             value = decoded(message.value())
-            if isinstance(value, Mark):
+            if isinstance(value, Mark) and message.offset() not in left_out:
                 judged = judge_mark(value, config, clock, makers)
                 clock = clock if judged.problem else max(clock, value.policy_version)
                 config, since = (judged.config, message.offset() or 0) if judged.config else (config, since)

@@ -22,7 +22,7 @@ from consumers.grouping.publisher import index_entry
 from consumers.grouping.runs import from_runs
 from pipeline.config import RunConfig
 from pipeline.progress import Progress, progress
-from pipeline.refold import Change, beginnings, journal_of, log_begins, refold
+from pipeline.refold import Change, beginnings, journal_of, log_begins, refold, skips_in
 from pipeline.settings import environment_layers, file_layers, fill, flag_layers
 from pipeline.spread import spread
 from pipeline.tables import table
@@ -253,7 +253,7 @@ def _replay_partition(job: _Job) -> Replay:
     result.recorded.take(_recorded(job, later), (drop for record in later for drop in record.drops))
     result.recorded.in_flight = len(state.restore(journal).unfinished)
     writer = _Writer(job.kafka, job.into) if job.into else None
-    for output in refold(job.kafka, job.run, begin, stop, makers_of(job.makers), change):
+    for output in refold(job.kafka, job.run, begin, stop, makers_of(job.makers), change, skips_in(later)):
         result.replayed.take(output.batches, output.journal.drops)
         result.replayed.in_flight = len(list(from_runs(output.journal.unfinished)))
         for batch in output.batches:

@@ -1,138 +1,112 @@
-"""Bad records on the topics that a run follows: each is passed over, counted and named, and nothing that reads ends."""
+"""Single records that would end grouping for good, on a real broker: refused, or skipped by an operator."""
 
 import json
+import signal
 import subprocess
-import uuid
-from contextlib import closing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from consumers.batch_reader import BatchReader, IndexReader
-from consumers.grouping.bootstrap import recover
-from consumers.learner.exclusions import Exclusions
-from consumers.learner.step_log import read_steps
-from consumers.weights.follower import WeightsFollower
-from pipeline.observer import RunObserver
-from producers.evaluator import _Manifests
-from producers.journal_tailer import JournalTailer
-from tests.broker.test_journal_tailer import step
+from consumers.grouping.changes import CORE_VERSION
+from consumers.grouping.config import GroupingConfig
+from consumers.grouping.configuring import CORE_STEP
+from pipeline.ledger import Ledger, ledger
+from pipeline.verify import verify
 from tests.runs import RealRun, rollout
 from tests.waiting import eventually
 from topics.codec import encode
-from topics.errors import StateRefused
+from topics.config import KafkaConfig, TopicsConfig
 from topics.keys import encode_key
-from topics.records import Mark, Metrics
-from topics.skipped import SkippedRecords
-
-BAD = (b"junk", None, encode(Mark(kind="drain")), encode(rollout())[:40])
-FOREIGN = (b"junk", None)
-"""What cannot be one of ours."""
+from topics.records import Mark, NamedArray, SamplingParams
 
 
-def spoil(run: RealRun, topic: str, values: tuple[bytes | None, ...] = BAD, partition: int = 0) -> None:
-    for value in values:
-        # A key of its own: compaction would take the others away.
-        run.send_bytes(topic, value, uuid.uuid4().hex.encode(), partition)
+@pytest.fixture
+def run(broker: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:
+    made = RealRun(KafkaConfig(bootstrap_servers=broker), run_name, tmp_path, TopicsConfig(partitions=1))
+    made.grouping = GroupingConfig(batch_rollouts=4, max_batch_age_s=2.0)
+    yield made.prepare()
+    made.stop()
 
 
-def whole_groups(first: int, count: int) -> list:
-    return [rollout(f"x{example}", member) for example in range(first, first + count) for member in range(4)]
+def configured(core_version: int = CORE_VERSION, **settings: Any) -> Mark:
+    values = json.loads(GroupingConfig(**{"generation": 1, **settings}).to_json())
+    text = json.dumps({**values, "core_version": core_version})
+    return Mark(kind="configuration", generation=values["generation"], configuration=text)
 
 
-def batched(run: RealRun, rollouts: int) -> None:
-    found = 0
-    with BatchReader(run.kafka, run.name) as reader:
-
-        def enough() -> bool:
-            nonlocal found
-            read = reader.poll(0.5)
-            found += 0 if read is None else len(read.batch)
-            return found >= rollouts
-
-        eventually(enough, 60, f"{rollouts} rollouts in batches")
+def mark(run: RealRun, wanted: Mark) -> None:
+    run.send_bytes("rollouts", encode(wanted), encode_key("mark", wanted.kind), 0)
 
 
-def test_grouping_goes_on_over_bad_policies_and_a_bad_journal_and_names_them(real_run: RealRun) -> None:
-    run = real_run.prepare()
-    spoil(run, "policies")
-    spoil(run, "journal", FOREIGN)
-    process = run.start("group", grouper__metrics_interval_s=0.2)
-    run.publish_version(1)
-    run.send(whole_groups(0, 16))
-    batched(run, 64)
+def read(run: RealRun, **expected: object) -> Ledger:
+    """The ledger, once everything is read and it is as expected."""
 
-    def skipped() -> float:
-        told = [r for r in run.read("metrics") if isinstance(r, Metrics) and "transactions_total" in r.values]
-        return told[-1].values["records_skipped_total"] if told else 0
+    def now() -> Ledger | None:
+        book = ledger(run.kafka, run.name)
+        same = all(getattr(book, name) == value for name, value in expected.items())
+        return book if same and not book.unread else None
 
-    eventually(lambda: skipped() == 4, 30, "the bad records of policies in the figures")
-    spoil(run, "policies", (b"junk",))
-    eventually(lambda: skipped() == 5, 30, "one that came while it ran")
-    process.terminate()
-    assert process.wait(30) == 0
-    events = [json.loads(line) for line in run.log_of(process).splitlines() if '"record_skipped"' in line]
-    assert {(e["reader"], e["topic"], e["partition"]) for e in events} == {
-        (f"grouper-{run.name}-0", run.topic("policies"), 0)
+    return eventually(now, 60, f"the ledger of {run.name} has {expected}", every_s=0.2)
+
+
+def said(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(run.command(*words), cwd=run.directory, env=run._env(), capture_output=True, text=True)
+
+
+def group(run: RealRun, example: str, members: int = 4) -> None:
+    run.send(rollout(example, member) for member in range(members))
+
+
+def test_records_that_ended_every_grouping_process_are_invalid_and_the_run_goes_on(run: RealRun) -> None:
+    arrays = {
+        "deep": NamedArray(dtype="<f4", shape=(6, *(1,) * 64), data=bytes(24)),
+        "hollow": NamedArray(dtype="<f4", shape=(6, 2**62, 0), data=b""),
+        "reference_log_probs": NamedArray(dtype="<f4", shape=(6, *(1,) * 64), data=bytes(24)),
     }
-    # Version 0 lies before them, version 1 behind them.
-    assert [e["offset"] for e in events] == [1, 2, 3, 4, 6]
-
-    spoil(run, "journal", FOREIGN)
-    process = run.start("group")
-    run.send(whole_groups(100, 16))
-    batched(run, 128)
-    process.terminate()
-    assert process.wait(30) == 0
-
-
-def test_every_reader_of_a_run_passes_over_bad_records(real_run: RealRun) -> None:
-    run = real_run.prepare()
-    for topic in ("policies", "steps", "batch-index", "control"):
-        spoil(run, topic)
-    spoil(run, "control", BAD, 0)
-    run.send_bytes("control", b"junk", encode_key("excluded", "0-0"))
-    run.send_bytes("steps", b"junk", encode_key("default", 1))
-    spoil(run, "journal", FOREIGN)
-    assert recover(run.kafka, run.name, run.grouper) == {0: 0, 1: 0}
-    spoil(run, "journal", BAD[2:])
-    with pytest.raises(StateRefused, match=r"journal\[0\] offset \d+ cannot be read"):
-        recover(run.kafka, run.name, run.grouper)
-    run.publish_version(1)
-    run.send_bytes("steps", encode(step(1, 5, 2)), encode_key("main", 1))
-
-    with JournalTailer(run.kafka, run.name) as tailer:
-        assert (tailer.progress.consumed, tailer.progress.skipped) == (7, 9)
-        assert tailer.progress.partitions.keys() == {0, 1}, "generation 0 lies before them"
-        spoil(run, "steps")
-        eventually(lambda: tailer.progress.skipped == 13, 20, "what came since")
-    with closing(RunObserver(run.kafka, run.name)) as observer:
-        observer.catch_up()
-        assert (observer.skipped.total, observer.steps) == (4 + 9 + 4 + 4, 1)
-        assert observer.snapshot(10).policy_version == 1
-    skipped = SkippedRecords()
-    with closing(_Manifests(run.kafka, run.name, skipped)) as manifests:
-        assert eventually(lambda: len(manifests.read()) == 2 and manifests.steps, 20, "manifests") == {0: 0, 1: 1}
-    assert skipped.total == 4
-    with WeightsFollower(run.kafka, run.name) as follower:
-        eventually(lambda: follower.skipped.total == 4, 20, "the follower to pass them over")
-        assert follower.get_state(-1) is None
-    with IndexReader(run.kafka, run.name) as index:
-        eventually(lambda: index.poll(0.1) is None and index.at_end, 20, "the index to its end")
-        assert index.skipped.total == 4
-    with Exclusions(run.kafka, run.name) as exclusions:
-        assert exclusions.reason("0-0") == ""
-        assert [s.offset for s in exclusions.skipped.first] == list(range(9))
-        spoil(run, "control", (b"junk",))
-        assert eventually(lambda: exclusions.reason("0-0") or exclusions.skipped.total == 10, 20, "one more")
-    assert read_steps(run.kafka, run.name, "default") == {}
-    assert read_steps(run.kafka, run.name, "main").keys() == {1}
+    run.send(rollout(name, token_arrays={name: array}) for name, array in arrays.items())
+    run.send([rollout("cold", sampling=SamplingParams(temperature=1e-40)), rollout("dear", reward=1e10)])
+    mark(run, Mark(kind="policy_version", policy_version=2**40))
+    mark(run, configured(CORE_VERSION + CORE_STEP + 1))
+    mark(run, configured(generation=2**63 - 1))
+    mark(run, configured(batch_bytes=2**40))
+    group(run, "good")
+    run.start("group")
+    book = read(run, batched=4)
+    assert book.dropped == {"invalid": 9}
+    assert book.problems == []
+    assert verify(run.kafka, run.name).mismatches == []
 
 
-def test_top_shows_a_run_with_bad_records_and_how_many_they_are(real_run: RealRun) -> None:
-    run = real_run.prepare()
-    spoil(run, "steps")
-    done = subprocess.run(
-        run.command("top", "--once"), capture_output=True, text=True, timeout=60, env=run._env(), check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "4 unreadable" in done.stdout
+def test_a_record_that_ends_grouping_at_every_start_is_skipped_on_the_record(run: RealRun) -> None:
+    group(run, "before", 2)
+    mark(run, configured(CORE_VERSION + 1))
+    group(run, "behind")
+    for _ in range(2):
+        stopped = run.start("group")
+        assert stopped.wait(60) == 2
+        assert "have the record left out: `rollstream group skip 0:" in run.log_of(stopped)
+    place = run.log_of(stopped).rpartition("group skip ")[2].split()[0]
+    offset = int(place.partition(":")[2])
+
+    assert said(run, "group", "skip", place).returncode == 2, "a reason is asked for"
+    assert "there is no record 900 yet" in said(run, "group", "skip", "0:900", "--reason", "x").stderr
+    skipped = said(run, "group", "skip", place, "--reason", "nobody here wrote it")
+    assert skipped.returncode == 0, skipped.stderr
+
+    going = run.start("group")
+    book = read(run, batched=4)
+    assert book.dropped == {"skipped": 1}
+    going.send_signal(signal.SIGKILL)
+    going.wait()
+    run.start("group")
+    run.send(rollout("before", member) for member in (2, 3))
+    book = read(run, batched=8)
+    assert (book.dropped, book.problems) == ({"skipped": 1}, [])
+    found = verify(run.kafka, run.name)
+    assert (found.mismatches, found.batches, found.drops) == ([], 2, 1)
+    replayed = said(run, "replay", "--set", "grouping.batch_rollouts=8", "--json")
+    assert json.loads(replayed.stdout)["replayed"]["dropped"] == {"skipped": 1}
+    late = said(run, "group", "skip", f"0:{offset}", "--reason", "again")
+    assert (late.returncode, "was read up to" in late.stderr) == (2, True)

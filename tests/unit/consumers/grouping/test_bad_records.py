@@ -63,6 +63,9 @@ def test_a_bad_record_is_dropped_as_invalid_and_the_task_goes_on(record: Piped) 
     assert d.fold.config == before
     assert d.fold.policy_version == 0
     assert reasons(d) == {0: "invalid"}
+    counted = d.journal[-1]
+    assert sum(count.rollouts for count in counted.produced) == 5
+    assert sum(count.rollouts for count in counted.counts) == 5
     assert uids(d) == [("aftera", "afterb"), ("latera", "laterb")]
 
 
