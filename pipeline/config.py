@@ -31,7 +31,7 @@ class SupervisorConfig:
     workers: int = 2
     """Environment workers; grouping processes are counted by grouper.processes."""
     ready_timeout_s: float = 120.0
-    """How long a role may take from its start until it is ready."""
+    """How long a role may take from its start, or from its last word of progress, until it is ready."""
     stop_timeout_s: float = 20.0
     """How long a role may take from SIGTERM until it has exited; then it is killed."""
     restarts: int = 3

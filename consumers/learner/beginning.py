@@ -3,29 +3,66 @@
 Shared by the learner and by whoever executes its steps again.
 """
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from consumers.learner.checkpoint import Checkpoints
+from consumers.learner.config import LearnerConfig
 from consumers.learner.packing import TrainingSequence
 from consumers.learner.pretrained import initial_params
-from consumers.learner.step import Metrics, Params, TrainState, TrainStep
+from consumers.learner.step import Metrics, OnUpdate, Params, TrainState, TrainStep
+from topics.errors import ConfigurationError
+from topics.logs import event
+
+logger = logging.getLogger(__name__)
 
 Example = tuple[NDArray[np.int32], NDArray[np.bool_]]
 """Tokens and loss mask of one supervised example, both [tokens]."""
 
 
-def begin(train_step: TrainStep, examples: Sequence[Example]) -> tuple[TrainState, Metrics]:
-    """The state of step 0: random parameters, or those of a checkpoint, after the warm start on `examples`."""
+def begin(
+    train_step: TrainStep, examples: Sequence[Example], on_update: OnUpdate = lambda _done, _of, _loss: None
+) -> tuple[TrainState, Metrics]:
+    """The state of step 0: random parameters, or those of a checkpoint, after the warm start on `examples`.
+
+    `on_update` hears now and then how far that is. Raises ConfigurationError where examples do not fit as configured,
+    or have no token to train on.
+    """
     config = train_step.config
+    if config.warm_start.steps:
+        _check_lengths(config, examples)
     if config.pretrained:
         params = initial_params(config.pretrained, config.model, train_step.shardings.params)
         state = train_step.fresh_state(params)
     else:
         state = train_step.initial_state()
-    return train_step.warm_start(state, supervised(examples))
+    return train_step.warm_start(state, supervised(examples), on_update)
+
+
+def _check_lengths(config: LearnerConfig, examples: Sequence[Example]) -> None:
+    room = config.sequence_length
+    lengths = [len(tokens) for tokens, _mask in examples]
+    long, longest = sum(length > room for length in lengths), max(lengths, default=0)
+    what = (
+        f"{long} of {len(examples)} examples of the warm start are longer than learner.sequence_length {room}, the "
+        f"longest has {longest} tokens"
+    )
+    if long and config.too_long in ("refuse", "error"):
+        raise ConfigurationError(
+            f'{what}; set it to at least {longest}, learner.too_long to "skip" or "truncate", or '
+            "learner.warm_start.steps to 0"
+        )
+    kept = [mask for _tokens, mask in examples if len(mask) <= room or config.too_long == "truncate"]
+    if examples and not any(mask[1:room].any() for mask in kept):
+        raise ConfigurationError(
+            f"the warm start has no token to train on: {what}; set it to at least {longest}, or "
+            "learner.warm_start.steps to 0"
+        )
+    if long:
+        event(logger, "warm_start_too_long", level=logging.WARNING, what=what, too_long=config.too_long)
 
 
 def load_reference(train_step: TrainStep, checkpoints: Checkpoints) -> Params | None:

@@ -14,6 +14,9 @@ from consumers.models.config import DecoderConfig
 from consumers.weights.config import WeightsConfig
 from topics.errors import ConfigurationError
 
+_LARGEST_ADVANTAGE = 1e4
+"""Times the largest ratio e^20, over the lowest temperature 0.01: its square is still finite in float32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
@@ -115,8 +118,11 @@ class LearnerConfig:
     """Tokens of a packed row."""
     length_buckets: tuple[int, ...] = ()
     """Up to two shorter row lengths beside sequence_length, for rollouts that fit; each is compiled once."""
-    too_long: Literal["skip", "truncate", "error"] = "skip"
-    """What becomes of a rollout longer than sequence_length: left out and counted, cut at the end, or an error."""
+    too_long: Literal["refuse", "skip", "truncate", "error"] = "refuse"
+    """A rollout longer than sequence_length: "refuse" to start where some will be, and leave out what comes all the
+    same; "skip" leaves them out, on record; "truncate" cuts them at the end; "error" ends the learner."""
+    advantage_limit: float = 100.0
+    """A rollout with an advantage beyond this, either way, is left out on record: no reward alone turns a step."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of activations and of the parameters' copies in a step; masters and the optimizer are float32."""
     remat: bool = False
@@ -172,6 +178,11 @@ class LearnerConfig:
             raise ConfigurationError(
                 f"learner.buffer.capacity {self.buffer.capacity} holds fewer than the learner.rollouts_per_step "
                 f"{self.rollouts_per_step} a step draws; raise the one or lower the other"
+            )
+        if not 0 < self.advantage_limit <= _LARGEST_ADVANTAGE:
+            raise ConfigurationError(
+                f"learner.advantage_limit is {self.advantage_limit}; give more than 0 and at most "
+                f"{_LARGEST_ADVANTAGE:g}, and scale larger rewards down: gradients are float32"
             )
         if needs_reference(self.loss) and not self.reference:
             raise ConfigurationError(

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from consumers.batch_reader import Indexed, IndexReader
+from consumers.learner.config import LearnerConfig
+from consumers.learner.row_checks import is_left_out, left_out_uses, unfit_rows
 from topics.logs import event
 from topics.records import BatchUse, TrainingBatch
 
@@ -37,12 +39,25 @@ class Taken:
     """Next offset of batch-index."""
     wait_s: float
     """Time until the index named them."""
-    rows: tuple[tuple[int, ...], ...] = ()
-    """Rows of each trained batch, ascending, none for all of them; empty where all are whole."""
+    rows: tuple[tuple[int, ...] | None, ...] = ()
+    """Rows of each trained batch that are trained on, ascending, None for all of them; empty where all are whole."""
     oldest: int = -1
     """First index offset before `position` whose batch may be used again; -1 where there is none."""
     stream_time_ms: int = -1
     """Time the choice went by, where it went by one."""
+    checked: bool = False
+    """Whether rows that cannot be trained on are left out already: by the record of a step made again, or when a
+    rollout buffer took its rows in."""
+
+    @property
+    def drawn(self) -> bool:
+        """Whether rows were drawn one by one, not taken with their batches."""
+        return self.stream_time_ms >= 0
+
+    @property
+    def rows_of_batches(self) -> tuple[tuple[int, ...] | None, ...]:
+        """Rows of each trained batch, None for all of them."""
+        return self.rows or (None,) * len(self.trained)
 
 
 class Intake:
@@ -50,8 +65,8 @@ class Intake:
 
     `read_version_steps` gives the learner step of every published version; it is asked when a batch names a version
     that was not among them before. `skipped` hears of skipped batches that have waited for the rest of their step.
-    `decided` says why a step on record skipped a batch, "" where it did not, None where that is open; then `excluded`
-    says why a batch is left out whatever its version, "" where it is not.
+    `decided` gives what a step on record did with a batch, nothing where that is open; then `excluded` says why a batch
+    is left out whatever its version, "" where it is not.
     """
 
     def __init__(
@@ -62,7 +77,7 @@ class Intake:
         max_policy_lag: int,
         read_version_steps: Callable[[int], dict[int, int]],
         skipped: Callable[[tuple[BatchUse, ...]], None],
-        decided: Callable[[int, str], str | None] = lambda _step, _batch_id: None,
+        decided: Callable[[int, str], tuple[BatchUse, ...]] = lambda _step, _batch_id: (),
         excluded: Callable[[str], str] = lambda _batch_id: "",
     ) -> None:
         self._index = index
@@ -80,6 +95,8 @@ class Intake:
         uses: list[BatchUse] = []
         trained: list[Indexed] = []
         lags: list[int] = []
+        chosen: list[tuple[int, ...] | None] = []
+        checked = False
         rows = 0
         report_at: float | None = None
         while rows < self._rollouts_per_step:
@@ -91,46 +108,58 @@ class Intake:
                     self._skipped(tuple(use for use in uses if use.use == "skipped"))
                     report_at = None
                 continue
-            lag, reason = self._judge(read, step)
-            use = BatchUse(
-                batch_id=read.entry.batch_id,
-                index_offset=read.index_offset,
-                rows=read.entry.rollouts,
-                use="skipped" if reason else "trained",
-                reason=reason,
-            )
-            uses.append(use)
-            if reason:
+            decided = self._decided(step + 1, read.entry.batch_id)
+            checked = checked or bool(decided)
+            lag, reason = self._lag(read, step), ""
+            if not decided:
+                reason = self._excluded(read.entry.batch_id) or self._staleness(read, lag)
+                decided = (_whole(read, reason),)
+            uses += decided
+            if (taken := taken_rows(decided).get(read.index_offset)) is None:
                 report_at = time.monotonic() + _REPORT_SKIPS_AFTER_S
-                event(logger, "batch_skipped", batch=use.batch_id, rows=use.rows, reason=reason)
+                reason = decided[0].reason
+                event(logger, "batch_skipped", batch=read.entry.batch_id, rows=read.entry.rollouts, reason=reason)
             else:
                 trained.append(read)
-                lags.append(lag)
-                rows += use.rows
+                lags.append(lag or 0)
+                chosen.append(None if len(taken) == read.entry.rollouts else taken)
+                rows += read.entry.rollouts
         return Taken(
             uses=tuple(uses),
             trained=tuple(trained),
             lags=tuple(lags),
             position=self._index.position,
             wait_s=time.monotonic() - started,
+            rows=tuple(chosen),
+            checked=checked,
         )
 
-    def _judge(self, read: Indexed, step: int) -> tuple[int, str]:
-        """Steps since the batch's lowest policy version was published, and why to skip it ("" to train on it)."""
-        decided = self._decided(step + 1, read.entry.batch_id)
-        if decided:
-            return 0, decided
-        if decided is None and (reason := self._excluded(read.entry.batch_id)):
-            return 0, reason
+    def _lag(self, read: Indexed, step: int) -> int | None:
+        """Steps since the batch's lowest policy version was published; None where that is not on record."""
         version = read.entry.lowest_version
         if version not in self._version_steps:
             self._version_steps = self._read_version_steps(version)
-        if version not in self._version_steps and decided is None:
-            return 0, f"policy version {version} is not on record"
-        lag = step - self._version_steps.get(version, step)
-        if lag > self._max_policy_lag and decided is None:
-            return lag, f"policy version {version} is {lag} steps old, max_policy_lag is {self._max_policy_lag}"
-        return lag, ""
+        return step - self._version_steps[version] if version in self._version_steps else None
+
+    def _staleness(self, read: Indexed, lag: int | None) -> str:
+        """Why a batch of this lag is skipped; "" to train on it."""
+        version = read.entry.lowest_version
+        if lag is None:
+            return f"policy version {version} is not on record"
+        if lag > self._max_policy_lag:
+            return f"policy version {version} is {lag} steps old, max_policy_lag is {self._max_policy_lag}"
+        return ""
+
+
+def _whole(read: Indexed, reason: str) -> BatchUse:
+    """A whole batch skipped for a reason, or trained on where there is none."""
+    return BatchUse(
+        batch_id=read.entry.batch_id,
+        index_offset=read.index_offset,
+        rows=read.entry.rollouts,
+        use="skipped" if reason else "trained",
+        reason=reason,
+    )
 
 
 def share_of(trained: Sequence[Indexed], process: int, processes: int) -> tuple[Indexed, ...]:
@@ -155,6 +184,8 @@ class Outcomes:
     reward_squared: float = 0.0
     tokens: int = 0
     truncated: int = 0
+    left_out: tuple[BatchUse, ...] = ()
+    """Rows beside them that could not be trained on."""
 
     def __add__(self, other: "Outcomes") -> "Outcomes":
         return Outcomes(
@@ -163,6 +194,7 @@ class Outcomes:
             reward_squared=self.reward_squared + other.reward_squared,
             tokens=self.tokens + other.tokens,
             truncated=self.truncated + other.truncated,
+            left_out=self.left_out + other.left_out,
         )
 
     def metrics(self) -> dict[str, float]:
@@ -175,17 +207,19 @@ class Outcomes:
             "trained/completions/mean_length": self.tokens / count,
             "trained/completions/clipped_ratio": self.truncated / count,
             "trained/rollouts": float(self.rollouts),
+            **{f"left_out/{code}": float(rows) for code, rows in left_out_uses(self.left_out).items()},
         }
 
 
-def outcomes_of(batches: Sequence[TrainingBatch]) -> Outcomes:
-    """The sums over some batches."""
+def outcomes_of(batches: Sequence[TrainingBatch], left_out: tuple[BatchUse, ...] = ()) -> Outcomes:
+    """The sums over some batches, from which rows were left out before."""
     return Outcomes(
         rollouts=sum(len(batch) for batch in batches),
         reward=float(sum(batch.rewards.sum() for batch in batches)),
         reward_squared=float(sum((batch.rewards * batch.rewards).sum() for batch in batches)),
         tokens=int(sum(batch.loss_mask.sum() for batch in batches)),
         truncated=int(sum(batch.truncated.sum() for batch in batches)),
+        left_out=left_out,
     )
 
 
@@ -207,6 +241,35 @@ def trained_rows(uses: Sequence[BatchUse]) -> dict[int, tuple[int, ...]]:
         if use.use == "trained":
             found.setdefault(use.index_offset, []).extend(use.row_numbers or range(use.rows))
     return {offset: tuple(sorted(found[offset])) for offset in sorted(found)}
+
+
+def taken_rows(uses: Sequence[BatchUse]) -> dict[int, tuple[int, ...]]:
+    """`trained_rows` of the batches a step took, with none for a batch all rows of which were left out."""
+    return {use.index_offset: () for use in uses if is_left_out(use)} | trained_rows(uses)
+
+
+def unfit_uses(read: Indexed, batch: TrainingBatch, config: LearnerConfig) -> tuple[BatchUse, ...]:
+    """The rows of a batch that cannot be trained on, as a step has them on record."""
+    return tuple(
+        replace(_whole(read, reason), rows=len(rows), row_numbers=() if len(rows) == len(batch) else rows)
+        for reason, rows in unfit_rows(batch, config).items()
+    )
+
+
+def without(uses: Sequence[BatchUse], left_out: Sequence[BatchUse]) -> tuple[BatchUse, ...]:
+    """Uses of whole batches once single rows of them were left out: what is trained on first, then what is not."""
+    by_batch: dict[int, list[BatchUse]] = {}
+    for use in left_out:
+        by_batch.setdefault(use.index_offset, []).append(use)
+    found: list[BatchUse] = []
+    for use in uses:
+        skipped = sorted(by_batch.get(use.index_offset, ()), key=lambda left: left.reason)
+        gone = {number for left in skipped for number in left.row_numbers or range(left.rows)}
+        kept = tuple(number for number in range(use.rows) if number not in gone)
+        if not skipped or kept:
+            found.append(replace(use, rows=len(kept), row_numbers=kept) if skipped else use)
+        found += skipped
+    return tuple(found)
 
 
 def chosen_rows(batch: TrainingBatch, rows: Sequence[int]) -> TrainingBatch:

@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from consumers.learner.beginning import Example, begin, load_reference
 from consumers.learner.checkpoint import Checkpoints
 from consumers.learner.config import LearnerConfig
 from consumers.learner.environment import fingerprint
-from consumers.learner.intake import Outcomes, reused_share
+from consumers.learner.intake import Outcomes, reused_share, without
 from consumers.learner.mismatch import judge
 from consumers.learner.pretrained import resolved
 from consumers.learner.progress import Progress
@@ -32,6 +33,7 @@ from consumers.learner.supply import Source, Supplied, Supply
 from consumers.learner.team import Alone, Team, host_copies, in_company
 from consumers.weights.layout import params_digest
 from topics.config import KafkaConfig
+from topics.errors import ConfigurationError
 from topics.logs import event
 from topics.records import BatchUse
 
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _WARN_EVERY_STEPS = 100
+_MOST_NAMED = 20
 
 
 def learn(
@@ -50,12 +53,14 @@ def learn(
     stop: threading.Event,
     team: Team | None = None,
     on_ready: Callable[[], None] = lambda: None,
+    on_progress: Callable[[str], object] = lambda _what: None,
 ) -> int:
     """Train until `max_steps` or until `stop` is set; returns the last completed step.
 
     `warm_start_examples` is called when no checkpoint exists. `on_ready` is called once step 0 (version 0), or the one
-    of the checkpoint, is on record. When this returns, a checkpoint of the last step is on disk. With several processes
-    each calls it with the `team` it joined; `stop` is obeyed by the lead, and the others with it.
+    of the checkpoint, is on record; before that `on_progress` hears how far the warm start is. When this returns, a
+    checkpoint of the last step is on disk. With several processes each calls it with the `team` it joined; `stop` is
+    obeyed by the lead, and the others with it.
 
     Raises Fenced when another learner of the name takes over, StateRefused when a step executed again differs from
     its record, TeamLost when another process of the learner is gone.
@@ -63,7 +68,7 @@ def learn(
     config, team = resolved(config), team or Alone()
     with in_company(team), ExitStack() as stack:
         learner = _Learner(config, kafka, run, team, stack)
-        learner.start(warm_start_examples)
+        learner.start(warm_start_examples, on_progress)
         on_ready()
         return learner.run(stop)
 
@@ -91,12 +96,18 @@ class _Learner:
         self._warn_again_at = 0
         self._ended = time.monotonic()
 
-    def start(self, warm_start_examples: Callable[[], Sequence[Example]]) -> None:
+    def start(self, warm_start_examples: Callable[[], Sequence[Example]], on_progress: Callable[[str], object]) -> None:
         """Restore the newest checkpoint, or make one of step 0; then have that step and its version on record."""
         restored = self._checkpoints.restore(self._state)
         metrics: Metrics = {}
         if restored is None:
-            self._state, metrics = begin(self._train_step, warm_start_examples())
+
+            def warming(done: int, of: int, loss: float) -> None:
+                on_progress(f"warm start, update {done} of {of}, loss {loss:.3f}")
+                event(logger, "warm_start", update=done, of=of, loss=round(loss, 4))
+
+            on_progress("warm start, its examples and functions are made")
+            self._state, metrics = begin(self._train_step, warm_start_examples(), warming)
             if self._config.reference == "initial":
                 # Before the first checkpoint: who finds one finds the reference, too.
                 self._checkpoints.save_reference(self._state.params)
@@ -168,21 +179,55 @@ class _Learner:
         self._state, metrics = self._train_step.train(self._state, given, self._reference)
         trained_s = time.monotonic() - began
         outcomes = self._add_up(step, supplied.outcomes)
+        self._report_left_out(step, outcomes)
+        self._refuse_empty(step, supplied, metrics, outcomes)
         arrays = host_copies(self._state.params)
         taken, ended = supplied.taken, time.monotonic()
+        uses = without(taken.uses, outcomes.left_out)
         metrics |= outcomes.metrics()
         metrics |= {
             "off_policy/staleness": sum(taken.lags) / max(len(taken.lags), 1),
-            "off_policy/reused": reused_share(taken.uses),
+            "off_policy/reused": reused_share(uses),
             "perf/throughput": metrics["packing/tokens"] / (ended - self._ended),
             "time/step": trained_s,
             "time/wait_for_batch": self._waited_s,
             "time/load": supplied.load_s,
         }
         self._ended = ended
-        self._record(taken.uses, taken.position, metrics, arrays, taken.oldest, taken.stream_time_ms)
+        self._record(uses, taken.position, metrics, arrays, taken.oldest, taken.stream_time_ms)
         if self._recorder is not None:
             self._warn_of_mismatch(step, metrics)
+
+    def _report_left_out(self, step: int, outcomes: Outcomes) -> None:
+        """Say which rollouts could not be trained on."""
+        for use in outcomes.left_out if self._recorder is not None else ():
+            rows = use.row_numbers or tuple(range(use.rows))
+            event(
+                logger,
+                "rollouts_left_out",
+                level=logging.WARNING,
+                step=step,
+                batch=use.batch_id,
+                rows=rows[:_MOST_NAMED],
+                rollouts=use.rows,
+                reason=use.reason,
+            )
+
+    def _refuse_empty(self, step: int, supplied: Supplied, metrics: Metrics, outcomes: Outcomes) -> None:
+        """Raise ConfigurationError, in the lead, where a step not on record has no token to train on."""
+        if metrics["packing/trained_tokens"] or self._recorder is None or self._recorder.recorded(step) is not None:
+            return
+        reasons = Counter({use.reason: 0 for use in outcomes.left_out})
+        for use in outcomes.left_out:
+            reasons[use.reason] += use.rows
+        if outcomes.rollouts:
+            reasons[f"without a token to train, {outcomes.truncated} of them truncated"] = outcomes.rollouts
+        told = "; ".join(f"{rows} {reason}" for reason, rows in reasons.most_common())
+        raise ConfigurationError(
+            f"step {step} of learner {self._config.name!r} has no token to train on: of its rollouts, {told}. Nothing "
+            "of it was published; change the setting that leaves them out, or `rollstream exclude` what wrote them "
+            f"(batches {', '.join(use.batch_id for use in supplied.taken.uses[:_MOST_NAMED])})"
+        )
 
     def _warn_of_mismatch(self, step: int, metrics: Metrics) -> None:
         """Say that sampler and learner disagree when it begins, and now and then while it lasts."""

@@ -163,7 +163,8 @@ def pack_for(
         sequence_length=config.sequence_length,
         length_buckets=config.length_buckets,
         minibatches=config.minibatches,
-        too_long=config.too_long,
+        # What came all the same, in a step on record, is left out.
+        too_long="skip" if config.too_long == "refuse" else config.too_long,
         loss=config.loss,
         carried_reference=config.reference == "carried",
         numbers=numbers,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from consumers.batch_reader import Indexed
-from consumers.learner.intake import Taken, trained_rows
+from consumers.learner.intake import Taken, taken_rows, trained_rows
 from topics import clients
 from topics.catalogue import topic_name
 from topics.codec import decode_as
@@ -36,6 +36,8 @@ def batches_of(kafka: KafkaConfig, position: int, steps: Sequence[LearnerStep]) 
     named = set()
     for step in steps:
         trained: dict[int, Indexed] = {}
+        drawn = step.stream_time_ms >= 0
+        rows = trained_rows(step.uses) if drawn else taken_rows(step.uses)
         for use in step.uses:
             named.add(use.index_offset)
             entry = entries.get(use.index_offset)
@@ -47,18 +49,19 @@ def batches_of(kafka: KafkaConfig, position: int, steps: Sequence[LearnerStep]) 
                     f"{what} had {use.rows} rollouts; at offset {use.index_offset} of batch-index is {entry.batch_id} "
                     f"with {entry.rollouts}"
                 )
-            elif use.use == "trained" and entry.offset < beginnings[entry.partition]:
+            elif use.index_offset in rows and entry.offset < beginnings[entry.partition]:
                 wrong.append(f"{what} was deleted from batches[{entry.partition}]")
-            elif use.use == "trained":
+            elif use.index_offset in rows:
                 trained[use.index_offset] = Indexed(entry, use.index_offset)
-        rows = trained_rows(step.uses)
         found[step.step] = Taken(
             uses=step.uses,
             trained=tuple(trained[at] for at in sorted(trained)),
             lags=(0,) * len(trained),
             position=step.position,
             wait_s=0.0,
-            rows=tuple(() if len(rows[at]) == trained[at].entry.rollouts else rows[at] for at in sorted(trained)),
+            rows=tuple(None if len(rows[at]) == trained[at].entry.rollouts else rows[at] for at in sorted(trained)),
+            stream_time_ms=step.stream_time_ms,
+            checked=True,
         )
     if all(step.stream_time_ms < 0 for step in steps):
         skimmed = (at for at in entries.keys() - named if at >= position)

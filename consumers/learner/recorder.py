@@ -68,13 +68,13 @@ class Recorder(Closing):
         """A step as it is on record."""
         return self._recorded.get(step)
 
-    def decided(self, step: int, batch_id: str) -> str | None:
-        """Why a step on record skipped a batch, "" where it trained on it; None where nothing is on record of the two.
+    def decided(self, step: int, batch_id: str) -> tuple[BatchUse, ...]:
+        """What a step on record did with a batch; nothing where nothing is on record of the two.
 
         What was excluded or published since the step was made does not change it.
         """
         recorded = self._recorded.get(step)
-        return None if recorded is None else next((u.reason for u in recorded.uses if u.batch_id == batch_id), None)
+        return () if recorded is None else tuple(use for use in recorded.uses if use.batch_id == batch_id)
 
     def version_steps(self, version: int) -> dict[int, int]:
         """Learner step of every policy version of the run whose batches are read, `version` among them if it is there.

@@ -19,6 +19,7 @@ from consumers.buffers.shelf import Entry, Left, Shelf, ShelfRules
 from consumers.learner.config import LearnerConfig
 from consumers.learner.exclusions import EXCLUDED
 from consumers.learner.intake import Taken, trained_rows
+from consumers.learner.row_checks import is_left_out, unfit_rows
 from topics.errors import StateRefused
 from topics.logs import event
 from topics.records import BatchUse, LearnerStep, TrainingBatch
@@ -129,6 +130,9 @@ class Replay:
         self._recorded = recorded
         self._skipped = skipped
         self._excluded = excluded
+        self._learner = config
+        self._unfit: dict[Row, str] = {}
+        """Rows held that cannot be trained on, which steps on record did not leave out, and why."""
         self._batches: dict[int, Indexed] = {}
         self._now_ms = -1
 
@@ -154,7 +158,9 @@ class Replay:
             alive = {row for row in rows if row not in uses.gone and not self._used_up(uses.counts.get(row, 0))}
             if not alive:
                 continue
-            found = [entry for entry in self._entries(read, self._fetch(read), step) if entry.item in alive]
+            batch = self._fetch(read)
+            found = [entry for entry in self._entries(read, batch, step) if entry.item in alive]
+            self._unfit |= self._unfit_rows(read, batch)
             for entry in found:
                 entry.usage_count = uses.counts.get(entry.item, 0)
             self._batches[read.index_offset] = read
@@ -205,10 +211,13 @@ class Replay:
         self._now_ms = max(self._now_ms, batch.cut_ms)
         self._batches[read.index_offset] = read
         reason = "" if forced is not None else self._excluded(read.entry.batch_id)
+        unfit = self._unfit_rows(read, batch)
+        if forced is not None:
+            self._unfit |= unfit
         # After each batch, and not when the index ends for now: what leaves must not depend on who was quick.
         fit, left = [], self._shelf.refresh(step, self._now_ms / 1000)
         for entry in self._entries(read, batch, step):
-            why = reason if forced is None else forced.get(entry.item, "")
+            why = reason or unfit.get(entry.item, "") if forced is None else forced.get(entry.item, "")
             if not why and entry.weight_step < 0 and forced is None:
                 why = f"{_UNKNOWN} {int(batch.lowest_versions[entry.item.number])} is not on record"
             if why:
@@ -231,13 +240,21 @@ class Replay:
         return found
 
     def _leave_out(self, forced: Mapping[Row, str] | None) -> list[Left[Row]]:
-        """Take out what was excluded since it came in."""
+        """Take out what was excluded since it came in, and what only a step on record let in."""
         if forced is not None:
             return self._shelf.remove(lambda entry: forced.get(entry.item, ""))
         reasons = {at: self._excluded(read.entry.batch_id) for at, read in self._batches.items()}
-        if not any(reasons.values()):
+        if not self._unfit and not any(reasons.values()):
             return []
-        return self._shelf.remove(lambda entry: reasons[entry.item.index_offset])
+        unfit, self._unfit = self._unfit, {}
+        return self._shelf.remove(lambda entry: reasons[entry.item.index_offset] or unfit.get(entry.item, ""))
+
+    def _unfit_rows(self, read: Indexed, batch: TrainingBatch) -> dict[Row, str]:
+        return {
+            Row(read.index_offset, number): reason
+            for reason, rows in unfit_rows(batch, self._learner).items()
+            for number in rows
+        }
 
     def _named(self, left: Iterable[Left[Row]], drawn: Iterable[Entry[Row]]) -> tuple[BatchUse, ...]:
         """By batch and in index order: what was trained on for the first time, and again; what left, and why."""
@@ -291,11 +308,12 @@ class Replay:
             position=self._index.position,
             wait_s=wait_s,
             rows=tuple(
-                () if len(numbers) == read.entry.rollouts else numbers
+                None if len(numbers) == read.entry.rollouts else numbers
                 for read, numbers in zip(trained, rows.values(), strict=True)
             ),
             oldest=min(alive, default=-1),
             stream_time_ms=self._now_ms,
+            checked=True,
         )
 
     def _used_up(self, count: int) -> bool:
@@ -307,6 +325,6 @@ def _forced(recorded: LearnerStep) -> dict[Row, str]:
     return {
         Row(use.index_offset, number): use.reason
         for use in recorded.uses
-        if use.use == "skipped" and use.reason.startswith((EXCLUDED, _UNKNOWN))
+        if use.use == "skipped" and (use.reason.startswith((EXCLUDED, _UNKNOWN)) or is_left_out(use))
         for number in use.row_numbers or range(use.rows)
     }

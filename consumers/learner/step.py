@@ -4,6 +4,7 @@ On the same software, device kind, mesh and thread count, the same state and the
 on another mesh or number of processes the same up to rounding.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +32,10 @@ from topics.errors import ConfigurationError
 Metrics = dict[str, float]
 Params = dict[str, jax.Array]
 Metric = dict[str, jax.Array]
+OnUpdate = Callable[[int, int, float], None]
+"""Hears of the warm start: updates made, of how many, and the loss of the last one."""
+
+_SAY_S = 5.0
 
 
 class TrainState(NamedTuple):
@@ -235,11 +240,17 @@ class TrainStep:
         means["optim/skipped"] = float(sum(value["optim/skipped"] for value in values))
         return state, {**means, **placed.metrics}
 
-    def warm_start(self, state: TrainState, examples: list[TrainingSequence]) -> tuple[TrainState, Metrics]:
+    def warm_start(
+        self,
+        state: TrainState,
+        examples: list[TrainingSequence],
+        on_update: OnUpdate = lambda _done, _of, _loss: None,
+    ) -> tuple[TrainState, Metrics]:
         """Supervised updates on `examples` as configured; returns a state with a fresh optimizer at step 0.
 
         The draws come from the configured seed. With no examples or no steps configured the state is unchanged. With
-        several processes each gives all examples and trains on its share of the drawn ones.
+        several processes each gives all examples and trains on its share of the drawn ones. `on_update` is called every
+        few seconds, and after the last update.
         """
         warm = self.config.warm_start
         if not examples or not warm.steps:
@@ -260,12 +271,19 @@ class TrainStep:
 
         params, optimizer_state = state.params, jax.jit(optimizer.init, out_shardings=own)(state.params)
         metrics: dict[str, jax.Array] = {}
-        for _ in range(warm.steps):
+        said = time.monotonic()
+        for number in range(1, warm.steps + 1):
+            # One update is prepared while the one before it runs, and no more: what is told is what is made.
+            jax.block_until_ready(metrics)  # type: ignore[no-untyped-call]
+            if number > 1 and time.monotonic() > said + _SAY_S:
+                said = time.monotonic()
+                on_update(number - 1, warm.steps, float(metrics["loss"]))
             chosen = draws.integers(len(examples), size=warm.sequences_per_step)
             share = [examples[index] for index in chosen[jax.process_index() :: jax.process_count()]]
             (update,) = self.place(pack_for(one_update, share)).updates
             gradients, metrics = self._supervised(params, update.microbatches, update.denominators)
             params, optimizer_state = apply(params, optimizer_state, gradients)
+        on_update(warm.steps, warm.steps, float(metrics["loss"]))
         return self._state_around(params), {f"warm_start/{name}": float(value) for name, value in metrics.items()}
 
     @property
@@ -359,6 +377,7 @@ class TrainStep:
         return {
             "packing/microbatches": float(sum(counts)),
             "packing/tokens": float(tokens),
+            "packing/trained_tokens": float(sum(update.trained_tokens for update in agreed.updates)),
             "packing/padding_fraction": 1.0 - tokens / capacity if capacity else 0.0,
             "packing/too_long": float(agreed.too_long),
         }

@@ -20,7 +20,7 @@ from consumers.batch_reader import BatchFetcher, Indexed, IndexReader
 from consumers.closing import Closing
 from consumers.learner.config import LearnerConfig
 from consumers.learner.exclusions import Exclusions
-from consumers.learner.intake import Intake, Outcomes, Taken, chosen_rows, outcomes_of, share_of
+from consumers.learner.intake import Intake, Outcomes, Taken, chosen_rows, outcomes_of, share_of, unfit_uses
 from consumers.learner.packing import PackedStep, TrainingSequence, pack_for, sequences_of
 from consumers.learner.prefetch import Prefetcher
 from consumers.learner.recorder import Recorder
@@ -91,32 +91,46 @@ class Loader:
         return batch
 
     def load(self, taken: Taken) -> Supplied:
-        """Fetch and pack. Raises what BatchFetcher.fetch raises, and ConfigurationError as packing does."""
+        """Fetch, leave out what cannot be trained on, and pack. Raises what BatchFetcher.fetch raises, and
+        ConfigurationError as packing does.
+        """
         began, config = time.monotonic(), self._config
-        chosen = taken.rows or ((),) * len(taken.trained)
-        counts = [len(rows) or read.entry.rollouts for read, rows in zip(taken.trained, chosen, strict=True)]
-        rows_of = {read.index_offset: rows for read, rows in zip(taken.trained, chosen, strict=True)}
+        rows_of = {read.index_offset: rows for read, rows in zip(taken.trained, taken.rows_of_batches, strict=True)}
+        # Rows left out keep their numbers: what others leave out, nobody knows here.
+        counts = [
+            read.entry.rollouts if rows is None or not taken.drawn else len(rows)
+            for read, rows in zip(taken.trained, rows_of.values(), strict=True)
+        ]
         first = itertools.accumulate(counts, initial=0)
         starts = {read.index_offset: start for read, start in zip(taken.trained, first, strict=False)}
         checks: list[Future[None]] = []
         batches: list[TrainingBatch] = []
         sequences: list[TrainingSequence] = []
         numbers: list[int] = []
+        left_out: list[BatchUse] = []
         for read in share_of(taken.trained, self._process, config.processes):
-            if taken.rows:
+            if taken.drawn:
                 batch = self.fetch(read)
             else:
                 batch = self._fetcher.fetch(read.entry)
                 checks.append(self._checks.submit(self._fetcher.check, read.entry, batch))
-            if rows := rows_of[read.index_offset]:
+            rows, start = rows_of[read.index_offset], starts[read.index_offset]
+            if not taken.checked:
+                unfit = unfit_uses(read, batch, config)
+                left_out += unfit
+                gone = {number for use in unfit for number in use.row_numbers or range(use.rows)}
+                rows = tuple(row for row in range(len(batch)) if row not in gone) if gone else None
+            if rows is not None:
                 batch = chosen_rows(batch, rows)
             batches.append(batch)
             sequences += sequences_of(batch)
-            numbers += range(start := starts[read.index_offset], start + len(batch))
+            in_step = rows if rows is not None and not taken.drawn else range(len(batch))
+            numbers += (start + number for number in in_step)
         packed = pack_for(config, sequences, numbers=numbers, rollouts=sum(counts))
         for check in checks:
             check.result()
-        return Supplied(taken=taken, packed=packed, outcomes=outcomes_of(batches), load_s=time.monotonic() - began)
+        outcomes = outcomes_of(batches, tuple(left_out))
+        return Supplied(taken=taken, packed=packed, outcomes=outcomes, load_s=time.monotonic() - began)
 
     def close(self) -> None:
         """Close the consumer."""

@@ -6,8 +6,10 @@ import os
 import random
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from consumers.learner.exclusions import Exclusions
@@ -20,8 +22,9 @@ from tests.runs import RealRun, with_batches
 from tests.waiting import eventually
 from topics import provisioning
 from topics.codec import encode
+from topics.examples import batch_digest
 from topics.keys import encode_key
-from topics.records import ExcludedBatch, LearnerStep
+from topics.records import ExcludedBatch, LearnerStep, TrainingBatch
 
 SETTINGS = {
     "learner__rollouts_per_step": 32,
@@ -195,6 +198,67 @@ def test_a_batch_that_is_too_stale_is_skipped_on_record_and_replaced(real_run: R
         ("0-9", "trained"),
     ]
     assert (made.skipped_total, made.trained_total, made.policy_version) == (32, 128, 4)
+
+
+@pytest.mark.timeout(300)
+def test_bad_rollouts_are_left_out_on_record_and_steps_made_again_leave_out_the_same(
+    real_run: RealRun, tmp_path: Path
+) -> None:
+    """Each of two steps holds bad ones; without its checkpoints a learner makes both again, with other settings too."""
+    batches = [random_batch(number, partition=number % 2) for number in range(4)]
+    tokens, long = batches[0].tokens.copy(), random_batch(2, answers=(1, 40))
+    tokens[batches[0].splits[3]] = 10**6
+    batches[0] = resealed(replace(batches[0], tokens=tokens))
+    batches[1] = resealed(replace(batches[1], temperatures=np.full(16, 1e-40)))
+    batches[2] = long
+    too_long = tuple(np.flatnonzero(np.diff(long.splits) > 32).tolist())
+    assert 0 < len(too_long) < 16
+    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
+    send_batches(real_run.kafka, real_run.name, batches)
+    settings = {**SETTINGS, "learner__max_steps": 2, "learner__minibatches": 2}
+    process = real_run.start("learn", **settings)
+    finish(real_run, process)
+
+    steps = steps_of(real_run)
+    assert [(use.batch_id, use.use, use.reason.partition(":")[0], use.row_numbers) for use in steps[1].uses] == [
+        ("0-0", "trained", "", (0, 1, 2, *range(4, 16))),
+        ("0-0", "skipped", "left out as vocabulary", (3,)),
+        ("1-1", "skipped", "left out as temperature", ()),
+    ]
+    assert [(use.use, use.row_numbers) for use in steps[2].uses if use.batch_id == "0-2"] == [
+        ("trained", tuple(row for row in range(16) if row not in too_long)),
+        ("skipped", too_long),
+    ]
+    assert (steps[2].trained_total, steps[2].skipped_total) == (47 - len(too_long), 17 + len(too_long))
+    assert steps[1].metrics["left_out/vocabulary"] == 1.0
+    assert steps[1].metrics["left_out/temperature"] == 16.0
+    assert steps[1].metrics["trained/rollouts"] == 15.0
+    assert steps[1].metrics["optim/skipped"] == 0.0
+    assert steps[2].metrics["left_out/too_long"] == len(too_long)
+    assert real_run.log_of(process).count('"rollouts_left_out"') == 3
+
+    elsewhere = {"learner__checkpoint__directory": tmp_path / "elsewhere", "learner__advantage_limit": 0.5}
+    finish(real_run, again := real_run.start("learn", **settings, **elsewhere))
+    assert '"steps_again": 2' in real_run.log_of(again)
+    assert {step: (record.params_digest, record.uses) for step, record in steps_of(real_run).items()} == {
+        step: (record.params_digest, record.uses) for step, record in steps.items()
+    }
+
+
+def resealed(batch: TrainingBatch) -> TrainingBatch:
+    """A batch whose digest fits what is in it."""
+    return replace(batch, digest=batch_digest(batch))
+
+
+def test_a_step_without_a_token_to_train_on_is_an_error_that_says_why(real_run: RealRun) -> None:
+    run = with_batches(real_run, 4)
+    short = {"learner__sequence_length": 3, "learner__too_long": "skip", "learner__warm_start__steps": 0}
+    process = run.start("learn", **{**SETTINGS, **short})
+    assert process.wait(90) == 2
+    (line,) = printed(run.log_of(process))
+    assert "step 1 of learner 'default' has no token to train on" in line
+    assert "32 left out as too_long: longer than learner.sequence_length 3" in line
+    assert sorted(steps_of(run)) == sorted(read_manifests(run.kafka, run.name)) == [0]
 
 
 def exclude(run: RealRun, *batch_ids: str) -> None:

@@ -9,7 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from consumers.batch_reader import Indexed
-from consumers.learner.intake import Intake, Outcomes, Taken, outcomes_of, rows_of, share_of
+from consumers.learner.config import LearnerConfig
+from consumers.learner.intake import (
+    Intake,
+    Outcomes,
+    Taken,
+    outcomes_of,
+    rows_of,
+    share_of,
+    taken_rows,
+    unfit_uses,
+    without,
+)
 from tests.batches import random_batch
 from topics.records import BatchIndexEntry, BatchUse
 
@@ -126,25 +137,75 @@ def test_an_excluded_batch_is_skipped_whatever_its_version_and_replaced() -> Non
 
 def test_a_step_on_record_takes_what_it_took_whatever_was_excluded_or_published_since() -> None:
     stop = threading.Event()
-    on_record = {"0-0": "policy version 0 is not on record", "0-1": ""}
+
+    def recorded(number: int, reason: str, rows: int, *row_numbers: int) -> BatchUse:
+        use = "skipped" if reason else "trained"
+        return BatchUse(
+            batch_id=f"0-{number}",
+            index_offset=10 * number,
+            rows=rows,
+            use=use,  # type: ignore[arg-type]
+            reason=reason,
+            row_numbers=row_numbers,
+        )
+
+    part, whole = "left out as vocabulary: x", "left out as advantage: y"
+    on_record = {
+        "0-0": (recorded(0, "policy version 0 is not on record", 16),),
+        "0-1": (recorded(1, "", 15, *range(15)), recorded(1, part, 1, 15)),
+        "0-2": (recorded(2, whole, 16),),
+        "0-3": (recorded(3, "", 16),),
+    }
     intake = Intake(
         ScriptedReader([0, 0, 0, 0, 0], stop),  # type: ignore[arg-type]
         rollouts_per_step=40,
         max_policy_lag=2,
         read_version_steps=lambda _version: {0: 0},
         skipped=lambda _uses: None,
-        decided=lambda step, batch_id: on_record.get(batch_id) if step == 1 else None,
-        excluded=lambda batch_id: "excluded: worker w" if batch_id in ("0-1", "0-2") else "",
+        decided=lambda step, batch_id: on_record.get(batch_id, ()) if step == 1 else (),
+        excluded=lambda _batch_id: "excluded: worker w",
     )
     taken = intake.take(0, stop)
     assert taken is not None
-    assert [(use.batch_id, use.reason) for use in taken.uses] == [
-        ("0-0", "policy version 0 is not on record"),
-        ("0-1", ""),
-        ("0-2", "excluded: worker w"),
-        ("0-3", ""),
-        ("0-4", ""),
+    assert taken.uses == tuple(use for uses in on_record.values() for use in uses)
+    assert [read.entry.batch_id for read in taken.trained] == ["0-1", "0-2", "0-3"]
+    assert taken.rows == (tuple(range(15)), (), None)
+    assert taken.checked
+    again = intake.take(1, stop)
+    assert again is None
+
+
+def test_rows_left_out_of_whole_batches_are_named_beside_what_is_trained_on() -> None:
+    batches = [random_batch(number) for number in range(3)]
+    reads = [Indexed(replace(ENTRY, batch_id=batch.batch_id), 10 * n) for n, batch in enumerate(batches)]
+    tokens = batches[1].tokens.copy()
+    tokens[[0, -1]] = 99, -1
+    bad = replace(batches[1], tokens=tokens, temperatures=np.where(np.arange(16) == 3, 1e-40, 1.0))
+    worse = replace(batches[2], temperatures=np.zeros(16) + 1e-40)
+    config = LearnerConfig()
+    left_out = [
+        use
+        for read, batch in zip(reads, (batches[0], bad, worse), strict=True)
+        for use in unfit_uses(read, batch, config)
     ]
+    uses = without(
+        [
+            BatchUse(batch_id=read.entry.batch_id, index_offset=read.index_offset, rows=16, use="trained")
+            for read in reads
+        ],
+        left_out[::-1],
+    )
+    assert [(use.batch_id, use.use, use.reason.partition(":")[0], use.row_numbers) for use in uses] == [
+        ("0-0", "trained", "", ()),
+        ("0-1", "trained", "", (1, 2, *range(4, 15))),
+        ("0-1", "skipped", "left out as temperature", (3,)),
+        ("0-1", "skipped", "left out as vocabulary", (0, 15)),
+        ("0-2", "skipped", "left out as temperature", ()),
+    ]
+    assert (rows_of(uses, "trained"), rows_of(uses, "skipped")) == (29, 19)
+    assert taken_rows(uses) == {0: tuple(range(16)), 10: (1, 2, *range(4, 15)), 20: ()}
+    metrics = outcomes_of(batches[:1], tuple(left_out)).metrics()
+    assert (metrics["left_out/temperature"], metrics["left_out/vocabulary"]) == (17.0, 2.0)
 
 
 def test_a_version_nobody_published_is_skipped_with_that_reason() -> None:

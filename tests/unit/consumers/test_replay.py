@@ -16,7 +16,7 @@ from consumers.batch_reader import Indexed
 from consumers.learner.config import LearnerConfig, RolloutBufferConfig
 from consumers.learner.intake import Taken, chosen_rows, reused_share, rows_of, trained_rows
 from consumers.learner.packing import sequences_of
-from consumers.learner.replay import Replay, Uses
+from consumers.learner.replay import Replay, Row, Uses
 from tests.batches import random_batch
 from topics.errors import ConfigurationError, StateRefused
 from topics.records import BatchIndexEntry, BatchUse, LearnerStep, TrainingBatch
@@ -163,7 +163,7 @@ def test_a_step_draws_rows_of_many_batches_and_names_them() -> None:
     assert taken.stream_time_ms == 4000
     assert [read.index_offset for read in taken.trained] == sorted(trained_rows(taken.uses))
     for read, rows in zip(taken.trained, taken.rows, strict=True):
-        assert (rows or tuple(range(ROWS))) == trained_rows(taken.uses)[read.index_offset]
+        assert (tuple(range(ROWS)) if rows is None else rows) == trained_rows(taken.uses)[read.index_offset]
     assert taken.lags == (0,) * 6
     # So the lead tells the other processes of a learner.
     assert msgspec.json.decode(msgspec.json.encode(taken), type=Taken) == taken
@@ -363,3 +363,39 @@ def test_rows_of_a_batch_are_the_sequences_they_are_in_it() -> None:
     assert chosen.lowest_versions.dtype == whole.lowest_versions.dtype
     by_row = replace(whole, advantages=np.arange(6, dtype="<f4"))
     assert chosen_rows(by_row, (5, 0)).advantages.tolist() == [5, 0]
+
+
+def test_a_rollout_that_cannot_be_trained_on_is_never_drawn_and_is_on_record_with_its_row() -> None:
+    log = Log()
+    log.append(replace(batch(0), temperatures=np.array([1, 1e-40, 1, 1])), batch(1))
+    learner = Learner(log, config())
+    taken = learner.take()
+    assert taken is not None
+    (left,) = [use for use in taken.uses if use.use == "skipped"]
+    assert (left.index_offset, left.row_numbers, left.reason.partition(":")[0]) == (0, (1,), "left out as temperature")
+    assert Row(0, 1) not in names(taken)
+    learner.start(0)
+    again = learner.take()
+    assert again is not None
+    assert again.uses == taken.uses
+
+
+def test_what_a_step_on_record_drew_it_draws_again_and_no_later_step_does() -> None:
+    """A record of before such rollouts were left out: the draws are those of sound ones."""
+    log, sound = Log(), Log()
+    sound.append(batch(0), batch(1))
+    log.append(replace(batch(0), temperatures=np.full(ROWS, 1e-40)), batch(1))
+    before, learner = Learner(sound, config()), Learner(log, config())
+    first = before.take()
+    learner.steps = dict(before.steps)
+    learner.start(0)
+    again = learner.take()
+    assert first is not None
+    assert again is not None
+    assert again.uses == first.uses
+    log.append(batch(2))
+    second = learner.take()
+    assert second is not None
+    left = [use for use in second.uses if use.index_offset == 0]
+    assert {use.reason.partition(":")[0] for use in left} == {"left out as temperature"}
+    assert {use.again: use.rows for use in left} == {False: 1, True: 3}

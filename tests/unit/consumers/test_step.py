@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from consumers.learner import step as step_module
+from consumers.learner.beginning import begin
 from consumers.learner.config import LearnerConfig, WarmStartConfig
 from consumers.learner.objective import LossConfig, OptimizerConfig
 from consumers.learner.optimizer import make_schedule
@@ -14,6 +16,7 @@ from consumers.learner.step import TrainState, TrainStep
 from consumers.models.config import DecoderConfig
 from consumers.weights.layout import params_digest
 from tests.batches import random_batch
+from topics.errors import ConfigurationError
 
 CONFIG = LearnerConfig(
     model=DecoderConfig(num_hidden_layers=1),
@@ -104,13 +107,19 @@ def test_the_learning_rate_falls_by_cosine_to_the_final_one_and_stays() -> None:
     assert float(schedule(900)) == pytest.approx(4e-4)
 
 
-def test_the_warm_start_teaches_its_examples_and_starts_the_optimizer_afresh(train_step: TrainStep) -> None:
+def test_the_warm_start_teaches_its_examples_and_starts_the_optimizer_afresh(
+    train_step: TrainStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = np.array([5, 6, 7, 8, 9], np.int32)
     nothing = np.zeros(5, np.float32)
     example = TrainingSequence(
         tokens=tokens, loss_mask=np.arange(5) > 1, advantages=nothing, generator_log_probs=nothing
     )
-    state, metrics = train_step.warm_start(train_step.initial_state(), [example])
+    heard: list[tuple[int, int, float]] = []
+    monkeypatch.setattr(step_module, "_SAY_S", 0.0)
+    state, metrics = train_step.warm_start(train_step.initial_state(), [example], lambda *said: heard.append(said))
+    assert [(done, of) for done, of, _loss in heard] == [(done, 30) for done in range(1, 31)]
+    assert heard[0][2] > heard[-1][2] == metrics["warm_start/loss"]
     assert metrics["warm_start/loss"] < 0.1 < np.log(CONFIG.model.vocab_size)
     assert int(state.step) == 0
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(state.optimizer))
@@ -120,6 +129,29 @@ def test_no_warm_start_without_examples(train_step: TrainStep) -> None:
     state, metrics = train_step.warm_start(train_step.initial_state(), [])
     assert metrics == {}
     assert digest(state) == digest(train_step.initial_state())
+
+
+@pytest.mark.parametrize(
+    ("too_long", "lengths", "trained", "says"),
+    [
+        (
+            "refuse",
+            (160, 20),
+            range(1, 160),
+            "1 of 2 examples of the warm start are longer than .* the longest has 160",
+        ),
+        ("error", (160, 160), range(1, 160), "2 of 2 examples"),
+        ("skip", (160, 160), range(1, 160), "no token to train on: 2 of 2 examples"),
+        ("truncate", (160, 160), range(32, 160), "no token to train on"),
+        ("refuse", (20, 20), range(1), "no token to train on"),
+    ],
+)
+def test_a_warm_start_that_teaches_nothing_is_refused(
+    too_long: str, lengths: tuple[int, ...], trained: range, says: str
+) -> None:
+    examples = [(np.ones(length, np.int32), np.isin(np.arange(length), trained)) for length in lengths]
+    with pytest.raises(ConfigurationError, match=says):
+        begin(TrainStep(replace(CONFIG, too_long=too_long)), examples)
 
 
 def rollouts(number: int, count: int = 32) -> list[TrainingSequence]:

@@ -1,0 +1,109 @@
+"""Names the rows of a batch that a learner cannot train on, so that one bad rollout costs itself and not its step.
+
+What is left out follows from the batch and the settings alone, so a step that is made again leaves out the same; a step
+on record keeps what its record says.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from consumers.learner.config import LearnerConfig
+from topics.records import BatchUse, TrainingBatch
+
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
+"""Temperatures that are trained on: logits are divided by them, and so is the gradient of every token."""
+_LEFT_OUT = "left out as "
+"""Beginning of the reason for which single rows are skipped; their code follows."""
+
+
+def unfit_rows(batch: TrainingBatch, config: LearnerConfig) -> dict[str, tuple[int, ...]]:
+    """Rows that cannot be trained on by the reason, which begins with their code; each under the first that holds.
+
+    Codes are vocabulary, temperature, logprobs, advantage, reference and too_long.
+    """
+    unfit: dict[str, tuple[int, ...]] = {}
+    known = np.zeros(len(batch), bool)
+    for code, text, rows in _checks(batch, config):
+        new = rows & ~known
+        if new.any():
+            unfit[f"{_LEFT_OUT}{code}: {text}"] = tuple(np.flatnonzero(new).tolist())
+            known |= new
+    return unfit
+
+
+def is_left_out(use: BatchUse) -> bool:
+    """Whether a use is of rows that could not be trained on, in a batch that was taken."""
+    return use.use == "skipped" and use.reason.startswith(_LEFT_OUT)
+
+
+def left_out_uses(uses: Sequence[BatchUse]) -> Counter[str]:
+    """Rows that could not be trained on, by code."""
+    counts: Counter[str] = Counter()
+    for use in uses:
+        if is_left_out(use):
+            counts[use.reason.removeprefix(_LEFT_OUT).partition(":")[0]] += use.rows
+    return counts
+
+
+def _checks(batch: TrainingBatch, config: LearnerConfig) -> list[tuple[str, str, NDArray[np.bool_]]]:
+    """Code, text and where it holds, bool [rows], of every check."""
+    lengths = np.diff(batch.splits)
+    # The first token of a rollout has no context and is never trained.
+    trained = batch.loss_mask.copy()
+    trained[batch.splits[:-1][lengths > 0]] = False
+
+    def any_of(tokens: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        return _any_of_rows(tokens, batch.splits)
+
+    # Greedy sampling is written as temperature 0 and trained at 1; raw log-probabilities hold at 1.
+    temperatures = np.where(batch.logprobs_processed & (batch.temperatures != 0), batch.temperatures, 1.0)
+    vocabulary = config.model.vocab_size
+    by_token = len(batch.advantages) == len(batch.tokens)
+    advantages = batch.advantages if by_token else np.repeat(batch.advantages, lengths)
+    checks = [
+        (
+            "vocabulary",
+            f"token ids that are not below the model's vocabulary of {vocabulary}",
+            any_of((batch.tokens < 0) | (batch.tokens >= vocabulary)),
+        ),
+        (
+            "temperature",
+            f"a temperature that is not between {LOWEST_TEMPERATURE:g} and {HIGHEST_TEMPERATURE:g}",
+            ~((temperatures >= LOWEST_TEMPERATURE) & (temperatures <= HIGHEST_TEMPERATURE)),
+        ),
+        ("logprobs", "log-probabilities that are not finite", any_of(trained & ~np.isfinite(batch.logprobs))),
+        (
+            "advantage",
+            f"advantages beyond learner.advantage_limit {config.advantage_limit:g}",
+            any_of(trained & ~(np.abs(advantages) <= config.advantage_limit)),
+        ),
+    ]
+    if config.reference == "carried":
+        reference = batch.reference_logprobs
+        checks.append(
+            (
+                "reference",
+                'no finite reference log-probabilities, where learner.reference is "carried"',
+                any_of(trained & ~np.isfinite(reference)) if len(reference) else np.ones(len(batch), bool),
+            )
+        )
+    if config.too_long in ("refuse", "skip"):
+        checks.append(
+            (
+                "too_long",
+                f"longer than learner.sequence_length {config.sequence_length}",
+                lengths > config.sequence_length,
+            )
+        )
+    return checks
+
+
+def _any_of_rows(tokens: NDArray[np.bool_], splits: NDArray[Any]) -> NDArray[np.bool_]:
+    """Whether it holds for any token of a row."""
+    counts = np.concatenate([[0], np.cumsum(tokens)])
+    rows: NDArray[np.bool_] = counts[splits[1:]] > counts[splits[:-1]]
+    return rows
