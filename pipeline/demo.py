@@ -22,6 +22,7 @@ from pipeline.display import Display
 from pipeline.evaluation import evaluate
 from pipeline.faults import Fault, SecondAct, plan_faults
 from pipeline.ledger import ledger
+from pipeline.lengths import check_lengths
 from pipeline.observer import RunObserver
 from pipeline.one_process import compare
 from pipeline.plan import LEARN
@@ -64,7 +65,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Play the demo; 0 when it learned, the ledger balances and every batch follows from the log, else 1."""
     began = time.monotonic()
     require_jax()
-    create_task(config.task, config.tasks)
+    check_lengths(config, create_task(config.task, config.tasks))
     interrupts = Interrupts()
     interrupts.install()
     base = config.data_dir
@@ -126,7 +127,12 @@ def play(
     say = display.say
     roles = plans.plan(config, plans.write(config))
     supervisor = stack.enter_context(
-        Supervisor(config.run_dir / "logs", interrupts=interrupts, environment=plans.child_environment())
+        Supervisor(
+            config.run_dir / "logs",
+            interrupts=interrupts,
+            environment=plans.child_environment(),
+            on_progress=lambda role, progress: say(f"{role}: {progress}"),
+        )
     )
 
     def kill_now() -> None:

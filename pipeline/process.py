@@ -1,6 +1,7 @@
 """What a process owes its supervisor: say when it is ready, stop when told, and never outlive it.
 
-The supervisor passes two inherited pipes by number: a line on ROLLSTREAM_READY_FD means ready; end of file on
+The supervisor passes two inherited pipes by number: the line "ready" on ROLLSTREAM_READY_FD means ready, any other line
+that the process is getting there; end of file on
 ROLLSTREAM_LIFELINE_FD means the supervisor is gone, even by kill -9. Without them a role runs on its own.
 """
 
@@ -25,6 +26,8 @@ ORPHAN_GRACE_S = 5.0
 SUPERVISOR_LOST = 70
 HURRY_S = 0.8
 """How long a role may drain after Ctrl-C; SIGTERM gives it the time that its settings say."""
+READY = b"ready\n"
+"""What a process writes once it does its work."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +57,23 @@ def announce_ready(environment: Mapping[str, str] = os.environ) -> None:
     if number is None:
         return
     event(logger, "ready")
+    os.set_blocking(int(number), True)
     with os.fdopen(int(number), "wb") as pipe:
-        pipe.write(b"ready\n")
+        pipe.write(READY)
+
+
+def announce_progress(what: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Tell the supervisor how far the start of this process is, so that it goes on waiting; whether there is one.
+
+    What it is told when it does not listen is lost: the pipe must not hold this process up.
+    """
+    number = environment.get(READY_VARIABLE)
+    if number is None:
+        return False
+    os.set_blocking(int(number), False)
+    with suppress(BlockingIOError):
+        os.write(int(number), what.replace("\n", " ").encode() + b"\n")
+    return True
 
 
 def stop_on_signals(stop: threading.Event | None = None) -> threading.Event:

@@ -10,6 +10,7 @@ import signal
 
 from pipeline import plan as plans
 from pipeline.config import RunConfig
+from pipeline.lengths import check_lengths
 from pipeline.plan import LEARN, RunPlan
 from pipeline.process import Interrupted, Interrupts, announce_ready
 from pipeline.provision import provision
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Run until SIGTERM (0), Ctrl-C (130), the learner's last step (0) or a role that keeps failing (1)."""
     require_jax()
-    create_task(config.task, config.tasks)
+    check_lengths(config, create_task(config.task, config.tasks))
     interrupts = Interrupts()
     interrupts.install()
     try:

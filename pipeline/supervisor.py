@@ -13,14 +13,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from pipeline.process import HURRY_S, LIFELINE_VARIABLE, READY_VARIABLE, Interrupts, in_a_hurry
+from pipeline.process import HURRY_S, LIFELINE_VARIABLE, READY, READY_VARIABLE, Interrupts, in_a_hurry
 from topics.errors import DeadlineExceeded, RollstreamError
 from topics.logs import event
 
@@ -46,6 +46,7 @@ class RoleSpec:
     finishes: bool = False
     """Whether exiting with 0 by itself is what it does when its work is done."""
     ready_timeout_s: float = 120.0
+    """How long it may take from its start, or from its last word of progress, until it is ready."""
     stop_timeout_s: float = 20.0
     restarts: int = 3
     """How often it is started again after exiting unexpectedly."""
@@ -65,6 +66,9 @@ class _Role:
     process: subprocess.Popen[bytes]
     ready_fd: int | None
     started: float
+    heard: float
+    """When it was started or last said how far it is."""
+    progress: str = ""
     ready: bool = False
     ever_ready: bool = False
     stopping: bool = False
@@ -80,11 +84,18 @@ class Supervisor:
     """
 
     def __init__(
-        self, log_dir: Path, *, interrupts: Interrupts | None = None, environment: Mapping[str, str] = os.environ
+        self,
+        log_dir: Path,
+        *,
+        interrupts: Interrupts | None = None,
+        environment: Mapping[str, str] = os.environ,
+        on_progress: Callable[[str, str], None] = lambda _role, _progress: None,
     ) -> None:
+        """`on_progress` hears how far the start of a role is, in its own words."""
         self.log_dir = log_dir
         self._interrupts = interrupts or Interrupts()
         self._environment = dict(environment)
+        self._on_progress = on_progress
         self._roles: dict[str, _Role] = {}
         self._lifeline_read, self._lifeline_write = os.pipe()  # the write end is never inherited
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -135,10 +146,12 @@ class Supervisor:
             self._notice_exit(role, now)
             if role.restart_at is not None and now >= role.restart_at:
                 self._spawn(role.spec, before=role)
-            late = now - role.started > role.spec.ready_timeout_s
+            late = now - role.heard > role.spec.ready_timeout_s
             if late and not (role.ready or role.reaped or role.stopping):
+                after = f" after it said: {role.progress}" if role.progress else ""
                 raise DeadlineExceeded(
-                    f"role {role.spec.name} was not ready within {role.spec.ready_timeout_s:g} s: {_cause(role.log)}"
+                    f"role {role.spec.name} was not ready within {role.spec.ready_timeout_s:g} s{after}: "
+                    f"{_cause(role.log)}"
                 )
 
     def finished(self, name: str) -> bool:
@@ -225,7 +238,8 @@ class Supervisor:
                 raise
             finally:
                 os.close(ready_write)
-            role = _Role(spec=spec, log=log, process=process, ready_fd=ready_read, started=time.monotonic())
+            now = time.monotonic()
+            role = _Role(spec=spec, log=log, process=process, ready_fd=ready_read, started=now, heard=now)
             if before is not None:
                 role.exits, role.ever_ready = before.exits + 1, before.ever_ready
             self._roles[spec.name] = role
@@ -241,7 +255,14 @@ class Supervisor:
                 return
             for key, _ in selector.select(timeout_s):
                 role = key.data
-                if os.read(key.fd, 64):
+                said = os.read(key.fd, 65536)
+                lines = said.splitlines(keepends=True)
+                if lines and lines[-1] != READY:
+                    role.heard, role.progress = time.monotonic(), lines[-1].decode(errors="replace").strip()
+                    event(logger, "role_starting", role=role.spec.name, progress=role.progress)
+                    self._on_progress(role.spec.name, role.progress)
+                    continue
+                if said:
                     role.ready = role.ever_ready = True
                     event(logger, "role_ready", role=role.spec.name, seconds=_since(role.started))
                 os.close(key.fd)

@@ -16,13 +16,14 @@ from consumers.models.config import DecoderConfig
 from consumers.models.tokenizer import Tokenizer
 from consumers.weights.follower import WeightsFollower
 from pipeline.config import RunConfig
-from pipeline.process import announce_ready, run_until_stopped
+from pipeline.process import announce_progress, announce_ready, run_until_stopped
 from pipeline.roles.jax_runtime import prepare_jax
 from producers.environment import SPLITS
 from producers.inference.batching import Generated
 from producers.inference.server import InferenceServer
 from producers.tasks import Task, create_task
 from topics import clients
+from topics.errors import DeadlineExceeded
 from topics.logs import event
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from consumers.models.sampler import Sampler
 
 logger = logging.getLogger(__name__)
+_SAY_S = 10.0
 _ROW_BUCKETS = (64,)
 """Row counts compiled besides inference.max_rows: small batches need not pay for the largest."""
 
@@ -99,11 +101,23 @@ async def _serve(config: RunConfig, policy: FollowedPolicy, tokenizer: Tokenizer
         await server.serve_until(stop)
 
 
+def wait_for_version(follower: WeightsFollower, timeout_s: float) -> None:
+    """Wait for a first version: for so long, or, under a supervisor, for as long as that waits for the learner."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            follower.wait_for(0, min(timeout_s, _SAY_S))
+            return
+        except DeadlineExceeded:
+            if not announce_progress("waiting for policy version 0") and time.monotonic() > deadline:
+                raise
+
+
 def _prepare(config: RunConfig, task: Task, tokenizer: Tokenizer, follower: WeightsFollower) -> FollowedPolicy:
     """Wait for a first version and compile for its shapes; importing JAX overlaps with the wait."""
     from consumers.models.sampler import Sampler
 
-    follower.wait_for(0, config.supervisor.ready_timeout_s)
+    wait_for_version(follower, config.supervisor.ready_timeout_s)
     manifest = follower.manifest
     assert manifest is not None, "a version was waited for"
     began = time.monotonic()

@@ -6,7 +6,8 @@ import sys
 import threading
 
 from pipeline.config import RunConfig
-from pipeline.process import announce_ready, stop_on_signals
+from pipeline.lengths import check_lengths
+from pipeline.process import announce_progress, announce_ready, stop_on_signals
 from pipeline.roles.jax_runtime import prepare_jax
 from pipeline.warm_start import warm_start_examples
 from producers.tasks import create_task
@@ -16,7 +17,7 @@ from topics.errors import RollstreamError
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Train until the last step or until the lead is told to stop; a checkpoint is on disk afterwards."""
-    create_task(config.task, config.tasks)
+    check_lengths(config, create_task(config.task, config.tasks))
     clients.check_broker(config.kafka)
     prepare_jax(config)
     from consumers.learner.learner import learn
@@ -39,6 +40,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
             stop=stop,
             team=team,
             on_ready=ready,
+            on_progress=announce_progress,
         )
     except RollstreamError as error:
         if team.processes > 1 and not args.debug:

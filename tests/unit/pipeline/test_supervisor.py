@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline.process import READY_VARIABLE, announce_progress
 from pipeline.supervisor import RoleFailed, RoleSpec, Supervisor
 from tests.interrupting import limit_s
 from tests.waiting import eventually
@@ -19,7 +20,7 @@ from topics.errors import DeadlineExceeded
 PRELUDE = """
 import os, signal, subprocess, sys, threading, time
 from pathlib import Path
-from pipeline.process import announce_ready, stop_on_signals, watch_lifeline
+from pipeline.process import announce_progress, announce_ready, stop_on_signals, watch_lifeline
 import pipeline.process
 pipeline.process.ORPHAN_GRACE_S = 0.3
 watch_lifeline()
@@ -121,6 +122,35 @@ def test_a_role_that_is_never_ready_fails_the_run(supervisor: Supervisor) -> Non
             supervisor.wait_ready(["a-0"])
 
 
+def test_a_role_that_says_how_far_it_is_may_take_longer(supervisor: Supervisor) -> None:
+    script = "[(announce_progress(f'update {n} of 4'), time.sleep(1)) for n in range(4)]; announce_ready()"
+    heard: list[tuple[str, str]] = []
+    with supervisor:
+        supervisor._on_progress = lambda name, progress: heard.append((name, progress))
+        supervisor.start(role("a-0", PRELUDE + script, ready_timeout_s=3, finishes=True))
+        supervisor.wait_ready(["a-0"])
+    assert heard == [("a-0", f"update {n} of 4") for n in range(4)]
+
+
+def test_a_role_that_says_no_more_fails_the_run_with_what_it_said_last(supervisor: Supervisor) -> None:
+    with supervisor:
+        script = "announce_progress('update 3 of 4'); time.sleep(600)"
+        supervisor.start(role("a-0", PRELUDE + script, ready_timeout_s=2))
+        with pytest.raises(DeadlineExceeded, match="not ready within 2 s after it said: update 3 of 4"):
+            supervisor.wait_ready(["a-0"])
+
+
+def test_progress_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    try:
+        for _ in range(3000):
+            assert announce_progress("x" * 50, {READY_VARIABLE: str(write)})
+    finally:
+        os.close(read)
+        os.close(write)
+    assert not announce_progress("x", {})
+
+
 def test_a_role_that_finishes_is_not_started_again(supervisor: Supervisor) -> None:
     with supervisor:
         supervisor.start(role("a-0", PRELUDE + "announce_ready()", finishes=True))
@@ -160,6 +190,7 @@ SUPERVISING = """
 import sys, time
 from pathlib import Path
 from pipeline.process import Interrupts
+from pipeline.process import READY_VARIABLE, announce_progress
 from pipeline.supervisor import RoleSpec, Supervisor
 interrupts = Interrupts()
 interrupts.install()
