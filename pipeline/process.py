@@ -71,7 +71,7 @@ def announce_progress(what: str, environment: Mapping[str, str] = os.environ) ->
     if number is None:
         return False
     os.set_blocking(int(number), False)
-    with suppress(BlockingIOError):
+    with suppress(BlockingIOError, BrokenPipeError):
         os.write(int(number), what.replace("\n", " ").encode() + b"\n")
     return True
 
