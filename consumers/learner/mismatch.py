@@ -20,9 +20,7 @@ def judge(metrics: Mapping[str, float], config: LossConfig) -> str | None:
     divergence, log_ratio = metrics.get("mismatch_kl/mean", 0.0), metrics.get("mismatch_log_ratio/mean", 0.0)
     staleness = metrics.get("off_policy/staleness", 0.0)
     fresh = staleness == 0.0
-    name, limit = (
-        ("mismatch_limit", config.mismatch_limit) if fresh else ("stale_mismatch_limit", config.stale_mismatch_limit)
-    )
+    limit = config.mismatch_limit + staleness * config.stale_mismatch_limit
     if divergence <= limit:  # not so for NaN
         return None
     if not math.isfinite(divergence):
@@ -43,6 +41,7 @@ def judge(metrics: Mapping[str, float], config: LossConfig) -> str | None:
             "or what is recorded is wrong: see whether it is there at staleness 0"
         )
     return (
-        f"mismatch_kl/mean {divergence:.3g} at staleness {staleness:.3g} is above learner.loss.{name} {limit:g} (mean "
-        f"log ratio {log_ratio:.3g}); likely {cause}"
+        f"mismatch_kl/mean {divergence:.3g} at staleness {staleness:.3g} is above {limit:.3g}, of "
+        f"learner.loss.mismatch_limit {config.mismatch_limit:g} and stale_mismatch_limit "
+        f"{config.stale_mismatch_limit:g} a step (mean log ratio {log_ratio:.3g}); likely {cause}"
     )

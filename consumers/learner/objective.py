@@ -44,7 +44,14 @@ RECIPES: dict[str, Recipe] = {
         importance_sampling="truncated",
         importance_level="sequence",
     ),
-    "gspo": Recipe(reduction="sequence_mean_token_mean", clip_low=3e-4, clip_high=4e-4),
+    # Against the generator, a sampler's precision alone is beyond bounds as close as these.
+    "gspo": Recipe(
+        reduction="sequence_mean_token_mean",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        importance_sampling="truncated",
+        importance_level="geometric",
+    ),
     # 1 - 1: no lower bound.
     "cispo": Recipe(clip_low=1.0, clip_high=5.0),
 }
@@ -84,9 +91,9 @@ class LossConfig:
     train_truncated: bool | None = None
     """Train on rollouts that were cut off before their end; otherwise their tokens are masked."""
     mismatch_limit: float = 0.02
-    """Warn where mismatch_kl/mean is above this though all rollouts are of the newest policy."""
-    stale_mismatch_limit: float = 0.2
-    """The same where some are of older policies, which differ for a reason."""
+    """Warn where mismatch_kl/mean is above this where all rollouts are of the newest policy."""
+    stale_mismatch_limit: float = 0.05
+    """Added to it for each step the rollouts are old in the mean: older policies differ for a reason."""
 
     def __post_init__(self) -> None:
         recipe = self.recipe
