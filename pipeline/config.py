@@ -21,6 +21,9 @@ from topics.config import KafkaConfig, TopicsConfig
 from topics.errors import ConfigurationError
 
 _RECORD_OVERHEAD = 4096
+PRETRAINED_LEARNING_RATE = 1e-6
+PRETRAINED_WARM_START_RATE = 1e-5
+"""Of a learner that starts from a checkpoint, where none is set: usual for language models."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -126,18 +129,34 @@ def load(
 
 
 def _derived(config: RunConfig, origins: Mapping[Keys, str]) -> RunConfig:
-    """What nobody set follows from what is: seeds from seed, paths from data_dir and run, an address from its port."""
+    """What nobody set follows from what is: seeds from seed, paths from data_dir and run, an address from its port,
+    learning rates from whether there is a checkpoint to start from."""
     for name in ("inference", "worker", "evaluation", "grouping", "learner"):
         if (name, "seed") not in origins:
             config = replace(config, **{name: replace(getattr(config, name), seed=config.seed)})
     if ("learner", "checkpoint", "directory") not in origins:
         checkpoint = replace(config.learner.checkpoint, directory=str(config.run_dir / "checkpoints"))
         config = replace(config, learner=replace(config.learner, checkpoint=checkpoint))
+    if config.learner.pretrained:
+        config = replace(config, learner=_fine_tuned(config.learner, origins))
     if ("broker", "data_dir") not in origins:
         config = replace(config, broker=replace(config.broker, data_dir=config.data_dir / "broker"))
     if ("worker", "inference_urls") not in origins and config.inference.port:
         config = replace(config, worker=replace(config.worker, inference_urls=(inference_url(config.inference),)))
     return config
+
+
+def _fine_tuned(learner: LearnerConfig, origins: Mapping[Keys, str]) -> LearnerConfig:
+    """The settings with the learning rates of a trained model, where nobody set them: those of a small model that begins
+    at random would undo it."""
+    optimizer, warm_start = learner.optimizer, learner.warm_start
+    if ("learner", "optimizer", "learning_rate") not in origins:
+        optimizer = replace(optimizer, learning_rate=PRETRAINED_LEARNING_RATE)
+    if ("learner", "optimizer", "final_learning_rate") not in origins:
+        optimizer = replace(optimizer, final_learning_rate=optimizer.learning_rate / 5)
+    if ("learner", "warm_start", "learning_rate") not in origins:
+        warm_start = replace(warm_start, learning_rate=PRETRAINED_WARM_START_RATE)
+    return replace(learner, optimizer=optimizer, warm_start=warm_start)
 
 
 def inference_url(config: InferenceConfig) -> str:

@@ -137,11 +137,12 @@ class OptimizerConfig:
     name: Literal["adamw", "adam", "sgd", "lion", "muon", "adafactor"] = "adamw"
     """optax's optimizer of that name; muon leaves embedding, head, norms and biases to adam."""
     learning_rate: float = 2e-3
-    """The highest one."""
+    """The highest one; where it is not set and learner.pretrained is, 1e-6."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How it goes to final_learning_rate, or not."""
     final_learning_rate: float = 4e-4
-    """At the last update of `max_steps` and after."""
+    """At the last update of `max_steps` and after; where it is not set and learner.pretrained is, a fifth of the
+    highest."""
     warmup_updates: int = 0
     """Updates in which it rises linearly to learning_rate first."""
     beta1: float = 0.9

@@ -56,6 +56,7 @@ def test_a_checkpoint_learns_on_the_log_with_its_own_tokenizer(real_run: RealRun
         "learner__threads": 1,
         "learner__optimizer__learning_rate": 2e-3,
         "learner__warm_start__steps": 150,
+        "learner__warm_start__learning_rate": 2e-3,
         "learner__warm_start__sequences_per_step": 16,
         "learner__warm_start__file": directory / "warm-start.jsonl",
     }

@@ -164,3 +164,16 @@ def test_every_setting_is_documented_and_known_by_its_dotted_key() -> None:
     assert "kafka.client.*" in keys
     assert len(set(keys)) == len(keys)
     assert {k.partition(".")[0] for k in keys} == {f.name for f in dataclasses.fields(RunConfig)}
+
+
+def test_a_model_that_is_trained_already_gets_learning_rates_of_its_own_where_nobody_set_them() -> None:
+    def rates(*flags: str) -> tuple[float, float, float]:
+        learner = load(flags=flags).learner
+        return learner.optimizer.learning_rate, learner.optimizer.final_learning_rate, learner.warm_start.learning_rate
+
+    assert rates() == (2e-3, 4e-4, 2e-3)
+    assert rates("learner.pretrained=model") == pytest.approx((1e-6, 2e-7, 1e-5))
+    given = ("learner.pretrained=model", "learner.optimizer.learning_rate=1e-5")
+    assert rates(*given) == pytest.approx((1e-5, 2e-6, 1e-5))
+    given += ("learner.optimizer.final_learning_rate=0.1", "learner.warm_start.learning_rate=0.2")
+    assert rates(*given) == (1e-5, 0.1, 0.2)
