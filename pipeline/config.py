@@ -147,8 +147,8 @@ def _derived(config: RunConfig, origins: Mapping[Keys, str]) -> RunConfig:
 
 
 def _fine_tuned(learner: LearnerConfig, origins: Mapping[Keys, str]) -> LearnerConfig:
-    """The settings with the learning rates of a trained model, where nobody set them: those of a small model that begins
-    at random would undo it."""
+    """The settings with learning rates for a trained model where nobody set them: those of a small one that begins at
+    random would undo it."""
     optimizer, warm_start = learner.optimizer, learner.warm_start
     if ("learner", "optimizer", "learning_rate") not in origins:
         optimizer = replace(optimizer, learning_rate=PRETRAINED_LEARNING_RATE)

@@ -9,12 +9,12 @@ log is never the same twice, as its timing is not.
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from consumers.grouping.estimators import Outcomes, estimator
+from consumers.grouping.estimators import Estimator, Outcomes, estimator
 from consumers.learner.pretrained import resolved, tokenizer_of
 from pipeline.config import RunConfig
 from pipeline.roles.jax_runtime import prepare_jax
@@ -92,7 +92,7 @@ def train(config: RunConfig, steps: int, ready: Callable[[], object] = lambda: N
     """Mean reward of what was sampled for each step. `ready` is called once everything is compiled."""
     prepare_jax(config)
     from consumers.learner.beginning import begin
-    from consumers.learner.packing import TrainingSequence, pack
+    from consumers.learner.packing import TrainingSequence, pack_for
     from consumers.learner.step import TrainStep
     from consumers.models.sampler import Sampler
     from pipeline.warm_start import warm_start_examples
@@ -111,7 +111,7 @@ def train(config: RunConfig, steps: int, ready: Callable[[], object] = lambda: N
     )
     sampler.warm_up(state.params)
     draw = random.Random(f"one process {config.seed}")
-    within_group = estimator(config.grouping.estimator).within_group
+    estimated = estimator(config.grouping.estimator)
     size, temperature = config.worker.group_size, config.worker.temperature
     ready()
 
@@ -139,7 +139,9 @@ def train(config: RunConfig, steps: int, ready: Callable[[], object] = lambda: N
             if min(scores) == max(scores):
                 continue
             lengths = tuple(len(completions[row].tokens) for row in members)
-            for row, advantage in zip(members, within_group(Outcomes(rewards=scores, lengths=lengths)), strict=True):
+            for row, advantage in zip(
+                members, estimated.within_group(Outcomes(rewards=scores, lengths=lengths)), strict=True
+            ):
                 before, said = texts[row], completions[row]
                 kept.append(
                     TrainingSequence(
@@ -148,6 +150,7 @@ def train(config: RunConfig, steps: int, ready: Callable[[], object] = lambda: N
                         advantages=np.full(len(before) + len(said.tokens), advantage, np.float32),
                         generator_log_probs=np.concatenate([np.zeros(len(before), np.float32), said.logprobs]),
                         temperature=temperature,
+                        truncated=said.finish_reason == "length",
                     )
                 )
         return kept, rewards
@@ -160,12 +163,26 @@ def train(config: RunConfig, steps: int, ready: Callable[[], object] = lambda: N
             more, scores = groups(step)
             kept += more
             rewards += scores
-        packed = pack(
-            kept[: learner.rollouts_per_step], rows=learner.microbatch_rows, sequence_length=learner.sequence_length
-        )
-        state, _metrics = train_step.train(state, packed)
+        kept = over_batches(kept[: learner.rollouts_per_step], estimated, config.grouping.batch_rollouts)
+        state, _metrics = train_step.train(state, pack_for(learner, kept))
         means.append(sum(rewards) / len(rewards))
     return means
+
+
+def over_batches(sequences: "Sequence[TrainingSequence]", how: Estimator, batch: int) -> "list[TrainingSequence]":
+    """The second stage of an estimator that has one, over as many sequences at a time as grouping puts into a batch."""
+    if how.over_batch is None:
+        return list(sequences)
+    found: list[TrainingSequence] = []
+    for start in range(0, len(sequences), batch):
+        rows = sequences[start : start + batch]
+        weights = [float(row.loss_mask.sum()) for row in rows]
+        advantages = how.over_batch([float(row.advantages[0]) for row in rows], weights)
+        found += [
+            replace(row, advantages=np.full_like(row.advantages, advantage))
+            for row, advantage in zip(rows, advantages, strict=True)
+        ]
+    return found
 
 
 def comparison_text(found: Comparison) -> str:

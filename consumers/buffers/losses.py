@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from consumers.grouping.estimators import Outcomes, estimator, rloo
+from consumers.grouping.estimators import ESTIMATORS, Outcomes, estimator, rloo
+from topics.errors import ConfigurationError
 from topics.records import Rollout
 
 
@@ -20,12 +21,20 @@ class RLLossModule(Protocol):
 
 @dataclass(frozen=True)
 class EstimatorLoss:
-    """Advantages by one of the estimators that grouping has, by name. Raises ConfigurationError for an unknown one."""
+    """Advantages by one of the estimators that grouping has, by name.
+
+    Raises ConfigurationError for an unknown one, and for one that normalises over batches: a group knows of none.
+    """
 
     name: str
 
     def __post_init__(self) -> None:
-        estimator(self.name)
+        if estimator(self.name).over_batch is not None:
+            whole = ", ".join(name for name, how in ESTIMATORS.items() if how.over_batch is None)
+            raise ConfigurationError(
+                f"estimator {self.name!r} normalises over the batches that grouping cuts, of which a group in a buffer "
+                f"is no part; take {whole}, or read rollouts with the advantages of their batches from the log"
+            )
 
     def compute_advantages(self, rollouts: Sequence[Rollout], /) -> list[float]:
         """See `consumers.grouping.estimators`."""

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from pipeline.one_process import Comparison, Span, comparison_text, spans
+from consumers.grouping.estimators import ESTIMATORS
+from consumers.learner.packing import TrainingSequence
+from pipeline.one_process import Comparison, Span, comparison_text, over_batches, spans
 
 DEMO = Path(__file__).parents[3] / "pipeline" / "demo.toml"
 TRAIN = """
@@ -37,6 +40,24 @@ def test_a_run_in_one_process_follows_from_its_seed(tmp_path: Path) -> None:
     assert all(0.0 <= reward <= 1.0 for reward in first)
     assert again == first
     assert other != first
+
+
+def test_an_estimators_second_stage_is_taken_over_as_many_as_a_batch_holds() -> None:
+    def sequence(advantage: float, sampled: int) -> TrainingSequence:
+        return TrainingSequence(
+            tokens=np.zeros(4, np.int32),
+            loss_mask=np.arange(4) >= 4 - sampled,
+            advantages=np.full(4, advantage, np.float32),
+            generator_log_probs=np.zeros(4, np.float32),
+        )
+
+    given = [sequence(*row) for row in ((1.0, 1), (-1.0, 3), (5.0, 2), (2.0, 2), (3.0, 1))]
+    found = over_batches(given, ESTIMATORS["reinforce_pp"], 2)
+    # Of 1 and -1 with weights 1 and 3 the mean is -0.5 and the variance 0.75; of one alone nothing is left.
+    expected = [1.5 / 0.75**0.5, -0.5 / 0.75**0.5, 1.0, -1.0, 0.0]
+    for row, advantage in zip(found, expected, strict=True):
+        np.testing.assert_allclose(row.advantages, np.full(4, advantage), rtol=1e-6)
+    assert over_batches(given, ESTIMATORS["rloo"], 2) == given
 
 
 def test_a_version_counts_where_the_step_is_that_it_was_published_after() -> None:

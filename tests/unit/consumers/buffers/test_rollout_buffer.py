@@ -102,6 +102,11 @@ def test_a_group_of_one_has_no_advantage_and_other_losses_may_be_given() -> None
     assert sorted(float(item.advantage) for item in other.sample() or ()) == [-0.5, 0.5]
 
 
+def test_an_estimator_that_normalises_over_batches_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"'reinforce_pp' normalises over the batches .*; take rloo, "):
+        EstimatorLoss("reinforce_pp")
+
+
 def test_groups_without_variance_are_dropped_when_asked() -> None:
     same_rewards, others = group("a", [0.3, 0.3]), group("b", [0.3, 0.4])
     assert buffer().add_batches([[same_rewards, others]]) == 4
