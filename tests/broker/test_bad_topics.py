@@ -1,0 +1,139 @@
+"""Bad records on the topics that a run follows: each is passed over, counted and named, and nothing that reads ends."""
+
+import json
+import subprocess
+import uuid
+from contextlib import closing
+
+import pytest
+
+from consumers.batch_reader import BatchReader, IndexReader
+from consumers.grouping.bootstrap import recover
+from consumers.learner.exclusions import Exclusions
+from consumers.learner.step_log import read_steps
+from consumers.weights.follower import WeightsFollower
+from pipeline.observer import RunObserver
+from producers.evaluator import _Manifests
+from producers.journal_tailer import JournalTailer
+from tests.broker.test_journal_tailer import ROLLOUTS, entry, step
+from tests.runs import RealRun, rollout
+from tests.waiting import eventually
+from topics.codec import encode
+from topics.errors import StateRefused
+from topics.keys import encode_key
+from topics.records import Mark, Metrics
+from topics.skipped import SkippedRecords
+
+BAD = (b"junk", None, encode(Mark(kind="drain")), encode(rollout())[:40])
+FOREIGN = (b"junk", None)
+"""What cannot be one of ours."""
+
+
+def spoil(run: RealRun, topic: str, values: tuple[bytes | None, ...] = BAD, partition: int = 0) -> None:
+    for value in values:
+        # A key of its own: compaction would take the others away.
+        run.send_bytes(topic, value, uuid.uuid4().hex.encode(), partition)
+
+
+def whole_groups(first: int, count: int) -> list:
+    return [rollout(f"x{example}", member) for example in range(first, first + count) for member in range(4)]
+
+
+def batched(run: RealRun, rollouts: int) -> None:
+    found = 0
+    with BatchReader(run.kafka, run.name) as reader:
+
+        def enough() -> bool:
+            nonlocal found
+            read = reader.poll(0.5)
+            found += 0 if read is None else len(read.batch)
+            return found >= rollouts
+
+        eventually(enough, 60, f"{rollouts} rollouts in batches")
+
+
+def test_grouping_goes_on_over_bad_policies_and_a_bad_journal_and_names_them(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    spoil(run, "policies")
+    spoil(run, "journal", FOREIGN)
+    process = run.start("group", grouper__metrics_interval_s=0.2)
+    run.publish_version(1)
+    run.send(whole_groups(0, 16))
+    batched(run, 64)
+
+    def skipped() -> float:
+        told = [r for r in run.read("metrics") if isinstance(r, Metrics) and "transactions_total" in r.values]
+        return told[-1].values["records_skipped_total"] if told else 0
+
+    eventually(lambda: skipped() == 4, 30, "the bad records of policies in the figures")
+    spoil(run, "policies", (b"junk",))
+    eventually(lambda: skipped() == 5, 30, "one that came while it ran")
+    process.terminate()
+    assert process.wait(30) == 0
+    events = [json.loads(line) for line in run.log_of(process).splitlines() if '"record_skipped"' in line]
+    assert {(e["reader"], e["topic"], e["partition"]) for e in events} == {
+        (f"grouper-{run.name}-0", run.topic("policies"), 0)
+    }
+    # Version 0 lies before them, version 1 behind them.
+    assert [e["offset"] for e in events] == [1, 2, 3, 4, 6]
+
+    spoil(run, "journal", FOREIGN)
+    process = run.start("group")
+    run.send(whole_groups(100, 16))
+    batched(run, 128)
+    process.terminate()
+    assert process.wait(30) == 0
+
+
+def test_every_reader_of_a_run_passes_over_bad_records(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    for topic in ("policies", "steps", "batch-index", "control"):
+        spoil(run, topic)
+    spoil(run, "control", BAD, 0)
+    run.send_bytes("control", b"junk", encode_key("excluded", "0-0"))
+    run.send_bytes("steps", b"junk", encode_key("default", 1))
+    spoil(run, "journal", FOREIGN)
+    assert recover(run.kafka, run.name, run.grouper) == {0: 0, 1: 0}
+    spoil(run, "journal", BAD[2:])
+    with pytest.raises(StateRefused, match=r"journal\[0\] offset \d+ cannot be read"):
+        recover(run.kafka, run.name, run.grouper)
+    run.publish_version(1)
+    run.send_bytes("batch-index", encode(entry(4)), b"key")
+    run.send_bytes("steps", encode(step(1, 5, 2)), encode_key("main", 1))
+
+    with JournalTailer(run.kafka, run.name) as tailer:
+        assert (tailer.progress.consumed, tailer.progress.skipped) == (ROLLOUTS, 13)
+        assert tailer.progress.partitions.keys() == {0, 1}, "generation 0 lies before them"
+        spoil(run, "steps")
+        eventually(lambda: tailer.progress.skipped == 17, 20, "what came since")
+    with closing(RunObserver(run.kafka, run.name)) as observer:
+        observer.catch_up()
+        assert (observer.skipped.total, observer.steps) == (4 + 9 + 4 + 4, 1)
+        assert observer.snapshot(10).policy_version == 1
+    skipped = SkippedRecords()
+    with closing(_Manifests(run.kafka, run.name, skipped)) as manifests:
+        assert eventually(lambda: len(manifests.read()) == 2 and manifests.steps, 20, "manifests") == {0: 0, 1: 1}
+    assert skipped.total == 4
+    with WeightsFollower(run.kafka, run.name) as follower:
+        eventually(lambda: follower.skipped.total == 4, 20, "the follower to pass them over")
+        assert follower.get_state(-1) is None
+    with IndexReader(run.kafka, run.name) as index:
+        eventually(lambda: index.poll(0.1) is None and index.at_end, 20, "the index to its end")
+        assert index.skipped.total == 4
+    with Exclusions(run.kafka, run.name) as exclusions:
+        assert exclusions.reason("0-0") == ""
+        assert [s.offset for s in exclusions.skipped.first] == list(range(9))
+        spoil(run, "control", (b"junk",))
+        assert eventually(lambda: exclusions.reason("0-0") or exclusions.skipped.total == 10, 20, "one more")
+    assert read_steps(run.kafka, run.name, "default") == {}
+    assert read_steps(run.kafka, run.name, "main").keys() == {1}
+
+
+def test_top_shows_a_run_with_bad_records_and_how_many_they_are(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    spoil(run, "steps")
+    done = subprocess.run(
+        run.command("top", "--once"), capture_output=True, text=True, timeout=60, env=run._env(), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 unreadable" in done.stdout
