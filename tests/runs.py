@@ -8,11 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from confluent_kafka import Producer
 
 from consumers.grouping.bootstrap import initialise
 from consumers.grouping.config import GrouperConfig, GroupingConfig
@@ -89,6 +91,18 @@ class RealRun:
         producer = clients.producer(self.kafka)
         producer.produce(self.topic(topic), value, key, partition)
         assert producer.flush(30) == 0
+
+    @contextmanager
+    def open_transaction(self, topic: str) -> Iterator[Producer]:
+        """Somebody else's transaction that has written to partition 0 of a topic and outlives a test; aborted."""
+        settings = {"transaction.timeout.ms": 300_000, "delivery.timeout.ms": 300_000}
+        producer = clients.transactional_producer(self.kafka, f"{self.name}-foreign", **settings)
+        producer.init_transactions(30)
+        producer.begin_transaction()
+        producer.produce(self.topic(topic), b"foreign", b"foreign", 0)
+        producer.flush(30)
+        yield producer
+        producer.abort_transaction(30)
 
     def read(self, topic: str, isolation: str = "read_committed") -> list[object]:
         """Every record of a topic, decoded."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from confluent_kafka import Consumer, TopicPartition
 
+from consumers.grouping.bootstrap import WRITER
 from consumers.grouping.changes import DeadLetter, Output
 from consumers.grouping.restore import Journal
 from consumers.transactions import ExactlyOnce, Refused
@@ -75,7 +76,8 @@ class TransactionPublisher(ExactlyOnce[Part]):
         def delivered(offset: int) -> None:
             offsets[topic, name] = offset
 
-        self._enqueue(topic_name(self._run, topic), value, key, partition, {}, delivered)
+        headers: dict[str, str | bytes | None] = {WRITER: self._id} if topic == "journal" else {}
+        self._enqueue(topic_name(self._run, topic), value, key, partition, headers, delivered)
 
     def _refused(self, partition: int, letter: DeadLetter) -> Refused:
         offset, timestamp_ms, key, value = letter.record

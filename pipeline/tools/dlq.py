@@ -26,13 +26,13 @@ from topics.codec import decode, encode
 from topics.config import KafkaConfig
 from topics.errors import ConfigurationError, DeliveryError, RecordError, TopicError
 from topics.keys import encode_key
+from topics.open_transactions import await_decided
 from topics.records import GroupCancelled, Rollout, TrajectoryRecord
 from topics.trajectories import from_record
 from topics.transactional_ids import transactional_id
 from topics.validation import cancellation_problems, problems
 
 _WIDTH = 44
-_TIMEOUT_S = 30.0
 Mended = Rollout | GroupCancelled | TrajectoryRecord
 Fix = Callable[[bytes | None, bytes | None, dict[str, str]], "Mended | bytes | None"]
 """A script's function `fix(value, key, headers)`: a record, its bytes, or None for a letter to be left."""
@@ -256,7 +256,9 @@ def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> se
     producer = clients.transactional_producer(kafka, transactional_id(run, "redrive"))
     try:
         # From here on no other redrive of the run can commit, so what is read now stays true.
-        producer.init_transactions(_TIMEOUT_S)
+        producer.init_transactions(kafka.patience_s)
+        # An open transaction of whoever else writes here hides the notes that were written since it began.
+        await_decided(kafka, topic_name(run, "dead-letters"), "nothing was sent again")
         taken = {letter.offset for letter in read(kafka, run) if letter.redriven}
         mine = [item for item in ready if item[0].offset not in taken]
         if not mine:
@@ -275,7 +277,7 @@ def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> se
             producer.produce(
                 topic_name(run, "dead-letters"), None, letter.key, 0, headers=dict(note), on_delivery=delivered
             )
-        producer.commit_transaction(_TIMEOUT_S)
+        producer.commit_transaction(kafka.patience_s)
     except KafkaException as exception:
         error: KafkaError = exception.args[0]
         raise DeliveryError(

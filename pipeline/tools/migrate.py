@@ -28,13 +28,13 @@ from topics.config import KafkaConfig
 from topics.containers import Damaged, container_metadata, read_container, read_rollouts, write_rollouts
 from topics.errors import ConfigurationError, DeliveryError, RecordError
 from topics.keys import encode_key
+from topics.open_transactions import await_decided
 from topics.records import Rollout, RolloutBatch
 from topics.transactional_ids import transactional_id
 from topics.upcast import PLACE, Refused, batch_of, upcast
 
 _TOPIC = "topic:"
 _RUN = "run:"
-_TIMEOUT_S = 30.0
 _IDENTITY = "rollstream.source"
 _BATCHES_A_FILE = 1000
 _ROLLOUTS_A_TRANSACTION = 1000
@@ -292,9 +292,11 @@ class _Run:
         self._waiting: list[tuple[bytes, bytes, str]] = []
         try:
             # From here on no other migration into the run can commit, so what is read now stays true.
-            self._producer.init_transactions(_TIMEOUT_S)
+            self._producer.init_transactions(kafka.patience_s)
         except KafkaException as exception:
             raise _undelivered(exception.args[0]) from exception
+        # An open transaction of whoever else writes here hides what was migrated since it began.
+        await_decided(kafka, self._topic, "nothing was migrated")
         self._there = _migrated(kafka, self._topic)
 
     def write(self, piece: Piece, report: Report, expected: dict[str, str]) -> None:
@@ -336,7 +338,7 @@ class _Run:
             self._producer.begin_transaction()
             for key, value, _environment in self._waiting:
                 self._produce(key, value)
-            self._producer.commit_transaction(_TIMEOUT_S)
+            self._producer.commit_transaction(self._kafka.patience_s)
         except KafkaException as exception:
             raise _undelivered(exception.args[0]) from exception
         if self._failed:
