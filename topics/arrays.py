@@ -56,7 +56,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
     if name.startswith(("<", "|")):
         try:
             dtype = np.dtype(name)
-        except (TypeError, ValueError):
+        except Exception:  # numpy parses names of many forms, and fails in as many
             dtype = np.dtype(object)
         if dtype.kind in _KINDS and dtype.itemsize:
             return dtype

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from topics.arrays import RANK_LIMIT
 from topics.errors import RecordError
 from topics.records import EpisodeSpan, NamedArray, RolloutMetadata, TrajectoryRecord
 from topics.validation import NAME_LIMIT
@@ -22,6 +23,10 @@ Tree = Mapping[str, Any]
 BOOTSTRAPPED = ("dones", "terminations", "truncations")
 """Arrays that may have bootstrap rows."""
 SEPARATOR = "/"
+DEPTH_LIMIT = 32
+"""Most names of a path."""
+ARRAYS_LIMIT = 4096
+"""Most arrays of a trajectory."""
 CONTROL_MODES = (0, 1)
 """The policy; a human in the loop."""
 
@@ -68,6 +73,8 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The tree of leaves by path. Raises RecordError where a path goes through a leaf."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
+        if problem := _path_problem(path):
+            raise RecordError(problem)
         *above, name = path.split(SEPARATOR)
         node = tree
         for part in above:
@@ -99,6 +106,8 @@ def examine(trajectory: Trajectory) -> tuple[dict[str, Any], list[str]]:
         leaves = flatten(trajectory.arrays)
     except RecordError as error:
         return {}, [*found, str(error)]
+    if len(leaves) > ARRAYS_LIMIT:
+        return {}, [*found, f"it has {len(leaves)} arrays, and may have {ARRAYS_LIMIT}"]
     return leaves, found + _shape_problems(trajectory, leaves)
 
 
@@ -122,6 +131,18 @@ def to_record(trajectory: Trajectory) -> TrajectoryRecord:
 
 def from_record(record: TrajectoryRecord) -> Trajectory:
     """The trajectory of a record; its arrays are read-only views. Raises RecordError for one that is unsound."""
+    try:
+        return _from_record(record)
+    except (RecordError, MemoryError):
+        raise
+    except Exception as error:
+        # What nobody foresaw is as wrong, and must not end whoever reads the log.
+        raise RecordError(
+            f"trajectory {record.uid!r} makes no arrays ({type(error).__name__}: {error})"[:200]
+        ) from error
+
+
+def _from_record(record: TrajectoryRecord) -> Trajectory:
     trajectory = Trajectory(
         arrays=nest({path: named.array() for path, named in record.arrays.items()}),
         environment=record.environment,
@@ -160,11 +181,24 @@ def aligned(array: NDArray[Any], steps: int) -> NDArray[Any]:
     return array.reshape(parts, steps // parts + 1, *array.shape[1:])[:, 1:].reshape(steps, *array.shape[1:])
 
 
+def _path_problem(path: str) -> str:
+    """What is wrong with a path; "" for a sound one."""
+    names = path.split(SEPARATOR)
+    if len(names) > DEPTH_LIMIT or max(map(len, names)) > NAME_LIMIT:
+        return (
+            f"the array {path[:80]!r} has a path of {len(names)} names, the longest of {max(map(len, names))} "
+            f"characters; there may be {DEPTH_LIMIT} names of {NAME_LIMIT} characters each"
+        )
+    return ""
+
+
 def _leaves(tree: Tree, above: str) -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         if not isinstance(name, str) or not name or SEPARATOR in name:
             raise RecordError(f"{name!r} is no name of an array; give one that is not empty and has no {SEPARATOR!r}")
         path = f"{above}{name}"
+        if problem := _path_problem(path):
+            raise RecordError(problem)
         # An array first: to ask whether something is a Mapping costs ten times as much.
         if not isinstance(value, np.ndarray) and isinstance(value, Mapping):
             yield from _leaves(value, f"{path}{SEPARATOR}")
@@ -186,7 +220,12 @@ def _shape_problems(trajectory: Trajectory, leaves: Mapping[str, Any]) -> list[s
         if shape is None:
             return ["no array has a shape [T, B, ...]"]
     steps, width = shape
-    found = [f"{steps} steps of {width} environments hold nothing"] if steps < 1 or width < 1 else []
+    deep = [
+        f"{path} has {len(of)} dimensions, and may have {RANK_LIMIT}"
+        for path, of in shapes.items()
+        if len(of) > RANK_LIMIT
+    ]
+    found = [*deep, f"{steps} steps of {width} environments hold nothing"] if steps < 1 or width < 1 else deep
     for path, of in shapes.items():
         if len(of) < 2 or of[1] != width or (of[0] != steps and path not in BOOTSTRAPPED):
             found.append(f"{path} has shape {of}, which must begin with [{steps}, {width}]")

@@ -14,9 +14,10 @@ from typing import Any
 from consumers.buffers.draws import generator_at
 from consumers.buffers.trajectory_checkpoint import read_checkpoint, shard, write_checkpoint
 from consumers.buffers.trajectory_formats import DEFAULT, format_named
+from consumers.buffers.trajectory_index import Entry
 from consumers.buffers.trajectory_journal import Content
 from consumers.buffers.trajectory_memory import TrajectoryMemory
-from consumers.buffers.trajectory_rows import Checked, checked, refuse_other
+from consumers.buffers.trajectory_rows import Checked, Layout, checked, refuse_other
 from consumers.buffers.trajectory_shelf import TrajectoryShelf
 from consumers.buffers.trajectory_store import Add, Drop, Skip, State, TrajectoryStore
 from consumers.closing import Closing
@@ -37,6 +38,9 @@ class TrajectoryReplayBuffer(Closing):
 
     Without it the cache is all there is, and holds as many as the window: what cannot be drawn is not kept.
     `max_trajectories` and `max_bytes` (of arrays) bound what is kept, on disk too; 0 is no bound.
+
+    Which arrays trajectories have, `like` decides: one that has them. Without it the first two that agree do: one held
+    alone goes where the next has others, as it may be the one that is wrong.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class TrajectoryReplayBuffer(Closing):
         allow_pickle: bool = False,
         synchronous: bool = False,
         max_pending_bytes: int = 2**28,
+        like: Trajectory | None = None,
     ) -> None:
         """Raises ConfigurationError for settings that make no buffer, StoreError for a directory it cannot use."""
         if auto_save and not str(auto_save_path):
@@ -71,6 +76,7 @@ class TrajectoryReplayBuffer(Closing):
         self.sample_window_size = sample_window_size
         self.trajectory_format = trajectory_format
         self.auto_save = auto_save
+        self._layout = None if like is None else _layout_of(like)
         self._formats = lru_cache(lambda name: format_named(name, allow_pickle=allow_pickle))
         self._formats(trajectory_format)  # refused now, not when the first is saved
         self._max_trajectories, self._max_bytes = max_trajectories, max_bytes
@@ -310,7 +316,7 @@ class TrajectoryReplayBuffer(Closing):
         return self._store.owned(part)
 
     def _refuse_other(self, part: Checked, first: Checked) -> None:
-        layout = self._shelf.layout if len(self) else first.layout
+        layout = self._layout or (self._shelf.layout if len(self) > 1 else first.layout)
         refuse_other(layout, part.layout, f"trajectory {part.trajectory.uid!r}")
 
     def _make_ready(self) -> None:
@@ -326,6 +332,8 @@ class TrajectoryReplayBuffer(Closing):
     def _put(self, part: Checked, at: tuple[int, int] | None) -> None:
         """Add a trajectory and move to the position behind it."""
         self._store.open()  # another thread may have closed it since there was room
+        if len(self) and part.layout != self._shelf.layout:
+            self._drop(self._shelf.drop(1))  # It was alone, and is outvoted.
         entry = self._shelf.put(part, self._store.format_name)
         if at is not None:
             self._position[at[0]] = at[1]
@@ -333,13 +341,29 @@ class TrajectoryReplayBuffer(Closing):
         self._prune()
 
     def _prune(self) -> None:
-        gone = self._shelf.prune(self._max_trajectories, self._max_bytes)
+        self._drop(self._shelf.prune(self._max_trajectories, self._max_bytes))
+
+    def _drop(self, gone: list[Entry]) -> None:
         if gone:
             self._store.put(Drop(gone[-1].trajectory_id + 1, tuple(gone)))
 
     def _become(self, content: Content) -> None:
+        if self._layout is not None and len(content):
+            try:
+                refuse_other(self._layout, content.layout, "what was saved")
+            except RecordError as error:
+                raise ConfigurationError(f"{error}; or give it another `like`") from error
         self._shelf.become(content)
         self._position = dict(content.position)
         self.seed = self.seed if content.seed is None else content.seed
         self._draws = self._draws_saved = content.draws
         self._prune()
+
+
+def _layout_of(like: Trajectory) -> Layout:
+    part = checked(like)
+    if part is None:
+        raise ConfigurationError(
+            "trajectories are to be like one without rewards and prev_logprobs, which none may lack"
+        )
+    return part.layout

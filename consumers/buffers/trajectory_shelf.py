@@ -59,7 +59,11 @@ class TrajectoryShelf:
 
     def prune(self, max_trajectories: int, max_bytes: int) -> list[Entry]:
         """Take out the oldest until what is left is within the bounds; 0 is no bound."""
-        gone = self.index.drop(self.index.over(max_trajectories, max_bytes))
+        return self.drop(self.index.over(max_trajectories, max_bytes))
+
+    def drop(self, count: int) -> list[Entry]:
+        """Take out so many of the oldest."""
+        gone = self.index.drop(count)
         for entry in gone:
             self._mapped.pop(entry.trajectory_id, None)
         if self._cache is not None:

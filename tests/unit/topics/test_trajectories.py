@@ -136,6 +136,37 @@ def test_what_is_unsound_is_refused_where_it_is_read() -> None:
         from_record(decode(encode(huge)))
 
 
+NAMED = NamedArray.of(np.zeros((2, 1), "<f4"))
+HOSTILE = {
+    "65 dimensions": {"rewards": NamedArray(dtype="<f4", shape=(1,) * 65, data=bytes(4))},
+    "an empty huge dimension": {"rewards": NAMED, "x": NamedArray(dtype="<f4", shape=(2, 1, 2**62, 0), data=b"")},
+    "texts of no width": {"rewards": NAMED, "x": NamedArray(dtype="<U", shape=(2, 1), data=b"")},
+    "a dtype of no sense": {
+        "rewards": NAMED,
+        "x": NamedArray(dtype="<M8[99999999999999999999Y]", shape=(2, 1), data=b""),
+    },
+    "a path of 1,500 names": {"rewards": NAMED, "/".join("x" * 1500): NAMED},
+    "a name of 513 characters": {"rewards": NAMED, "x" * 513: NAMED},
+    "4,097 arrays": {"rewards": NAMED, **{f"x{number}": NAMED for number in range(4096)}},
+}
+
+
+@pytest.mark.parametrize("arrays", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_arrays_are_refused_where_they_are_read(arrays: dict[str, NamedArray]) -> None:
+    with pytest.raises(RecordError):
+        from_record(decode(encode(TrajectoryRecord(uid="t", environment="cart", arrays=arrays))))
+
+
+def test_what_no_reader_takes_is_refused_where_it_is_written() -> None:
+    deep: Any = leaf("<f4")
+    for _ in range(1500):
+        deep = {"x": deep}
+    with pytest.raises(RecordError, match="a path of 33 names"):
+        to_record(trajectory(arrays={"rewards": leaf("<f4"), "x": deep}))
+    with pytest.raises(RecordError, match="has 33 dimensions, and may have 32"):
+        to_record(trajectory(arrays={"rewards": leaf("<f4"), "x": np.zeros((4, 2, *(1,) * 31))}))
+
+
 def test_episodes_side_by_side_and_one_after_the_other_are_sound() -> None:
     spans = (_span(stop=2, last=False), _span(uid="f", start=2), _span(uid="g", column=1))
     assert to_record(trajectory(episodes=spans)).episodes == spans

@@ -76,6 +76,29 @@ def test_what_one_buffer_refuses_the_others_have_and_all_pass_it() -> None:
             ),
             "must be",
         ),
+        (
+            encode(
+                TrajectoryRecord(
+                    uid="u",
+                    environment="e",
+                    arrays={"rewards": NamedArray(dtype="<f4", shape=(1,) * 65, data=bytes(4))},
+                )
+            ),
+            "65 dimensions",
+        ),
+        (
+            encode(
+                TrajectoryRecord(
+                    uid="u",
+                    environment="e",
+                    arrays={
+                        "rewards": NamedArray.of(np.zeros((2, 1))),
+                        "/".join("x" * 1500): NamedArray.of(np.zeros(1)),
+                    },
+                )
+            ),
+            "a path of 1500 names",
+        ),
     ],
 )
 def test_what_is_no_trajectory_is_passed_by_all_who_had_not_passed_it(value: bytes | None, why: str) -> None:

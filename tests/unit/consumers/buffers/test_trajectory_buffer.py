@@ -103,6 +103,7 @@ def test_what_is_unsound_leaves_none_of_its_call_in(tmp_path: Path, auto_save: b
 def test_other_arrays_than_those_in_the_buffer_are_refused_by_name() -> None:
     of = TrajectoryReplayBuffer()
     of.add(trajectory(0))
+    of.add(trajectory(2))
     other = trajectory(1)
     del other.arrays["dones"]
     other.arrays["versions"] = np.zeros((4, 2), "<i8")
@@ -113,6 +114,42 @@ def test_other_arrays_than_those_in_the_buffer_are_refused_by_name() -> None:
         assert said in str(raised.value)
     of.clear()
     assert of.add(other)
+
+
+def odd(number: int) -> Trajectory:
+    made = trajectory(number)
+    made.arrays["surprise"] = np.zeros((4, 2), "<i8")  # type: ignore[index]
+    return made
+
+
+@both
+def test_one_trajectory_of_another_kind_decides_nothing_though_it_comes_first(tmp_path: Path, auto_save: bool) -> None:
+    with buffer(tmp_path, auto_save) as of:
+        assert of.add(odd(0), at=(0, 0))
+        assert of.add(trajectory(1), at=(0, 1))
+        assert of.add(trajectory(2), at=(0, 2))
+        with pytest.raises(RecordError, match="surprise is new"):
+            of.add(odd(3), at=(0, 3))
+        assert of.trajectory_ids == [1, 2]
+        assert {row // 1000 for row in untorn(of.sample(64), 16)} <= {1, 2}
+    if auto_save:
+        with buffer(tmp_path, auto_save) as again:
+            assert again.trajectory_ids == [1, 2]
+            assert again.add(trajectory(4))
+
+
+@both
+def test_who_says_what_trajectories_are_like_takes_no_other(tmp_path: Path, auto_save: bool) -> None:
+    with buffer(tmp_path, auto_save, like=trajectory(9)) as of:
+        with pytest.raises(RecordError, match="surprise is new"):
+            of.add(odd(0))
+        assert of.add(trajectory(1))
+        with pytest.raises(RecordError, match="surprise is new"):
+            of.add(odd(2))
+        assert of.trajectory_ids == [0]
+    if auto_save:
+        with pytest.raises(ConfigurationError, match=r"surprise is missing.*or give it another `like`"):
+            buffer(tmp_path, auto_save, like=odd(0))
 
 
 @pytest.mark.parametrize("settings", [{"sample_window_size": -1}, {"max_bytes": -1}, {"trajectory_format": "xml"}])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from consumers.transactions import Refused
 from tests.trajectories import double, numbered
 from topics.codec import decode, encode
 from topics.errors import ConfigurationError, RecordError
-from topics.records import RolloutMetadata
+from topics.records import NamedArray, RolloutMetadata
 from topics.trajectories import Trajectory, from_record, to_record
 
 LIMIT = 100_000
@@ -35,6 +36,11 @@ def test_what_the_labeler_leaves_out_becomes_nothing() -> None:
     assert label(lambda _trajectory: None, given(), LIMIT) is None
 
 
+def hostile(**fields: Any) -> bytes:
+    record = to_record(numbered(3))
+    return encode(replace(record, arrays={**record.arrays, "extra": NamedArray(**fields)}))
+
+
 def unsound(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, arrays={**trajectory.arrays, "rewards": np.zeros((3, 2))})
 
@@ -52,6 +58,9 @@ def scrawled(trajectory: Trajectory) -> Trajectory:
     ("labeler", "record", "why"),
     [
         (double, given(b"\xc3\x01nonsense"), "unknown schema fingerprint|not an Avro"),
+        (double, given(hostile(dtype="<f4", shape=(1,) * 65, data=bytes(4))), "has 65 dimensions"),
+        (double, given(hostile(dtype="<f4", shape=(4, 2, 2**62, 0), data=b"")), "span more than"),
+        (double, given(hostile(dtype="<U", shape=(4, 2), data=b"")), "'<U' is no dtype"),
         (double, given(number=155), "number 155 cannot be judged"),
         (unsound, given(), r"rewards has shape \(3, 2\)|begin with \[3, 2\]"),
         (large, given(), "labelled it has .* bytes"),
