@@ -13,9 +13,13 @@ class WeightsConfig:
     """Largest chunk; well below KafkaConfig.max_record_bytes."""
     keep_versions: int = 4
     """Versions whose chunks stay; those of older ones are tombstoned, their manifests kept."""
+    fetch_timeout_s: float = 60.0
+    """Longest wait of a follower for the next chunk of a version; then it tries again, with growing delays."""
 
     def __post_init__(self) -> None:
         if self.chunk_bytes < 1 or self.keep_versions < 1:
             raise ConfigurationError(
                 f"chunk_bytes {self.chunk_bytes} and keep_versions {self.keep_versions} must be at least 1"
             )
+        if not self.fetch_timeout_s > 0:
+            raise ConfigurationError(f"fetch_timeout_s is {self.fetch_timeout_s}; it must be above 0")

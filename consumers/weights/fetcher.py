@@ -7,18 +7,22 @@ import threading
 import time
 from collections.abc import Iterable
 
-from confluent_kafka import KafkaError, Message, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
 from topics import clients
 from topics.catalogue import topic_name
 from topics.config import KafkaConfig
-from topics.errors import RollstreamError
+from topics.errors import BrokerUnavailable, RollstreamError
 from topics.keys import encode_key
 from topics.records import PolicyManifest
 
 
 class ChunksGone(RollstreamError):
-    """The chunks a manifest names are no longer in the log."""
+    """The chunks a manifest names are no longer in the log, and will not come back."""
+
+
+class ChunksLate(RollstreamError):
+    """The chunks a manifest names did not come in time; they may yet."""
 
 
 _ASK_TIMEOUT_S = 10.0
@@ -40,8 +44,8 @@ class ChunkFetcher:
     ) -> list[bytes]:
         """The chunks in order, read where the manifest says they are; it proves that they are committed.
 
-        Raises ChunksGone when one is no longer there or did not come within `timeout_s`. Digests are the caller's to
-        check.
+        Raises ChunksGone when one is no longer there, ChunksLate when none came for `timeout_s`, no broker answered, or
+        `stop` was set. Digests are the caller's to check.
         """
         wanted = {(chunk.partition, chunk.offset): chunk.index for chunk in manifest.chunks}
         found: dict[int, bytes] = {}
@@ -50,7 +54,10 @@ class ChunkFetcher:
         try:
             while len(found) < len(wanted):
                 if time.monotonic() > deadline or (stop is not None and stop.is_set()):
-                    raise ChunksGone(f"{len(wanted) - len(found)} chunks of version {manifest.version} did not arrive")
+                    raise ChunksLate(
+                        f"{len(wanted) - len(found)} of {len(wanted)} chunks of version {manifest.version} are "
+                        f"missing, and none came for {timeout_s:g} s"
+                    )
                 message = self._consumer.poll(0.05)
                 if message is not None and _is_reset(message):
                     missing = _lowest(place for place, index in wanted.items() if index not in found)
@@ -68,6 +75,10 @@ class ChunkFetcher:
                 if (partition, offset) in wanted:
                     index = wanted[partition, offset]
                     found[index] = _value(message, encode_key(manifest.version, manifest.epoch, index))
+                    # A version that keeps coming is waited for, however long it takes.
+                    deadline = time.monotonic() + timeout_s
+        except BrokerUnavailable as unavailable:
+            raise ChunksLate(str(unavailable)) from unavailable
         finally:
             self._consumer.unassign()
         return [found[chunk.index] for chunk in manifest.chunks]
@@ -81,9 +92,12 @@ class ChunkFetcher:
         The message alone does not say so: it may be about the version before, which was given up an instant ago.
         """
         partition, error = message.partition(), message.error()
-        low, _high = self._consumer.get_watermark_offsets(
-            TopicPartition(self._topic, partition or 0), timeout=_ASK_TIMEOUT_S, cached=False
-        )
+        try:
+            low, _high = self._consumer.get_watermark_offsets(
+                TopicPartition(self._topic, partition or 0), timeout=_ASK_TIMEOUT_S, cached=False
+            )
+        except KafkaException as exception:
+            raise ChunksLate(f"where {self._topic} begins was not answered: {exception.args[0].str()}") from exception
         if partition in missing and missing[partition] < low:
             reason = error.str() if error is not None else ""
             raise ChunksGone(f"{self._topic}[{partition}] no longer reaches back to the chunks: {reason}")

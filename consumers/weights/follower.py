@@ -1,6 +1,7 @@
 """Follows a run's policy versions: whoever asks sees one whole version whose digests match, or still the one before.
 
-Needs no JAX. A version whose chunks are gone is skipped for a newer one; going back to an older one is refused.
+Needs no JAX. A version that cannot be had is tried again until it is held or a newer one is; one whose chunks are gone
+is skipped, and going back to an older one is refused.
 """
 
 import logging
@@ -14,7 +15,9 @@ from typing import Any, Self
 from confluent_kafka import OFFSET_BEGINNING, Message, TopicPartition
 from numpy.typing import NDArray
 
-from consumers.weights.fetcher import ChunkFetcher, ChunksGone
+from consumers.weights.candidates import Candidates
+from consumers.weights.config import WeightsConfig
+from consumers.weights.fetcher import ChunkFetcher, ChunksGone, ChunksLate
 from consumers.weights.layout import WeightsRefused, assemble
 from topics import clients
 from topics.catalogue import topic_name
@@ -33,11 +36,12 @@ State = tuple[int, dict[str, NDArray[Any]]]
 class WeightsFollower:
     """The newest whole policy version of a run, kept current by a thread of its own between `start` and `close`."""
 
-    def __init__(self, kafka: KafkaConfig, run: str, *, fetch_timeout_s: float = 60.0) -> None:
+    def __init__(self, kafka: KafkaConfig, run: str, *, config: WeightsConfig | None = None) -> None:
         self._kafka = kafka
         self._run = run
         self._policies_topic = topic_name(run, "policies")
-        self._fetch_timeout_s = fetch_timeout_s
+        self._fetch_timeout_s = (config or WeightsConfig()).fetch_timeout_s
+        self._candidates = Candidates()
         self._changed = threading.Condition()
         self._manifest: PolicyManifest | None = None
         self._arrays: dict[str, NDArray[Any]] = {}
@@ -120,22 +124,24 @@ class WeightsFollower:
                 closing(ChunkFetcher(self._kafka, self._run)) as fetcher,
             ):
                 while not self._stopping.is_set():
-                    newest = self._newest(policies.poll(500, 0.05))
-                    if newest is not None:
-                        self._try(fetcher, newest)
+                    self._take_in(policies.poll(500, 0.05))
+                    candidate = self._candidates.next(time.monotonic())
+                    if candidate is not None:
+                        self._try(fetcher, candidate)
         except Exception as error:  # whatever it is, those who wait for a version must hear of it
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
             event(logger, "following_weights_failed", level=logging.ERROR, error=repr(error))
 
-    def _newest(self, messages: Sequence[Message]) -> PolicyManifest | None:
-        """The newest manifest among the records that is newer than the version held."""
-        newest, held = None, self.version
+    def _take_in(self, messages: Sequence[Message]) -> None:
+        """Have the versions that are newer than the one held tried."""
+        held = self.version
         for _message, manifest in self.skipped.records(PolicyManifest, messages):
-            if manifest.version > (held if newest is None else newest.version):
-                newest = manifest
-        return newest
+            if manifest.kind == "external":
+                event(logger, "policy_skipped", version=manifest.version, reason="its weights are not on the log")
+            elif manifest.version > held:
+                self._candidates.add(manifest)
 
     def _try(self, fetcher: ChunkFetcher, manifest: PolicyManifest) -> None:
         """Fetch a version and swap to it, or stay where we are if it cannot be had whole."""
@@ -143,13 +149,31 @@ class WeightsFollower:
         try:
             chunks = fetcher.fetch(manifest, timeout_s=self._fetch_timeout_s, stop=self._stopping)
             arrays = assemble(manifest, chunks)
-        except ChunksGone as gone:
+        except ChunksLate as late:
             if not self._stopping.is_set():
-                event(logger, "policy_skipped", version=manifest.version, reason=str(gone))
+                again_s = self._candidates.put_off(manifest.version, time.monotonic())
+                event(
+                    logger,
+                    "policy_put_off",
+                    level=logging.WARNING,
+                    version=manifest.version,
+                    reason=str(late),
+                    again_in_s=again_s,
+                )
             return
-        except WeightsRefused as refused:
-            event(logger, "policy_refused", level=logging.ERROR, version=manifest.version, error=str(refused))
+        except (ChunksGone, WeightsRefused) as error:
+            # The log keeps what it holds: neither is mended by another try.
+            self._candidates.drop(manifest.version)
+            refused = isinstance(error, WeightsRefused)
+            event(
+                logger,
+                "policy_refused" if refused else "policy_skipped",
+                level=logging.ERROR if refused else logging.INFO,
+                version=manifest.version,
+                reason=str(error),
+            )
             return
+        self._candidates.held(manifest.version)
         with self._changed:
             self._manifest, self._arrays = manifest, arrays
             self._changed.notify_all()

@@ -141,7 +141,9 @@ class StateManager(Closing):
     def _follower(self) -> WeightsFollower:
         with self._opening:
             if self._following is None:
-                self._following = self._stack.enter_context(WeightsFollower(self._kafka, self._run))
+                self._following = self._stack.enter_context(
+                    WeightsFollower(self._kafka, self._run, config=self._config)
+                )
             return self._following
 
 

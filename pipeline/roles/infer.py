@@ -87,7 +87,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     task = create_task(config.task, config.tasks)
     tokenizer = tokenizer_of(config.learner)
     clients.check_broker(config.kafka)
-    with WeightsFollower(config.kafka, config.run) as follower:
+    with WeightsFollower(config.kafka, config.run, config=config.learner.weights) as follower:
         prepare_jax(config)
         # Until it listens there is nothing to drain, and a signal ends it at once.
         policy = _prepare(config, task, tokenizer, follower)

@@ -48,7 +48,7 @@ def export(config: RunConfig, directory: Path, dtype: str | None) -> int:
     published = read_manifests(config.kafka, config.run)
     if not published:
         raise ConfigurationError(f"run {config.run} has no policy version yet; is the learner running?")
-    with WeightsFollower(config.kafka, config.run) as follower:
+    with WeightsFollower(config.kafka, config.run, config=config.learner.weights) as follower:
         version, arrays = follower.wait_for(max(published), _TIMEOUT_S)
     # Of all versions of a run alike.
     model = DecoderConfig(**json.loads(published[max(published)].model))

@@ -13,7 +13,7 @@ from consumers.learner.step_log import StepLog
 from consumers.weights.config import WeightsConfig
 from consumers.weights.fetcher import ChunkFetcher, ChunksGone
 from consumers.weights.follower import WeightsFollower
-from consumers.weights.layout import params_digest
+from consumers.weights.layout import params_digest, serialise, split
 from consumers.weights.publisher import WeightsPublisher, read_manifests
 from tests.runs import RealRun
 from tests.waiting import eventually
@@ -188,6 +188,38 @@ def test_a_version_whose_chunks_are_not_there_is_skipped_for_a_newer_one(
     with WeightsFollower(run.kafka, run.name) as follower:
         publish(source, log, 2)
         assert follower.wait_for(1, 30)[0] == 2
+
+
+def test_a_version_that_does_not_come_in_time_is_tried_again_until_it_is_held(run: RealRun, log: StepLog) -> None:
+    """Its manifest names a chunk where `weights` ends, as of a broker that lags; then that comes."""
+    source = publisher(run)
+    publish(source, log, 0)
+    early = source.stage(1, arrays(1))
+    last = early.chunks[-1]
+    _low, end = clients.bounds(run.kafka, run.topic("weights"))[last.partition]
+    late = dataclasses.replace(early, chunks=(*early.chunks[:-1], dataclasses.replace(last, offset=end)))
+    with WeightsFollower(run.kafka, run.name, config=WeightsConfig(fetch_timeout_s=0.2)) as follower:
+        assert follower.wait_for(0, 30)[0] == 0
+        log.commit([source.record(late)])
+        with pytest.raises(DeadlineExceeded, match="newest: 0"):
+            follower.wait_for(1, 1.5)
+        [chunk] = list(split(serialise(arrays(1))[0], SMALL.chunk_bytes))[-1:]
+        run.send_bytes("weights", chunk, encode_key(1, early.epoch, last.index), last.partition)
+        version, found = follower.wait_for(1, 30)
+        assert (version, params_digest(found)) == (1, params_digest(arrays(1)))
+
+
+def test_a_version_whose_weights_are_elsewhere_is_no_error_and_the_next_one_is_followed(
+    run: RealRun, log: StepLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = publisher(run)
+    elsewhere = dataclasses.replace(source.stage(0, arrays(0)), tensors=(), chunks=(), kind="external")
+    log.commit([source.record(elsewhere)])
+    source.committed(elsewhere)
+    publish(source, log, 1)
+    with WeightsFollower(run.kafka, run.name) as follower:
+        assert follower.wait_for(0, 30)[0] == 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_follower_keeps_the_version_it_has_rather_than_one_that_does_not_match(run: RealRun, log: StepLog) -> None:
