@@ -1,15 +1,21 @@
 """What one record of the log does to buffers: each gets what it lacks, and none is held up by what is refused."""
 
 from collections.abc import Mapping
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from consumers.buffers.episode_hil import HilEpisodeBuffer
 from consumers.buffers.files import StoreError
 from consumers.buffers.filling import Place, put
+from consumers.buffers.slice_buffer import EpisodeSliceBuffer
+from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
 from topics.codec import encode
 from topics.errors import RecordError
-from topics.records import NamedArray, TrajectoryRecord
+from topics.records import EpisodeSpan, NamedArray, TrajectoryRecord
 from topics.trajectories import Trajectory, to_record
 
 
@@ -115,3 +121,72 @@ def test_after_a_failure_the_same_record_completes_what_it_interrupted() -> None
     full.breaks = False
     assert put([first, full], (0, 0), record("a")) == []
     assert first.uids == full.uids == ["a"]
+
+
+ODD_DTYPES = (
+    "<f4",
+    "<f2",
+    "<i8",
+    "|b1",
+    "<U",
+    "<U3",
+    "|S2",
+    "<M8[s]",
+    "<M8[99Y]",
+    "|O",
+    "|V4",
+    "bfloat16",
+    "finfo",
+    "",
+    "<",
+)
+ODD_PATHS = ("rewards", "prev_logprobs", "dones", "a/b", "a", "/", "", "x" * 600, "/".join("x" * 40))
+
+
+@settings(max_examples=settings().max_examples // 4)
+@given(
+    arrays=st.dictionaries(
+        st.sampled_from(ODD_PATHS),
+        st.builds(
+            NamedArray,
+            dtype=st.sampled_from(ODD_DTYPES),
+            shape=st.one_of(
+                st.tuples(st.sampled_from([0, 1, 2]), st.sampled_from([1, 2])),
+                st.lists(st.sampled_from([0, 1, 2, -1, 2**31, 2**62]), max_size=4).map(tuple),
+                st.integers(0, 80).map(lambda rank: (1,) * rank),
+            ),
+            data=st.sampled_from([b"", bytes(4), bytes(8), bytes(16), b"\xff" * 8]),
+        ),
+        max_size=4,
+    ),
+    spans=st.lists(
+        st.builds(
+            EpisodeSpan,
+            uid=st.sampled_from(["", "e", "e" * 600]),
+            column=st.sampled_from([0, 1, -1, 2**31 - 1]),
+            start=st.sampled_from([0, 1, -1]),
+            stop=st.sampled_from([0, 1, 2, 2**31 - 1]),
+            control_mode=st.sampled_from([0, 1, 2]),
+        ),
+        max_size=2,
+    ).map(tuple),
+)
+def test_whatever_a_record_holds_every_buffer_takes_it_or_passes_it_and_takes_what_follows(
+    arrays: dict[str, NamedArray], spans: tuple[EpisodeSpan, ...]
+) -> None:
+    value = encode(TrajectoryRecord(uid="u", environment="e", arrays=arrays, episodes=spans))
+    with TemporaryDirectory() as place:
+        buffers = [
+            TrajectoryReplayBuffer(auto_save=True, auto_save_path=f"{place}/steps"),
+            TrajectoryReplayBuffer(),
+            EpisodeSliceBuffer(f"{place}/slices", capacity=100, slice_len=1),
+            HilEpisodeBuffer(f"{place}/sides", capacity=100, slice_len=1),
+        ]
+        refused = put(buffers, (0, 0), value)
+        assert all(len(reason) < 3000 for reason in refused)
+        assert [dict(buffer.position) for buffer in buffers] == [{0: 1}] * 4
+        for offset in (1, 2):
+            put(buffers, (0, offset), record(f"honest {offset}"))
+        assert len(buffers[0]) == len(buffers[1]) >= 2
+        for buffer in buffers:
+            buffer.close()
