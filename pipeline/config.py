@@ -8,17 +8,28 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from consumers.grouping.config import GrouperConfig, GroupingConfig
 from consumers.labelling.config import LabellingConfig
 from consumers.learner.config import LearnerConfig
 from infra.config import BrokerConfig
-from pipeline.settings import Keys, environment_layers, file_layers, fill, flag_layers, plain
+from pipeline.settings import (
+    ENVIRONMENT_PREFIX,
+    Keys,
+    Layer,
+    environment_layers,
+    file_layers,
+    fill,
+    flag_layers,
+    plain,
+)
 from pipeline.toml import render
 from producers.capacity import check_capacity
 from producers.config import CapacityConfig, EvaluationConfig, InferenceConfig, TasksConfig, WorkerConfig
 from topics.config import KafkaConfig, TopicsConfig
 from topics.errors import ConfigurationError
+from topics.secrets import is_secret, reference
 
 _RECORD_OVERHEAD = 4096
 PRETRAINED_LEARNING_RATE = 1e-6
@@ -124,8 +135,29 @@ def load(
     key, and the remedy.
     """
     layers = [*file_layers(path), *environment_layers(environment or {}), *flag_layers(flags, client_flags)]
-    config, origins = fill(RunConfig, layers)
+    config, origins = fill(RunConfig, layers, by_reference)
     return _derived(config, origins)
+
+
+def by_reference(layer: Layer, key: str, value: Any) -> Any:
+    """The value of a setting, of a secret a reference to it: what is configured is written down, and shown.
+
+    Raises ConfigurationError for a secret that stands in a file or a flag itself.
+    """
+    if not is_secret(key) or not isinstance(value, str) or not value:
+        return value
+    found = reference(value)
+    if found is not None:
+        kind, name = found
+        return f"file:{Path(name).absolute()}" if kind == "file" else value
+    # A variable of its own; that of a whole table would stand for more.
+    own = ".".join(layer.path).replace("_", ".") == key.replace("_", ".")
+    if own and layer.origin.startswith(ENVIRONMENT_PREFIX):
+        return f"env:{layer.origin}"
+    raise ConfigurationError(
+        f"{layer.origin}: {key} is a secret, and everybody could read it there; name where it is, "
+        f"{key}=env:NAME or {key}=file:PATH"
+    )
 
 
 def _derived(config: RunConfig, origins: Mapping[Keys, str]) -> RunConfig:
@@ -157,6 +189,13 @@ def _fine_tuned(learner: LearnerConfig, origins: Mapping[Keys, str]) -> LearnerC
     if ("learner", "warm_start", "learning_rate") not in origins:
         warm_start = replace(warm_start, learning_rate=PRETRAINED_WARM_START_RATE)
     return replace(learner, optimizer=optimizer, warm_start=warm_start)
+
+
+def secret_variables(config: RunConfig) -> frozenset[str]:
+    """Variables of the environment that secrets of this configuration are in."""
+    values = {"worker.api_key": config.worker.api_key, **config.kafka.client}
+    found = (reference(value) for key, value in values.items() if is_secret(key))
+    return frozenset(name for kind, name in filter(None, found) if kind == "env")
 
 
 def inference_url(config: InferenceConfig) -> str:

@@ -130,7 +130,7 @@ def play(
         Supervisor(
             config.run_dir / "logs",
             interrupts=interrupts,
-            environment=plans.child_environment(),
+            environment=plans.child_environment(config),
             on_progress=lambda role, progress: say(f"{role}: {progress}"),
         )
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.config import RunConfig, inference_url, to_toml
+from pipeline.config import RunConfig, inference_url, secret_variables, to_toml
 from pipeline.settings import BOOTSTRAP_VARIABLE, ENVIRONMENT_PREFIX
 from pipeline.supervisor import RoleSpec
 
@@ -50,9 +50,11 @@ def settle(config: RunConfig) -> RunConfig:
 
 
 def write(config: RunConfig) -> Path:
-    """Write the configuration for the processes of a run, and for whoever asks about it later."""
+    """Write the configuration for the processes of a run, and for whoever asks about it later: the same user only."""
     path = config.run_dir / "run.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(0o600)
+    path.chmod(0o600)  # one that was there may be open to all
     path.write_text(to_toml(config), encoding="utf-8")
     return path
 
@@ -84,12 +86,13 @@ def plan(config: RunConfig, path: Path) -> RunPlan:
     )
 
 
-def child_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment without what would override the configuration file."""
+def child_environment(config: RunConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment without what would override the configuration file, but with the secrets that it refers to."""
+    kept = secret_variables(config)
     return {
         name: value
         for name, value in environment.items()
-        if not name.startswith(ENVIRONMENT_PREFIX) and name != BOOTSTRAP_VARIABLE
+        if name in kept or (not name.startswith(ENVIRONMENT_PREFIX) and name != BOOTSTRAP_VARIABLE)
     }
 
 

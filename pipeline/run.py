@@ -33,7 +33,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         config = plans.settle(config)
         roles = plans.plan(config, plans.write(config))
         log_dir = config.run_dir / "logs"
-        with Supervisor(log_dir, interrupts=interrupts, environment=plans.child_environment()) as supervisor:
+        with Supervisor(log_dir, interrupts=interrupts, environment=plans.child_environment(config)) as supervisor:
             interrupts.kill_now = supervisor.kill_all
             start(supervisor, roles)
             print(f"run {config.run}: {len(supervisor.pids)} processes are ready; their logs: {log_dir}", flush=True)

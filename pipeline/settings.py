@@ -9,7 +9,7 @@ import difflib
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -32,12 +32,18 @@ class Layer(NamedTuple):
     textual: bool
 
 
-def fill(cls: type[C], layers: Sequence[Layer]) -> tuple[C, Mapping[Keys, str]]:
+Guard = Callable[[Layer, str, Any], Any]
+"""Given a layer, a dotted key and the value there: the value to take."""
+
+
+def fill(
+    cls: type[C], layers: Sequence[Layer], guard: Guard = lambda _layer, _key, value: value
+) -> tuple[C, Mapping[Keys, str]]:
     """A `cls` with the settings of all layers, later ones winning, and the origin of each that was set."""
     tree: dict[str, Any] = {}
     origins: dict[Keys, str] = {}
     for layer in layers:
-        _place(cls, tree, origins, layer)
+        _place(cls, tree, origins, layer, guard)
     return cast(C, _build(cls, tree, (), origins)), origins
 
 
@@ -95,7 +101,7 @@ def flag_layers(flags: Sequence[str], client_flags: Sequence[str]) -> Iterator[L
         yield Layer(f"-X {key.strip()}", ("kafka", "client", key.strip()), value, True)
 
 
-def _place(root: type, tree: dict[str, Any], origins: dict[Keys, str], layer: Layer) -> None:
+def _place(root: type, tree: dict[str, Any], origins: dict[Keys, str], layer: Layer, guard: Guard) -> None:
     """Check a layer's keys against the tree of dataclasses and merge its values, each parsed to its field's type."""
 
     def walk(cls: type, at: Keys, values: Mapping[str, Any], into: dict[str, Any]) -> None:
@@ -111,11 +117,14 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, str], layer: La
                         f"set one of {', '.join(_hints(cast(type, hint)))} in it"
                     )
                 walk(cast(type, hint), here, value, into.setdefault(name, {}))
-            elif _is_table(hint) and isinstance(value, dict):
-                into.setdefault(name, {}).update(_leaf(layer.origin, here, dict(_flatten(value)), hint))
+            elif _is_table(hint) and isinstance(parsed := _parsed(layer, here, value, hint), dict):
+                dotted = ".".join(here)
+                flat = {key: guard(layer, f"{dotted}.{key}", item) for key, item in _flatten(parsed)}
+                into.setdefault(name, {}).update(_leaf(layer.origin, here, flat, hint))
                 origins[here] = layer.origin
             else:
-                into[name] = _leaf(layer.origin, here, _parsed(layer, here, value, hint), hint)
+                guarded = guard(layer, ".".join(here), value)
+                into[name] = _leaf(layer.origin, here, _parsed(layer, here, guarded, hint), hint)
                 origins[here] = layer.origin
 
     nested: Any = layer.value

@@ -17,7 +17,7 @@ class WorkerConfig:
     model: str = "policy"
     """Model name sent to them."""
     api_key: str = ""
-    """Bearer token sent to them; none when empty."""
+    """Bearer token sent to them, as a reference: env:NAME or file:PATH; none when empty."""
     group_size: int = 16
     """Rollouts of one prompt whose rewards are compared."""
     concurrency: int = 4

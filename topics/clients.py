@@ -24,6 +24,7 @@ from confluent_kafka import (
 from topics.config import KafkaConfig
 from topics.errors import BrokerUnavailable, ConfigurationError, TopicError
 from topics.logs import event
+from topics.secrets import resolve
 
 if TYPE_CHECKING:
     from confluent_kafka.admin import AdminClient
@@ -44,7 +45,7 @@ def _common(config: KafkaConfig) -> dict[str, Any]:
         # librdkafka writes to stderr by itself, for each attempt to connect; what matters arrives in error_cb.
         "log_level": 2,
         "error_cb": _on_error,
-        **config.client,
+        **{key: resolve(key, value) for key, value in config.client.items()},
     }
 
 

@@ -10,7 +10,8 @@ class KafkaConfig:
     bootstrap_servers: str = "127.0.0.1:9092"
     """host:port list, as in librdkafka's bootstrap.servers."""
     client: dict[str, str] = field(default_factory=dict)
-    """Keys passed to every client untouched, as librdkafka spells them (security.protocol, sasl.username, ...)."""
+    """Keys passed to every client untouched, as librdkafka spells them (security.protocol, sasl.username, ...);
+    passwords and the like as references, env:NAME or file:PATH."""
     max_record_bytes: int = 8 * 1024 * 1024
     """Largest record of any topic: sets the topics' max.message.bytes, and the clients' limits to match."""
     compression: str = "zstd"

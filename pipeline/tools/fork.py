@@ -67,7 +67,7 @@ def show_fork(config: RunConfig, args: argparse.Namespace) -> int:
         )
     if args.start:
         words = [sys.executable, "-P", "-m", "pipeline", *made.command[1:]]
-        os.execve(sys.executable, words, plans.child_environment())
+        os.execve(sys.executable, words, plans.child_environment(made.config))
     return 0
 
 

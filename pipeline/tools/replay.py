@@ -20,7 +20,7 @@ from consumers.grouping.config import GroupingConfig
 from consumers.grouping.makers import makers_of
 from consumers.grouping.publisher import index_entry
 from consumers.grouping.runs import from_runs
-from pipeline.config import RunConfig
+from pipeline.config import RunConfig, by_reference
 from pipeline.progress import Progress, progress
 from pipeline.refold import Change, beginnings, journal_of, log_begins, refold, skips_in
 from pipeline.settings import environment_layers, file_layers, fill, flag_layers
@@ -195,7 +195,7 @@ def show_replay(config: RunConfig, args: argparse.Namespace) -> int:
 def _set_keys(args: argparse.Namespace) -> list[str]:
     """Settings of grouping that a file, the environment or a flag gives: defaults override nothing."""
     layers = [*file_layers(args.config), *environment_layers(os.environ), *flag_layers(args.set, args.client)]
-    _config, origins = fill(RunConfig, layers)
+    _config, origins = fill(RunConfig, layers, by_reference)
     return [path[1] for path in origins if path[0] == "grouping" and len(path) > 1]
 
 

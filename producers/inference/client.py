@@ -18,6 +18,7 @@ import numpy as np
 
 from topics.errors import RollstreamError
 from topics.records import Float32, Int32
+from topics.secrets import resolve
 
 _RETRIED_STATUS = {429, 502, 503, 504}
 _FIRST_PAUSE_S = 0.05
@@ -65,7 +66,11 @@ class CompletionsClient:
     def __init__(
         self, base_urls: Sequence[str], *, model: str = "policy", api_key: str = "", timeout_s: float = 60.0
     ) -> None:
-        """`base_urls` end in /v1, as OpenAI's clients take them; `timeout_s` bounds a call, retries included."""
+        """`base_urls` end in /v1, as OpenAI's clients take them; `timeout_s` bounds a call, retries included.
+
+        `api_key` may be a reference (topics.secrets). Raises ConfigurationError where it leads nowhere.
+        """
+        api_key = resolve("worker.api_key", api_key)
         self.model = model
         self.timeout_s = timeout_s
         self.newest_version = -1

@@ -18,13 +18,14 @@ from pipeline.ledger import ledger
 from pipeline.verify import verify
 from tests.interrupting import LINE, limit_s
 from tests.waiting import eventually
-from topics.catalogue import topic_name
+from topics.catalogue import CATALOGUE, topic_name
 from topics.clients import read_to_end
 from topics.codec import decode
 from topics.config import KafkaConfig
 
 Start = Callable[..., subprocess.Popen[str]]
 ROOT = Path(__file__).parents[2]
+CANARY = "a-secret-that-sings"
 REPORT_KEYS = {
     "reward_first",
     "reward_last",
@@ -177,11 +178,15 @@ def test_a_killed_demo_takes_its_processes_with_it(start: Start, tmp_path: Path)
 
 @pytest.mark.timeout(240)  # two of the parts compile when they start, each of them twice
 def test_a_run_goes_on_after_kill_9_of_its_parts_and_drains_when_told(
-    start: Start, tmp_path: Path, broker: str, run_name: str
+    start: Start, tmp_path: Path, broker: str, run_name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     kafka = KafkaConfig(bootstrap_servers=broker)
     flags = [f"--set={s}" for s in (f"data_dir={tmp_path}", "evaluation.every_versions=1", "evaluation.max_prompts=8")]
-    run = start("run", "examples/demo.toml", "--run", run_name, *flags, KAFKA_BOOTSTRAP_SERVERS=broker)
+    password = tmp_path_factory.mktemp("secrets") / "password"
+    password.write_text(CANARY)
+    flags.append(f"-Xsasl.password=file:{password}")
+    secret = {"ROLLSTREAM__WORKER__API_KEY": CANARY}
+    run = start("run", "examples/demo.toml", "--run", run_name, *flags, KAFKA_BOOTSTRAP_SERVERS=broker, **secret)
     assert run.stdout is not None
     assert "7 processes are ready" in run.stdout.readline()
 
@@ -199,8 +204,9 @@ def test_a_run_goes_on_after_kill_9_of_its_parts_and_drains_when_told(
         eventually(lambda role=role, dead=dead: pid_of(*role) != dead, 20, f"{role} to be started again")  # type: ignore[misc]
         eventually(lambda before=before: steps() > before + 1, 60, f"steps after the end of {role}")  # type: ignore[misc]
     children = psutil.Process(run.pid).children(recursive=True)
+    arguments = [" ".join(cmdline(process)) for process in (psutil.Process(run.pid), *children)]
     run.terminate()
-    errors = run.communicate(timeout=60)[1]
+    output, errors = run.communicate(timeout=60)
     assert run.returncode == 0, errors
     assert not [p for p in children if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     book = ledger(kafka, run_name)
@@ -210,6 +216,20 @@ def test_a_run_goes_on_after_kill_9_of_its_parts_and_drains_when_told(
     assert len(evaluated) > 2, book.evaluations
     assert book.evals_batched == 0
     assert verify(kafka, run_name).mismatches == []
+    assert len(arguments) > 7
+    assert [place for place, text in written(kafka, run_name, tmp_path) if CANARY.encode() in text] == []
+    assert CANARY not in "".join((*arguments, output, errors))
+
+
+def written(kafka: KafkaConfig, run: str, directory: Path) -> Iterator[tuple[str, bytes]]:
+    """Everything that a run wrote: its files, and its topics."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            yield str(path), path.read_bytes()
+    for spec in CATALOGUE:
+        for message in read_to_end(kafka, topic_name(run, spec.name), isolation="read_uncommitted"):
+            parts = (message.key(), message.value(), repr(message.headers()).encode())
+            yield spec.name, b"".join(filter(None, parts))
 
 
 def cmdline(process: psutil.Process) -> list[str]:

@@ -1,6 +1,7 @@
 """One typed tree from a file, variables and flags; whatever is wrong with it is one error that says where."""
 
 import dataclasses
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline import plan
 from pipeline.config import RunConfig, load, to_toml
+from pipeline.plan import child_environment
 from pipeline.settings import known_keys
+from producers.inference.client import CompletionsClient
+from topics import clients
+from topics.config import KafkaConfig
 from topics.errors import ConfigurationError
+from topics.secrets import resolve
 
 
 def write(folder: Path, text: str) -> Path:
@@ -143,7 +150,7 @@ def test_places_nobody_set_follow_data_dir_run_and_port() -> None:
 def test_what_is_written_as_toml_loads_equal(tmp_path: Path) -> None:
     config = load(
         flags=["data_dir=/d", "run=r", 'grouping.exclude_workers=["a", "b"]', "learner.optimizer.epsilon=1e-9"],
-        client_flags=["security.protocol=SSL", 'sasl.password=q"\\\x7fü\n'],
+        client_flags=["security.protocol=SSL", 'sasl.username=q"\\\x7fü\n'],
     )
     assert load(write(tmp_path, to_toml(config))) == config
 
@@ -177,3 +184,58 @@ def test_a_model_that_is_trained_already_gets_learning_rates_of_its_own_where_no
     assert rates(*given) == pytest.approx((1e-5, 2e-6, 1e-5))
     given += ("learner.optimizer.final_learning_rate=0.1", "learner.warm_start.learning_rate=0.2")
     assert rates(*given) == (1e-5, 0.1, 0.2)
+
+
+SECRETS = {"worker.api_key": "--set", "kafka.client.sasl.password": "-X", "kafka.client.ssl.key.pem": "-X"}
+
+
+@pytest.mark.parametrize("key", SECRETS)
+def test_a_secret_is_not_taken_from_where_everybody_reads_it(key: str, tmp_path: Path) -> None:
+    path = write(tmp_path, f'{key} = "canary"\n')
+    with pytest.raises(ConfigurationError, match=rf"run\.toml: {key} is a secret.*{key}=env:NAME") as raised:
+        load(path)
+    assert "canary" not in str(raised.value)
+    with pytest.raises(ConfigurationError, match=f"--set {key}: {key} is a secret"):
+        load(flags=[f"{key}=canary"])
+    if key.startswith("kafka.client."):
+        name = key.removeprefix("kafka.client.")
+        with pytest.raises(ConfigurationError, match=f"-X {name}: {key} is a secret"):
+            load(client_flags=[f"{name}=canary"])
+        with pytest.raises(ConfigurationError, match=f"ROLLSTREAM__KAFKA__CLIENT: {key} is a secret"):
+            load(environment={"ROLLSTREAM__KAFKA__CLIENT": f'{{"{name}" = "canary"}}'})
+
+
+def test_a_secret_of_the_environment_or_a_file_is_kept_as_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "key").write_text("canary in a file\n")
+    environment = {"ROLLSTREAM__KAFKA__CLIENT__SASL_PASSWORD": "canary in a variable", "KEY": "canary"}
+    config = load(flags=["worker.api_key=file:key"], client_flags=["ssl.key.pem=env:KEY"], environment=environment)
+    references = {"worker.api_key": config.worker.api_key, **config.kafka.client}
+    assert references == {
+        "worker.api_key": f"file:{tmp_path / 'key'}",
+        "sasl.password": "env:ROLLSTREAM__KAFKA__CLIENT__SASL_PASSWORD",
+        "ssl.key.pem": "env:KEY",
+    }
+    assert "canary" not in to_toml(config)
+    secrets = [resolve(key, value, environment) for key, value in references.items()]
+    assert secrets == ["canary in a file", "canary in a variable", "canary"]
+    assert load(write(tmp_path, to_toml(config))) == config
+    environment |= {"ROLLSTREAM__LEARNER__NAME": "other", "KAFKA_BOOTSTRAP_SERVERS": "h:1", "PATH": "/bin"}
+    assert child_environment(config, environment).keys() == {"ROLLSTREAM__KAFKA__CLIENT__SASL_PASSWORD", "KEY", "PATH"}
+
+
+def test_a_secret_that_is_not_where_it_is_said_to_be_is_an_error_that_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"sasl\.password is env:NO_SUCH.*export NO_SUCH"):
+        clients.producer(KafkaConfig(client={"sasl.password": "env:NO_SUCH"}))
+    with pytest.raises(ConfigurationError, match=r"worker\.api_key is file:.*cannot be read: .*No such file"):
+        CompletionsClient(["http://h/v1"], api_key=f"file:{tmp_path / 'none'}")
+
+
+def test_a_configuration_is_written_for_its_owner_alone(tmp_path: Path) -> None:
+    config = load(flags=[f"data_dir={tmp_path}"])
+    path = plan.write(config)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o644)
+    assert stat.S_IMODE(plan.write(config).stat().st_mode) == 0o600
