@@ -129,6 +129,7 @@ def _add_runs(commands: "Commands") -> None:
         example="rollstream run run.toml",
     )
     run.set_defaults(role=True)
+    add_command(commands, "runs", "pipeline.runs:show_runs", "list the runs that are on the brokers", json=True)
     run.add_argument("file", type=Path, nargs="?", metavar="run.toml", help="the same as --config")
     demo = add_command(
         commands,

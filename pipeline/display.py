@@ -1,11 +1,11 @@
-"""What the demo shows while it goes on: lines of what it does and, on a terminal, the run live below them.
+"""What a demo and a run show while they go on: lines of what happens and, on a terminal, the run live below them.
 
-Without a terminal lines are all there is, and how far the run is comes as one of them every two seconds.
+Without a terminal lines are all there is, and how far the run is comes as one of them every few seconds.
 """
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -16,15 +16,21 @@ from pipeline.tools.top import frame
 
 _FRAME_S = 0.5
 _LINE_S = 2.0
+Line = Callable[[RunObserver], str]
 
 
 class Display:
     """Lines on standard output, or on standard error where the answer there is for a program."""
 
-    def __init__(self, *, json: bool, began: float, newest: int) -> None:
+    def __init__(
+        self, *, json: bool, began: float, newest: int, line: Line | None = None, every_s: float = _LINE_S
+    ) -> None:
+        """`line` is how far a run is, where there is no terminal; `every_s` how often it is said."""
         self._stream = sys.stderr if json else sys.stdout
         self._began = began
         self._newest = newest
+        self._line = line or self._learning
+        self._line_s = every_s
         self._console = Console(file=self._stream) if self._stream.isatty() else None
         self._live: Live | None = None
         self._due = 0.0
@@ -40,7 +46,7 @@ class Display:
     @contextmanager
     def live(self) -> Iterator[None]:
         """While inside, `show` shows the run below the lines, where there is a terminal."""
-        self._due = time.monotonic() + (_FRAME_S if self._console else _LINE_S)
+        self._due = time.monotonic() + (_FRAME_S if self._console else self._line_s)
         if self._console is None:
             yield
             return
@@ -58,9 +64,12 @@ class Display:
             self._due = time.monotonic() + _FRAME_S
             self._live.update(frame(observer.snapshot(self._newest), self._console.width), refresh=True)
             return
-        self._due += _LINE_S
+        self._due += self._line_s
+        self.say(self._line(observer))
+
+    def _learning(self, observer: RunObserver) -> str:
         recent = observer.last(self._newest)
-        self.say(
+        return (
             f"step {observer.steps:4d}   rollouts {len(observer.scored):7,}   batches {observer.batches:5,}   "
             f"reward {recent.reward:.3f}   exact {recent.exact:.3f}"
         )

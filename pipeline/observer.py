@@ -57,7 +57,8 @@ class RunObserver:
     beginning at first.
     """
 
-    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+    def __init__(self, kafka: KafkaConfig, run: str, *, keep: int | None = None) -> None:
+        """`keep` bounds how many of the newest rollouts are remembered, by whoever watches for days."""
         self._rollouts, self._index, self._steps, self._policies, self._journal = (
             topic_name(run, topic) for topic in ("rollouts", "batch-index", "steps", "policies", "journal")
         )
@@ -77,7 +78,8 @@ class RunObserver:
         self.skipped = SkippedRecords("observer")
         """Records that could not be read, but for those of rollouts, which are grouping's to judge."""
         self.scored: list[Scored] = []
-        """Every rollout so far, in order of append time, partition, offset."""
+        """Every rollout so far, or the newest, in order of append time, partition, offset."""
+        self._keep = keep
         self.batches = 0
         self.steps = 0
         self.policy_version = -1

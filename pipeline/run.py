@@ -7,19 +7,30 @@ they wrote, then the learner; nothing it started is left.
 import argparse
 import logging
 import signal
+import sys
+import time
+from contextlib import ExitStack, closing
 
 from pipeline import plan as plans
 from pipeline.config import RunConfig
+from pipeline.display import Display
 from pipeline.lengths import check_lengths
+from pipeline.observer import RunObserver
 from pipeline.plan import LEARN, RunPlan
 from pipeline.process import Interrupted, Interrupts, announce_ready
 from pipeline.provision import provision
 from pipeline.roles.jax_runtime import require_jax
+from pipeline.stall import StallWatch
 from pipeline.supervisor import Supervisor
+from pipeline.tools.top import NEWEST, line
+from pipeline.workspace import log_to
 from producers.tasks import create_task
+from topics.errors import RollstreamError
 from topics.logs import event
 
 logger = logging.getLogger(__name__)
+_LINE_S = 10.0
+"""How often a run is told of where there is no terminal: it goes on for days."""
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
@@ -38,8 +49,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
             start(supervisor, roles)
             print(f"run {config.run}: {len(supervisor.pids)} processes are ready; their logs: {log_dir}", flush=True)
             announce_ready()
-            while not supervisor.finished(LEARN):
-                supervisor.poll(0.5)
+            watch(config, supervisor, interrupts)
             print(f"run {config.run}: the learner has made its last step", flush=True)
     except Interrupted as interrupted:
         if interrupted.signal_number != signal.SIGTERM:
@@ -54,3 +64,40 @@ def start(supervisor: Supervisor, roles: RunPlan) -> None:
     supervisor.wait_ready(spec.name for spec in roles.consumers)
     supervisor.start(*roles.workers, *roles.evaluators)
     supervisor.wait_ready(spec.name for spec in (*roles.workers, *roles.evaluators))
+
+
+def watch(config: RunConfig, supervisor: Supervisor, interrupts: Interrupts) -> None:
+    """Show how the run goes, and warn where it stands still, until the learner has made its last step."""
+    display = Display(
+        json=False,
+        began=time.monotonic(),
+        newest=NEWEST,
+        line=lambda seen: line(seen.snapshot(NEWEST)),
+        every_s=_LINE_S,
+    )
+
+    def kill_now() -> None:
+        display.restore()
+        supervisor.kill_all()
+
+    interrupts.kill_now = kill_now
+    if sys.stdout.isatty():
+        # Where the frame is drawn no log can be.
+        log_to(supervisor.log_dir / "run.log", config.log_level)
+    stall = StallWatch(config)
+    with ExitStack() as stack:
+        observer: RunObserver | None = stack.enter_context(closing(RunObserver(config.kafka, config.run, keep=NEWEST)))
+        stack.enter_context(display.live())
+        while not supervisor.finished(LEARN):
+            supervisor.poll(0.25)
+            if observer is None:
+                continue
+            try:
+                observer.poll(0.25)
+                display.show(observer)
+                for warning in stall.look(observer.snapshot(NEWEST), time.monotonic()):
+                    display.say(warning)
+            except RollstreamError as error:
+                # Training needs nobody who watches.
+                display.say(f"{error}; the run goes on, and is no longer shown: see `rollstream top`")
+                observer = None

@@ -207,3 +207,9 @@ def name_in_run(topic: str) -> str:
 def topic_name(run: str, name: str) -> str:
     """Full name of a run's topic: `{run}.{name}`."""
     return f"{run}.{spec_of(name).name}"
+
+
+def run_and_name(topic: str) -> tuple[str, str] | None:
+    """The run that a topic belongs to, and its name there; None for a topic of somebody else."""
+    run, _, name = topic.rpartition(".")
+    return (run, name) if run and any(spec.name == name for spec in CATALOGUE) else None

@@ -4,6 +4,7 @@ Also the few loops every reader would otherwise write again: read a topic to its
 that a broker answers. Read_committed unless a function says otherwise.
 """
 
+import difflib
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -21,6 +22,7 @@ from confluent_kafka import (
     TopicPartition,
 )
 
+from topics.catalogue import run_and_name
 from topics.config import KafkaConfig
 from topics.errors import BrokerUnavailable, ConfigurationError, TopicError
 from topics.logs import event
@@ -218,10 +220,44 @@ def partitions_of(config: KafkaConfig, topic: str, client: "AdminClient | Consum
             f"no Kafka broker answers at {config.bootstrap_servers}: {error.args[0].str()}"
         ) from error
     if metadata.error is not None:
-        raise TopicError(
-            f"topic {topic} is missing ({metadata.error.name()}); create it with `rollstream topics apply`"
-        )
+        raise _missing(config, topic, metadata.error.name())
     return len(metadata.partitions)
+
+
+def runs(config: KafkaConfig) -> dict[str, dict[str, int]]:
+    """Partitions of each topic, by its name, of every run on the brokers. Raises BrokerUnavailable."""
+    try:
+        topics = admin(config).list_topics(timeout=10.0).topics
+    except KafkaException as error:
+        raise BrokerUnavailable(
+            f"no Kafka broker answers at {config.bootstrap_servers}: {error.args[0].str()}"
+        ) from error
+    found: dict[str, dict[str, int]] = {}
+    for topic, metadata in sorted(topics.items()):
+        place = run_and_name(topic)
+        if place is not None:
+            found.setdefault(place[0], {})[place[1]] = len(metadata.partitions)
+    return found
+
+
+_NAMED = 3
+"""Most runs that an error names."""
+
+
+def _missing(config: KafkaConfig, topic: str, why: str) -> TopicError:
+    """The error of a topic that is not there: the run is called otherwise, or its topics are to be made."""
+    place, there = run_and_name(topic), runs(config)
+    if place is not None and place[0] not in there:
+        near = difflib.get_close_matches(place[0], there, 1, 0.8)
+        if near:
+            return TopicError(
+                f"topic {topic} is missing: there is no run {place[0]}; did you mean --run {near[0]}? "
+                f"`rollstream runs` lists all"
+            )
+        if there:
+            more = f" and {len(there) - _NAMED} more (`rollstream runs`)" if len(there) > _NAMED else ""
+            why += f"; there is no run {place[0]}, but {', '.join([*there][:_NAMED])}{more}"
+    return TopicError(f"topic {topic} is missing ({why}); create it with `rollstream topics apply`")
 
 
 def bounds(config: KafkaConfig, topic: str) -> dict[int, tuple[int, int]]:
@@ -249,7 +285,7 @@ def topic_ids(kafka: KafkaConfig, names: list[str]) -> dict[str, str]:
             ids[name] = str(future.result(30.0).topic_id)
         except KafkaException as error:
             if error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
-                raise TopicError(f"topic {name} is missing; create it with `rollstream topics apply`") from error
+                raise _missing(kafka, name, error.args[0].name()) from error
             raise BrokerUnavailable(f"topic {name} cannot be described: {error.args[0].str()}") from error
     return ids
 

@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
+from topics import clients
 from topics.catalogue import CATALOGUE
+from topics.config import KafkaConfig
 
 
 def rollstream(broker: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -66,3 +69,24 @@ def test_a_run_without_records_balances(broker: str, run_name: str) -> None:
     book = json_of(rollstream(broker, "ledger", *flags))
     assert (book["balanced"], book["produced"], book["in_flight"]) == (True, 0, 0)
     assert json_of(rollstream(broker, "verify", *flags))["batches"] == 0
+
+
+def test_runs_are_listed_and_a_mistyped_one_is_told_from_one_to_be_made(broker: str, run_name: str) -> None:
+    name = f"{run_name}-listed"
+    json_of(rollstream(broker, "topics", "apply", "--run", name, "--json", "--set", "topics.partitions=2"))
+    [listed] = [run for run in json_of(rollstream(broker, "runs", "--json")) if run["run"] == name]
+    assert (listed["partitions"], listed["records"], listed["newest_ms"]) == (2, 0, -1)
+    producer = clients.producer(KafkaConfig(bootstrap_servers=broker))
+    producer.produce(f"{name}.rollouts", b"not a record")
+    assert producer.flush(30) == 0
+    found = rollstream(broker, "runs")
+    first, *rows = found.stdout.splitlines()
+    assert first.split("  ")[0] == "run"
+    assert rows[0].split()[:3] == [name, "2", "1"], "that of the newest record first"
+    assert datetime.fromisoformat(" ".join(rows[0].split()[3:])) > datetime.now(UTC) - timedelta(minutes=5)
+    for command in (("ledger",), ("top", "--once"), ("cat", "steps")):
+        found = rollstream(broker, *command, "--run", f"{run_name}-lsited")
+        assert found.returncode == 2
+        assert found.stderr.startswith("rollstream: topic ")
+        assert f"there is no run {run_name}-lsited; did you mean --run {name}?" in found.stderr
+        assert "topics apply" not in found.stderr

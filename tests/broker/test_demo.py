@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -208,6 +209,7 @@ def test_a_run_goes_on_after_kill_9_of_its_parts_and_drains_when_told(
     run.terminate()
     output, errors = run.communicate(timeout=60)
     assert run.returncode == 0, errors
+    assert re.search(r"^ *\d+\.\d s  step \d+  version \d+  rollouts [\d,]+ ", output, re.MULTILINE), output
     assert not [p for p in children if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     book = ledger(kafka, run_name)
     assert book.balanced, book.problems
