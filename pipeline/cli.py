@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra import commands as broker_commands
+from pipeline import interruption
 from pipeline.commands import add_command
 from pipeline.process import watch_lifeline
 from pipeline.tool_commands import add_tools
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except RollstreamError as error:
-        if args.debug:
+        if args.debug or interruption.received():
             raise
         print(f"rollstream: {error}", file=sys.stderr)
         return error.exit_code

@@ -137,7 +137,7 @@ def play(
 
     def kill_now() -> None:
         display.restore()
-        supervisor.kill_all()
+        supervisor.kill_now()
 
     interrupts.kill_now = kill_now
     observer = stack.enter_context(closing(RunObserver(config.kafka, config.run)))

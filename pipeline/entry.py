@@ -13,8 +13,10 @@ def main() -> None:
         from pipeline.cli import main as run
 
         code = run()
-    except KeyboardInterrupt:
-        code = interruption.INTERRUPTED
+    except BaseException:
+        # Whatever the interruption became on its way: the import system wraps it, a library may hide it.
+        if not interruption.received():
+            raise
     if interruption.received():
         interruption.end()
     # What Ctrl-C ends from here on has answered already.

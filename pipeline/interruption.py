@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 GRACE_S = 1.5
 """How long the main thread may take to clean up."""
@@ -40,6 +40,12 @@ def take_over() -> None:
     threading.Thread(target=_watch, args=(read,), name="interruption", daemon=True).start()
 
 
+def never_raise() -> None:
+    """End the process at the signal itself from here on: with JAX below, an exception out of nowhere may crash it."""
+    if signal.getsignal(signal.SIGINT) is _interrupt:
+        signal.signal(signal.SIGINT, lambda _number, _frame: end())
+
+
 def note() -> None:
     """Remember that Ctrl-C came; for a handler that takes the place of ours and raises nothing."""
     _received.append(signal.SIGINT)
@@ -50,10 +56,11 @@ def received() -> bool:
     return bool(_received)
 
 
-def end() -> None:
+def end() -> NoReturn:
     """Say the line and end the process, without what waits for threads and pipes at exit."""
+    note()
     _say()
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RuntimeError):  # the last where a signal met a write
         sys.stdout.flush()  # `_watch` ends a wait for a reader that is not there
     os._exit(INTERRUPTED)
 

@@ -45,7 +45,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         roles = plans.plan(config, plans.write(config))
         log_dir = config.run_dir / "logs"
         with Supervisor(log_dir, interrupts=interrupts, environment=plans.child_environment(config)) as supervisor:
-            interrupts.kill_now = supervisor.kill_all
+            interrupts.kill_now = supervisor.kill_now
             start(supervisor, roles)
             print(f"run {config.run}: {len(supervisor.pids)} processes are ready; their logs: {log_dir}", flush=True)
             announce_ready()
@@ -78,7 +78,7 @@ def watch(config: RunConfig, supervisor: Supervisor, interrupts: Interrupts) -> 
 
     def kill_now() -> None:
         display.restore()
-        supervisor.kill_all()
+        supervisor.kill_now()
 
     interrupts.kill_now = kill_now
     if sys.stdout.isatty():

@@ -20,12 +20,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from infra.processes import await_end, identify
 from pipeline.process import HURRY_S, LIFELINE_VARIABLE, READY, READY_VARIABLE, Interrupts, in_a_hurry
 from topics.errors import DeadlineExceeded, RollstreamError
 from topics.logs import event
 
 logger = logging.getLogger(__name__)
 _TAIL_LINES = 12
+_KILLED_S = 1.0
+"""How long the end of a killed process is waited for."""
 
 
 class RoleFailed(RollstreamError):
@@ -216,6 +219,18 @@ class Supervisor:
         for role in self._roles.values():
             role.stopping, role.restart_at = True, None
             self._kill(role)
+
+    def kill_now(self) -> None:
+        """SIGKILL every role and what it started; from a signal handler or another thread, before the process ends.
+
+        Unlike `kill_all` it takes no lock that the interrupted code may hold, and reaps nobody.
+        """
+        running = [identify(role.process.pid) for role in self._roles.values() if not role.reaped]
+        for process in filter(None, running):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in filter(None, running):
+            await_end(process, _KILLED_S)
 
     def _spawn(self, spec: RoleSpec, before: _Role | None = None) -> None:
         environment = {**self._environment, **spec.environment, LIFELINE_VARIABLE: str(self._lifeline_read)}

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 
+from pipeline import interruption
 from pipeline.config import RunConfig
 from topics.errors import ConfigurationError
 
@@ -23,6 +24,7 @@ def prepare_jax(config: RunConfig) -> None:
     from consumers.learner.environment import prepare_environment
 
     require_jax()
+    interruption.never_raise()
     cache = config.data_dir.resolve() / "cache" / "jax"
     cache.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault(CACHE_VARIABLE, str(cache))

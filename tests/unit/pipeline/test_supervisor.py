@@ -195,7 +195,7 @@ from pipeline.supervisor import RoleSpec, Supervisor
 interrupts = Interrupts()
 interrupts.install()
 with Supervisor(Path("logs"), interrupts=interrupts) as supervisor:
-    interrupts.kill_now = supervisor.kill_all
+    interrupts.kill_now = supervisor.kill_now
     for n, script in enumerate(sys.argv[1:]):
         supervisor.start(RoleSpec(name=f"a-{n}", arguments=("-c", script), stop_timeout_s=30))
     supervisor.wait_ready(f"a-{n}" for n in range(len(sys.argv) - 1))
