@@ -124,12 +124,16 @@ class RealRun:
         where = ["--run", self.name, "-b", self.kafka.bootstrap_servers]
         return [sys.executable, "-P", "-m", "pipeline", *words, *where, *flags]
 
-    def start(self, *words: str, **settings: object) -> subprocess.Popen[bytes]:
-        """Start a role as a process of its own; its log goes to the run's directory."""
+    def start(self, *words: str, script: str = "", **settings: object) -> subprocess.Popen[bytes]:
+        """Start a role as a process of its own; its log goes to the run's directory. `script` is Python that calls
+        the command line itself, after what a test wants different in that process."""
+        command = self.command(*words, **settings)
+        if script:
+            command[2:4] = ["-c", script]
         log = self.directory / f"{words[0]}-{len(self.processes)}.log"
         with log.open("wb") as out:
             process = subprocess.Popen(
-                self.command(*words, **settings),
+                command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=self.directory,

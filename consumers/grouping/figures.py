@@ -7,6 +7,7 @@ Counts are since the process started; the journal has those of the run.
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 
 from consumers.grouping.changes import Output
 from consumers.grouping.fold import Fold
@@ -62,11 +63,10 @@ class GroupingFigures:
         folds: Iterable[Fold],
         ends: Mapping[int, int],
         restoring: Mapping[int, Progress],
-        *,
-        records_skipped: int = 0,
+        more: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Write the figures now. `ends` holds the end of each partition, as far as it is known; `records_skipped` are
-        records of other topics that could not be read."""
+        """Write the figures now. `ends` holds the end of each partition, as far as it is known; `more` are figures of
+        the process as a whole."""
         self._due_s = self._clock() + self._interval_s
         whole = dict.fromkeys(("lag", "in_flight", "open_groups", "held_bytes"), 0)
         owned = set()
@@ -98,7 +98,7 @@ class GroupingFigures:
         self._told = found
         values = {**whole, **{f"{name}_total": count for name, count in self._totals.items()}}
         values |= {"partitions": len(owned), "partitions_restoring": len(restoring)}
-        values["records_skipped_total"] = records_skipped
+        values |= more
         if self._commits:
             values["commit_seconds_mean"] = sum(self._commits) / len(self._commits)
             values["commit_seconds_max"] = max(self._commits)

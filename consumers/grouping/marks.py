@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from confluent_kafka import KafkaError, Message, TopicPartition
+from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, KafkaError, Message, TopicPartition
 
 from consumers.grouping.config import GrouperConfig
 from topics import clients
@@ -22,10 +22,18 @@ logger = logging.getLogger(__name__)
 class MarkWriter:
     """Appends marks to chosen partitions."""
 
-    def __init__(self, kafka: KafkaConfig, run: str, on_failure: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        on_failure: Callable[[int], None],
+        on_append: Callable[[int], None] = lambda append_ms: None,
+    ) -> None:
+        """`on_append` is told the time the broker gives each mark."""
         self._producer = clients.producer(kafka, **{"linger.ms": "0"})
         self._topic = topic_name(run, "rollouts")
         self._on_failure = on_failure
+        self._on_append = on_append
 
     def write(self, partition: int, mark: Mark) -> None:
         """Append a mark; `on_failure(partition)` is called from `poll` when the broker did not take it."""
@@ -45,6 +53,8 @@ class MarkWriter:
         if error is not None:
             event(logger, "mark_failed", level=logging.WARNING, partition=message.partition(), error=error.str())
             self._on_failure(message.partition() or 0)
+        elif message.timestamp()[0] == TIMESTAMP_LOG_APPEND_TIME:
+            self._on_append(message.timestamp()[1])
 
 
 def drain(kafka: KafkaConfig, run: str, grouper: GrouperConfig, timeout_s: float = 60.0) -> None:

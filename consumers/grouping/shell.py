@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
+from consumers.grouping.broker_clock import BrokerClock
 from consumers.grouping.config import GrouperConfig, GroupingConfig
 from consumers.grouping.configuring import check_names
 from consumers.grouping.figures import GroupingFigures
@@ -27,7 +28,7 @@ from consumers.transactions import OwnershipLost, fenced
 from topics import clients
 from topics.catalogue import topic_name
 from topics.config import KafkaConfig
-from topics.errors import ConfigurationError
+from topics.errors import ConfigurationError, StateRefused
 from topics.following import TopicFollower
 from topics.logs import event
 from topics.metrics import MetricsWriter
@@ -88,7 +89,8 @@ class GroupingProcess:
         self._group = grouper.group_id(run)
         self._consumer: Consumer = clients.group_member(kafka, self._group, self._name)
         self._publisher = TransactionPublisher(kafka, run, self._group, ordinal, self._consumer)
-        self._marks = MarkWriter(kafka, run, self._mark_failed)
+        self._clock = BrokerClock()
+        self._marks = MarkWriter(kafka, run, self._mark_failed, self._clock.told)
         policies = TopicPartition(topic_name(run, "policies"), 0, OFFSET_BEGINNING)
         self._policies = TopicFollower(kafka, [policies])
         self._skipped = SkippedRecords(self._name)
@@ -105,6 +107,8 @@ class GroupingProcess:
         """Partitions whose task is restored while the client is not yet sent to its position: nothing is taken from
         them until it is."""
         self._newest_version = -1
+        self._ignored_settings: dict[str, str] = {}
+        """How settings given here differ from those of the same generation in the log."""
         self._figures = GroupingFigures(
             MetricsWriter(kafka, run, self._name), self._group, self._topic, grouper.metrics_interval_s
         )
@@ -161,6 +165,7 @@ class GroupingProcess:
             task = None if partition in self._to_seek else self._tasks.get(partition)
             error = message.error()
             if error is None:
+                self._clock.passed(message.timestamp()[1])
                 if task is not None:
                     task.apply(records_of(message))
             elif error.code() == KafkaError._PARTITION_EOF:
@@ -201,11 +206,30 @@ class GroupingProcess:
             self._newest_version = max(self._newest_version, manifest.version)
 
     def _write_marks(self) -> None:
-        now_ms = int(time.time() * 1000)
+        self._compare_settings()
+        now_ms = self._clock.now_ms
         for task in self._tasks.values():
             for mark in task.due_marks(now_ms, self._newest_version, self._grouping):
                 self._marks.write(task.partition, mark)
         self._marks.poll()
+
+    def _compare_settings(self) -> None:
+        """Say where this process was given settings that are not in force. The log's are: whatever processes were
+        given, they cut the same batches, so that a refusal would end for nothing what goes on as before."""
+        compared = [task.ignored_settings(self._grouping) for task in self._tasks.values()]
+        ignored = next(filter(None, compared), {})
+        if not compared or ignored == self._ignored_settings:
+            return
+        self._ignored_settings = ignored
+        if ignored:
+            event(
+                logger,
+                "settings_ignored",
+                level=logging.WARNING,
+                generation=self._grouping.generation,
+                settings=ignored,
+                remedy="raise grouping.generation for them to be in force, or take those in the log",
+            )
 
     def _write_figures(self) -> None:
         if self._grouper.metrics_interval_s <= 0 or not self._figures.due:
@@ -218,7 +242,8 @@ class GroupingProcess:
                     ends[partition] = end
         restoring = {} if self._restoration is None else {self._restoration.partition: self._restoration.progress}
         folds = (task.fold for task in self._tasks.values())
-        self._figures.write(folds, ends, restoring, records_skipped=self._skipped.total)
+        more = {"records_skipped_total": self._skipped.total, "settings_ignored": len(self._ignored_settings)}
+        self._figures.write(folds, ends, restoring, more)
 
     def _mark_failed(self, partition: int) -> None:
         if partition in self._tasks:
@@ -327,6 +352,12 @@ class GroupingProcess:
                 self._ready()
 
     def _begin_restoring(self) -> None:
+        if max(self._to_restore) >= self._partitions:
+            raise StateRefused(
+                f"{self._topic} has {clients.partitions_of(self._kafka, self._topic)} partitions, and had "
+                f"{self._partitions} when this process started; keys have moved, and the new partitions have no "
+                f"journal: start a run of another name"
+            )
         try:
             self._settle()
         except OwnershipLost as error:

@@ -3,6 +3,8 @@
 Knows nothing of Kafka clients; time is given to it, so that tests can.
 """
 
+from dataclasses import fields
+
 from consumers.grouping.changes import Record
 from consumers.grouping.config import ForeignConfiguration, GrouperConfig, GroupingConfig
 from consumers.grouping.configuring import BATCH_BYTES_LIMIT, VERSION_STEP
@@ -37,6 +39,8 @@ class GroupingTask:
         self._marked_version = fold.policy_version
         self._marked_generation = fold.config.generation
         self._marked_deadline_ms = 0
+        self._compared: GroupingConfig | None = None
+        self._ignored: dict[str, str] = {}
 
     @property
     def journal_offset(self) -> int:
@@ -89,6 +93,23 @@ class GroupingTask:
         output = self.fold.take(snapshot=snapshot)
         return Part(output, self._journal)
 
+    def ignored_settings(self, wanted: GroupingConfig) -> dict[str, str]:
+        """How settings differ from those in the log though the generation is the same, so that the log's are in force.
+
+        The core version is not among them: a run keeps the one it began with, and a release has its own default.
+        """
+        config = self.fold.config
+        if config is not self._compared:
+            self._compared = config
+            same = wanted.generation == config.generation
+            names = [f.name for f in fields(config) if f.name != "core_version"] if same else []
+            self._ignored = {
+                name: f"{here!r} here, {in_log!r} in the log"
+                for name in names
+                if (here := getattr(wanted, name)) != (in_log := getattr(config, name))
+            }
+        return self._ignored
+
     def due_marks(self, now_ms: int, newest_version: int, wanted: GroupingConfig) -> list[Mark]:
         """Marks to append now: for a new policy version, a higher configuration generation, an overdue deadline.
 
@@ -108,7 +129,7 @@ class GroupingTask:
             marks.append(mark)
         due_ms = self.fold.next_deadline_ms
         # The broker's clock may lag ours: a mark may come too early by it, and is then repeated.
-        rested = now_ms - self._marked_deadline_ms >= self._config.mark_interval_s * 1000
+        rested = not 0 <= now_ms - self._marked_deadline_ms < self._config.mark_interval_s * 1000
         if self.at_end and due_ms is not None and due_ms <= now_ms and rested:
             self._marked_deadline_ms = now_ms
             marks.append(self._mark("deadline", now_ms))

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 
 import pytest
@@ -44,10 +43,7 @@ sys.exit(main(sys.argv[1:]))
 
 def pausing_grouper(run: RealRun, **settings: object) -> subprocess.Popen[bytes]:
     """A grouping process that stops itself in its first transaction, before the commit; returned once it has."""
-    command = [sys.executable, "-P", "-c", PAUSING, *run.command("group", **settings)[4:]]
-    with (run.directory / f"group-{len(run.processes)}.log").open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=run.directory, env=run._env())
-    run.processes.append(process)
+    process = run.start("group", script=PAUSING, **settings)
     options = os.WSTOPPED | os.WNOHANG
     eventually(lambda: os.waitid(os.P_PID, process.pid, options) is not None, 60, "the process stops itself")
     return process

@@ -40,7 +40,10 @@ def test_figures_of_partitions_and_of_the_process() -> None:
     figures.committed([d.fold.take()], 0.04)
     assert figures.due
     figures.write(
-        [d.fold, other.fold], {0: 9, 3: 1}, {7: Progress(journal_read=2, records_to_read=4)}, records_skipped=3
+        [d.fold, other.fold],
+        {0: 9, 3: 1},
+        {7: Progress(journal_read=2, records_to_read=4)},
+        {"records_skipped_total": 3},
     )
     assert not figures.due
     [first, second, restoring, of_environment, whole] = writer.written

@@ -1,0 +1,72 @@
+"""What happens around a grouping process: clocks that are set, partitions that are added, settings that differ."""
+
+import json
+from dataclasses import replace
+
+from confluent_kafka.admin import NewPartitions
+
+from pipeline.ledger import ledger
+from tests.runs import RealRun, rollout
+from tests.waiting import eventually
+from topics import clients
+from topics.records import Metrics
+
+CLOCK = """
+import os, sys, time
+now = time.time
+time.time = lambda: now() - (86_400 if os.path.exists("set-back") else 0)
+from pipeline.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_host_clock_that_is_set_back_silences_no_deadline(real_run: RealRun) -> None:
+    run = real_run
+    run.grouping = type(run.grouping)(batch_rollouts=16, max_batch_age_s=1.0, group_deadline_s=1.0)
+    run.prepare()
+    process = run.start("group", script=CLOCK)
+    eventually(lambda: '"task_restored"' in run.log_of(process), 60, "the process groups")
+    (run.directory / "set-back").touch()
+    run.send([rollout("half", member) for member in range(2)])
+    eventually(
+        lambda: ledger(run.kafka, run.name).dropped.get("group_too_small") == 2, 30, "the deadline of half a group"
+    )
+
+
+def test_partitions_that_were_added_are_refused_with_the_remedy(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    # How often the client looks for partitions; by default every five minutes.
+    process = run.start("group", **{"kafka__client.topic.metadata.refresh.interval.ms": 500})
+    eventually(lambda: run.log_of(process).count('"task_restored"') == 2, 60, "the process groups")
+    topic = run.topic("rollouts")
+    admin = clients.admin(run.kafka)
+    admin.create_partitions([NewPartitions(topic, 3)])[topic].result(30)
+    assert process.wait(60) == 2
+    last = run.log_of(process).strip().splitlines()[-1]
+    assert last.startswith(
+        f"rollstream: {topic} has 3 partitions, and had 2 when this process started; keys have moved"
+    )
+    assert last.endswith("start a run of another name")
+    again = run.start("group")
+    assert again.wait(60) == 2
+    assert "start a run of another name" in run.log_of(again)
+
+
+def test_settings_that_differ_from_those_in_the_log_are_named_and_those_in_the_log_are_in_force(
+    real_run: RealRun,
+) -> None:
+    run = real_run.prepare()
+    run.grouping = replace(run.grouping, batch_rollouts=64)
+    process = run.start("group", grouper__metrics_interval_s=0.2)
+    run.send(rollout(f"x{example}", member) for example in range(8) for member in range(4))
+
+    def figures() -> list[float]:
+        told = [r.values for r in run.read("metrics") if isinstance(r, Metrics)]
+        return [values["settings_ignored"] for values in told if "settings_ignored" in values]
+
+    eventually(lambda: figures()[-1] == 1, 60, "the figure")
+    eventually(lambda: sum(len(b.uids) for b in run.read("batches")) == 32, 60, "all rollouts batched")  # type: ignore[attr-defined]
+    assert max(len(b.uids) for b in run.read("batches")) == 16  # type: ignore[attr-defined]
+    [event] = [json.loads(line) for line in run.log_of(process).splitlines() if '"settings_ignored"' in line]
+    assert event["settings"] == {"batch_rollouts": "64 here, 16 in the log"}
+    assert "raise grouping.generation" in event["remedy"]
