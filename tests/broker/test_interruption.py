@@ -7,12 +7,13 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.interrupting import assert_ends_at_once, limit_s
+from tests.interrupting import LIMIT_S, FairTime, assert_ends_at_once
 from tests.producing import SortingGenerator, serving
 from tests.runs import RealRun, rollout
 from tests.waiting import eventually
@@ -89,27 +90,51 @@ def test_a_worker_with_groups_in_flight_ends_at_once(real_run: RealRun, count: i
         assert_ends_at_once(command, real_run.directory, count, 4.0, SEED)
 
 
-def test_nobody_reads_what_is_printed_and_the_command_ends(recorded: RealRun, tmp_path: Path) -> None:
-    """Its output goes into a pipe that is full, or closed."""
-    command = recorded.command("ledger", "--watch", "0.01", "--json")
+@contextmanager
+def full_pipe() -> Iterator[int]:
+    """Nobody reads it, and it takes nothing more."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
     os.write(write, bytes(4096))
     os.set_blocking(write, True)
-    process = subprocess.Popen(command, stdout=write, stderr=write, cwd=tmp_path)
-    try:
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(2.0)
-        began = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
-        assert time.monotonic() - began < limit_s()
-    finally:
-        process.kill()
-        process.wait()
-        os.close(read)
-        os.close(write)
+    yield write
+    os.close(read)
+    os.close(write)
+
+
+@contextmanager
+def closed_pipe() -> Iterator[int]:
+    """Nobody is there to read it."""
+    read, write = os.pipe()
+    os.close(read)
+    yield write
+    os.close(write)
+
+
+@pytest.mark.parametrize(
+    ("pipe", "words"),
+    [
+        (full_pipe, ("ledger", "--watch", "0.01", "--json")),
+        (closed_pipe, ("cat", "rollouts", "-o", "end", "--follow")),  # says nothing before the signal
+    ],
+    ids=["full", "closed"],
+)
+def test_nobody_reads_what_is_printed_and_the_command_ends(
+    recorded: RealRun, tmp_path: Path, pipe: Callable[[], AbstractContextManager[int]], words: tuple[str, ...]
+) -> None:
+    with pipe() as unread:
+        process = subprocess.Popen(recorded.command(*words), stdout=unread, stderr=unread, cwd=tmp_path)
+        try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(2.0)
+            with FairTime() as passed:
+                process.send_signal(signal.SIGINT)
+                assert process.wait(30) == 130
+            assert passed.seconds < LIMIT_S
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_a_terminal_is_given_back_by_top(recorded: RealRun, tmp_path: Path) -> None:
