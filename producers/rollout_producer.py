@@ -5,6 +5,7 @@ names the rollout. Memory is bounded: when the queue is full `send` waits, then 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 from producers.sending import Delivery, RecordSender
@@ -13,7 +14,7 @@ from topics.config import KafkaConfig
 from topics.errors import ConfigurationError, RecordError
 from topics.keys import encode_key
 from topics.records import GroupCancelled, Rollout
-from topics.validation import cancellation_problems, problems
+from topics.validation import UIDS_LIMIT, cancellation_problems, problems
 
 
 class RolloutProducer(RecordSender):
@@ -66,10 +67,16 @@ class RolloutProducer(RecordSender):
         self._send(f"rollout {rollout.uid}", key, rollout, timeout_s, delivered)
 
     def cancel(self, cancelled: GroupCancelled, *, timeout_s: float | None = None) -> None:
-        """Queue a cancellation: its rollouts will never come, and the group shrinks. Raises as `send` does."""
+        """Queue a cancellation: its rollouts will never come, and the group shrinks. Raises as `send` does.
+
+        More uids than fit into one record go out as several, so that some may be out when it raises: call it again.
+        """
         name = f"cancellation of group {cancelled.group_id or cancelled.example_id}"
         if not self._trains:
             raise ConfigurationError(f"{name}: {self.topic} takes rollouts only; send it with topic='rollouts'")
-        if wrong := cancellation_problems(cancelled):
+        if wrong := cancellation_problems(cancelled, bounded=False):
             raise RecordError(f"{name} was not sent: {'; '.join(wrong)}")
-        self._send(name, encode_key(cancelled.environment, cancelled.example_id), cancelled, timeout_s)
+        key = encode_key(cancelled.environment, cancelled.example_id)
+        for start in range(0, len(cancelled.uids), UIDS_LIMIT):
+            some = replace(cancelled, uids=cancelled.uids[start : start + UIDS_LIMIT])
+            self._send(name, key, some, timeout_s)

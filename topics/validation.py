@@ -26,6 +26,9 @@ NAME_LIMIT = 512
 ARRAYS_LIMIT = 256
 """Most named arrays of a rollout."""
 
+UIDS_LIMIT = 4096
+"""Most uids of one cancellation: who has more to cancel writes several."""
+
 _INT_MAX = 2**31 - 1
 _DTYPE = re.compile(r"(<[iufc](2|4|8|16)|\|[biu]1)")
 _PORTABLE = re.compile(r"(<[iu][248]|<f[248]|<c(8|16)|\|[biu]1)")
@@ -65,8 +68,8 @@ def problems(rollout: Rollout, *, bounded: bool = True) -> list[str]:
     return found + _arrays_problems(rollout.token_arrays, length, bounded)
 
 
-def cancellation_problems(cancelled: GroupCancelled) -> list[str]:
-    """Everything wrong with a cancellation."""
+def cancellation_problems(cancelled: GroupCancelled, *, bounded: bool = True) -> list[str]:
+    """Everything wrong with a cancellation. Its uids are `bounded` in number since core version 3 of grouping."""
     found = _name_problems(cancelled, "environment", "example_id")
     if len(cancelled.group_id) > NAME_LIMIT:
         found.append(f"group_id is longer than {NAME_LIMIT} characters")
@@ -78,6 +81,8 @@ def cancellation_problems(cancelled: GroupCancelled) -> list[str]:
         found.append("uids is empty, or holds an empty uid")
     if any(len(uid) > NAME_LIMIT for uid in cancelled.uids):
         found.append(f"uids holds one longer than {NAME_LIMIT} characters")
+    if bounded and len(cancelled.uids) > UIDS_LIMIT:
+        found.append(f"uids holds {len(cancelled.uids)}, and may hold {UIDS_LIMIT}: cancel the others with another")
     return found
 
 

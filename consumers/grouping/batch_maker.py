@@ -116,7 +116,7 @@ class _Waiting:
     group: SealedGroup
     size_bytes: int
     """Most bytes it takes in a batch."""
-    examples: list[RLExample] = field(default_factory=list)
+    examples: dict[Source, RLExample] = field(default_factory=dict)
 
 
 class FifoBatchMaker(BatchMaker):
@@ -135,7 +135,7 @@ class FifoBatchMaker(BatchMaker):
             waiting = self._waiting[id(group)] = _Waiting(group, group.name_bytes)
             self._held_bytes += waiting.size_bytes
         size_bytes = example_bytes(example)
-        waiting.examples.append(example)
+        waiting.examples[example.source] = example
         waiting.size_bytes += size_bytes
         self._held_bytes += size_bytes
         self._group_of[example.source] = id(group)
@@ -150,7 +150,7 @@ class FifoBatchMaker(BatchMaker):
             size_bytes += self._waiting[key].size_bytes
             if batch and size_bytes > self.context.batch_bytes:
                 break
-            batch += self._forget(key).examples
+            batch += self._forget(key).examples.values()
         for example in batch:
             del self._group_of[example.source]
         return batch
@@ -162,8 +162,7 @@ class FifoBatchMaker(BatchMaker):
         for source in sources:
             key = self._group_of.pop(source)
             waiting = self._waiting[key]
-            at = next(i for i, example in enumerate(waiting.examples) if example.source == source)
-            size_bytes = example_bytes(waiting.examples.pop(at))
+            size_bytes = example_bytes(waiting.examples.pop(source))
             waiting.size_bytes -= size_bytes
             self._held_bytes -= size_bytes
             if not waiting.examples:

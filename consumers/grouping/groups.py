@@ -68,7 +68,8 @@ def episode_of(rollout: Rollout) -> str:
 
 class _Episode(NamedTuple):
     branches: int
-    come: set[int]
+    come: dict[int, str]
+    """Uids of the branches that came, by branch."""
 
     @property
     def complete(self) -> bool:
@@ -106,6 +107,8 @@ class Group:
     complete_episodes: int = 0
     _episodes: dict[str, "_Episode"] = field(default_factory=dict)
     """Episodes begun."""
+    _gone: set[str] = field(default_factory=set)
+    """Uids of `cancelled_members`."""
 
     @property
     def expected(self) -> int:
@@ -143,26 +146,26 @@ class Group:
         rollout = member.rollout
         self.members[rollout.uid] = member
         self.size_bytes += member.size_bytes
-        episode = self._episodes.setdefault(episode_of(rollout), _Episode(rollout.branches, set()))
-        episode.come.add(rollout.branch)
+        episode = self._episodes.setdefault(episode_of(rollout), _Episode(rollout.branches, {}))
+        episode.come[rollout.branch] = rollout.uid
         self.complete_episodes += episode.complete
 
     def cancel(self, uids: tuple[str, ...]) -> bool:
         """Take the episodes of these rollouts out of the group; False when all of them were out already.
 
-        A uid that has not come counts as an episode of its own, be it that of a rollout or of an episode.
+        A uid that has not come counts as an episode of its own, be it that of a rollout or of an episode. Costs as much
+        for each uid, however many there are and however large the group is.
         """
         before = len(self.cancelled)
         for uid in uids:
             member = self.members.get(uid)
             episode = uid if member is None else episode_of(member.rollout)
-            if episode in self.cancelled or any(uid == m.rollout.uid for m in self.cancelled_members):
+            if episode in self.cancelled or uid in self._gone:
                 continue
             self.cancelled.add(episode)
-            if episode in self._episodes:
-                self.complete_episodes -= self._episodes.pop(episode).complete
-                gone = [m for m in self.members.values() if episode_of(m.rollout) == episode]
-                self.cancelled_members += gone
-                for other in gone:
-                    del self.members[other.rollout.uid]
+            begun = self._episodes.pop(episode, None)
+            if begun is not None:
+                self.complete_episodes -= begun.complete
+                self._gone.update(begun.come.values())
+                self.cancelled_members += (self.members.pop(gone) for gone in begun.come.values())
         return len(self.cancelled) > before

@@ -39,7 +39,10 @@ def judge_record(
 ) -> Verdict | None:
     """A rollout or cancellation by itself: sense, key, partition, sampling, and since core version 3 bounds."""
     bounded = config.core_version >= 3
-    found = problems(value, bounded=bounded) if isinstance(value, Rollout) else cancellation_problems(value)
+    if isinstance(value, Rollout):
+        found = problems(value, bounded=bounded)
+    else:
+        found = cancellation_problems(value, bounded=bounded)
     if found:
         return Verdict("invalid", "; ".join(found))
     key = _key_of(value.environment, value.example_id)

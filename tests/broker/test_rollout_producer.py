@@ -27,6 +27,7 @@ from topics.errors import (
 from topics.keys import encode_key, partition_of
 from topics.provisioning import apply
 from topics.records import GroupCancelled, Rollout, SamplingParams, same
+from topics.validation import cancellation_problems
 
 PARTITIONS = 2
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "produce.py"
@@ -96,6 +97,19 @@ def test_a_cancellation_lands_on_its_groups_partition(kafka: KafkaConfig, run_na
     first, second = clients.read_to_end(kafka, topic_name(run_name, "rollouts"))
     assert first.partition() == second.partition()
     assert same(decode(second.value()), cancelled)
+
+
+def test_a_cancellation_of_more_uids_than_a_record_may_hold_goes_out_in_several(
+    kafka: KafkaConfig, run_name: str
+) -> None:
+    uids = tuple(f"w.1.{number}" for number in range(10_000))
+    cancelled = GroupCancelled(environment="env", example_id="0", policy_version=0, group_size=10_000, uids=uids)
+    with RolloutProducer(kafka, run_name) as producer:
+        producer.cancel(cancelled)
+    messages = clients.read_to_end(kafka, topic_name(run_name, "rollouts"))
+    found = [decode_as(GroupCancelled, message.value()) for message in messages]
+    assert [cancellation_problems(record) for record in found] == [[], [], []]
+    assert tuple(uid for record in found for uid in record.uids) == uids
 
 
 def test_evaluations_have_a_topic_of_their_own_without_cancellations(kafka: KafkaConfig, run_name: str) -> None:

@@ -111,6 +111,8 @@ SOUND = GroupCancelled(environment="env", example_id="0", policy_version=0, grou
         ({"uids": ()}, "uids is empty"),
         ({"uids": ("a", "")}, "holds an empty uid"),
         ({"uids": ("a" * 513,)}, "longer than 512"),
+        ({"uids": tuple(map(str, range(4096)))}, ""),
+        ({"uids": tuple(map(str, range(4097)))}, "uids holds 4097, and may hold 4096"),
         ({"environment": "e" * 513}, "environment has 513 characters"),
         ({"group_id": "g" * 513}, "group_id is longer than 512"),
     ],

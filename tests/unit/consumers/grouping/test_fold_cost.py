@@ -1,10 +1,14 @@
-"""Work per record is constant: a hundred times the open groups must not cost more than noise."""
+"""Work per record is constant: a hundred times the open groups must not cost more than noise, nor a uid more in a
+group of many members than in one of few.
+"""
 
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from consumers.grouping import state
 from consumers.grouping.changes import Record
@@ -13,6 +17,8 @@ from consumers.grouping.fold import Fold
 from consumers.grouping.testing import example_rollout
 from topics.codec import encode
 from topics.keys import encode_key
+from topics.records import GroupCancelled, Mark
+from topics.validation import UIDS_LIMIT
 
 EVENTS = 1_500
 TOKENS = np.array([1, 2], "<i4")
@@ -54,3 +60,58 @@ def seconds_with(open_groups: int) -> float:
 def test_a_record_costs_the_same_with_a_hundred_times_the_open_groups() -> None:
     few, many = seconds_with(80), seconds_with(8_000)
     assert many < 3 * few
+
+
+# ---------------------------------------------------------------------- large groups
+
+
+def large_group(members: int) -> Fold:
+    """A fold with one group of which all members but one came."""
+    first = state.initial(0, 1, "test", GroupingConfig(batch_rollouts=10**6, max_policy_lag=0))
+    fold = Fold(state.restore([replace(first, policy_version=0, watermark_policy_version=0)]))
+    for member in range(members - 1):
+        fold.apply(member_record(member, members))
+    fold.take()
+    return fold
+
+
+def member_record(member: int, members: int) -> Record:
+    rollout = example_rollout(str(member), float(member), group_size=members, tokens=TOKENS)
+    return Record(member, member, encode_key("env", "0"), encode(rollout))
+
+
+def cancel_all(fold: Fold, members: int) -> None:
+    uids = [str(member) for member in range(members)]
+    for start in range(0, members, UIDS_LIMIT):
+        cancelled = GroupCancelled(
+            environment="env",
+            example_id="0",
+            policy_version=0,
+            group_size=members,
+            uids=tuple(uids[start : start + UIDS_LIMIT]),
+        )
+        fold.apply(Record(fold.position, 0, encode_key("env", "0"), encode(cancelled)))
+    assert fold.open_groups == fold.in_flight == 0
+
+
+def seal_and_drop(fold: Fold, members: int) -> None:
+    fold.apply(member_record(members - 1, members))
+    assert fold.open_groups == 0
+    fold.apply(Record(members, 0, encode_key("mark"), encode(Mark(kind="policy_version", policy_version=1))))
+    assert fold.in_flight == 0
+
+
+@pytest.mark.parametrize("end", [cancel_all, seal_and_drop])
+def test_a_member_costs_the_same_in_a_group_of_eight_times_the_size(end: Callable[[Fold, int], None]) -> None:
+    def seconds(members: int) -> float:
+        best = float("inf")
+        for _ in range(3):
+            fold = large_group(members)
+            gc.collect()
+            began = time.process_time()
+            end(fold, members)
+            best = min(best, time.process_time() - began)
+        return best
+
+    # 8 where it is linear, 64 where it is quadratic.
+    assert seconds(8_000) < 20 * seconds(1_000)
