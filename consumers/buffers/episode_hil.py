@@ -4,7 +4,6 @@ An episode goes by who acted at its first step. Few human episodes are so drawn 
 are not pushed out by them.
 """
 
-import os
 import shutil
 import threading
 import uuid
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from consumers.buffers.episode_cuts import AUTO, CONTROL_MODE, HUMAN, EpisodePart
-from consumers.buffers.files import StoreError, lock_directory, make_directory, read_json, write_json
+from consumers.buffers.files import DirectoryLock, StoreError, lock_directory, make_directory, read_json, write_json
 from consumers.buffers.slice_buffer import EpisodeSliceBuffer, NothingToDraw
 from consumers.buffers.slice_directory import LOCK
 from consumers.closing import Closing
@@ -46,7 +45,9 @@ class HilEpisodeBuffer(Closing):
         self._directory = Path(directory)
         self._options = {**options, "capacity": capacity, "slice_len": slice_len}
         self._threads = threading.RLock()
-        self._lock = -1 if options.get("read_only") else lock_directory(self._directory, LOCK)
+        self._lock: DirectoryLock | None = None
+        if not options.get("read_only"):
+            self._lock = lock_directory(self._directory, LOCK)
         try:
             self._open()
         except BaseException:
@@ -55,13 +56,13 @@ class HilEpisodeBuffer(Closing):
 
     def _open(self) -> None:
         path = self._directory / MANIFEST
-        if self._lock >= 0 and not path.exists():
+        if self._holds_lock and not path.exists():
             _name(self._directory, _new_folder())
         folder = self._folder = _folder(self._directory)
         seed = int(self._options.get("seed", 0))
         self._auto = EpisodeSliceBuffer(folder / _SIDES[AUTO], **self._options | {"seed": seed})
         self._human = EpisodeSliceBuffer(folder / _SIDES[HUMAN], **self._options | {"seed": seed + _OTHER_SEED})
-        if self._lock >= 0:
+        if self._holds_lock:
             _remove_all_but(self._directory, folder)
 
     @property
@@ -173,18 +174,15 @@ class HilEpisodeBuffer(Closing):
             if target.resolve() == self._directory.resolve():
                 self.flush()
                 return
-            lock = lock_directory(target, LOCK)
-            try:
+            with lock_directory(target, LOCK):
                 self._copy_to(target)
-            finally:
-                os.close(lock)
 
     def load(self, directory: str | Path, /) -> None:
         """Become what was saved there; settings stay. Raises StoreError, and ConfigurationError for another capacity;
         then nothing changed."""
         source = Path(directory)
         with self._threads:
-            if self._lock < 0:
+            if not self._holds_lock:
                 raise StoreError(f"the buffer in {self._directory} is closed or read only; open it to write")
             if source.resolve() == self._directory.resolve():
                 return
@@ -237,7 +235,7 @@ class HilEpisodeBuffer(Closing):
 
     def _follow(self) -> None:
         """For readers: be where the writer is."""
-        if self._lock < 0 and self._options.get("read_only") and _folder(self._directory) != self._folder:
+        if not self._holds_lock and self._options.get("read_only") and _folder(self._directory) != self._folder:
             self._close_sides()
             self._open()
 
@@ -248,9 +246,12 @@ class HilEpisodeBuffer(Closing):
             self._human.close()
 
     def _unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._lock is not None:
+            self._lock.release()
+
+    @property
+    def _holds_lock(self) -> bool:
+        return self._lock is not None and self._lock.held
 
 
 def _new_folder() -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from consumers.buffers.group_config import GroupStoreConfig
-from consumers.buffers.group_store import ReplayBuffer
+from consumers.buffers.group_store import GroupReplayBuffer
 from consumers.grouping.batch_maker import MakerContext
 from consumers.grouping.reservoir import ReservoirBatchMaker
 from topics.records import InferenceMetadata, Rollout, RolloutMetadata, Turn
@@ -62,7 +62,7 @@ def main(root: Path) -> None:
     """Fill a store below `root` and say what is in it."""
     config = GroupStoreConfig(target_group_size=ATTEMPTS)
     maker = ReservoirBatchMaker(MakerContext(partition=0, seed=42, batch_bytes=2**30))
-    with ReplayBuffer(root, "sums", config, batch_maker=maker) as buffer:
+    with GroupReplayBuffer(root, "sums", config, batch_maker=maker) as buffer:
         buffer.add_rollouts(attempts())
         while (batch_id := buffer.create_and_store_batch(BATCH_SIZE)) is not None:
             batch = buffer.read_batch(batch_id)

@@ -9,9 +9,10 @@ import fcntl
 import json
 import os
 import uuid
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from topics.errors import RollstreamError
 
@@ -101,26 +102,62 @@ def remove_unfinished(directory: Path) -> int:
     return len(found)
 
 
-def lock_directory(directory: Path, name: str) -> int:
-    """Be the only writer of a directory, which is made, until the descriptor that is returned is closed, or this
-    process ends. `name` is that of the file in it that is locked. Raises StoreError where there is another writer.
+class DirectoryLock:
+    """The right to be the only writer of a directory: until `release`, until nobody refers to it any more, or until
+    this process ends. A forked child does not have it, and does not keep it from others."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._finalizer = weakref.finalize(self, os.close, descriptor)
+        _locks.add(self)
+
+    @property
+    def held(self) -> bool:
+        """Whether this process may write."""
+        return self._finalizer.alive
+
+    def release(self) -> None:
+        """Let others write; again, do nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+_locks: "weakref.WeakSet[DirectoryLock]" = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    for lock in list(_locks):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def lock_directory(directory: Path, name: str) -> DirectoryLock:
+    """Be the only writer of a directory, which is made. `name` is that of the file in it that is locked.
+
+    Raises StoreError where there is another writer.
     """
     try:
         make_directory(directory)
-        lock = os.open(directory / name, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(directory / name, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise StoreError(
             f"{directory} cannot be written ({error.strerror or error}); look at the rights there"
         ) from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        os.close(lock)
+        os.close(descriptor)
         raise StoreError(
             f"{directory} is being written by another buffer; close that one, open this one to read only where it can "
             "be, or give it another directory"
         ) from error
-    return lock
+    return DirectoryLock(descriptor)
 
 
 def sync_directory(directory: Path) -> None:

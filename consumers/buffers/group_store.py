@@ -15,19 +15,28 @@ from pathlib import Path
 
 from consumers.buffers import batch_files, group_files
 from consumers.buffers.batch_files import StoredBatch
-from consumers.buffers.files import StoreError, read_json, remove, remove_unfinished, write_json
+from consumers.buffers.files import (
+    DirectoryLock,
+    StoreError,
+    lock_directory,
+    read_json,
+    remove,
+    remove_unfinished,
+    write_json,
+)
 from consumers.buffers.forwarding import Forwarding
 from consumers.buffers.group_config import GroupStoreConfig
 from consumers.buffers.group_files import Placed, RolloutGroup, part_name
 from consumers.buffers.group_index import GroupIndex
-from consumers.buffers.open_groups import OpenGroups
+from consumers.buffers.open_groups import Cancelled, OpenGroups
 from consumers.closing import Closing
 from consumers.grouping.batch_maker import BatchMaker
 from topics.errors import ConfigurationError, RecordError
 from topics.examples import RLExample, Source
-from topics.records import Rollout
+from topics.records import GroupCancelled, Rollout
 from topics.validation import problems
 
+LOCK = ".lock"
 _STATE = "open.json"
 _NO_PLACE = -1
 """Partition and offset of a rollout that was added by hand."""
@@ -41,6 +50,8 @@ class Saved:
     """Name of the file of its open groups; empty where there are none."""
     sealed: int
     """Groups that had sealed; -1 where all that lie on disk count."""
+    cancelled: tuple[Cancelled, ...] = ()
+    """Members of open groups that will not come."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +64,15 @@ class Closed:
     """Groups too small for that: in the store's file of open groups, for the next time it is opened."""
 
 
-class ReplayBuffer(Closing):
+class GroupReplayBuffer(Closing):
     """One environment's groups and batches below `root`, in a folder of its own.
 
     Opened again it goes on where it was: with the groups that were open when it was last flushed or closed, knowing
-    every rollout that lies on disk, and with what no batch has delivered given to the batch maker again. One process
-    at a time may have it open.
+    every rollout that lies on disk, and with what no batch has delivered given to the batch maker again. It is the
+    only writer of its folder until `close`, or until nobody refers to it any more.
+
+    With `read_only` it shows the groups and batches that were on disk when it was opened, and leaves the folder as it
+    is: it may be opened beside a writer.
     """
 
     def __init__(
@@ -70,23 +84,35 @@ class ReplayBuffer(Closing):
         batch_maker: BatchMaker | None = None,
         clock: Callable[[], float] = time.time,
         resume: Saved | None = None,
+        read_only: bool = False,
     ) -> None:
         """`clock` is asked for the time, in seconds since the Unix epoch, where a call is not told it.
 
-        `resume` is for who keeps the position in a log: the store becomes what it was then, and groups that sealed
-        later are not written again when they seal again. Raises StoreError for files that are not whole.
+        `resume` is for callers that keep the position in a log: the store becomes what it was then, and groups that
+        sealed later are not written again when they seal again.
+
+        Raises StoreError for files that are not whole, or where another writer has the folder; ConfigurationError for
+        a batch maker of a store that is read only.
         """
+        if read_only and batch_maker is not None:
+            raise ConfigurationError("a store that is read only makes no batches; leave the batch maker out")
         self.environment = environment
         self.directory = Path(root) / group_files.folder_of(environment)
         self.config = config or GroupStoreConfig()
         self._clock = clock
         self._maker = batch_maker
         self._lock = threading.RLock()
-        self._start(resume)
+        self._writer: DirectoryLock | None = None if read_only else lock_directory(self.directory, LOCK)
+        try:
+            self._start(resume)
+        except BaseException:
+            self.release()
+            raise
 
     def _start(self, resume: Saved | None) -> None:
-        remove_unfinished(self.directory)
-        remove_unfinished(self.directory / batch_files.FOLDER)
+        if self._writer is not None:
+            remove_unfinished(self.directory)
+            remove_unfinished(self.directory / batch_files.FOLDER)
         saved = resume or self._saved()
         self._counts: Counter[str] = Counter()
         self._unwritten: list[RolloutGroup] = []
@@ -102,7 +128,8 @@ class ReplayBuffer(Closing):
                 self._forwarding.offer(partial(self._read, entry.file), entry)
         self._open_file = saved.open_file
         self._open = OpenGroups(self.config)
-        self._reopen(saved.open_file)
+        if self._writer is not None:
+            self._reopen(saved)
 
     # ------------------------------------------------------------------ adding
 
@@ -121,6 +148,7 @@ class ReplayBuffer(Closing):
             raise RecordError(f"rollout {rollout.uid!r} was not added: {'; '.join(wrong)}")
         source = source or Source(_NO_PLACE, _NO_PLACE, rollout.uid)
         with self._lock:
+            self._check_writable()
             self._write_sealed()
             at = self._clock() if now is None else now
             self._unwritten += self._open.due(at, source.partition)
@@ -142,9 +170,20 @@ class ReplayBuffer(Closing):
         """Take rollouts one after another; how many were taken. Raises as `add_rollout` does, at the first."""
         return sum(self.add_rollout(rollout, now=now) for rollout in rollouts)
 
+    def cancel(self, record: GroupCancelled, partition: int, *, now: float | None = None) -> None:
+        """Take from the log that members of a group will not come. Raises StoreError as `add_rollout` does."""
+        with self._lock:
+            self._check_writable()
+            self._write_sealed()
+            sealed = self._open.cancel(record, partition, self._clock() if now is None else now)
+            if sealed is not None:
+                self._unwritten.append(sealed)
+            self._write_sealed()
+
     def poll(self, now: float | None = None, partition: int | None = None) -> int:
         """Seal the groups whose time is over, of one partition or all; how many. Nothing needs to arrive for it."""
         with self._lock:
+            self._check_writable()
             self._write_sealed()
             due = self._open.due(self._clock() if now is None else now, partition)
             self._unwritten += due
@@ -157,6 +196,8 @@ class ReplayBuffer(Closing):
             return "duplicate"
         if accepted and rollout.policy_version not in accepted:
             return "version_not_accepted"
+        if self._open.is_cancelled(rollout, partition):
+            return "cancelled"
         return "replica_full" if self._open.is_full_for(rollout, partition) else ""
 
     def _shed(self, at: float) -> None:
@@ -199,6 +240,7 @@ class ReplayBuffer(Closing):
         if batch_size < 1:
             raise ConfigurationError(f"a batch of {batch_size} examples; it must be at least 1")
         with self._lock:
+            self._check_writable()
             if self._forwarding is None:
                 raise ConfigurationError("this store has no batch maker to make a batch; give it one when it is opened")
             self._write_sealed()
@@ -290,13 +332,14 @@ class ReplayBuffer(Closing):
     def prepare(self) -> Saved:
         """Write what `flush` writes, but for the note that it counts: for who writes that note with a position."""
         with self._lock:
+            self._check_writable()
             self._write_sealed()
             self._index.flush()
             groups = self._open.snapshot()
             name = f"open-{uuid.uuid4()}.parquet" if groups else ""
             if groups:
                 group_files.write_groups(self.directory / name, groups, self.config.compression)
-            return Saved(open_file=name, sealed=len(self._index))
+            return Saved(open_file=name, sealed=len(self._index), cancelled=self._open.cancelled())
 
     def committed(self, saved: Saved) -> None:
         """What was prepared counts from now on: remove what came before it."""
@@ -306,18 +349,36 @@ class ReplayBuffer(Closing):
             self._open_file = saved.open_file
 
     def close(self, *, seal: bool = True) -> Closed:
-        """Seal the open groups that have min_group_size, unless told not to, and `flush`. Raises StoreError."""
+        """Seal the open groups that have min_group_size, unless told not to, `flush`, and let others write there.
+
+        Reading goes on. Closing again does nothing. Raises StoreError; the store is then still open.
+        """
         with self._lock:
+            if self._writer is None or not self._writer.held:
+                return Closed(sealed=0, kept=0)
             sealed = self._open.sealable(self._clock()) if seal else []
             self._unwritten += sealed
             self.flush()
+            self.release()
             return Closed(sealed=len(sealed), kept=len(self._open))
+
+    def release(self) -> None:
+        """Let others write in the folder; what is not on disk by now is lost."""
+        if self._writer is not None:
+            self._writer.release()
+
+    def _check_writable(self) -> None:
+        if self._writer is None or not self._writer.held:
+            why = "was opened to be read only" if self._writer is None else "is closed, or another process has it"
+            raise StoreError(f"the store in {self.directory} {why}; open it to write")
 
     def _saved(self) -> Saved:
         path = self.directory / _STATE
         return Saved(open_file=read_json(path)["open_file"] if path.exists() else "", sealed=-1)
 
-    def _reopen(self, name: str) -> None:
+    def _reopen(self, saved: Saved) -> None:
+        name = saved.open_file
+        self._open.restore_cancelled(saved.cancelled)
         for path in self.directory.glob("open-*.parquet"):
             if path.name != name:
                 remove(path)

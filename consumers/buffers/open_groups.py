@@ -5,12 +5,13 @@ time is over waits on, and is due as soon as it has it.
 """
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from consumers.buffers.group_config import GroupStoreConfig
 from consumers.buffers.group_files import Placed, RolloutGroup, group_of
-from topics.records import Rollout
+from topics.records import GroupCancelled, Rollout
 
 
 class Key(NamedTuple):
@@ -21,6 +22,17 @@ class Key(NamedTuple):
     policy_version: int
     group_id: str
     """The producer's, where its groups are kept apart."""
+
+    @property
+    def from_log(self) -> bool:
+        return self.partition >= 0
+
+
+class Cancelled(NamedTuple):
+    """Members of an open group that will not come."""
+
+    key: Key
+    uids: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -42,6 +54,8 @@ class OpenGroups:
         """By partition; oldest first."""
         self._overdue: dict[Key, OpenGroup] = {}
         """Groups whose time is over and that are too small to seal."""
+        self._cancelled: dict[Key, set[str]] = {}
+        """Uids of groups that have not sealed, or of which no rollout came yet."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values())) + len(self._overdue)
@@ -62,12 +76,32 @@ class OpenGroups:
         key = self._key(member.rollout, member.source.partition)
         group = self._find(key)
         if group is None:
-            group = OpenGroup(now, self._config.target_group_size or member.rollout.group_size)
+            group = OpenGroup(now, self._config.target(member.rollout.group_size, from_log=key.from_log))
             self._waiting.setdefault(key.partition, OrderedDict())[key] = group
         group.members.append(member)
         group.replicas[member.rollout.metadata.replica_id] += 1
-        enough = self._least(group) if key in self._overdue else group.target
-        return self._seal(key, now) if len(group.members) >= enough else None
+        return self._sealed_if_enough(key, group, now)
+
+    def is_cancelled(self, rollout: Rollout, partition: int) -> bool:
+        """Whether it was said that the rollout does not come."""
+        return rollout.uid in self._cancelled.get(self._key(rollout, partition), ())
+
+    def cancel(self, record: GroupCancelled, partition: int, now: float) -> RolloutGroup | None:
+        """Wait no longer for members that will not come; the group, sealed, where that made it due.
+
+        Only where the declared size rules: other groups wait for any rollouts of their example.
+        """
+        key = self._key(record, partition)
+        if not self._config.declared_size_rules(from_log=key.from_log):
+            return None
+        group = self._find(key)
+        there = {member.rollout.uid for member in group.members} if group is not None else set()
+        self._cancelled.setdefault(key, set()).update(set(record.uids) - there)
+        if group is not None:
+            return self._sealed_if_enough(key, group, now)
+        if len(self._cancelled[key]) >= record.group_size:
+            del self._cancelled[key]
+        return None
 
     def due(self, now: float, partition: int | None = None) -> list[RolloutGroup]:
         """Groups whose time is over and that have the least size, sealed: of one partition or of all."""
@@ -80,7 +114,7 @@ class OpenGroups:
                 key, group = next(iter(groups.items()))
                 if now - group.opened_ts < self._config.seal_timeout_s:
                     break
-                if len(group.members) >= self._least(group):
+                if len(group.members) >= self._least(key, group):
                     found.append(self._seal(key, now))
                 else:
                     self._overdue[key] = groups.pop(key)
@@ -90,11 +124,11 @@ class OpenGroups:
         """Take out the group that has waited longest: sealed, or its rollouts where it is too small for that."""
         heads = [next(iter(groups.items())) for groups in self._waiting.values() if groups]
         key, group = next(iter(self._overdue.items()), None) or min(heads, key=lambda head: head[1].opened_ts)
-        return self._seal(key, now) if len(group.members) >= self._least(group) else self._take(key).members
+        return self._seal(key, now) if len(group.members) >= self._least(key, group) else self._take(key).members
 
     def sealable(self, now: float) -> list[RolloutGroup]:
         """Every group that has the least size, sealed whether its time is over or not."""
-        ready = [key for key, group in self._all().items() if len(group.members) >= self._least(group)]
+        ready = [key for key, group in self._all().items() if len(group.members) >= self._least(key, group)]
         return [self._seal(key, now) for key in ready]
 
     def snapshot(self) -> list[RolloutGroup]:
@@ -112,17 +146,33 @@ class OpenGroups:
         key = self._key(group.rollouts[0], group.members[0].source.partition)
         self._waiting.setdefault(key.partition, OrderedDict())[key] = restored
 
-    def _key(self, rollout: Rollout, partition: int) -> Key:
-        own = rollout.group_id if self._config.target_group_size == 0 else ""
-        return Key(partition, rollout.example_id, rollout.policy_version, own)
+    def cancelled(self) -> tuple[Cancelled, ...]:
+        """What `restore_cancelled` takes back."""
+        return tuple(Cancelled(key, tuple(sorted(uids))) for key, uids in self._cancelled.items())
+
+    def restore_cancelled(self, cancelled: Iterable[Cancelled]) -> None:
+        """Take back what was said not to come."""
+        self._cancelled = {key: set(uids) for key, uids in cancelled}
+
+    def _key(self, record: Rollout | GroupCancelled, partition: int) -> Key:
+        own = record.group_id if self._config.declared_size_rules(from_log=partition >= 0) else ""
+        return Key(partition, record.example_id, record.policy_version, own)
 
     def _find(self, key: Key) -> OpenGroup | None:
         return self._overdue.get(key) or self._waiting.get(key.partition, OrderedDict()).get(key)
 
-    def _least(self, group: OpenGroup) -> int:
-        return min(self._config.min_group_size, group.target)
+    def _target(self, key: Key, group: OpenGroup) -> int:
+        return group.target - len(self._cancelled.get(key, ()))
+
+    def _least(self, key: Key, group: OpenGroup) -> int:
+        return self._config.least(self._target(key, group), from_log=key.from_log)
+
+    def _sealed_if_enough(self, key: Key, group: OpenGroup, now: float) -> RolloutGroup | None:
+        enough = self._least(key, group) if key in self._overdue else self._target(key, group)
+        return self._seal(key, now) if len(group.members) >= enough else None
 
     def _take(self, key: Key) -> OpenGroup:
+        self._cancelled.pop(key, None)
         group = self._overdue.pop(key, None)
         return group if group is not None else self._waiting[key.partition].pop(key)
 

@@ -102,7 +102,7 @@ class _Held:
     advantage: float | Float32
 
 
-class ReplayBuffer:
+class RolloutReplayBuffer:
     """See the module. `sample` draws for `total_processes` at once and returns the share of `process_id`.
 
     `now` is asked for the time in seconds; without it a buffer that is filled from the log goes by stream time, the
@@ -161,7 +161,7 @@ class ReplayBuffer:
         self._batches_sampled = 0
 
     @classmethod
-    def of(cls, config: ReplayBufferConfig, *, local_batch_size: int, **others: Any) -> "ReplayBuffer":
+    def of(cls, config: ReplayBufferConfig, *, local_batch_size: int, **others: Any) -> "RolloutReplayBuffer":
         """A buffer with these settings; `others` are arguments of the constructor."""
         return cls(
             capacity=config.capacity,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from consumers.buffers import slice_directory
 from consumers.buffers.episode_cuts import EpisodePart, Leaves
-from consumers.buffers.files import StoreError, lock_directory, sync_directory
+from consumers.buffers.files import DirectoryLock, StoreError, lock_directory, sync_directory
 from consumers.buffers.slice_directory import (
     LOCK,
     NAME,
@@ -55,7 +55,7 @@ class SliceStore:
         self._journal: Journal | None = None
         self._read_to = 0
         self._closed = False
-        self._lock = -1 if read_only else lock_directory(directory, LOCK)
+        self._lock: DirectoryLock | None = None if read_only else lock_directory(directory, LOCK)
         try:
             self._open(capacity)
         except BaseException:
@@ -127,11 +127,8 @@ class SliceStore:
         if directory.resolve() == self._directory.resolve():
             self.flush()
             return
-        lock = lock_directory(directory, LOCK)
-        try:
+        with lock_directory(directory, LOCK):
             self._copy_to(directory)
-        finally:
-            os.close(lock)
 
     def load(self, directory: Path) -> None:
         """Become what was saved in another directory. Raises StoreError, and is then as it was."""
@@ -304,8 +301,8 @@ class SliceStore:
         remove_all_but(directory, manifest)
 
     def _writable(self) -> Journal:
-        if self._journal is None:
-            why = "was opened to be read only" if self._read_only else "is closed"
+        if self._journal is None or self._lock is None or not self._lock.held:
+            why = "was opened to be read only" if self._read_only else "is closed, or another process has it"
             raise StoreError(f"the buffer in {self._directory} {why}; open it to write")
         return self._journal
 
@@ -316,6 +313,5 @@ class SliceStore:
             self._journal = None
 
     def _unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._lock is not None:
+            self._lock.release()

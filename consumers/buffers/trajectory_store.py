@@ -8,14 +8,13 @@ import copy
 import logging
 import os
 import threading
-import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from consumers.buffers.files import StoreError, lock_directory, replacing, sync_directory
+from consumers.buffers.files import DirectoryLock, StoreError, lock_directory, replacing, sync_directory
 from consumers.buffers.trajectory_folder import FILE, LOCK, Formats, Found, bring, path_of, said_of, sweep
 from consumers.buffers.trajectory_index import Entry
 from consumers.buffers.trajectory_journal import NAME, Content, Encoder, Journal
@@ -81,7 +80,7 @@ class TrajectoryStore:
         self._failure: Exception | None = None
         self._writing = False
         self._executor: ThreadPoolExecutor | None = None
-        self._lock: weakref.finalize[Any, Any] | None = None
+        self._lock: DirectoryLock | None = None
         self._records = 0
         self.open()
 
@@ -90,7 +89,7 @@ class TrajectoryStore:
         if self.is_open:
             return
         # Also given back when nobody refers to the store any more, as when a notebook's cell is run again.
-        self._lock = weakref.finalize(self, os.close, lock_directory(self.directory, LOCK))
+        self._lock = lock_directory(self.directory, LOCK)
         try:
             if not (self.directory / NAME).exists() and any(
                 FILE.fullmatch(name) for name in os.listdir(self.directory)
@@ -105,7 +104,7 @@ class TrajectoryStore:
             self.content = self._journal.content
             sweep(self.directory, self.content)
         except BaseException:
-            self._lock()
+            self._lock.release()
             raise
         self._encoder = self._journal.encoder()
         self._held = len(self.content.entries)
@@ -114,7 +113,7 @@ class TrajectoryStore:
     @property
     def is_open(self) -> bool:
         """Whether it may be written to."""
-        return self._lock is not None and self._lock.alive
+        return self._lock is not None and self._lock.held
 
     # ------------------------------------------------------------------ in
 
@@ -172,7 +171,7 @@ class TrajectoryStore:
         self._executor.shutdown()
         self._records = self._journal.records
         self._journal.close()
-        self._lock()
+        self._lock.release()
 
     # ------------------------------------------------------------------ out
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from consumers.buffers.rollout_buffer import ReplayBuffer
+from consumers.buffers.rollout_buffer import RolloutReplayBuffer
 from consumers.grouping.testing import example_rollout
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 from topics.codec import encode
@@ -20,7 +20,7 @@ def measure(settings: Settings) -> Row:
     figures: dict[str, float] = {}
     groups = _groups(settings)
     rollouts = len(groups) * settings.group_size
-    buffer = ReplayBuffer(
+    buffer = RolloutReplayBuffer(
         capacity=_CAPACITY, local_batch_size=_SAMPLE, alpha=_ALPHA, max_samples=-1, max_rollout_timestamp_delay=-1.0
     )
     for group in groups[: 1 + _CAPACITY // settings.group_size]:

@@ -10,7 +10,6 @@ from typing import Any
 import fastavro
 import pytest
 
-from consumers.buffers.group_config import GroupStoreConfig
 from consumers.buffers.group_view import GroupStore
 from pipeline.cli import main
 from tests.runs import RealRun, rollout
@@ -79,23 +78,23 @@ def test_old_files_and_an_old_topic_become_rollouts_of_a_run_once_and_are_traine
 
 
 def _a_store_follows_the_run(run: RealRun) -> None:
-    config = GroupStoreConfig(target_group_size=4)
-    store = GroupStore(run.directory / "store", config)
-    assert store.fill(run.kafka, run.name) >= 80
-    assert store.environments["env"].size() == 20
+    with GroupStore(run.directory / "store") as store:
+        assert store.fill(run.kafka, run.name) >= 80
+        assert store.environments["env"].size() == 20
     # Written by hand, as those of a task at the end of its partition.
     run.send_bytes("rollouts", encode(Mark(kind="deadline")), b"[]", 0)
     run.send(rollout("late", m) for m in range(4))
-    again = GroupStore(run.directory / "store", config)
+    again = GroupStore(run.directory / "store")
     assert again.position == store.position
     assert again.fill(run.kafka, run.name) >= 5
     assert again.environments["env"].size() == 21
-    rebuilt = GroupStore(run.directory / "rebuilt", config)
+    rebuilt = GroupStore(run.directory / "rebuilt")
     rebuilt.fill(run.kafka, run.name)
     assert sorted(rebuilt.environments["env"].group_ids()) == sorted(again.environments["env"].group_ids())
-    batches = GroupStore(run.directory / "batches", config)
-    batches.fill(run.kafka, run.name, "batches")
-    assert len(list((run.directory / "batches" / "batches").glob("batch_*.parquet"))) >= 5
+    assert again.fill(run.kafka, run.name, "batches") >= 5, "below the same root"
+    assert len(list((run.directory / "store" / "batches").glob("batch_*.parquet"))) >= 5
+    seen = GroupStore(run.directory / "store", read_only=True)
+    assert (seen.size(), seen.position_of("batches")) == (21, again.position_of("batches"))
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.buffers.rollout_buffer import ReplayBuffer
+from consumers.buffers.rollout_buffer import RolloutReplayBuffer
 from consumers.grouping.testing import example_rollout
 from topics.codec import decode_as, encode
 from topics.records import OldMetadata, OldRollout, Rollout, RolloutBatch, RolloutMetadata
@@ -37,7 +37,7 @@ def new_reader(groups: list[list[Rollout]]) -> set[str]:
 
 
 def _drawn(batch: RolloutBatch | list[list[Rollout]]) -> list[object]:
-    buffer = ReplayBuffer(
+    buffer = RolloutReplayBuffer(
         local_batch_size=1,
         max_samples=-1,
         max_rollout_step_delay=MAX_STEPS,

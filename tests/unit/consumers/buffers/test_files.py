@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from consumers.buffers import files
-from consumers.buffers.files import StoreError, read_json, remove_unfinished, replacing, write_bytes, write_json
+from consumers.buffers.files import (
+    StoreError,
+    lock_directory,
+    read_json,
+    remove_unfinished,
+    replacing,
+    write_bytes,
+    write_json,
+)
 from tests.waiting import eventually
 
 WRITER = """
@@ -81,3 +89,29 @@ def test_what_is_no_json_is_named(tmp_path: Path) -> None:
     write_bytes(tmp_path / "index.json", b"{")
     with pytest.raises(StoreError, match="is no JSON"):
         read_json(tmp_path / "index.json")
+
+
+def test_a_directory_has_one_writer_and_a_forked_child_neither_writes_nor_keeps_others_from_it(tmp_path: Path) -> None:
+    lock = lock_directory(tmp_path, "lock")
+    with pytest.raises(StoreError, match="is being written by another buffer"):
+        lock_directory(tmp_path, "lock")
+    goes_on, end = os.pipe()
+    ready, begun = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(end)
+        os.write(begun, b"!")
+        os.read(goes_on, 1)
+        os._exit(int(lock.held))
+    try:
+        os.read(ready, 1)
+        lock.release()
+        with lock_directory(tmp_path, "lock") as again:
+            assert (lock.held, again.held) == (False, True), "while the child lives"
+    finally:
+        os.close(end)
+        _, status = os.waitpid(child, 0)
+        for descriptor in (goes_on, ready, begun):
+            os.close(descriptor)
+    assert os.waitstatus_to_exitcode(status) == 0, "the child holds it"
+    lock_directory(tmp_path, "lock")

@@ -22,7 +22,7 @@ from consumers.buffers.files import StoreError
 from consumers.buffers.forwarding import examples_of
 from consumers.buffers.group_config import GroupStoreConfig
 from consumers.buffers.group_files import folder_of, group_id_of
-from consumers.buffers.group_store import Closed, ReplayBuffer
+from consumers.buffers.group_store import Closed, GroupReplayBuffer
 from consumers.grouping.batch_maker import BatchMaker, FifoBatchMaker, MakerContext
 from consumers.grouping.reservoir import ReservoirBatchMaker
 from consumers.grouping.testing import example_rollout
@@ -55,8 +55,13 @@ class Clock:
         return self.now
 
 
-def opened(path: Path, maker: BatchMaker | None = None, clock: Clock | None = None, **config: Any) -> ReplayBuffer:
-    return ReplayBuffer(path, "env", GroupStoreConfig(**config), batch_maker=maker, clock=clock or Clock())
+def opened(path: Path, maker: BatchMaker | None = None, clock: Clock | None = None, **config: Any) -> GroupReplayBuffer:
+    return GroupReplayBuffer(path, "env", GroupStoreConfig(**config), batch_maker=maker, clock=clock or Clock())
+
+
+def seen(path: Path) -> GroupReplayBuffer:
+    """A store that only reads."""
+    return GroupReplayBuffer(path, "env", read_only=True)
 
 
 # ---------------------------------------------------------------------- sealing
@@ -148,7 +153,7 @@ def test_a_group_whose_time_is_over_seals_though_nothing_else_arrives(tmp_path: 
     assert buffer.poll() == 0
     clock.now += 0.1
     assert buffer.poll() == 1
-    [stored] = opened(tmp_path).groups()
+    [stored] = seen(tmp_path).groups()
     assert (len(stored.rollouts), stored.sealed_ts) == (3, 1030.0)
 
 
@@ -189,6 +194,7 @@ def test_a_rollout_that_comes_twice_is_in_one_group_once_also_after_a_restart(tm
     buffer = opened(tmp_path, target_group_size=4)
     assert buffer.add_rollouts([*group(size=6), *group(size=6)]) == 6
     buffer.flush()
+    buffer.release()
     before = sorted(tmp_path.rglob("part-*"))
     again = opened(tmp_path, target_group_size=4)
     assert again.add_rollouts(group(size=6)) == 0
@@ -233,12 +239,12 @@ def test_a_rollout_of_another_environment_or_without_sense_is_refused_and_nothin
 
 @pytest.mark.parametrize("name", ["a/b", "..", ".", "ä ö", "x" * 500, "%2E", "con:1"])
 def test_every_environment_has_a_folder_of_its_own_below_the_root(tmp_path: Path, name: str) -> None:
-    with ReplayBuffer(tmp_path, name, GroupStoreConfig(target_group_size=2)) as buffer:
+    with GroupReplayBuffer(tmp_path, name, GroupStoreConfig(target_group_size=2)) as buffer:
         buffer.add_rollouts(attempt(n, environment=name) for n in range(2))
     [path] = tmp_path.rglob("part-*.parquet")
     assert path.parent.parent == tmp_path
     assert path.parent.name == folder_of(name)
-    assert next(ReplayBuffer(tmp_path, name).groups()).environment == name
+    assert next(GroupReplayBuffer(tmp_path, name).groups()).environment == name
 
 
 @pytest.mark.parametrize(
@@ -444,11 +450,9 @@ def test_open_groups_go_on_as_they_were_after_a_flush(tmp_path: Path) -> None:
     clock.now += 31
     buffer.add_rollouts(group("c", size=4))
     buffer.flush()
-    assert buffer.stats() | {"added": 0, "sealed": 0} == opened(tmp_path, clock=clock).stats() | {
-        "added": 0,
-        "sealed": 0,
-    }
+    buffer.release()
     again = opened(tmp_path, clock=clock)
+    assert buffer.stats() | {"added": 0, "sealed": 0} == again.stats() | {"added": 0, "sealed": 0}
     again.add_rollout(attempt(1, "b"))
     assert [stored.example_id for stored in again.groups()] == ["a", "b"], "b was overdue, and still is"
     clock.now += 30
@@ -459,6 +463,7 @@ def test_a_group_that_cannot_be_written_is_an_error_and_stored_by_whatever_comes
     buffer = opened(tmp_path, FifoBatchMaker(context()))
     buffer.add_rollouts(group(size=7))
     in_the_way = tmp_path / "env"
+    in_the_way.rename(tmp_path / "aside")
     in_the_way.write_text("")
     with pytest.raises(StoreError, match="nothing of it is stored") as raised:
         buffer.add_rollout(attempt(7))
@@ -468,6 +473,7 @@ def test_a_group_that_cannot_be_written_is_an_error_and_stored_by_whatever_comes
     with pytest.raises(StoreError):
         buffer.add_rollout(attempt(8))
     in_the_way.unlink()
+    (tmp_path / "aside").rename(in_the_way)
     assert buffer.add_rollout(attempt(8)), "it was not in"
     assert [len(stored.rollouts) for stored in buffer.groups()] == [8]
     assert buffer.stats()["held"] == 8
@@ -530,7 +536,7 @@ def test_many_threads_add_poll_and_draw_and_every_rollout_is_somewhere_once(tmp_
     assert errors == []
     while rows := buffer.sample(4):
         drawn += [row.source.uid for row in rows]
-    stored = [r.uid for g in opened(tmp_path).groups() for r in g.rollouts]
+    stored = [r.uid for g in seen(tmp_path).groups() for r in g.rollouts]
     assert len(stored) == len(set(stored)) == buffer.stats()["added"] == 8 * 16
     assert sorted(drawn) == sorted(stored)
 
@@ -538,12 +544,12 @@ def test_many_threads_add_poll_and_draw_and_every_rollout_is_somewhere_once(tmp_
 CHILD = """
 import sys
 from consumers.buffers.group_config import GroupStoreConfig
-from consumers.buffers.group_store import ReplayBuffer
+from consumers.buffers.group_store import GroupReplayBuffer
 from consumers.grouping.batch_maker import FifoBatchMaker, MakerContext
 from consumers.grouping.testing import example_rollout
 
 maker = FifoBatchMaker(MakerContext(partition=0, seed=0, batch_bytes=2**30))
-buffer = ReplayBuffer(sys.argv[1], "env", GroupStoreConfig(target_group_size=2), batch_maker=maker)
+buffer = GroupReplayBuffer(sys.argv[1], "env", GroupStoreConfig(target_group_size=2), batch_maker=maker)
 start = buffer.size()
 n = start
 while True:
@@ -591,6 +597,7 @@ def test_kill_9_while_writing_leaves_nothing_torn_and_everything_that_was_acknow
         assert maker.held == len(stored) - len(delivered)
         assert all(not buffer.add_rollout(example_rollout(uid, example_id=uid)) for uid in said["open"])
         assert list(tmp_path.rglob("*.unfinished")) == []
+        buffer.release()
 
 
 def test_the_example_runs_as_documented_and_counts_what_is_on_disk(tmp_path: Path) -> None:
@@ -615,6 +622,8 @@ def test_the_page_names_every_setting_with_its_default() -> None:
     shown = {f.name: f.default for f in fields(GroupStoreConfig)} | {
         "accept_policy_versions": "all",
         "capacity_groups": "50,000",
+        "target_group_size": "8 by hand, declared from a log",
+        "min_group_size": "2 by hand, declared from a log",
     }
     del shown["seed"]
     assert {name: cell.strip() for name, cell in rows.items()} == {

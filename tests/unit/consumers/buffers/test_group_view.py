@@ -1,6 +1,11 @@
 """The store of groups as a view of a log: filled by position, equal after crashes, restarts and a lost disk."""
 
-from dataclasses import dataclass
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -10,14 +15,16 @@ from hypothesis import strategies as st
 from consumers.buffers.batch_files import read_batch
 from consumers.buffers.files import StoreError
 from consumers.buffers.group_config import GroupStoreConfig
+from consumers.buffers.group_store import GroupReplayBuffer
 from consumers.buffers.group_view import GroupStore
 from consumers.grouping.batch_maker import FifoBatchMaker, MakerContext
 from consumers.grouping.testing import example_rollout
 from tests.batches import random_batch
 from topics.codec import encode
 from topics.examples import examples_of
-from topics.records import Mark, RolloutMetadata, same
+from topics.records import GroupCancelled, Mark, Rollout, RolloutMetadata, same
 
+ROOT = Path(__file__).parents[4]
 CONFIG = GroupStoreConfig(target_group_size=3, max_per_replica=2, seal_timeout_s=5.0)
 
 
@@ -91,13 +98,14 @@ def test_crashes_restarts_and_a_lost_disk_change_nothing_of_what_is_stored(
             crashed.save()
         elif then == "crash":
             # What is not saved is gone; partitions may be read in another order than before.
+            crashed.release()
             crashed = GroupStore(directory / "crashed", CONFIG)
             again = [e for e in entries[: at + 1] if e.offset >= crashed.position.get(e.partition, 0)]
             feed(crashed, sorted(again, key=lambda e: e.partition) if data.draw(st.booleans()) else again)
     assert content(crashed) == content(whole)
     assert crashed.position == whole.position
     assert len(list(directory.glob("crashed/*/part-*"))) == whole.size(), "nothing is written twice, or left over"
-    crashed.save()
+    crashed.close()
     restored = GroupStore(directory / "crashed", CONFIG)
     assert content(restored) == content(whole)
     opened = [b.stats()["open_rollouts"] for b in restored.environments.values()]
@@ -133,6 +141,7 @@ def test_a_group_that_is_on_disk_is_not_written_again(tmp_path: Path) -> None:
         feed(store, entries)
         assert store.size() == 2
         files.append({path.name: path.stat().st_ino for path in tmp_path.rglob("part-*")})
+        store.release()
     assert files[0] == files[1]
 
 
@@ -143,6 +152,7 @@ def test_what_a_group_refused_before_it_sealed_is_refused_again_after_a_crash(tm
         feed(store, entries)
         figures = store.environments["a"].stats()
         assert (figures["groups"], figures["replica_full"], figures["open_rollouts"]) == (1, 1, 0)
+        store.release()
 
 
 def test_what_batches_delivered_is_not_offered_again_after_a_crash(tmp_path: Path) -> None:
@@ -157,6 +167,7 @@ def test_what_batches_delivered_is_not_offered_again_after_a_crash(tmp_path: Pat
     store = opened()
     feed(store, entries)
     assert store.environments["a"].create_and_store_batch(3) is not None
+    store.release()
     again = opened()
     feed(again, entries)
     assert again.environments["a"].stats()["held"] == 0
@@ -188,8 +199,122 @@ def test_training_batches_of_the_log_are_written_once_and_come_back(tmp_path: Pa
     for _filled_again in range(2):
         store = GroupStore(tmp_path)
         feed(store, [Entry(0, n, n, encode(batch)) for n, batch in enumerate(batches)])
+        store.release()
     found = sorted(map(read_batch, (tmp_path / "batches").glob("batch_*.parquet")), key=lambda b: b.number)
     assert len(found) == 3
     for stored, batch in zip(found, batches, strict=True):
         assert stored.metadata["batch_id"] == batch.batch_id
         assert all(map(same, stored.examples, examples_of(batch)))
+
+
+# ---------------------------------------------------------------------- one writer, many readers
+
+
+def test_a_second_writer_is_refused_and_a_reader_beside_a_writer_sees_what_was_saved(tmp_path: Path) -> None:
+    entries = log_of([(0, example, member, 0) for example in range(3) for member in range(4)])
+    writer = GroupStore(tmp_path, CONFIG)
+    feed(writer, entries[:6])
+    writer.save()
+    unfinished = tmp_path / "a" / "part.1-2.unfinished"
+    unfinished.write_bytes(b"in the making")
+    before = sorted(tmp_path.rglob("*"))
+    for open_again in (lambda: GroupStore(tmp_path, CONFIG), lambda: GroupReplayBuffer(tmp_path, "a")):
+        with pytest.raises(StoreError, match="is being written by another"):
+            open_again()
+    reader = GroupStore(tmp_path, CONFIG, read_only=True)
+    assert (reader.position, content(reader)) == (writer.position, content(writer))
+    assert sorted(tmp_path.rglob("*")) == before, "the writer's unfinished files included"
+    feed(writer, entries[6:])
+    assert reader.size() == 1
+    with pytest.raises(StoreError, match="read only"):
+        feed(reader, entries[6:])
+    writer.close()
+    with pytest.raises(StoreError, match="is closed"):
+        feed(writer, entries)
+    assert GroupStore(tmp_path, CONFIG).size() == 3
+    with pytest.raises(StoreError, match="holds no store"):
+        GroupStore(tmp_path / "mistyped", read_only=True)
+
+
+def test_two_processes_that_fill_one_root_double_nothing(tmp_path: Path) -> None:
+    entries = log_of([(0, 0, member, 0) for member in range(3)])
+    writer = GroupStore(tmp_path, CONFIG)
+    feed(writer, entries[:2])
+    code = "import sys; from consumers.buffers.group_view import GroupStore; GroupStore(sys.argv[1])"
+    second = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert "StoreError" in second.stderr
+    assert "is being written by another" in second.stderr
+    feed(writer, entries[2:])
+    writer.close()
+    assert [len(g.rollouts) for g in GroupStore(tmp_path, read_only=True).environments["a"].groups()] == [3]
+
+
+# ---------------------------------------------------------------------- the producer's groups
+
+
+def members_of(group_id: str, size: int) -> list[Rollout]:
+    return [example_rollout(f"{group_id}-{n}", float(n), group_id=group_id, group_size=size) for n in range(size)]
+
+
+def records_of(records: Sequence[object], step_ms: int = 1) -> list[Entry]:
+    return [Entry(0, offset, offset * step_ms, encode(record)) for offset, record in enumerate(records)]
+
+
+def test_with_defaults_groups_of_a_log_are_the_producers_whatever_their_size_and_order(tmp_path: Path) -> None:
+    one, other = members_of("one", 16), members_of("other", 16)
+    mixed = [rollout for pair in zip(one, other, strict=True) for rollout in pair]
+    store = GroupStore(tmp_path)
+    feed(store, records_of(mixed, step_ms=60_000))
+    groups = list(store.environments["env"].groups())
+    assert [{r.group_id for r in group.rollouts} for group in groups] == [{"one"}, {"other"}]
+    assert [len(group.rollouts) for group in groups] == [16, 16], "the time it takes splits none"
+
+
+def test_a_group_whose_other_members_are_cancelled_seals_also_after_a_crash(tmp_path: Path) -> None:
+    late, missing = members_of("late", 4), members_of("missing", 2)
+    cancelled = GroupCancelled(
+        environment="env", example_id="0", policy_version=0, group_size=4, group_id="late", uids=("late-0", "late-3")
+    )
+    gone = replace(cancelled, group_id="missing", group_size=2, uids=("missing-0", "missing-1"))
+    entries = records_of([cancelled, cancelled, late[0], late[1], gone, replace(cancelled, uids=("late-1",)), late[2]])
+    store = GroupStore(tmp_path)
+    for entry in entries:
+        feed(store, [entry])
+        store.close()
+        store = GroupStore(tmp_path)
+    [group] = store.environments["env"].groups()
+    assert [r.uid for r in group.rollouts] == ["late-1", "late-2"]
+    assert store.environments["env"].stats()["open_groups"] == 0
+    feed(store, [Entry(0, len(entries) + n, 99, encode(rollout)) for n, rollout in enumerate(missing)])
+    assert store.size() == 2, "what was said of a group is forgotten with it"
+
+
+def test_groups_and_training_batches_of_a_run_lie_under_one_root_each_with_its_position(tmp_path: Path) -> None:
+    batches = [random_batch(number) for number in range(2)]
+    store = GroupStore(tmp_path)
+    feed(store, records_of(members_of("one", 2)))
+    for offset, batch in enumerate(batches):
+        store.read(0, offset, 5, encode(batch), topic="batches")
+    store.close()
+    again = GroupStore(tmp_path)
+    assert (dict(again.position), dict(again.position_of("batches"))) == ({0: 2}, {0: 2})
+    again.read(0, 1, 5, encode(batches[1]), topic="batches")
+    assert again.stats() == {"environments": again.stats()["environments"]}, "it is below the position"
+    assert again.size() == 1
+    assert len(list((tmp_path / "batches").glob("batch_*.parquet"))) == 2
+
+
+def test_a_position_file_of_one_topic_is_gone_on_with(tmp_path: Path) -> None:
+    old = {"format": 1, "topic": ["run.batches", "id"], "position": {"0": 7}, "stream_ms": {"0": 9}, "environments": {}}
+    (tmp_path / "position.json").write_text(json.dumps(old))
+    assert GroupStore(tmp_path).position_of("batches") == {0: 7}
+    (tmp_path / "position.json").write_text('{"format": 2, "topics": {"rollouts": 3}}')
+    with pytest.raises(StoreError, match=r"position\.json is no state of a store of groups"):
+        GroupStore(tmp_path)

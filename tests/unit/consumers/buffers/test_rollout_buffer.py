@@ -18,7 +18,7 @@ import consumers
 from consumers.batch_reader import ReadBatch
 from consumers.buffers.files import StoreError
 from consumers.buffers.losses import EstimatorLoss
-from consumers.buffers.rollout_buffer import ReplayBuffer, ReplayBufferConfig, RolloutWithCount, TrainParams
+from consumers.buffers.rollout_buffer import ReplayBufferConfig, RolloutReplayBuffer, RolloutWithCount, TrainParams
 from consumers.buffers.rollout_files import FILE
 from consumers.grouping.testing import example_rollout
 from tests.batches import random_batch
@@ -54,9 +54,9 @@ def group(name: str, rewards: list[float], **fields: Any) -> list[Rollout]:
     return [rollout(f"{name}{i}", reward, **fields) for i, reward in enumerate(rewards)]
 
 
-def buffer(**settings: Any) -> ReplayBuffer:
+def buffer(**settings: Any) -> RolloutReplayBuffer:
     of = {"local_batch_size": 4, "max_samples": -1, "now": lambda: NOW, **settings}
-    return ReplayBuffer(**of)
+    return RolloutReplayBuffer(**of)
 
 
 def uids(sample: list[RolloutWithCount] | None) -> list[str]:
@@ -72,7 +72,7 @@ def test_names_and_defaults_are_those_it_is_known_by() -> None:
     assert config == ReplayBufferConfig(
         capacity=4096, alpha=3.0, max_samples=1, max_rollout_step_delay=1, max_rollout_timestamp_delay=3600.0
     )
-    of = ReplayBuffer.of(config, local_batch_size=2, now=lambda: NOW)
+    of = RolloutReplayBuffer.of(config, local_batch_size=2, now=lambda: NOW)
     assert of.add_batches([[group("a", [1.0, 0.0])]]) == 2
     assert of.stats() == {
         "total_size": 2,
@@ -246,7 +246,7 @@ def test_a_sample_does_not_depend_on_those_before_it_but_for_what_they_used_up()
     assert uids(buffer_with(seed=6).sample()) != first[0]
 
 
-def buffer_with(**settings: Any) -> ReplayBuffer:
+def buffer_with(**settings: Any) -> RolloutReplayBuffer:
     of = buffer(**settings)
     of.add(group("a", [float(i) for i in range(40)]))
     return of
@@ -283,9 +283,9 @@ def read(number: int) -> ReadBatch:
     return ReadBatch(entry, batch, 2 * number, 2 * number + 1)
 
 
-def from_log(**settings: Any) -> ReplayBuffer:
+def from_log(**settings: Any) -> RolloutReplayBuffer:
     of = {"local_batch_size": 4, "max_samples": 3, "max_rollout_step_delay": 3, "seed": 9, **settings}
-    return ReplayBuffer(**of)
+    return RolloutReplayBuffer(**of)
 
 
 def test_rows_of_the_log_keep_their_advantages_and_say_where_they_came_from() -> None:
@@ -345,7 +345,7 @@ def test_policy_versions_become_the_steps_they_were_published_after() -> None:
 # ---------------------------------------------------------------------- on disk
 
 
-def filled(seed: int = 3) -> ReplayBuffer:
+def filled(seed: int = 3) -> RolloutReplayBuffer:
     of = buffer(seed=seed, max_samples=3)
     of.set_current_step(5)
     for number, environment in enumerate("xyx"):
@@ -398,9 +398,9 @@ def test_a_save_that_fails_says_why_and_leaves_the_one_before(tmp_path: Path, mo
 SAVER = """
 import sys
 from pathlib import Path
-from consumers.buffers.rollout_buffer import ReplayBuffer
+from consumers.buffers.rollout_buffer import RolloutReplayBuffer
 from consumers.grouping.testing import example_rollout
-of = ReplayBuffer(local_batch_size=4, max_samples=-1, max_rollout_timestamp_delay=-1.0)
+of = RolloutReplayBuffer(local_batch_size=4, max_samples=-1, max_rollout_timestamp_delay=-1.0)
 for number in range(10**9):
     of.add([example_rollout(f"{number}-{i}", float(i)) for i in range(4)])
     of.sample()
@@ -416,12 +416,12 @@ def test_killed_while_it_saves_it_is_opened_again_whole(tmp_path: Path) -> None:
         eventually(lambda s=seen: (tmp_path / FILE).exists() and (tmp_path / FILE).stat().st_mtime_ns > s, 30, "a save")
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    of = ReplayBuffer(local_batch_size=4, max_samples=-1, max_rollout_timestamp_delay=-1.0)
+    of = RolloutReplayBuffer(local_batch_size=4, max_samples=-1, max_rollout_timestamp_delay=-1.0)
     of.load(tmp_path)
     saves = of.stats()["total_batches_sampled"]
     assert saves >= 4
     assert of.size() == 4 * saves
-    again = ReplayBuffer(local_batch_size=4, max_samples=-1, max_rollout_timestamp_delay=-1.0)
+    again = RolloutReplayBuffer(local_batch_size=4, max_samples=-1, max_rollout_timestamp_delay=-1.0)
     for number in range(saves):
         again.add([example_rollout(f"{number}-{i}", float(i)) for i in range(4)])
         again.sample()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from consumers.buffers.group_config import GroupStoreConfig
-from consumers.buffers.group_store import ReplayBuffer
+from consumers.buffers.group_store import GroupReplayBuffer
 from consumers.buffers.rollout_record import RecordTurn, RolloutRecord, as_rollout
 from consumers.grouping.batch_maker import MakerContext
 from consumers.grouping.reservoir import ReservoirBatchMaker
@@ -52,7 +52,7 @@ def test_turns_become_one_sequence_and_their_rewards_add_up() -> None:
 
 def test_versions_that_are_texts_are_compared_as_numbers(tmp_path: Path) -> None:
     maker = ReservoirBatchMaker(MakerContext(partition=0, seed=0, batch_bytes=2**20))
-    buffer = ReplayBuffer(tmp_path, "env", GroupStoreConfig(target_group_size=2), batch_maker=maker)
+    buffer = GroupReplayBuffer(tmp_path, "env", GroupStoreConfig(target_group_size=2), batch_maker=maker)
     for version in ("v9", "v10"):
         buffer.add_rollouts(as_rollout(record(f"{version}-{n}", version, float(n))) for n in range(2))
     rows = buffer.sample(2)
