@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from infra import commands as broker_commands
 from pipeline import interruption
-from pipeline.commands import add_command
+from pipeline.commands import Parser, Setting, add_command
 from pipeline.process import watch_lifeline
 from pipeline.tool_commands import add_tools
 from topics.errors import RollstreamError
@@ -28,7 +28,12 @@ _BROKEN_PIPE = 128 + 13
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     watch_lifeline()
-    args = build_parser().parse_args(arguments)
+    parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    args = parser.parse_args(arguments)
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -48,11 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line. Each command sets `run`, a function from the parsed arguments to the exit code."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="rollstream",
         description="Reinforcement learning of language models over a log: every rollout in exactly one place.",
         epilog="Start with `rollstream demo`. Every command answers --help.",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     broker_commands.register(commands)
@@ -60,7 +66,27 @@ def build_parser() -> argparse.ArgumentParser:
     _add_roles(commands)
     _add_runs(commands)
     add_tools(commands)
+    completion = commands.add_parser("completion", help="print what makes a shell complete commands and flags")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="which shell")
+    completion.set_defaults(run=_show_completion)
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version and exits; asks for it only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"rollstream {version('rollstream')}")
+        parser.exit()
+
+
+def _show_completion(args: argparse.Namespace) -> int:
+    from argcomplete.shell_integration import shellcode
+
+    print(shellcode(["rollstream"], shell=args.shell))
+    return 0
 
 
 def _add_topics(commands: "Commands") -> None:
@@ -79,13 +105,21 @@ def _add_roles(commands: "Commands") -> None:
     env = add_command(commands, "env", "pipeline.roles.env:run", "play the environment and publish rollouts")
     env.add_argument("--ordinal", type=int, default=0, help="number of this worker, from 0 (default: %(default)s)")
     env.add_argument(
-        "--workers", dest="supervisor.workers=", metavar="N", help="workers that share the work (default: 2)"
+        "--workers",
+        dest="supervisor.workers=",
+        action=Setting,
+        metavar="N",
+        help="workers that share the work (default: 2)",
     )
     evaluator = add_command(
         commands, "eval", "pipeline.roles.eval:run", "evaluate the held-out split at every so many policy versions"
     )
     evaluator.add_argument(
-        "--every", dest="evaluation.every_versions=", metavar="K", help="versions that K divides (default: none)"
+        "--every",
+        dest="evaluation.every_versions=",
+        action=Setting,
+        metavar="K",
+        help="versions that K divides (default: none)",
     )
     group = add_command(
         commands, "group", "pipeline.roles.group:run", "group rollouts into training batches, exactly once"
@@ -106,7 +140,11 @@ def _add_roles(commands: "Commands") -> None:
         "--process", type=int, default=0, metavar="I", help="number of this process of learner.processes (default: 0)"
     )
     learn.add_argument(
-        "--warm-start", dest="learner.warm_start.file=", metavar="FILE", help="supervised examples before version 0"
+        "--warm-start",
+        dest="learner.warm_start.file=",
+        action=Setting,
+        metavar="FILE",
+        help="supervised examples before version 0",
     )
     label = add_command(
         commands,
@@ -140,10 +178,22 @@ def _add_runs(commands: "Commands") -> None:
         example="rollstream demo --seed 1 --task add",
         json=True,
     )
-    demo.add_argument("--seed", dest="seed=", metavar="N", help="of everything that is drawn (default: 0)")
-    demo.add_argument("--task", dest="task=", metavar="NAME", help="dsort3 (the default), dsort4 or add")
-    demo.add_argument("--steps", dest="learner.max_steps=", metavar="N", help="stop after this many learner steps")
-    demo.add_argument("--data", dest="data_dir=", metavar="DIR", help="where its data lies (default: .rollstream/demo)")
+    demo.add_argument(
+        "--seed", dest="seed=", action=Setting, metavar="N", help="of everything that is drawn (default: 0)"
+    )
+    demo.add_argument(
+        "--task", dest="task=", action=Setting, metavar="NAME", help="dsort3 (the default), dsort4 or add"
+    )
+    demo.add_argument(
+        "--steps", dest="learner.max_steps=", action=Setting, metavar="N", help="stop after this many learner steps"
+    )
+    demo.add_argument(
+        "--data",
+        dest="data_dir=",
+        action=Setting,
+        metavar="DIR",
+        help="where its data lies (default: .rollstream/demo)",
+    )
     demo.add_argument("--keep", action="store_true", help="keep the broker's data, to ask it more afterwards")
     demo.add_argument("--no-faults", action="store_true", help="kill nothing on the way")
     demo.add_argument(

@@ -1,16 +1,44 @@
 """How a command is added to the command line: the flags all of them take, and a handler imported when it runs."""
 
 import argparse
+import difflib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from pipeline.config import RunConfig
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
     Handler = Callable[[RunConfig, argparse.Namespace], int]
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line in one line, and which word was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"rollstream: {message}; see `{self.prog} --help`\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        near = difflib.get_close_matches(str(value), choices, 1)
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
+        if isinstance(action, argparse._SubParsersAction):
+            raise argparse.ArgumentError(None, f"{self.prog} has no command {value!r}, {hint}")
+        raise argparse.ArgumentError(action, f"invalid choice {value!r}, {hint}")
+
+
+class Setting(argparse.Action):
+    """A flag that stands for a setting: `dest` is the setting's key and `=`. Remembers how the flag was written."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.options = {**getattr(namespace, "options", {}), self.dest: option}
 
 
 def add_command(
@@ -25,14 +53,18 @@ def add_command(
     )
     common = parser.add_argument_group("configuration")
     common.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the run's settings")
-    common.add_argument(
+    setting = common.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="one setting, e.g. grouping.batch_rollouts=64"
     )
-    common.add_argument("--run", dest="run=", metavar="NAME", help="name of the run, before the topics' names")
+    setting.completer = _keys  # type: ignore[attr-defined]  # asked by argcomplete
+    common.add_argument(
+        "--run", dest="run=", action=Setting, metavar="NAME", help="name of the run, before the topics' names"
+    )
     common.add_argument(
         "-b",
         "--bootstrap-servers",
         dest="kafka.bootstrap_servers=",
+        action=Setting,
         metavar="HOST:PORT",
         help="the brokers' addresses",
     )
@@ -67,7 +99,14 @@ def config_of(args: argparse.Namespace) -> "RunConfig":
     """The configuration that the flags of a command, the environment and its file make together."""
     from pipeline.config import load
 
-    # Flags of a command that stand for settings are stored under `KEY=`.
-    flags = [f"{name}{value}" for name, value in vars(args).items() if name.endswith("=") and value is not None]
+    options = [(option, f"{key}{getattr(args, key)}") for key, option in getattr(args, "options", {}).items()]
     path = args.config or getattr(args, "file", None) or getattr(args, "default_config", None)
-    return load(path, environment=os.environ, flags=[*flags, *args.set], client_flags=args.client)
+    return load(path, environment=os.environ, options=options, flags=args.set, client_flags=args.client)
+
+
+def _keys(**_: object) -> list[str]:
+    """What may be set, for completion."""
+    from pipeline.config import RunConfig
+    from pipeline.settings import known_keys
+
+    return [f"{key.removesuffix('*')}{'' if key.endswith('*') else '='}" for key in known_keys(RunConfig)]

@@ -128,13 +128,15 @@ def load(
     environment: Mapping[str, str] | None = None,
     flags: Sequence[str] = (),
     client_flags: Sequence[str] = (),
+    options: Sequence[tuple[str, str]] = (),
 ) -> RunConfig:
     """The configuration of a TOML file, overridden by `environment`, then by flags like `grouping.batch_rollouts=64`.
 
-    `client_flags` are librdkafka's own keys, `key=value`. Raises ConfigurationError naming file, variable or flag, the
-    key, and the remedy.
+    `options` are flags with a name of their own, before the others: `("--steps", "learner.max_steps=3")`.
+    `client_flags` are librdkafka's own keys, `key=value`. Raises ConfigurationError naming the line of the file, the
+    variable or the flag, the key, and the remedy.
     """
-    layers = [*file_layers(path), *environment_layers(environment or {}), *flag_layers(flags, client_flags)]
+    layers = [*file_layers(path), *environment_layers(environment or {}), *flag_layers(flags, client_flags, options)]
     config, origins = fill(RunConfig, layers, by_reference)
     return _derived(config, origins)
 
@@ -155,12 +157,12 @@ def by_reference(layer: Layer, key: str, value: Any) -> Any:
     if own and layer.origin.startswith(ENVIRONMENT_PREFIX):
         return f"env:{layer.origin}"
     raise ConfigurationError(
-        f"{layer.origin}: {key} is a secret, and everybody could read it there; name where it is, "
+        f"{layer.place(key)}: {key} is a secret, and everybody could read it there; name where it is, "
         f"{key}=env:NAME or {key}=file:PATH"
     )
 
 
-def _derived(config: RunConfig, origins: Mapping[Keys, str]) -> RunConfig:
+def _derived(config: RunConfig, origins: Mapping[Keys, Layer]) -> RunConfig:
     """What nobody set follows from what is: seeds from seed, paths from data_dir and run, an address from its port,
     learning rates from whether there is a checkpoint to start from."""
     for name in ("inference", "worker", "evaluation", "grouping", "learner"):
@@ -178,7 +180,7 @@ def _derived(config: RunConfig, origins: Mapping[Keys, str]) -> RunConfig:
     return config
 
 
-def _fine_tuned(learner: LearnerConfig, origins: Mapping[Keys, str]) -> LearnerConfig:
+def _fine_tuned(learner: LearnerConfig, origins: Mapping[Keys, Layer]) -> LearnerConfig:
     """The settings with learning rates for a trained model where nobody set them: those of a small one that begins at
     random would undo it."""
     optimizer, warm_start = learner.optimizer, learner.warm_start

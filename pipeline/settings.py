@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+from pipeline.toml import line_of
 from topics.errors import ConfigurationError
 
 ENVIRONMENT_PREFIX = "ROLLSTREAM__"
@@ -30,6 +31,13 @@ class Layer(NamedTuple):
     path: Keys
     value: Any
     textual: bool
+    document: str = ""
+    """Text of the file, where it is one."""
+
+    def place(self, key: str) -> str:
+        """Where a dotted key is set: a flag, a variable, or a file and its line."""
+        line = line_of(self.document, key)
+        return self.origin if line is None else f"{self.origin}:{line}"
 
 
 Guard = Callable[[Layer, str, Any], Any]
@@ -38,13 +46,38 @@ Guard = Callable[[Layer, str, Any], Any]
 
 def fill(
     cls: type[C], layers: Sequence[Layer], guard: Guard = lambda _layer, _key, value: value
-) -> tuple[C, Mapping[Keys, str]]:
-    """A `cls` with the settings of all layers, later ones winning, and the origin of each that was set."""
+) -> tuple[C, Mapping[Keys, Layer]]:
+    """A `cls` with the settings of all layers, later ones winning, and the layer each that was set came from."""
     tree: dict[str, Any] = {}
-    origins: dict[Keys, str] = {}
+    origins: dict[Keys, Layer] = {}
     for layer in layers:
         _place(cls, tree, origins, layer, guard)
-    return cast(C, _build(cls, tree, (), origins)), origins
+    try:
+        return cast(C, _build(cls, tree, ())), origins
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{_place_of_fault(cls, tree, origins, str(error))}: {error}") from error
+
+
+def _place_of_fault(cls: type, tree: dict[str, Any], origins: Mapping[Keys, Layer], fault: str) -> str:
+    """Where the setting is without which there would be no such fault; of several the one that came last."""
+    changing = []
+    for path in reversed(list(origins)):
+        try:
+            _build(cls, _without(tree, path), ())
+        except ConfigurationError as error:
+            if str(error) != fault:
+                changing.append(path)
+        else:
+            changing = [path]
+            break
+    return origins[changing[0]].place(".".join(changing[0])) if changing else "defaults"
+
+
+def _without(tree: dict[str, Any], path: Keys) -> dict[str, Any]:
+    first, *rest = path
+    if not rest:
+        return {key: value for key, value in tree.items() if key != first}
+    return {**tree, first: _without(tree[first], tuple(rest))}
 
 
 def known_keys(cls: type) -> tuple[str, ...]:
@@ -69,12 +102,13 @@ def file_layers(path: Path | None) -> Iterator[Layer]:
     if path is None:
         return
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = path.read_text(encoding="utf-8")
+        content = tomllib.loads(document)
     except OSError as error:
         raise ConfigurationError(f"configuration file {path} cannot be read: {error.strerror}") from error
     except ValueError as error:  # not TOML, or not UTF-8
         raise ConfigurationError(f"configuration file {path} is not TOML: {error}") from error
-    yield Layer(str(path), (), content, False)
+    yield Layer(str(path), (), content, False, document)
 
 
 def environment_layers(environment: Mapping[str, str]) -> Iterator[Layer]:
@@ -87,8 +121,13 @@ def environment_layers(environment: Mapping[str, str]) -> Iterator[Layer]:
             yield Layer(name, path, environment[name], True)
 
 
-def flag_layers(flags: Sequence[str], client_flags: Sequence[str]) -> Iterator[Layer]:
-    """`section.key=value` of our flags, `key=value` of librdkafka's."""
+def flag_layers(
+    flags: Sequence[str], client_flags: Sequence[str], options: Sequence[tuple[str, str]] = ()
+) -> Iterator[Layer]:
+    """`section.key=value` of our flags, `key=value` of librdkafka's; options come with the flag they were given as."""
+    for option, setting in options:
+        key, _, value = setting.partition("=")
+        yield Layer(option, tuple(key.split(".")), value, True)
     for flag in flags:
         key, separator, value = flag.partition("=")
         if not separator or not key.strip():
@@ -101,31 +140,36 @@ def flag_layers(flags: Sequence[str], client_flags: Sequence[str]) -> Iterator[L
         yield Layer(f"-X {key.strip()}", ("kafka", "client", key.strip()), value, True)
 
 
-def _place(root: type, tree: dict[str, Any], origins: dict[Keys, str], layer: Layer, guard: Guard) -> None:
+def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: Layer, guard: Guard) -> None:
     """Check a layer's keys against the tree of dataclasses and merge its values, each parsed to its field's type."""
+
+    def set_by_layer(path: Keys) -> None:
+        origins.pop(path, None)  # the last one that was set is the last one here
+        origins[path] = layer
 
     def walk(cls: type, at: Keys, values: Mapping[str, Any], into: dict[str, Any]) -> None:
         for name, value in values.items():
             here = (*at, name)
             hint = _hints(cls).get(name)
             if hint is None:
-                raise ConfigurationError(_unknown(root, layer.origin, here))
+                raise ConfigurationError(_unknown(root, layer.place(".".join(here)), here))
             if dataclasses.is_dataclass(hint):
                 if not isinstance(value, dict):
                     raise ConfigurationError(
-                        f"{layer.origin}: {'.'.join(here)} is a table of settings, not {value!r}; "
+                        f"{layer.place('.'.join(here))}: {'.'.join(here)} is a table of settings, not {value!r}; "
                         f"set one of {', '.join(_hints(cast(type, hint)))} in it"
                     )
                 walk(cast(type, hint), here, value, into.setdefault(name, {}))
             elif _is_table(hint) and isinstance(parsed := _parsed(layer, here, value, hint), dict):
                 dotted = ".".join(here)
                 flat = {key: guard(layer, f"{dotted}.{key}", item) for key, item in _flatten(parsed)}
-                into.setdefault(name, {}).update(_leaf(layer.origin, here, flat, hint))
-                origins[here] = layer.origin
+                into.setdefault(name, {}).update(_leaf(layer, here, flat, hint))
+                for key in flat:
+                    set_by_layer((*here, key))
             else:
                 guarded = guard(layer, ".".join(here), value)
-                into[name] = _leaf(layer.origin, here, _parsed(layer, here, guarded, hint), hint)
-                origins[here] = layer.origin
+                into[name] = _leaf(layer, here, _parsed(layer, here, guarded, hint), hint)
+                set_by_layer(here)
 
     nested: Any = layer.value
     for part in reversed(layer.path):
@@ -177,13 +221,14 @@ def _parsed(layer: Layer, here: Keys, value: Any, hint: Any) -> Any:
         return value
 
 
-def _leaf(origin: str, here: Keys, value: Any, hint: Any) -> Any:
+def _leaf(layer: Layer, here: Keys, value: Any, hint: Any) -> Any:
     import msgspec
 
     try:
         return msgspec.convert(value, hint, dec_hook=_path_hook)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{origin}: {'.'.join(here)} expects {_describe(hint)}, got {value!r}") from error
+        key = ".".join(here)
+        raise ConfigurationError(f"{layer.place(key)}: {key} expects {_describe(hint)}, got {value!r}") from error
 
 
 def _path_hook(hint: type, value: Any) -> Any:
@@ -203,9 +248,9 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield prefix + key, str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _build(cls: type, values: Mapping[str, Any], at: Keys, origins: Mapping[Keys, str]) -> Any:
+def _build(cls: type, values: Mapping[str, Any], at: Keys) -> Any:
     arguments = {
-        name: _build(cast(type, hint), values.get(name, {}), (*at, name), origins) if nested else values[name]
+        name: _build(cast(type, hint), values.get(name, {}), (*at, name)) if nested else values[name]
         for name, hint in _hints(cls).items()
         for nested in [dataclasses.is_dataclass(hint)]
         if nested or name in values
@@ -213,10 +258,8 @@ def _build(cls: type, values: Mapping[str, Any], at: Keys, origins: Mapping[Keys
     try:
         return cls(**arguments)
     except (ConfigurationError, ValueError) as error:
-        given = {o: None for path, o in origins.items() if path[: len(at)] == at}
-        where = ", ".join(given) or "defaults"
         section = f"[{'.'.join(at)}] " if at else ""
-        raise ConfigurationError(f"{where}: {section}{error}") from error
+        raise ConfigurationError(f"{section}{error}") from error
 
 
 @cache

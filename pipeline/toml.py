@@ -5,6 +5,7 @@ For the configurations that a supervisor hands to its processes and a report kee
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,27 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 def render(table: Mapping[str, Any]) -> str:
     """TOML of nested tables of strings, numbers, booleans and lists of these; plain keys before tables."""
     return "\n".join(_lines(table, ())).strip() + "\n"
+
+
+def line_of(text: str, key: str) -> int | None:
+    """Number of the line on which a dotted key of a TOML document is set; None where it is not."""
+    lines, begin = text.splitlines(), 1
+    for number in range(1, len(lines) + 1):
+        try:
+            table = tomllib.loads("\n".join(lines[:number]))
+        except tomllib.TOMLDecodeError:
+            continue  # within a value of several lines
+        if key in _dotted(table):
+            return begin
+        begin = number + 1
+    return None
+
+
+def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in table.items():
+        yield prefix + key
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{key}.")
 
 
 def _lines(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:

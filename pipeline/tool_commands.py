@@ -297,6 +297,7 @@ def _add_exclude(commands: "Commands") -> None:
     exclude.add_argument(
         "--offsets", action="append", default=[], metavar="P:A-B", help="offsets A to B of partition P of rollouts"
     )
+    exclude.add_argument("--unseen", action="store_true", help="environments of which there are no rollouts, too")
     exclude.add_argument("--dry-run", action="store_true", help="report only, and change nothing")
     exclude.add_argument(
         "--timeout",

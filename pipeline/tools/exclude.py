@@ -6,11 +6,12 @@ on `control`, for learners to leave them out, and in the report, with the steps 
 """
 
 import argparse
+import difflib
 import json
 import re
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from consumers.grouping.bootstrap import committed_offsets
 from consumers.grouping.changes import DROPPED
 from consumers.grouping.config import EXCLUSIONS, GrouperConfig, GroupingConfig, offset_range
 from consumers.grouping.configuring import check_names, judge_mark
+from consumers.grouping.counts import OTHERS
 from consumers.grouping.makers import makers_of
 from consumers.grouping.skips import asked_for
 from consumers.grouping.state import CommitMetadata
@@ -102,6 +104,8 @@ def exclude(config: RunConfig, args: argparse.Namespace) -> int:
         if offset_range(text).partition >= partitions:
             raise ConfigurationError(f"--offsets {text}: run {config.run} has partitions 0 to {partitions - 1}")
     where = (config.kafka, config.run, config.grouper)
+    if not args.unseen:
+        _check_environments(exclusion.environments, *where)
     standings = stand(*where) if args.dry_run else put_in_force(*where, exclusion, args.timeout)
     view = View(config.kafka, config.run)
     report = find(view, exclusion, partitions)
@@ -121,11 +125,7 @@ def stand(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> list[Standing
     Raises StateRefused when a partition has no grouping state, or a mark carries what this release does not know.
     """
     topic, makers, found = topic_name(run, "rollouts"), makers_of(grouper.makers), []
-    for committed in committed_offsets(kafka, grouper.group_id(run), topic, clients.partitions_of(kafka, topic)):
-        partition = committed.partition
-        if committed.offset < 0:
-            raise StateRefused(f"run {run} has no grouping state; prepare it with `rollstream topics apply`")
-        journal = _journal_at(kafka, run, committed)
+    for partition, journal in _tasks(kafka, run, grouper):
         config, since = GroupingConfig.from_json(journal.watermark_configuration), -1
         clock = journal.watermark_policy_version
         asked = (offset for offset in asked_for(kafka, run, partition) if offset >= journal.position)
@@ -138,6 +138,41 @@ def stand(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> list[Standing
                 config, since = (judged.config, message.offset() or 0) if judged.config else (config, since)
         found.append(Standing(config, since))
     return found
+
+
+def _check_environments(named: Iterable[str], kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> None:
+    """Raise ConfigurationError for an environment that no rollout of the run is of, and nothing excludes yet.
+
+    Those that were grouped are in the journal's counts; what comes after is read.
+    """
+    topic, known = topic_name(run, "rollouts"), {*newest(stand(kafka, run, grouper)).exclude_environments}
+    tails = {}
+    for partition, journal in _tasks(kafka, run, grouper):
+        known |= {count.environment for count in (*journal.produced, *journal.counts)}
+        tails[partition] = journal.position
+    # Of a run of very many environments the last ones are not counted by name.
+    missing = set() if OTHERS in known else set(named) - known
+    if missing:
+        for message in clients.read_to_end(kafka, topic, partitions=list(tails), start=tails):
+            value = decoded(message.value())
+            if isinstance(value, Rollout):
+                known.add(value.environment)
+    for name in sorted(missing - known):
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"its environments: {', '.join(sorted(known - {''})) or 'none'}."
+        raise ConfigurationError(
+            f"--env {name}: no rollout of run {run} is of that environment; {hint} To exclude it before it is seen, "
+            f"add --unseen"
+        )
+
+
+def _tasks(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[tuple[int, JournalRecord]]:
+    """The journal record each partition of `rollouts` was committed with. Raises StateRefused where there is none."""
+    topic = topic_name(run, "rollouts")
+    for committed in committed_offsets(kafka, grouper.group_id(run), topic, clients.partitions_of(kafka, topic)):
+        if committed.offset < 0:
+            raise StateRefused(f"run {run} has no grouping state; prepare it with `rollstream topics apply`")
+        yield committed.partition, _journal_at(kafka, run, committed)
 
 
 def _journal_at(kafka: KafkaConfig, run: str, committed: TopicPartition) -> JournalRecord:

@@ -196,7 +196,7 @@ def _set_keys(args: argparse.Namespace) -> list[str]:
     """Settings of grouping that a file, the environment or a flag gives: defaults override nothing."""
     layers = [*file_layers(args.config), *environment_layers(os.environ), *flag_layers(args.set, args.client)]
     _config, origins = fill(RunConfig, layers, by_reference)
-    return [path[1] for path in origins if path[0] == "grouping" and len(path) > 1]
+    return list(dict.fromkeys(path[1] for path in origins if path[0] == "grouping" and len(path) > 1))
 
 
 def replay(

@@ -149,10 +149,37 @@ def test_what_is_excluded_by_environment_worker_or_offset_leaves_and_stays_out(r
     assert (replayed["rollouts"], replayed["in_flight"]) == (16, 4)
 
 
+def test_an_environment_that_no_rollout_is_of_is_said_at_once_and_nothing_is_written(real_run: RealRun) -> None:
+    """Whether its rollouts were grouped already, or nobody has read them yet."""
+    run = real_run.prepare()
+    process = run.start("group")
+    run.send(group("x", environment="sorting"))
+    settled(run, in_flight=4)
+    process.terminate()
+    process.wait(60)
+    run.send(group("y", environment="addition"))
+    written = len(run.read("rollouts"))
+    for name, hint in (
+        ("sortign", "did you mean sorting?"),
+        ("adition", "did you mean addition?"),
+        ("z", "addition, s"),
+    ):
+        found = ran(run, "exclude", "--env", "sorting", "--env", name)
+        assert (found.returncode, found.stdout) == (2, ""), found
+        assert f"--env {name}: no rollout of run {run.name} is of that environment" in found.stderr
+        assert hint in found.stderr
+        assert len(found.stderr.splitlines()) == 1
+    assert len(run.read("rollouts")) == written
+    run.start("group")
+    assert answer(run, "exclude", "--env", "z", "--unseen")["generation"] == 1
+    known = answer(run, "exclude", "--env", "sorting", "--env", "addition", "--env", "z")
+    assert known["generation"] == 2, "z is excluded already"
+
+
 @pytest.mark.long
 def test_an_exclusion_that_nobody_reads_says_so_and_stands(real_run: RealRun) -> None:
     run = real_run.prepare()
-    found = ran(run, "exclude", "--env", "bad", "--timeout", "0.5")
+    found = ran(run, "exclude", "--env", "bad", "--unseen", "--timeout", "0.5")
     assert found.returncode == 2
     assert "the exclusion is on the log as generation 1, and partitions [0, 1]" in found.stderr
     assert "start `rollstream group`" in found.stderr

@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,72 @@ def test_no_broker_is_one_line_and_exit_2_for_every_command(tmp_path: Path) -> N
     running.append(start(["topics", "plan"], tmp_path, KAFKA_BOOTSTRAP_SERVERS="no-such-host.invalid:9092"))
     for process in running:
         assert_one_line(process, "no Kafka broker answers at", "rollstream broker start")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["ledgr"], "has no command 'ledgr', did you mean ledger?"),
+        (["topics", "aply"], "rollstream topics has no command 'aply', did you mean apply?"),
+        (["broker", "strat"], "did you mean start?"),
+        (["topics", "xyz"], "choose from plan, apply, describe; see `rollstream topics --help`"),
+        (["show", "0:1", "--color", "alway"], "argument --color: invalid choice 'alway', did you mean always?"),
+        ([], "required: COMMAND; see `rollstream --help`"),
+        (["demo", "--steps", "many"], "--steps: learner.max_steps expects a whole number"),
+        (["ledger", "--run", "a/b"], "--run: run name 'a/b'"),
+    ],
+)
+def test_what_is_mistyped_is_said_in_one_line_with_what_was_meant(
+    arguments: list[str], says: str, tmp_path: Path
+) -> None:
+    assert_one_line(start(arguments, tmp_path), says)
+
+
+def test_the_version_is_that_of_what_is_installed(tmp_path: Path) -> None:
+    output, errors = start(["--version"], tmp_path).communicate(timeout=60)
+    assert (output, errors) == (f"rollstream {metadata.version('rollstream')}\n", "")
+
+
+IN_BASH = """
+source <("$0" completion bash)
+COMP_LINE="$1"; COMP_POINT=${#1}; COMP_TYPE=9
+_python_argcomplete "$0"
+printf '%s\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("le", {"learn", "ledger"}),
+        ("topics ", {"plan", "apply", "describe", "-h", "--help"}),
+        ("ledger --b", {"--bootstrap-servers", "--by"}),
+        ("ledger --set grouping.batch_", {"grouping.batch_rollouts=", "grouping.batch_bytes="}),
+        ("completion ", {"bash", "zsh", "fish", "-h", "--help"}),
+    ],
+)
+def test_bash_completes_commands_flags_and_settings(typed: str, offered: set[str], tmp_path: Path) -> None:
+    found = subprocess.run(
+        ["bash", "-c", IN_BASH, str(COMMAND), f"rollstream {typed}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (set(found.stdout.split()), found.stderr) == (offered, "")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_are_offered_the_same(shell: str, tmp_path: Path) -> None:
+    """As their scripts ask, which are printed too."""
+    script, errors = start(["completion", shell], tmp_path).communicate(timeout=60)
+    assert errors == ""
+    assert f'_ARGCOMPLETE_SHELL="{shell}"' in script or f"_ARGCOMPLETE_SHELL {shell}" in script
+    answer = tmp_path / "answer"
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": shell, "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_DFS": "\t"}
+    line = {"COMP_LINE": "rollstream led", "COMP_POINT": "14", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
+    start([], tmp_path, **asked, **line).communicate(timeout=60)
+    assert answer.read_text().split()[0] == "ledger"
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:

@@ -128,6 +128,50 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, says: str) -> None:
     assert says in str(caught.value)
 
 
+TWO_SECTIONS = """# what the demo needs
+[grouping]
+exclude_workers = [
+  "a",
+]
+batch_rollouts = 16
+batch_bytes = 1024
+
+[learner]
+max_steps = 3
+optimizer.epsilon = 1e-9
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "how", "origin"),
+    [
+        (("= 16", "= 0"), {}, "run.toml:6: "),
+        (("= 16", '= "many"'), {}, "run.toml:6: "),
+        (("[\n", "[\n 3,"), {}, "run.toml:3: "),
+        (("max_steps", "max_step"), {}, "run.toml:10: "),
+        (("optimizer.epsilon", "optimizer.epsilom"), {}, "run.toml:11: "),
+        (("= 16", "= 16"), {"environment": {"ROLLSTREAM__GROUPING__BATCH_ROLLOUTS": "0"}}, None),
+        (("= 16", "= 0"), {"environment": {"ROLLSTREAM__GROUPING__BATCH_ROLLOUTS": "-1"}}, None),
+        (("= 1024", "= 9000000"), {}, "run.toml:7: "),
+        (("= 1024", "= 8000000"), {"flags": ["kafka.max_record_bytes=8000000"]}, "--set kafka.max_record_bytes: "),
+        (("= 16", "= 16"), {"options": [("--steps", "learner.max_steps=many")]}, "--steps: "),
+        (("= 16", "= 16"), {"options": [("--run", "run=a/b")]}, "--run: "),
+    ],
+)
+def test_of_a_bad_value_its_one_origin_is_named(
+    tmp_path: Path, changed: tuple[str, str], how: dict[str, Any], origin: str | None
+) -> None:
+    """The line of the file, the variable or the flag that gave it, whatever else is set beside it."""
+    path = write(tmp_path, TWO_SECTIONS.replace(*changed))
+    environment = {"ROLLSTREAM__GROUPING__SEED": "1", "ROLLSTREAM__LEARNER__SEED": "1", **how.pop("environment", {})}
+    with pytest.raises(ConfigurationError) as raised:
+        load(path, environment=environment, client_flags=["linger.ms=3"], **how)
+    said = str(raised.value).removeprefix(f"{tmp_path}/")
+    assert said.startswith(origin or "ROLLSTREAM__GROUPING__BATCH_ROLLOUTS: "), said
+    places = ("run.toml", "ROLLSTREAM__", "--", "-X")
+    assert sum(said.count(place) for place in places) == 1, said
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"absent\.toml cannot be read: No such file"):
         load(tmp_path / "absent.toml")
@@ -192,7 +236,7 @@ SECRETS = {"worker.api_key": "--set", "kafka.client.sasl.password": "-X", "kafka
 @pytest.mark.parametrize("key", SECRETS)
 def test_a_secret_is_not_taken_from_where_everybody_reads_it(key: str, tmp_path: Path) -> None:
     path = write(tmp_path, f'{key} = "canary"\n')
-    with pytest.raises(ConfigurationError, match=rf"run\.toml: {key} is a secret.*{key}=env:NAME") as raised:
+    with pytest.raises(ConfigurationError, match=rf"run\.toml:1: {key} is a secret.*{key}=env:NAME") as raised:
         load(path)
     assert "canary" not in str(raised.value)
     with pytest.raises(ConfigurationError, match=f"--set {key}: {key} is a secret"):
