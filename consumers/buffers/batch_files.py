@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from consumers.buffers.files import StoreError, replacing
+from consumers.buffers.checked_parquet import read_schema, read_table, write_table
+from consumers.buffers.files import StoreError
 from topics.examples import REFERENCE, RLExample, Source, examples_of
 from topics.records import TrainingBatch
 
@@ -72,8 +72,7 @@ def write_batch(directory: Path, batch: StoredBatch, compression: str) -> Path:
     about = {"number": batch.number, "metadata": batch.metadata, "sources": [list(e.source) for e in examples]}
     table = pa.table(columns).replace_schema_metadata({_ABOUT: json.dumps(about, ensure_ascii=False)})
     path = directory / batch_name(batch)
-    with replacing(path) as file:
-        pq.write_table(table, file, compression=compression)
+    write_table(path, table, compression)
     return path
 
 
@@ -93,7 +92,7 @@ def store_training_batch(directory: Path, batch: TrainingBatch, compression: str
 def read_batch(path: Path) -> StoredBatch:
     """A batch from its file. Raises FileNotFoundError, and StoreError for what is no file of a batch."""
     try:
-        table = pq.read_table(path)
+        table = read_table(path)
         about = _about(table.schema)
         names = [*_TYPES, *([REFERENCE] if REFERENCE in table.column_names else [])]
         arrays = {name: _rows(table[name]) for name in names}
@@ -111,7 +110,7 @@ def read_batch(path: Path) -> StoredBatch:
             ),
             metadata=about["metadata"],
         )
-    except FileNotFoundError:
+    except (FileNotFoundError, StoreError):
         raise
     except (pa.ArrowException, OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise _no_batch(path, error) from error
@@ -120,16 +119,18 @@ def read_batch(path: Path) -> StoredBatch:
 def read_sources(path: Path) -> tuple[int, list[Source]]:
     """Number of a batch, and where its examples came from, without the rest of it. Raises as `read_batch` does."""
     try:
-        about = _about(pq.read_schema(path))
+        about = _about(read_schema(path))
         return about["number"], [Source(*source) for source in about["sources"]]
-    except FileNotFoundError:
+    except (FileNotFoundError, StoreError):
         raise
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise _no_batch(path, error) from error
 
 
 def _no_batch(path: Path, error: Exception) -> StoreError:
-    return StoreError(f"{path} is no file of a batch ({error}); it was not written by this program")
+    return StoreError(
+        f"{path} is no file of a batch ({error}); restore it from a copy, or move it away if it is not of this store"
+    )
 
 
 def _about(schema: pa.Schema) -> Any:

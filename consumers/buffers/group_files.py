@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from consumers.buffers.files import StoreError, replacing
+from consumers.buffers.checked_parquet import read_table, write_table
+from consumers.buffers.files import StoreError
 from topics.codec import decode_as, encode
 from topics.errors import RecordError
 from topics.examples import Source
@@ -120,15 +120,13 @@ def part_name(group_id: str) -> str:
 def write_groups(path: Path, groups: Sequence[RolloutGroup], compression: str) -> None:
     """Write groups as one file, whole or not at all. Raises StoreError with its cause."""
     table = pa.Table.from_pylist([row for group in groups for row in _rows(group)], COLUMNS)
-    with replacing(path) as file:
-        pq.write_table(table, file, compression=compression)
+    write_table(path, table, compression)
 
 
 def read_groups(path: Path) -> list[RolloutGroup]:
     """The groups of a file. Raises FileNotFoundError, and StoreError for what is no file of groups."""
     try:
-        with pq.ParquetFile(path) as file:
-            rows = file.read(columns=COLUMNS.names, use_threads=False).to_pylist()
+        rows = read_table(path, COLUMNS.names).to_pylist()
         found: list[list[dict[str, Any]]] = []
         for row in rows:
             # Open groups have no id; what is said of a group is said of no other, as uids are in it.
@@ -136,10 +134,12 @@ def read_groups(path: Path) -> list[RolloutGroup]:
                 found.append([])
             found[-1].append(row)
         return [_group(rows) for rows in found]
-    except FileNotFoundError:
+    except (FileNotFoundError, StoreError):
         raise
     except (pa.ArrowException, OSError, RecordError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{path} is no file of groups ({error}); it was not written by this program") from error
+        raise StoreError(
+            f"{path} is no file of groups ({error}); restore it from a copy, or move it away if it is not of this store"
+        ) from error
 
 
 def _group(rows: Sequence[Mapping[str, Any]]) -> RolloutGroup:

@@ -37,6 +37,8 @@ class GroupIndex:
         self._stale = False
         """Whether the file does not say what the index says."""
         self._unsynced = False
+        self.damaged: list[str] = []
+        """What is wrong with files that the index lacks and that cannot be read; the others count."""
         there = {path.name for path in directory.glob("part-*.parquet")}
         if not self._read(there):
             self._stale = True
@@ -46,13 +48,24 @@ class GroupIndex:
         else:
             for name in sorted(there - {entry.file for entry in self._entries.values()}):
                 self._stale = True
-                [group] = read_groups(directory / name)
+                try:
+                    [group] = read_groups(directory / name)
+                except StoreError as error:
+                    self.damaged.append(str(error))
+                    continue
+                except FileNotFoundError:
+                    continue
                 self._entries[group.group_id] = _entry(name, group)
         self._others = there - {entry.file for entry in self._entries.values()}
 
     def has_file(self, name: str) -> bool:
-        """Whether a file of that name was there, of a group the index does not count."""
-        return name in self._others
+        """Whether a whole file of that name was there, of a group the index does not count."""
+        if name not in self._others:
+            return False
+        try:
+            return bool(read_groups(self._path.with_name(name)))
+        except (StoreError, FileNotFoundError):
+            return False
 
     def _read(self, there: set[str]) -> bool:
         """Take the lines that name what is there; whether that was all of them."""

@@ -4,6 +4,8 @@ to a batch maker, and writes the batches it makes.
 A group that `add_rollout`, `poll` or `flush` has sealed is on disk when the call returns. Safe from several threads.
 """
 
+import logging
+import math
 import threading
 import time
 import uuid
@@ -33,9 +35,11 @@ from consumers.closing import Closing
 from consumers.grouping.batch_maker import BatchMaker
 from topics.errors import ConfigurationError, RecordError
 from topics.examples import RLExample, Source
+from topics.logs import event
 from topics.records import GroupCancelled, Rollout
 from topics.validation import problems
 
+logger = logging.getLogger(__name__)
 LOCK = ".lock"
 _STATE = "open.json"
 _NO_PLACE = -1
@@ -119,13 +123,17 @@ class GroupReplayBuffer(Closing):
         self._unwritten_batch: StoredBatch | None = None
         self._index = GroupIndex(self.directory, saved.sealed)
         self._uids = {uid for entry in self._index for uid in entry.uids}
-        self._batches = self._known_batches()
+        for what in self._index.damaged:
+            self._damaged(what)
+        self._batches, delivered = self._known_batches()
         self._forwarding = None
         if self._maker is not None:
-            delivered = (source.uid for path in self._batches.values() for source in batch_files.read_sources(path)[1])
             self._forwarding = Forwarding(self._maker, self.config, delivered)
             for entry in self._index:
-                self._forwarding.offer(partial(self._read, entry.file), entry)
+                try:
+                    self._forwarding.offer(partial(self._read, entry.file), entry)
+                except StoreError as error:
+                    self._damaged(str(error))
         self._open_file = saved.open_file
         self._open = OpenGroups(self.config)
         if self._writer is not None:
@@ -262,12 +270,25 @@ class GroupReplayBuffer(Closing):
             self._unwritten_batch = None
             return batch
 
-    def _known_batches(self) -> dict[str, Path]:
-        found = [
-            (batch_files.read_sources(path)[0], path)
-            for path in (self.directory / batch_files.FOLDER).glob("batch_*.parquet")
-        ]
-        return {path.name.split("_")[1]: path for _number, path in sorted(found)}
+    def _known_batches(self) -> tuple[dict[str, Path], set[str]]:
+        """Files of batches by id, oldest first, and the uids these delivered. A damaged one keeps its place at the end:
+        what it delivered may be delivered again."""
+        found: list[tuple[float, Path]] = []
+        delivered: set[str] = set()
+        for path in (self.directory / batch_files.FOLDER).glob("batch_*.parquet"):
+            number = math.inf
+            try:
+                number, sources = batch_files.read_sources(path)
+                delivered.update(source.uid for source in sources)
+            except StoreError as error:
+                self._damaged(str(error))
+            found.append((number, path))
+        return {path.name.split("_")[1]: path for _number, path in sorted(found)}, delivered
+
+    def _damaged(self, why: str) -> None:
+        """One bad file closes no store: it is counted and logged, and reading it raises."""
+        self._counts["damaged"] += 1
+        event(logger, "stored_file_damaged", level=logging.ERROR, environment=self.environment, why=why)
 
     # ------------------------------------------------------------------ reading back
 
@@ -283,8 +304,11 @@ class GroupReplayBuffer(Closing):
         return self._read(name)
 
     def groups(self) -> Iterator[RolloutGroup]:
-        """Every group on disk, in the order they sealed, one at a time."""
-        return (self.read_group(group_id) for group_id in self.group_ids())
+        """Every group on disk, in the order they sealed, one at a time.
+
+        Raises StoreError at one whose file is damaged; asked for the next, it goes on.
+        """
+        return map(self.read_group, self.group_ids())
 
     def batch_ids(self) -> list[str]:
         """Ids of the batches stored, oldest first."""
@@ -387,7 +411,9 @@ class GroupReplayBuffer(Closing):
         try:
             groups = group_files.read_groups(self.directory / name)
         except FileNotFoundError as error:
-            raise StoreError(f"{self.directory / name} is gone: what it held cannot be found again here") from error
+            raise StoreError(
+                f"{self.directory / name} is gone, which held the open groups; restore it, or begin an empty directory"
+            ) from error
         for group in groups:
             # The others have sealed since it was written, by a process that was killed before it wrote it again.
             members = tuple(member for member in group.members if member.rollout.uid not in self._uids)

@@ -4,8 +4,10 @@ Filled by hand, or from the log, whose batches bring their advantages. Filled to
 often, two buffers of a seed hold and give the same. Safe to add to, draw from and save in several threads.
 """
 
+import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +20,14 @@ from consumers.buffers.draws import generator_at
 from consumers.buffers.losses import RLLossModule, RLOOLoss
 from consumers.buffers.rollout_files import Kept, KeptRollout, load_rollouts, save_rollouts
 from consumers.buffers.rollout_rows import rollouts_of, unsound
-from consumers.buffers.shelf import Entry, Shelf, ShelfRules
+from consumers.buffers.shelf import Entry, Left, Shelf, ShelfRules
 from topics.errors import ConfigurationError, DeadlineExceeded, RecordError, RollstreamError
+from topics.logs import event
 from topics.records import Float32, Rollout, RolloutBatch, TrainingBatch
 from topics.upcast import upcast
 
+_LEFT_OUT = "left_out."
+logger = logging.getLogger(__name__)
 Batch = RolloutBatch | Sequence[Sequence[Rollout]]
 """A batch as it is added by hand: of the old form, or groups of rollouts."""
 
@@ -159,6 +164,7 @@ class RolloutReplayBuffer:
         self._batches_offered = 0
         self._batches_added = 0
         self._batches_sampled = 0
+        self._left_out: Counter[str] = Counter()
 
     @classmethod
     def of(cls, config: ReplayBufferConfig, *, local_batch_size: int, **others: Any) -> "RolloutReplayBuffer":
@@ -179,32 +185,41 @@ class RolloutReplayBuffer:
         """Go by this learner step from now on; returns how many rollouts left because they are not fresh any more."""
         with self._lock:
             self._step = step
-            return len(self._shelf.refresh(step, self._time()))
+            return self._count(self._shelf.refresh(step, self._time()))
 
     def add(self, rollouts: Sequence[Rollout], /) -> int:
         """One group, whose rewards are compared; returns how many of it are held.
 
-        Each is filed under its own environment and judged by its own metadata. Raises RecordError when one is unsound
-        or gets an advantage that is no number; then none of the group is in.
+        Each is filed under its own environment and judged by its own metadata; what is not held is counted in `stats`
+        and logged. Raises RecordError when one is unsound or gets an advantage that is no number; then none of the
+        group is in.
         """
-        return self._put(self._with_advantages(rollouts))
+        try:
+            entries = self._with_advantages(rollouts)
+        except RecordError:
+            self._leave_out(unsound=len(rollouts))
+            raise
+        return self._put(entries)
 
     def add_batches(self, new_batches: Iterable[Batch]) -> int:
-        """Batches of groups; returns how many rollouts are held of them.
+        """Batches of groups; returns how many rollouts are held of them; what is not held is counted and logged.
 
         Raises RecordError naming what was wrong with batches that are unsound; all others are in.
         """
         held, wrong = 0, []
         for number, batch in enumerate(new_batches):
+            groups: list[list[Rollout]] = []
             try:
-                entries = [entry for group in self._groups_of(batch) for entry in self._with_advantages(group)]
+                groups = self._groups_of(batch)
+                entries = [entry for group in groups for entry in self._with_advantages(group)]
             except (RollstreamError, AttributeError, TypeError, ValueError) as error:
                 wrong.append(f"batch {number}: {error}")
+                self._leave_out(unsound=sum(map(len, groups)))
                 continue
             with self._lock:
-                kept = self._put(entries)
-                self._batches_added += kept > 0
-            held += kept
+                stamps = (rollout.metadata for group in groups for rollout in group)
+                self._batches_added += self._any_fresh((of.weight_step, of.timestamp) for of in stamps)
+                held += self._put(entries)
         if wrong:
             raise RecordError(f"{'; '.join(wrong)}. All other batches are in; leave these out or mend them")
         return held
@@ -243,7 +258,7 @@ class RolloutReplayBuffer:
         if count < 1:
             raise ConfigurationError(f"a sample of {count}; draw at least 1")
         with self._lock:
-            self._shelf.refresh(self._step, self._time())
+            self._count(self._shelf.refresh(self._step, self._time()))
             if len(self._shelf) < count * self.total_processes:
                 return None
             drawn = self._shelf.draw(count * self.total_processes, generator_at(self._seed, self._draws))
@@ -262,7 +277,9 @@ class RolloutReplayBuffer:
             return len(self._shelf)
 
     def stats(self) -> dict[str, Any]:
-        """total_size, env_sizes, num_environments, total_batches_added and total_batches_sampled."""
+        """total_size, env_sizes, num_environments, total_batches_added (those of which a rollout was fresh),
+        total_batches_sampled, and left_out: rollouts that were not taken, or left before they were used up, by reason
+        (ahead, old_step, too_old, capacity, used_up, zero_variance, unsound)."""
         with self._lock:
             sizes = self._shelf.sizes
             return {
@@ -271,6 +288,7 @@ class RolloutReplayBuffer:
                 "num_environments": len(sizes),
                 "total_batches_added": self._batches_added,
                 "total_batches_sampled": self._batches_sampled,
+                "left_out": dict(self._left_out),
             }
 
     @property
@@ -296,6 +314,7 @@ class RolloutReplayBuffer:
                     "batches_offered": self._batches_offered,
                     "batches_added": self._batches_added,
                     "batches_sampled": self._batches_sampled,
+                    **{_LEFT_OUT + reason: count for reason, count in self._left_out.items()},
                 },
                 stream_s=self._stream_s,
                 position=dict(self._position),
@@ -315,10 +334,13 @@ class RolloutReplayBuffer:
             self._batches_offered = kept.counts["batches_offered"]
             self._batches_added = kept.counts["batches_added"]
             self._batches_sampled = kept.counts["batches_sampled"]
+            self._left_out = Counter(
+                {name.removeprefix(_LEFT_OUT): n for name, n in kept.counts.items() if name.startswith(_LEFT_OUT)}
+            )
             self._step, self._stream_s = kept.counts["step"], kept.stream_s
             self._position = dict(kept.position)
             self._shelf = shelf
-            shelf.add(entries, self._step, self._time())
+            self._count(shelf.add(entries, self._step, self._time()))
 
     # ------------------------------------------------------------------ within
 
@@ -348,6 +370,7 @@ class RolloutReplayBuffer:
                 raise RecordError(f"rollout {rollout.uid!r}: {why}")
         rewards = [rollout.reward for rollout in rollouts]
         if not rewards or (self._drop_zero_variance and min(rewards) == max(rewards)):
+            self._leave_out(zero_variance=len(rewards))
             return []
         advantages = [float(value) for value in self.loss_module.compute_advantages(rollouts)]
         if len(advantages) != len(rollouts) or not np.isfinite(advantages).all():
@@ -376,12 +399,29 @@ class RolloutReplayBuffer:
                     return 0
                 self._position[0] = read.position
             self._stream_s = max(self._stream_s, batch.cut_ms / 1000)
-            kept = self._put(entries)
-            self._batches_added += kept > 0
-            return kept
+            self._batches_added += self._any_fresh((entry.weight_step, entry.timestamp) for entry in entries)
+            return self._put(entries)
+
+    def _any_fresh(self, stamps: Iterable[tuple[int, float]]) -> bool:
+        """Whether a batch of rollouts of these weight steps and times is not stale as a whole."""
+        now = self._time()
+        return any(not self._rules.stale_code(step, at, self._step, now) for step, at in stamps)
+
+    def _count(self, left: Sequence[Left[_Held]]) -> int:
+        """Count rollouts that left the shelf, by reason; how many they are."""
+        self._leave_out(**Counter(rollout.code for rollout in left))
+        return len(left)
+
+    def _leave_out(self, **reasons: int) -> None:
+        counts = {reason: count for reason, count in reasons.items() if count}
+        if counts:
+            with self._lock:
+                self._left_out.update(counts)
+            event(logger, "rollouts_left_out", **counts)
 
     def _put(self, entries: list[Entry[_Held]]) -> int:
         with self._lock:
             left = self._shelf.add(entries, self._step, self._time())
+            self._count(left)
             new = {id(entry) for entry in entries}
-            return len(entries) - sum(id(entry) in new for entry, _reason in left)
+            return len(entries) - sum(id(gone.entry) in new for gone in left)

@@ -1,13 +1,17 @@
-"""A rollout buffer on disk: one Arrow IPC file, whole or not there, that runs no code when it is read.
+"""A rollout buffer on disk: one Arrow IPC file and its digest, whole or not there, that runs no code when it is read.
 
 A row is a rollout as it is on the wire (Avro), with its advantage and how often it was drawn; position, random state
-and counts are in the schema's metadata.
+and counts are in the schema's metadata. Arrow trusts what it reads, and can crash on what is damaged: so the digest is
+compared first.
 """
 
+import hashlib
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +22,10 @@ from topics.errors import RecordError
 from topics.records import Float32, Rollout
 
 FILE = "rollout-buffer.arrow"
+_MAGIC = b"\nblake2b"
+_ARROW = b"ARROW1"
+_DIGEST_BYTES = 32
+"""Behind Arrow's bytes lie _MAGIC and their BLAKE2b digest; files of earlier versions end with Arrow's own magic."""
 _FORM = b"rollstream.rollout_buffer"
 _SCHEMA = pa.schema(
     [
@@ -74,16 +82,18 @@ def save_rollouts(directory: Path, kept: Kept) -> None:
         },
         schema=_SCHEMA.with_metadata({_FORM: json.dumps(state).encode()}),
     )
-    with replacing(directory / FILE) as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table)
+    with replacing(directory / FILE) as file:
+        digested = _Digested(file)
+        with pa.ipc.new_file(digested, table.schema) as writer:
+            writer.write_table(table)
+        file.write(_MAGIC + digested.digest())
 
 
 def load_rollouts(directory: Path) -> Kept:
     """Read. Raises StoreError where nothing whole of ours is there."""
     path = directory / FILE
     try:
-        with pa.OSFile(str(path)) as file:
-            table = pa.ipc.open_file(file).read_all()
+        table = pa.ipc.open_file(pa.py_buffer(_whole(path))).read_all()
         state = json.loads((table.schema.metadata or {})[_FORM])
         rows = table.select(_SCHEMA.names).to_pydict()
         rollouts = tuple(
@@ -106,5 +116,39 @@ def load_rollouts(directory: Path) -> Kept:
         raise StoreError(
             f"{directory} holds no {FILE}; nothing was saved there, fill the buffer from the log"
         ) from error
-    except (pa.ArrowInvalid, OSError, KeyError, ValueError, TypeError, RecordError) as error:
-        raise StoreError(f"{path} is no rollout buffer ({error}); fill the buffer from the log again") from error
+    except (pa.ArrowException, OSError, KeyError, ValueError, TypeError, RecordError) as error:
+        raise StoreError(
+            f"{path} is no rollout buffer ({error}); restore it from a copy, or fill the buffer from the log again"
+        ) from error
+
+
+class _Digested(io.RawIOBase):
+    """A file that is written to, and the digest of what was written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        self._hash.update(data)
+        return self._file.write(data)
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+
+def _whole(path: Path) -> memoryview:
+    """The bytes of a file that Arrow may parse. Raises FileNotFoundError, and ValueError for what is damaged."""
+    data = memoryview(path.read_bytes())
+    end = len(data) - _DIGEST_BYTES
+    content = data[: max(0, end - len(_MAGIC))]
+    if data[len(content) : end] == _MAGIC:
+        if hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() != data[end:]:
+            raise ValueError("it is damaged: its bytes are not those that were written")
+        return content
+    if data[-len(_ARROW) :] != _ARROW:
+        raise ValueError("it is damaged: its end is not that of a file of this program")
+    return data

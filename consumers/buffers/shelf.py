@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from consumers.buffers.draws import weighted_without_replacement
 from topics.errors import ConfigurationError
 
 T = TypeVar("T")
+StaleCode = Literal["", "ahead", "old_step", "too_old"]
+"""Why a rollout is not fresh: a step of the future, too many steps ago, too long ago."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +52,33 @@ class ShelfRules:
             )
 
     def stale(self, weight_step: int, timestamp: float, step: int, now: float) -> str:
-        """Why a rollout is not fresh at a step and a time, "" where it is.
+        """Why a rollout is not fresh at a step and a time, "" where it is."""
+        match self.stale_code(weight_step, timestamp, step, now):
+            case "ahead":
+                return f"weight step {weight_step} is ahead of step {step}"
+            case "old_step":
+                old = step - weight_step
+                return f"weight step {weight_step} is {old} steps old, at most {self.max_step_delay} may be"
+            case "too_old":
+                return f"{self.max_timestamp_delay_s:g} s old or more"
+        return ""
+
+    def stale_code(self, weight_step: int, timestamp: float, step: int, now: float) -> StaleCode:
+        """Why a rollout is not fresh, as one word, "" where it is.
 
         Fresh iff step - max_step_delay <= weight_step <= step and timestamp > now - max_timestamp_delay_s.
         """
         if weight_step > step:
-            return f"weight step {weight_step} is ahead of step {step}"
+            return "ahead"
         if 0 <= self.max_step_delay < step - weight_step:
-            return f"weight step {weight_step} is {step - weight_step} steps old, at most {self.max_step_delay} may be"
+            return "old_step"
         if self.max_timestamp_delay_s >= 0 and not timestamp > now - self.max_timestamp_delay_s:
-            return f"{self.max_timestamp_delay_s:g} s old or more"
+            return "too_old"
         return ""
+
+    def used_up(self, usage_count: int) -> bool:
+        """Whether a rollout was drawn as often as it may be, or more often."""
+        return 0 <= self.max_samples <= usage_count
 
 
 @dataclass(slots=True)
@@ -82,6 +100,8 @@ class Left(NamedTuple, Generic[T]):
 
     entry: Entry[T]
     reason: str
+    code: str = ""
+    """The reason as one word: a StaleCode, `used_up` or `capacity`; empty where `remove` was given the reason."""
 
 
 class Shelf(Generic[T]):
@@ -110,8 +130,12 @@ class Shelf(Generic[T]):
         left: list[Left[T]] = []
         grown = set()
         for entry in entries:
-            if reason := self.rules.stale(entry.weight_step, entry.timestamp, step, now):
-                left.append(Left(entry, reason))
+            if self.rules.used_up(entry.usage_count):
+                left.append(Left(entry, f"drawn {entry.usage_count} times", "used_up"))
+                continue
+            if code := self.rules.stale_code(entry.weight_step, entry.timestamp, step, now):
+                reason = self.rules.stale(entry.weight_step, entry.timestamp, step, now)
+                left.append(Left(entry, reason, code))
                 continue
             self._held.setdefault(entry.environment, []).append(entry)
             self._bound(entry)
@@ -120,7 +144,7 @@ class Shelf(Generic[T]):
             held = self._held[name]
             if (over := len(held) - self.rules.capacity) > 0:
                 reason = f"{self.rules.capacity} newer ones fill the buffer"
-                left += [Left(entry, reason) for entry in held[:over]]
+                left += [Left(entry, reason, "capacity") for entry in held[:over]]
                 del held[:over]
         return left
 
@@ -139,7 +163,11 @@ class Shelf(Generic[T]):
             or (rules.max_timestamp_delay_s >= 0 and self._oldest <= now - rules.max_timestamp_delay_s)
         ):
             return []
-        return self.remove(lambda entry: rules.stale(entry.weight_step, entry.timestamp, step, now))
+        left = self.remove(lambda entry: rules.stale(entry.weight_step, entry.timestamp, step, now))
+        return [
+            Left(entry, reason, rules.stale_code(entry.weight_step, entry.timestamp, step, now))
+            for entry, reason, _code in left
+        ]
 
     def remove(self, why: Callable[[Entry[T]], str]) -> list[Left[T]]:
         """Take out what `why` gives a reason for."""
@@ -172,14 +200,13 @@ class Shelf(Generic[T]):
             held = self._held[name]
             weights = self.rules.alpha * _log_ranks(len(held))
             drawn += [held[i] for i in weighted_without_replacement(generator, weights, share).tolist()]
-        last = self.rules.max_samples
         retired = False
         for entry in drawn:
             entry.usage_count += 1
-            retired |= entry.usage_count == last
+            retired |= self.rules.used_up(entry.usage_count)
         if retired:
             for name in sizes:
-                self._held[name] = [entry for entry in self._held[name] if not 0 <= last <= entry.usage_count]
+                self._held[name] = [entry for entry in self._held[name] if not self.rules.used_up(entry.usage_count)]
         order = np.argsort(generator.random(count), kind="stable")
         return [drawn[i] for i in order.tolist()]
 

@@ -190,6 +190,12 @@ class TrajectoryReplayBuffer(Closing):
 
     @property
     def total_samples(self) -> int:
+        """Steps of all trajectories held, those outside the window too."""
+        with self._lock:
+            return self._shelf.index.samples
+
+    @property
+    def window_samples(self) -> int:
         """Steps that can be drawn: those of the window."""
         with self._lock:
             return self._shelf.index.window(self.sample_window_size).samples
@@ -210,14 +216,14 @@ class TrajectoryReplayBuffer(Closing):
 
     def size(self) -> int:
         """Steps that can be drawn."""
-        return self.total_samples
+        return self.window_samples
 
     def is_ready(self, min_size: int) -> bool:
         """Whether at least so many trajectories are held."""
         return len(self) >= min_size
 
     def get_stats(self) -> dict[str, int]:
-        """num_trajectories held, total_samples that can be drawn, cache_size in trajectories."""
+        """num_trajectories held, total_samples of them, cache_size in trajectories."""
         with self._lock:
             return {
                 "num_trajectories": len(self._shelf.index),
@@ -226,11 +232,12 @@ class TrajectoryReplayBuffer(Closing):
             }
 
     def stats(self) -> dict[str, int]:
-        """get_stats, and the steps and bytes held, samples drawn, and trajectories passed over for want of rewards."""
+        """get_stats, and the steps that can be drawn, the bytes held, samples drawn, and trajectories passed over for
+        want of rewards."""
         with self._lock:
             return {
                 **self.get_stats(),
-                "stored_samples": self._shelf.index.samples,
+                "window_samples": self.window_samples,
                 "stored_bytes": self._shelf.index.size_bytes,
                 "draws": self._draws,
                 "without_rewards": self._without_rewards,

@@ -261,7 +261,7 @@ class Replay:
         rows: dict[tuple[int, str, bool], list[int]] = {}
         for entry in drawn:
             rows.setdefault((entry.item.index_offset, "", entry.usage_count > 1), []).append(entry.item.number)
-        for entry, reason in left:
+        for entry, reason, _code in left:
             rows.setdefault((entry.item.index_offset, reason, entry.usage_count > 0), []).append(entry.item.number)
         uses = []
         for (offset, reason, again), numbers in sorted(rows.items()):

@@ -101,7 +101,7 @@ def text(report: dict[str, Any]) -> str:
             "",
             f"episodes      {report['episodes']['policy']} of the policy, {report['episodes']['human']} of the expert",
             f"trajectories  {by_worker}; {report['refused']} refused",
-            f"windows       {windows['total_samples']} steps to draw from, {windows['stored_bytes']} bytes on disk",
+            f"windows       {windows['window_samples']} steps to draw from, {windows['stored_bytes']} bytes on disk",
             f"slices        {slices['auto']['size']} steps of the policy, {slices['hil']['size']} of the expert",
         )
     )

@@ -360,7 +360,7 @@ def filled(bootstrap_servers: str, run: str, directory: Path) -> dict[str, Any]:
         filler.close()
         return {
             "positions": (dict(windows.position), dict(slices.position)),
-            "sizes": (len(windows), windows.stats()["stored_samples"], slices.stats()["num_episodes"], slices.size()),
+            "sizes": (len(windows), windows.total_samples, slices.stats()["num_episodes"], slices.size()),
             "drawn": [windows.sample(64)["actions"].tolist(), slices.sample(16)["actions"].tolist()],
         }
 

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -501,8 +503,79 @@ def test_a_file_that_is_no_group_is_named(tmp_path: Path) -> None:
         buffer.add_rollouts(group())
     [path] = tmp_path.rglob("part-*")
     path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(StoreError, match=r"part-.*is no file of groups"):
+    with pytest.raises(StoreError, match=r"part-.*is damaged.*restore it"):
         list(opened(tmp_path).groups())
+    path.write_bytes(b"")
+    with pytest.raises(StoreError, match=r"part-.*is (damaged|no file of groups).*restore it"):
+        list(opened(tmp_path).groups())
+
+
+def flips(whole: bytes, count: int) -> Iterator[bytes]:
+    """The bytes with one bit flipped: at places drawn by a fixed seed, and at every one of the last 64 bytes."""
+    rng = np.random.default_rng(5)
+    for bit in {*rng.integers(0, 8 * len(whole), count).tolist(), *range(8 * len(whole) - 512, 8 * len(whole))}:
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        yield bytes(damaged)
+
+
+def test_every_flipped_bit_of_a_group_or_a_batch_is_a_store_error_that_names_the_file(tmp_path: Path) -> None:
+    with opened(tmp_path, FifoBatchMaker(context())) as buffer:
+        buffer.add_rollouts(group())
+        batch_id = buffer.create_and_store_batch(8)
+        assert batch_id is not None
+        [part], [batch] = tmp_path.rglob("part-*"), tmp_path.rglob("batch_*")
+        for path, read in (
+            (part, lambda: buffer.read_group(buffer.group_ids()[0])),
+            (batch, lambda: buffer.read_batch(batch_id)),
+        ):
+            whole = path.read_bytes()
+            for damaged in flips(whole, 400):
+                path.write_bytes(damaged)
+                with pytest.raises(StoreError, match=f"(?s){path.name} is .*restore it from a copy"):
+                    read()
+            path.write_bytes(whole)
+            read()
+
+
+def test_pages_carry_the_checksums_of_parquet(tmp_path: Path) -> None:
+    opened(tmp_path, compression="none").add_rollouts(group())
+    [path] = tmp_path.rglob("part-*")
+    whole = bytearray(path.read_bytes())
+    whole[whole.index(b"q-0-3")] ^= 1
+    path.write_bytes(whole)
+    with pytest.raises(OSError, match="CRC"):
+        pq.read_table(path, page_checksum_verification=True)
+
+
+def test_damaged_files_close_no_store_and_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path, FifoBatchMaker(context())) as buffer:
+        for example in "abcd":
+            buffer.add_rollouts(group(example))
+        assert buffer.create_and_store_batch(8) is not None
+    parts = {g.example_id: tmp_path / "env" / f"part-{uuid_of(g.group_id)}.parquet" for g in buffer.groups()}
+    for path in (parts["b"], parts["c"], next(tmp_path.rglob("batch_*"))):
+        path.write_bytes(path.read_bytes()[:-9])
+    again = opened(tmp_path, FifoBatchMaker(context()))
+    assert (again.stats()["damaged"], again.stats()["held"]) == (3, 16), "a is offered again, b and c cannot be"
+    assert caplog.text.count("stored_file_damaged") == 3
+    groups, found = again.groups(), []
+    for _ in range(4):
+        try:
+            found.append(next(groups).example_id)
+        except StoreError:
+            found.append("damaged")
+    assert found == ["a", "damaged", "damaged", "d"]
+    again.close()
+    (tmp_path / "env" / "groups.jsonl").unlink()
+    mended = opened(tmp_path)
+    assert sorted(g.example_id for g in mended.groups()) == ["a", "d"]
+    assert mended.add_rollouts(group("b")) == 8, "they can be put in again"
+    assert mended.size() == 3
+
+
+def uuid_of(group_id: str) -> uuid.UUID:
+    return uuid.UUID(group_id[:32])
 
 
 def test_many_threads_add_poll_and_draw_and_every_rollout_is_somewhere_once(tmp_path: Path) -> None:

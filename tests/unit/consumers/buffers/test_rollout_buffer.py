@@ -80,6 +80,7 @@ def test_names_and_defaults_are_those_it_is_known_by() -> None:
         "num_environments": 1,
         "total_batches_added": 1,
         "total_batches_sampled": 0,
+        "left_out": {},
     }
     assert {item.usage_count for item in of.sample() or ()} == {1}
     assert of.stats()["total_batches_sampled"] == 1
@@ -381,6 +382,78 @@ def test_where_nothing_whole_is_saved_the_buffer_stays_as_it_was(tmp_path: Path)
         with pytest.raises(StoreError, match="is no rollout buffer"):
             of.load(tmp_path)
     assert of.size() == filled().size()
+
+
+def test_a_flipped_bit_is_a_store_error_that_names_the_file_and_the_remedy(tmp_path: Path) -> None:
+    of = buffer(seed=4)
+    of.add(group("a", [1.0, 0.0, 0.5]))
+    of.save(tmp_path)
+    whole = (tmp_path / FILE).read_bytes()
+    drawn = np.random.default_rng(5).integers(0, 8 * len(whole), 600).tolist()
+    for bit in {*drawn, *range(8 * len(whole) - 8 * 56, 8 * len(whole), 3)}:
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (tmp_path / FILE).write_bytes(damaged)
+        with pytest.raises(StoreError, match=rf"{FILE} is no rollout buffer .*restore it .*or fill the buffer"):
+            of.load(tmp_path)
+
+
+def test_a_file_of_an_earlier_version_which_had_no_digest_is_read(tmp_path: Path) -> None:
+    of = filled()
+    of.save(tmp_path)
+    whole = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(whole[: whole.rindex(b"ARROW1") + 6])
+    restored = buffer()
+    restored.load(tmp_path)
+    assert restored.stats() == of.stats()
+
+
+# ---------------------------------------------------------------------- what is counted
+
+
+def test_a_rollout_used_more_often_than_it_may_be_is_retired(tmp_path: Path) -> None:
+    of = buffer(local_batch_size=2, max_samples=-1)
+    of.add(group("a", [1.0, 0.0]))
+    for _ in range(5):
+        of.sample()
+    of.add(group("b", [1.0, 0.0]))
+    of.save(tmp_path)
+    stricter = buffer(local_batch_size=1, max_samples=2)
+    stricter.load(tmp_path)
+    assert stricter.stats()["left_out"] == {"used_up": 2}
+    drawn = [uid for _ in range(4) for uid in uids(stricter.sample())]
+    assert sorted(drawn) == ["b0", "b0", "b1", "b1"]
+    assert stricter.sample() is None
+
+
+def test_every_batch_counts_as_added_of_which_a_rollout_is_not_stale() -> None:
+    of = buffer(capacity=2, drop_zero_variance=True, max_rollout_step_delay=1)
+    of.set_current_step(5)
+    of.add_batches([[group("without variance", [1.0, 1.0], step=5)]])
+    of.add_batches([[group("a", [1.0, 0.0], step=5)], [group("stale", [1.0, 0.0], step=3)]])
+    of.add_batches([[group("half", [1.0], step=3) + group("of it", [0.0], step=4)], []])
+    assert of.stats()["total_batches_added"] == 3
+
+
+def test_rollouts_that_are_refused_or_leave_are_counted_by_reason_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    of = buffer(capacity=2, drop_zero_variance=True, max_rollout_timestamp_delay=100.0)
+    of.set_current_step(5)
+    of.add(group("kept", [1.0, 0.0], step=5))
+    of.add(group("ahead", [1.0, 0.0, 0.5], step=6))
+    of.add_batches([[group("old step", [1.0, 0.0], step=3), group("too old", [1.0, 0.0], step=5, at=NOW - 100)]])
+    of.add(group("no variance", [1.0, 1.0], step=5))
+    of.add(group("fills", [1.0, 0.0], step=5))
+    with pytest.raises(RecordError):
+        of.add(group("unsound", [float("nan")]))
+    with pytest.raises(RecordError):
+        of.add_batches([[group("unsound", [float("inf"), 0.0, 1.0])]])
+    of.set_current_step(7)
+    left_out = of.stats()["left_out"]
+    assert left_out == {"ahead": 3, "old_step": 4, "too_old": 2, "zero_variance": 2, "capacity": 2, "unsound": 4}
+    logged = [record for record in caplog.records if record.message == "rollouts_left_out"]
+    assert len(logged) == 7
+    assert of.size() == 0
 
 
 def test_a_save_that_fails_says_why_and_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def test_a_negative_delay_means_no_limit() -> None:
 def test_the_newest_of_each_environment_stay() -> None:
     shelf = filled(ShelfRules(capacity=3), a=2, b=3)
     left = shelf.add([Entry(f"a-{i}", "a", 0, 0.0) for i in range(3)], 0, 0.0)
-    assert [(entry.item, reason) for entry, reason in left] == [
+    assert [(entry.item, reason) for entry, reason, _code in left] == [
         ("a0", "3 newer ones fill the buffer"),
         ("a1", "3 newer ones fill the buffer"),
     ]

@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import json
 import os
 import threading
 from collections import Counter
@@ -228,7 +229,11 @@ def test_a_sample_has_no_more_rows_than_the_window_has_steps(tmp_path: Path, aut
     with buffer(tmp_path, auto_save, sample_window_size=2) as of:
         of.add_trajectories([trajectory(n) for n in range(5)])
         assert set(untorn(of.sample(1000), 16)) <= {*range(3000, 3008), *range(4000, 4008)}
-        assert of.total_samples == 16
+        assert (of.window_samples, of.size(), of.stats()["window_samples"]) == (16, 16, 16)
+        stored = 40 if auto_save else 16
+        assert (of.total_samples, of.get_stats()["total_samples"]) == (stored, stored), "as in what is saved"
+        of.save_checkpoint(tmp_path / "saved")
+        assert json.loads((tmp_path / "saved" / "metadata.json").read_text())["total_samples"] == stored
 
 
 @both
