@@ -3,6 +3,7 @@
 Pure. `passed` is the demo's promise: it learned, every record is in one place, every batch follows from the log.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _WIDTH = 100
 NEEDED_GAIN = 0.5
 """Least rise of exact match over the produced rollouts."""
+_DECISIVE = "exact match, rollouts produced"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,16 +116,27 @@ class DemoReport:
         first, last = self.heldout_first, self.heldout_last
         rows = [
             ("reward, rollouts produced", self.reward_first, self.reward_last),
-            ("exact match, rollouts produced", self.exact_first, self.exact_last),
+            (f"{_DECISIVE} (decides)", self.exact_first, self.exact_last),
             (f"exact match, {first.prompts} held-out prompts (greedy)", first.exact, last.exact),
         ]
         start = f"first 1,000, version {first.version}"
         end = f"last 1,000, version {last.version}"
         return (
             f"{self.task}, seed {self.seed}: {self.outcome}, {self.training_seconds:.0f} s of training, "
-            f"{self.seconds:.0f} s in all\n\n{table(('', start, end), rows)}\n\n"
+            f"{self.seconds:.0f} s in all\n\n{table(('', start, end), rows)}\n\n{self._decision()}\n\n"
             f"Before version 0 the model saw {self.warm_start_steps} supervised steps on answers shuffled across "
             "prompts:\nthey teach the format of an answer, not the task."
+        )
+
+    def _decision(self) -> str:
+        """Which accuracy counts, and why."""
+        prompts = self.heldout_last.prompts
+        return (
+            f"What counts for PASSED is {_DECISIVE}: it rose by {self.exact_last - self.exact_first:.3f}, and "
+            f"{NEEDED_GAIN} is needed.\nIt is over 1,000 sampled answers, trained on or not: its standard error is "
+            f"{_standard_error(1000):.3f} at most.\n"
+            f"That of {prompts} held-out answers is up to {_standard_error(prompts):.3f}; they show that the task was "
+            "learned, not the prompts."
         )
 
     def _flow(self) -> str:
@@ -157,6 +170,11 @@ class DemoReport:
         lines += ["", "what to try next:", *(f"    {command}" for command in self.next)]
         lines += ["", "PASSED" if self.passed else "FAILED: " + "; ".join(self.failures)]
         return "\n".join(lines)
+
+
+def _standard_error(answers: int) -> float:
+    """Of a share of so many answers, at most."""
+    return 0.5 / math.sqrt(answers)
 
 
 def ledger_text(book: Mapping[str, Any]) -> str:

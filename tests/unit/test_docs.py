@@ -2,9 +2,12 @@
 
 import ast
 import importlib.util
+import itertools
+import json
 import re
 import shlex
 import statistics
+import tomllib
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -51,6 +54,29 @@ def test_what_is_generated_says_what_the_code_says(name: str) -> None:
 
 
 @every_page
+def test_every_fence_stands_alone_and_every_block_is_closed(name: str) -> None:
+    """Else what follows is no block for a reader, and for these tests."""
+    fences = [line for line in PAGES[name].splitlines() if "```" in line]
+    for opening, closing in itertools.zip_longest(fences[::2], fences[1::2]):
+        assert re.fullmatch(r"```(sh|python|text|toml|json)", opening), opening
+        assert closing == "```", f"after {opening}"
+
+
+@every_page
+def test_data_blocks_parse(name: str) -> None:
+    for language, parse in (("toml", tomllib.loads), ("json", json.loads)):
+        for block in blocks(name, language):
+            parse(block)
+
+
+@every_page
+def test_no_list_or_paragraph_has_a_link_twice(name: str) -> None:
+    for part in prose(name).split("\n\n"):
+        links = re.findall(r"\]\(([^)]+)\)", part)
+        assert len(set(links)) == len(links), part
+
+
+@every_page
 def test_every_relative_link_leads_somewhere(name: str) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", prose(name)):
         if "://" in target:
@@ -83,8 +109,8 @@ def test_every_command_in_a_shell_block_parses(name: str, capsys: pytest.Capture
         if words[0] == "rollstream":
             try:
                 build_parser().parse_args(words[1:])
-            except SystemExit:
-                pytest.fail(f"{name}: {line}: {capsys.readouterr().err}")
+            except SystemExit as ended:
+                assert ended.code == 0, f"{name}: {line}: {capsys.readouterr().err}"  # 0: it was asked for the version
         elif words[0] == "make":
             assert {word for word in words[1:] if "=" not in word} <= set(targets), line
             for chosen in re.findall(r"-k (\w+)", line):

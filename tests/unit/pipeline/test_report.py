@@ -65,6 +65,18 @@ def test_a_report_passes_when_every_promise_held() -> None:
     assert "what to try next:\n    rollstream demo --keep" in REPORT.as_text()
 
 
+def test_a_report_of_several_accuracies_says_which_one_counts_and_why() -> None:
+    text = REPORT.as_text()
+    [row] = [line for line in text.splitlines() if "(decides)" in line]
+    assert row.split()[-2:] == ["0.000", "0.900"]
+    assert "What counts for PASSED is exact match, rollouts produced: it rose by 0.900, and 0.5 is needed." in text
+    assert "its standard error is 0.016 at most" in text
+    assert "That of 200 held-out answers is up to 0.035" in text
+    learned_by_heart = dataclasses.replace(REPORT, heldout_last=dataclasses.replace(REPORT.heldout_last, exact=0.0))
+    assert learned_by_heart.passed, "the one that is named decides, and no other"
+    assert not dataclasses.replace(REPORT, exact_last=0.1).passed
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
