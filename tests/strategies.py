@@ -246,7 +246,8 @@ _TIGHT: dict[str, Sequence[Any]] = {
     "max_policy_lag": (0, 1, 3),
     "max_age_s": (0.0, 0.05, 0.2),
     "future_deadline_s": _SECONDS,
-    "capacity_bytes": (300, 900, 1_500),
+    "capacity_bytes": (300, 900, 1_500, 7_000, 14_000, 30_000),
+    "remembered_bytes": (0, 1_000, 3_000),
     "horizon_s": _SECONDS,
     "drop_superseded": (True,),
     "allow_filtered_sampling": (True,),
@@ -262,9 +263,11 @@ _TIGHT: dict[str, Sequence[Any]] = {
 
 def _config(random: Random, makers: Sequence[str], generation: int, tight: int) -> GroupingConfig:
     narrow = {name: random.choice(_TIGHT[name]) for name in random.sample(list(_TIGHT), tight)}
-    wide = {"max_policy_lag": -1, "batch_bytes": 10_000, "capacity_bytes": 100_000, "max_batch_age_s": 5.0}
+    wide = {"max_policy_lag": -1, "batch_bytes": 10_000, "capacity_bytes": 10**6, "max_batch_age_s": 5.0}
     maker = random.choice(makers)
-    if generation == 0 and narrow.get("core_version") == 1:  # Marks may be senseless, a run does not begin so.
+    if generation == 0 and "core_version" in narrow:  # Marks may be senseless, a run does not begin so.
+        narrow.pop("remembered_bytes", None)
+    if generation == 0 and narrow.get("core_version") == 1:
         narrow.pop("estimator", None)
         narrow.pop("exclude_offsets", None)
         maker = "fifo"

@@ -79,6 +79,9 @@ class Account:
         """An offset opened or joined a group; `before` are the clocks as they were before it was read."""
         self._unfinished[offset] = before
         self._order.append(offset)
+        if len(self._order) > 64 + 4 * len(self._unfinished):
+            # One group may stay open while any number of others come and go.
+            self._order = deque(offset for offset in self._order if offset in self._unfinished)
         self.changes.admitted.append(offset)
 
     def control(self, offset: int, environment: str = "") -> None:

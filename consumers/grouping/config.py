@@ -24,6 +24,7 @@ _LEAST = {
     "batch_bytes": 1,
     "min_group_size": 0,
     "capacity_bytes": 1,
+    "remembered_bytes": 0,
 }
 _LONGEST_S = 1e9
 CONFIGURATION_BYTES = 128 * 1024
@@ -62,7 +63,7 @@ class ForeignConfiguration(StateRefused):
         self.core_version = core_version
 
 
-SINCE_3 = (*BOUNDS, "bounds")
+SINCE_3 = (*BOUNDS, "bounds", "remembered_bytes")
 """Keys that came with core version 3: a configuration of an earlier version does not have them."""
 
 EXCLUSIONS = ("exclude_environments", "exclude_workers", "exclude_offsets")
@@ -113,7 +114,10 @@ class GroupingConfig:
     future_deadline_s: float = 600.0
     """How long a group waits for the policy clock to reach its version."""
     capacity_bytes: int = 256 * 1024 * 1024
-    """Bytes of rollouts one partition holds in groups; beyond it the oldest incomplete group is dropped."""
+    """Memory that groups of one partition take; beyond it the oldest incomplete group is dropped. Before core version 3
+    the bytes of their records."""
+    remembered_bytes: int = 64 * 1024 * 1024
+    """Memory that finished groups of one partition take; beyond it the oldest are forgotten before `horizon_s`."""
     horizon_s: float = 3600.0
     """How long finished groups are remembered, in stream time."""
     drop_superseded: bool = False

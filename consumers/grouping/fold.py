@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from consumers.grouping import advantages, assemble
+from consumers.grouping import advantages, assemble, costs
 from consumers.grouping.account import Account
 from consumers.grouping.changes import CORE_VERSION, Output, Record
 from consumers.grouping.config import GroupingConfig, milliseconds
 from consumers.grouping.configuring import Judged, judge_mark
 from consumers.grouping.deadlines import Deadlines, Due
 from consumers.grouping.delivery import Delivery
-from consumers.grouping.groups import Group, GroupKey, Member, Stage
+from consumers.grouping.groups import Group, GroupKey, Member, Stage, kept
 from consumers.grouping.judging import Clocks, Verdict, judge_content, judge_record, judge_sealed
 from consumers.grouping.makers import MAKERS, MakerFactory
 from consumers.grouping.memory import Memory
@@ -205,9 +205,10 @@ class Fold:
             return
         group = self._open.get(key) or self._open_group(key, record.offset, rollout.group_size)
         source = Source(self.partition, record.offset, rollout.uid)
-        member = Member(source, rollout, len(record.value or b""), self.stream_time_ms)
-        group.add(member)
-        self.held_bytes += member.size_bytes
+        rest = kept(rollout)
+        size_bytes = costs.of_member(rest) if self.config.core_version >= 3 else len(record.value or b"")
+        group.add(Member(source, rest, size_bytes, self.stream_time_ms))
+        self._hold(group, size_bytes)
         self._account.admit(record.offset, before)
         if group.complete:
             self._seal(group)
@@ -237,10 +238,14 @@ class Fold:
             return
         group.control_offsets.append(record.offset)
         self._account.admit(record.offset, before)
+        if self.config.core_version >= 3:
+            self._hold(group, costs.of_cancellation(cancelled.uids))
         if group.expected <= 0:
             self._drop_group(group, Verdict("cancelled", "every member was cancelled"))
         elif group.complete:
             self._seal(group)
+        if self.config.core_version >= 3 and self.held_bytes > self.config.capacity_bytes:
+            self._shed()
 
     def _is_over(self, key: GroupKey) -> bool:
         """Whether a group finished before; not asked of records read again, which came before it did."""
@@ -249,8 +254,14 @@ class Fold:
     def _open_group(self, key: GroupKey, offset: int, size: int) -> Group:
         group = Group(key, offset, self.stream_time_ms, size)
         self._open[key] = group
+        if self.config.core_version >= 3:
+            self._hold(group, costs.of_group(key))
         self._due(self.config.group_deadline_s, Due.OPEN, group)
         return group
+
+    def _hold(self, group: Group, size_bytes: int) -> None:
+        group.size_bytes += size_bytes
+        self.held_bytes += size_bytes
 
     def _count_read(self, environment: str, tokens: int) -> None:
         if not self._replaying:
@@ -293,6 +304,12 @@ class Fold:
 
     def _forget(self) -> None:
         self._memory.forget(self.stream_time_ms - milliseconds(self.config.horizon_s))
+        self._forget_excess()
+
+    def _forget_excess(self) -> None:
+        """What is read again was remembered, and forgotten, when it was first read."""
+        if self.config.core_version >= 3 and not self._replaying:
+            self._memory.forget_excess(self.config.remembered_bytes)
 
     def _due(self, after_s: float, kind: Due, group: Group) -> None:
         self._deadlines.add(self.stream_time_ms + milliseconds(after_s), kind, group)
@@ -431,6 +448,7 @@ class Fold:
         self._deadlines.forget(group)
         self.held_bytes -= group.size_bytes
         self._memory.finish(key, self.stream_time_ms)
+        self._forget_excess()
         self._account.end(group, fates, detail, self.stream_time_ms)
 
     # ------------------------------------------------------------------ state

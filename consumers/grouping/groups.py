@@ -3,12 +3,14 @@
 Counts episodes, not rollouts: the branches of one episode complete together, and are cancelled together.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from topics.examples import Source
-from topics.records import Rollout
+from topics.examples import REFERENCE, Source
+from topics.records import NO_FLOATS, Rollout, RolloutMetadata
 
 
 class GroupKey(NamedTuple):
@@ -42,7 +44,9 @@ class Member(NamedTuple):
 
     source: Source
     rollout: Rollout
+    """What is left of it: see `kept`."""
     size_bytes: int
+    """What it counts for in grouping.capacity_bytes."""
     append_ms: int
     """Stream time when it was read."""
 
@@ -59,6 +63,29 @@ class Worth(NamedTuple):
     def share(self) -> float:
         """Advantage of the member."""
         return self.advantage / self.branches
+
+
+def kept(rollout: Rollout) -> Rollout:
+    """A rollout without what neither its fate nor its batch depends on: turns, rewards of tokens and components, arrays
+    but the reference log-probabilities, free-form metadata. Some of it costs fifty times its bytes in the log.
+    """
+    arrays = rollout.token_arrays
+    fields = {
+        **vars(rollout),
+        "turns": (),
+        "token_rewards": NO_FLOATS,
+        "reward_components": _NOTHING,
+        "metadata": RolloutMetadata(worker_id=rollout.metadata.worker_id),
+        "token_arrays": {REFERENCE: arrays[REFERENCE]} if REFERENCE in arrays else _NOTHING,
+        "extra": _NOTHING,
+    }
+    # Of a frozen dataclass __init__ costs more than all else that happens to a record.
+    left: Rollout = object.__new__(Rollout)
+    object.__setattr__(left, "__dict__", fields)
+    return left
+
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def episode_of(rollout: Rollout) -> str:
@@ -94,7 +121,7 @@ class Group:
     control_offsets: list[int] = field(default_factory=list)
     """Cancellations that joined the group; they finish with it."""
     size_bytes: int = 0
-    """Bytes of the records it holds, cancelled ones too."""
+    """What it counts for in grouping.capacity_bytes, cancelled members too."""
     batch_bytes: int = 0
     """Bytes it takes in a batch; known once it is sealed."""
     sealed_ms: int = -1
@@ -145,7 +172,6 @@ class Group:
         """Take a member that is not refused."""
         rollout = member.rollout
         self.members[rollout.uid] = member
-        self.size_bytes += member.size_bytes
         episode = self._episodes.setdefault(episode_of(rollout), _Episode(rollout.branches, {}))
         episode.come[rollout.branch] = rollout.uid
         self.complete_episodes += episode.complete

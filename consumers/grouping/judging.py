@@ -31,7 +31,7 @@ class Clocks(NamedTuple):
     config: GroupingConfig
 
 
-_key_of = lru_cache(maxsize=65536)(encode_key)
+_key_of = lru_cache(maxsize=8192)(encode_key)
 
 
 def judge_record(

@@ -5,6 +5,7 @@ adds them up. The commit metadata of the group's offset names the journal record
 """
 
 import json
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -115,7 +116,7 @@ class JournalSum:
         self.last: JournalRecord | None = None
         self._unfinished: set[int] | None = None
         self._delivered: set[int] = set()
-        self._groups: list[FinishedGroup] = []
+        self._groups: deque[FinishedGroup] = deque()
 
     def add(self, record: JournalRecord) -> None:
         """Take in the next record. Raises StateRefused when one is missing before it."""
@@ -125,6 +126,8 @@ class JournalSum:
                 f"records between were deleted, start a new run"
             )
         self._groups += record.finished_groups
+        while self._groups and self._groups[0].finished_ms < record.remembered_since_ms:
+            self._groups.popleft()
         if record.snapshot:
             if record.part == 0:
                 self._unfinished, self._delivered = set(), set()

@@ -236,9 +236,12 @@ def refold(
     times = [raw.timestamp_ms for raw in records if raw.timestamp_ms >= 0]
     if times and max(times) - min(times) > config["horizon_s"] * 1000:
         raise NotModelled("groups older than the horizon are forgotten")
-    rollouts = (raw for raw in records if raw.offset not in given and decode(raw.value) is not None)
-    if sum(len(raw.value or b"") for raw in rollouts) > config["capacity_bytes"]:
+    rollouts = [raw for raw in records if raw.offset not in given and decode(raw.value) is not None]
+    # More than any of them counts for, in whatever group.
+    if sum(2 * len(raw.value or b"") + 7_000 for raw in rollouts) > config["capacity_bytes"]:
         raise NotModelled("more bytes than the partition may hold")
+    if 1_800 * len(rollouts) > config.get("remembered_bytes", math.inf):
+        raise NotModelled("more groups than are remembered")
     for raw in records:
         if raw.offset < position:
             partition.read(raw)

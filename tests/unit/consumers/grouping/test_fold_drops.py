@@ -1,5 +1,6 @@
 """Every reason to drop a record or a group, one small log each; staleness, age and capacity among them."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from consumers.grouping.changes import Record
 from consumers.grouping.config import GroupingConfig
 from consumers.grouping.testing import GroupingTestDriver, example_rollout
-from tests.unit.consumers.grouping.pairs import driver, fates, pair, reasons, uids
+from tests.unit.consumers.grouping.pairs import cancelled, driver, fates, pair, reasons, uids
 from topics.codec import encode
 from topics.keys import encode_key, partition_of
 from topics.records import Mark, RolloutMetadata, SamplingParams
@@ -119,9 +120,23 @@ def test_a_sealed_group_becomes_too_old_while_it_waits_for_its_batch() -> None:
     assert set(reasons(d).values()) == {"too_old"}
 
 
-def test_beyond_capacity_the_oldest_incomplete_group_goes() -> None:
-    size = len(encode(example_rollout("0a", 1.0, example_id="0")))
-    d = driver(capacity_bytes=2 * size, batch_rollouts=100)
+def single_bytes(core_version: int, **fields: Any) -> int:
+    """What a group of one rollout counts for."""
+    d = driver(core_version=core_version)
+    d.pipe(example_rollout("0a", 1.0, **fields))
+    return d.fold.held_bytes
+
+
+def test_before_core_version_3_capacity_counts_records_alone() -> None:
+    rollout = example_rollout("0a", 1.0)
+    assert single_bytes(2) == len(encode(rollout))
+    assert single_bytes(3) > 20 * single_bytes(2)
+
+
+@pytest.mark.parametrize("core_version", [2, 3])
+def test_beyond_capacity_the_oldest_incomplete_group_goes(core_version: int) -> None:
+    size = single_bytes(core_version)
+    d = driver(capacity_bytes=2 * size, batch_rollouts=100, core_version=core_version)
     for example_id in ("0", "1", "2"):
         d.pipe(example_rollout(f"{example_id}a", 1.0, example_id=example_id))
     assert [(drop.uid, drop.reason) for drop in d.drops] == [("0a", "capacity")]
@@ -134,15 +149,58 @@ def test_beyond_capacity_the_oldest_incomplete_group_goes() -> None:
 
 
 def test_beyond_capacity_groups_that_wait_for_the_clock_go_after_the_incomplete_ones() -> None:
-    size = len(encode(example_rollout("0a", 1.0, policy_version=1)))
-    d = driver(capacity_bytes=3 * size)
+    d = driver()
+    pair(d, "0", policy_version=1)
+    size = d.fold.held_bytes
+    d = driver(capacity_bytes=size * 7 // 4)
     pair(d, "0", policy_version=1)
     d.pipe(example_rollout("1a", 1.0, example_id="1", group_size=3))
     d.pipe(example_rollout("1b", 1.0, example_id="1", group_size=3))
     assert [drop.uid for drop in d.drops] == ["1a", "1b"]
     pair(d, "2", policy_version=1)
     assert [drop.uid for drop in d.drops] == ["1a", "1b", "0a", "0b"]
-    assert d.fold.held_bytes == 2 * size
+    assert d.fold.held_bytes == size
+
+
+def test_groups_that_cancellations_open_count_and_go_beyond_the_capacity() -> None:
+    d = driver(capacity_bytes=30_000)
+    for number in range(100):
+        uids = tuple(f"{number}-{i}" for i in range(20))
+        d.pipe(replace(cancelled(*uids, size=30), example_id=str(number)))
+        assert d.fold.held_bytes <= 30_000
+    assert 0 < d.fold.open_groups < 10
+    d.crash_and_restore()
+    assert 0 < d.fold.held_bytes <= 30_000
+    assert fates(d)["control"] + d.fold.in_flight == 100
+
+
+def test_beyond_the_bytes_that_are_remembered_the_oldest_groups_are_forgotten_and_stay_so_after_a_crash() -> None:
+    d = driver(remembered_bytes=2_000)
+    for number in range(4):
+        pair(d, str(number))
+        d.advance(1)
+    assert d.journal[-1].remembered_since_ms == 2
+    for _ in range(2):
+        d.crash_and_restore()
+        d.pipe(example_rollout("3c", 1.0, example_id="3"))
+        d.pipe(example_rollout("2c", 1.0, example_id="2"))
+        assert [drop.reason for drop in d.drops[-2:]] == ["late", "late"]
+    d.pipe(example_rollout("1a", 1.0, example_id="1"))
+    assert d.fold.open_groups == 1
+
+
+def test_no_more_is_remembered_of_an_instant_once_its_groups_were_too_many() -> None:
+    d = driver(remembered_bytes=2_000)
+    for number in range(4):
+        pair(d, str(number))
+    pair(d, "0")
+    assert len(d.batches) == 5
+    assert d.drops == []
+    d.crash_and_restore()
+    d.advance(1)
+    pair(d, "0")
+    pair(d, "0")
+    assert [drop.reason for drop in d.drops] == ["late", "late"]
 
 
 # ---------------------------------------------------------------------- the other drop reasons

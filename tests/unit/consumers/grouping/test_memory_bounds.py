@@ -1,28 +1,33 @@
-"""What bounds a task's memory holds under pressure, and each entry takes no more than docs/recovery.md says."""
+"""What bounds a task's memory holds under pressure, and each entry takes no more than it counts for."""
 
 import gc
 import re
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from random import Random
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
-from consumers.grouping import state
-from consumers.grouping.account import Account
+from consumers.grouping import costs, state
 from consumers.grouping.changes import Record
 from consumers.grouping.config import GroupingConfig
+from consumers.grouping.costs import of_remembered
 from consumers.grouping.counts import Counts
 from consumers.grouping.fold import Fold
-from consumers.grouping.judging import Clocks
+from consumers.grouping.groups import GroupKey
 from consumers.grouping.restore import Journal
 from consumers.grouping.testing import example_rollout
 from tests.documentation import ROOT
 from topics.codec import encode
+from topics.examples import REFERENCE
 from topics.keys import encode_key
-from topics.records import FinishedGroup, Rollout
+from topics.records import FinishedGroup, GroupCancelled, NamedArray, Rollout, Turn
+
+T = TypeVar("T")
 
 STATED = {
     entry.strip(): int(figure.replace(",", ""))
@@ -37,72 +42,122 @@ def fold(**config: object) -> Fold:
     return Fold(state.restore([replace(first, policy_version=0, watermark_policy_version=0)]))
 
 
-def record(offset: int, rollout: Rollout, at_ms: int = 0) -> Record:
-    return Record(offset, at_ms, encode_key(rollout.environment, rollout.example_id), encode(rollout))
+def record(offset: int, event: Rollout | GroupCancelled, at_ms: int = 0) -> Record:
+    return Record(offset, at_ms, encode_key(event.environment, event.example_id), encode(event))
 
 
 # ---------------------------------------------------------------------- figures
 
 
-def open_groups(count: int, size: int, tokens: int) -> Fold:
-    found = fold(capacity_bytes=10**12)
-    for offset in range(count):
-        group, member = divmod(offset, size)
-        found.apply(
-            record(
-                offset,
-                example_rollout(
-                    f"some-worker-7.{group}.{member}",
-                    float(member),
-                    example_id=f"example-{group}",
-                    group_size=size + 1,
-                    tokens=np.zeros(tokens, "<i4"),
-                ),
-            )
-        )
-    found.take()
-    return found
-
-
-def sealed_rollouts(count: int) -> Fold:
-    found = fold(batch_rollouts=10**6, batch_bytes=10**9)
-    for offset in range(count):
-        group, member = divmod(offset, 8)
-        found.apply(
-            record(
-                offset,
-                example_rollout(
-                    f"some-worker-7.{group}.{member}",
-                    float(member),
-                    example_id=f"example-{group}",
-                    group_size=8,
-                    tokens=np.zeros(2560, "<i4"),
-                ),
-            )
-        )
-    found.take()
-    return found
-
-
-def finished_groups(count: int) -> Fold:
-    found = fold(batch_rollouts=8)
-    for group in range(count):
-        for member in range(2):
-            rollout = example_rollout(f"w.{group}.{member}", float(member), example_id=f"example-{group}")
-            found.apply(record(2 * group + member, rollout))
-        if group % 50 == 0:
+def filled(events: Iterable[Rollout | GroupCancelled], **config: object) -> Fold:
+    found = fold(**{"capacity_bytes": 10**12, "batch_rollouts": 10**6, "batch_bytes": 10**9, **config})
+    for offset, event in enumerate(events):
+        found.apply(record(offset, event, offset))
+        if offset % 100 == 0:
             found.take()
     found.take()
     return found
 
 
-def unfinished_offsets(count: int) -> Account:
-    config = GroupingConfig()
-    account = Account(state.restore([state.initial(0, 1, "test", config)]))
-    for offset in range(count):
-        account.admit(offset, Clocks(10**12 + offset, 3, config))
-    account.take(count, Clocks(0, 0, config), 0, 0, None)
-    return account
+def members(groups: int, size: int, *, seal: bool = False, tokens: int = 4, **fields: Any) -> Iterator[Rollout]:
+    """Rollouts of groups that lack a member each, unless they are to seal."""
+    for group in range(groups):
+        for member in range(size):
+            yield example_rollout(
+                f"some-worker-7.{group}.{member}",
+                float(member),
+                example_id=f"example-{group}",
+                group_size=size if seal else size + 1,
+                tokens=np.zeros(tokens, "<i4"),
+                **fields,
+            )
+
+
+def cancellations(groups: int, uids: int) -> Iterator[GroupCancelled]:
+    for group in range(groups):
+        yield GroupCancelled(
+            environment="env",
+            example_id=f"example-{group}",
+            policy_version=0,
+            group_size=uids + 1,
+            uids=tuple(f"some-worker-7.{group}.{number}" for number in range(uids)),
+        )
+
+
+def with_reference(tokens: int) -> dict[str, Any]:
+    array = NamedArray(dtype="<f4", shape=(tokens,), data=bytes(4 * tokens))
+    return {"tokens": tokens, "token_arrays": {REFERENCE: array}}
+
+
+WORDY = {
+    "turns": tuple(Turn(role="user", text="and then?") for _ in range(200)),
+    "extra": {f"key {number}": "value" for number in range(100)},
+    "reward_components": {f"component {number}": 0.5 for number in range(100)},
+}
+"""What makes a rollout that lies in the log with 6 KB take 80 KB."""
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        pytest.param(lambda: filled(members(400, 1)), id="groups of one short rollout"),
+        pytest.param(lambda: filled(members(40, 16)), id="groups of short rollouts"),
+        pytest.param(lambda: filled(members(30, 7, tokens=2560)), id="groups of long rollouts"),
+        pytest.param(lambda: filled(members(30, 8, seal=True)), id="sealed groups of short rollouts"),
+        pytest.param(lambda: filled(members(20, 8, seal=True, tokens=2560)), id="sealed groups of long rollouts"),
+        pytest.param(lambda: filled(members(20, 8, seal=True, **with_reference(2560))), id="with a reference"),
+        pytest.param(lambda: filled(members(30, 8, seal=True), maker="reservoir"), id="in the reservoir"),
+        pytest.param(lambda: filled(members(300, 1, episode_uid="e", branches=2)), id="branches"),
+        pytest.param(lambda: filled(members(60, 1, **WORDY)), id="wordy rollouts"),
+        pytest.param(lambda: filled(members(300, 1, environment="é" * 500)), id="long names"),
+        pytest.param(lambda: filled(cancellations(300, 1)), id="cancellations"),
+        pytest.param(lambda: filled(cancellations(30, 300)), id="long cancellations"),
+    ],
+)
+def test_groups_take_no_more_than_they_count_for_and_not_much_less(fill: Callable[[], Fold]) -> None:
+    kept, taken = traced(fill)
+    print(f"{kept.held_bytes / taken:.2f} of what is taken is counted")
+    assert taken <= kept.held_bytes <= 3 * taken
+
+
+@pytest.mark.parametrize("environment", ["env", "é" * 500])
+def test_groups_that_are_over_take_no_more_than_they_count_for(environment: str) -> None:
+    groups = 200
+
+    def fill() -> Fold:
+        return filled(members(groups, 2, seal=True, environment=environment), batch_rollouts=2)
+
+    kept, taken = traced(fill)
+    assert kept.held_bytes == kept.open_groups == 0
+    counted = groups * of_remembered(GroupKey(environment, "example-000", 0, ""))
+    print(f"{counted / taken:.2f} of what is taken is counted")
+    assert taken <= counted <= 3 * taken
+
+
+def test_the_documentation_gives_the_figures_that_are_counted() -> None:
+    names = {
+        "a group": costs.GROUP,
+        "a rollout in a group": costs.MEMBER,
+        "a token of it": costs.TOKEN,
+        "a cancellation": costs.CANCELLATION,
+        "a uid that was cancelled": costs.UID,
+        "a group that is over": costs.REMEMBERED,
+    }
+    assert {name: STATED[name] for name in names} == names
+
+
+def traced(fill: Callable[[], T]) -> tuple[T, int]:
+    """What `fill` makes, and the bytes it takes."""
+    fill()  # What is made once is not the entries'.
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        kept = fill()
+        gc.collect()
+        return kept, tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
 
 
 def journal_places(count: int) -> Journal:
@@ -125,35 +180,30 @@ def counts(count: int) -> Counts:
 
 
 @pytest.mark.parametrize(
-    ("entry", "fill", "count", "counted"),
+    ("entry", "fill", "count"),
     [
-        ("a rollout in a group, besides its own bytes", lambda n: open_groups(n, 7, 2560), 210, True),
-        ("a group, and its one rollout besides its bytes", lambda n: open_groups(n, 1, 4), 600, True),
-        ("a rollout of 2,560 tokens, sealed, besides its own bytes", sealed_rollouts, 120, True),
-        ("a group that is over", finished_groups, 500, False),
-        ("an unfinished offset", unfinished_offsets, 10_000, False),
-        ("a second of stream time in the journal's places", journal_places, 600, False),
-        ("an environment and fate in the counts", counts, 500, False),
+        ("a second of stream time in the journal's places", journal_places, 600),
+        ("an environment and fate in the counts", counts, 500),
     ],
 )
-def test_an_entry_takes_about_what_is_stated(
-    entry: str, fill: Callable[[int], object], count: int, counted: bool
-) -> None:
-    fill(count)  # what is made once is not the entries'
-    gc.collect()
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        kept = fill(count)
-        gc.collect()
-        taken = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
-    if counted:
-        assert isinstance(kept, Fold)
-        taken -= kept.held_bytes
+def test_an_entry_takes_about_what_is_stated(entry: str, fill: Callable[[int], object], count: int) -> None:
+    _kept, taken = traced(lambda: fill(count))
     print(f"{entry}: {taken / count:.0f} bytes")
     assert 0.6 * STATED[entry] < taken / count <= STATED[entry]
+
+
+def test_one_group_that_stays_open_keeps_nothing_of_those_that_pass() -> None:
+    def fill(groups: int) -> Fold:
+        found = fold(batch_rollouts=2, remembered_bytes=0)
+        lone = example_rollout("lone", 1.0, example_id="lone")
+        for offset, event in enumerate([lone, *members(groups, 2, seal=True)]):
+            found.apply(record(offset, event))
+            found.take()
+        assert found.in_flight == 1
+        return found
+
+    few, many = (traced(lambda groups=groups: fill(groups))[1] for groups in (100, 500))  # type: ignore[misc]
+    assert many < few + 20_000
 
 
 # ---------------------------------------------------------------------- bounds
@@ -169,7 +219,7 @@ def pressed(found: Fold, rollouts: int, seed: int) -> list[int]:
         rollout = example_rollout(
             f"{group}.{version}.{member}",
             random.random(),
-            # Keys of examples are remembered beyond the task, so there are few.
+            # Keys of examples are kept beyond the task, so there are few.
             example_id=str(offset % 50),
             group_id=group,
             group_size=random.choice((1, 4)) if version else 4,
@@ -183,24 +233,27 @@ def pressed(found: Fold, rollouts: int, seed: int) -> list[int]:
     return held
 
 
+PRESSED: dict[str, Any] = {
+    "capacity_bytes": 400_000,
+    "batch_bytes": 5_000,
+    "group_deadline_s": 1e6,
+    "future_deadline_s": 1e6,
+    "remembered_bytes": 100_000,
+}
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_held_bytes_never_pass_the_capacity(seed: int) -> None:
-    found = fold(capacity_bytes=60_000, batch_bytes=5_000, group_deadline_s=10_000.0, future_deadline_s=10_000.0)
+    found = fold(**PRESSED)
     held = pressed(found, 1_500, seed)
-    assert max(held) <= 60_000
-    assert min(held[300:]) > 50_000
+    assert max(held) <= 400_000
+    assert min(held[300:]) > 350_000
     dropped = {count.fate: count.rollouts for count in found.take().journal.counts}
     assert dropped["dropped:capacity"] > 300
 
 
 def test_memory_under_pressure_comes_to_rest() -> None:
-    found = fold(
-        capacity_bytes=60_000,
-        batch_bytes=5_000,
-        group_deadline_s=10_000.0,
-        future_deadline_s=10_000.0,
-        horizon_s=2.0,
-    )
+    found = fold(**PRESSED)
     pressed(found, 400, 1)
     gc.collect()
     tracemalloc.start()
@@ -211,7 +264,32 @@ def test_memory_under_pressure_comes_to_rest() -> None:
         grown = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    # All that is held came since tracing began, in groups of one rollout, mostly; so did the groups of the horizon.
-    group, over = STATED["a group, and its one rollout besides its bytes"], STATED["a group that is over"]
-    assert grown < 60_000 + found.in_flight * group + 100 * over + 100_000
-    assert found.in_flight < 100
+    # All that is held came since tracing began; so did the groups that are remembered.
+    assert grown < PRESSED["capacity_bytes"] + PRESSED["remembered_bytes"] + 100_000
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_resident_memory_is_flat_under_keys_that_never_come_again() -> None:
+    found = fold(**{**PRESSED, "capacity_bytes": 16 << 20, "remembered_bytes": 4 << 20})
+    resident = []
+    for part in range(10):
+        for number in range(part * 30_000, (part + 1) * 30_000):
+            # Three of four never complete.
+            for uid in "ab" if number % 4 == 0 else "a":
+                rollout = example_rollout(uid, float(uid == "a"), example_id=f"example-{number}", tokens=SHORT)
+                found.apply(record(found.position, rollout, found.position // 10))
+            if number % 100 == 0:
+                found.take(snapshot=number % 1000 == 0)
+        resident.append(resident_bytes())
+    print([size >> 20 for size in resident])
+    # It is full within the first part; what comes later is how the allocator happens to lay out the same.
+    assert max(resident[2:]) < resident[1] + (8 << 20)
+
+
+SHORT = np.array([1, 2], "<i4")
+
+
+def resident_bytes() -> int:
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS"))
