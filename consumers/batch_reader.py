@@ -50,6 +50,10 @@ class ReadBatch:
     """Offset of the entry in batch-index."""
     position: int
     """Where every reader of the same `processes` goes on once all of them have had their batches up to this one."""
+    begin: int
+    """`position` before this batch."""
+    round: tuple[Indexed, ...]
+    """Entries between `begin` and `position`: one for each of `processes`."""
 
     def examples(self) -> list[RLExample]:
         """The rows of the batch."""
@@ -242,11 +246,11 @@ class BatchReader(Closing):
             if indexed is None:
                 return None
             self._round.append(indexed)
-        mine, end = self._round[self._process], self._round[-1].position
+        mine, whole, begin = self._round[self._process], tuple(self._round), self.position
         batch = self._fetcher.fetch(mine.entry)
         self._round.clear()
-        self.position = end
-        return ReadBatch(mine.entry, batch, mine.index_offset, end)
+        self.position = whole[-1].position
+        return ReadBatch(mine.entry, batch, mine.index_offset, self.position, begin, whole)
 
     def close(self) -> None:
         """Close both consumers."""

@@ -357,6 +357,7 @@ class LearnerStep:
     timestamp: float = 0.0
     oldest: int = -1
     stream_time_ms: int = -1
+    resumes_at: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,6 +72,10 @@ class WeightsPublisher:
         """Highest version published, -1 before the first."""
         return max(self._manifests, default=-1)
 
+    def manifest(self, version: int) -> PolicyManifest | None:
+        """A published version; None where there is none of that number."""
+        return self._manifests.get(version)
+
     def published(self, step: int, digest: str) -> PolicyManifest | None:
         """The version this learner published after `step`, if its parameters had that digest."""
         of_step = [m for m in self._manifests.values() if m.learner == self._learner and m.step == step]
@@ -101,16 +105,24 @@ class WeightsPublisher:
             )
             for index, piece in enumerate(pieces)
         )
+        return self._manifest(step, params_digest(arrays), tensors=tensors, chunks=chunks)
+
+    def stage_external(self, step: int, digest: str) -> PolicyManifest:
+        """The manifest of a new version whose parameters travel outside the log, to be committed."""
+        return self._manifest(step, digest, kind="external")
+
+    def _manifest(self, step: int, digest: str, **fields: Any) -> PolicyManifest:
+        """Of the version after the latest."""
+        whole: dict[str, Any] = {"tensors": (), "chunks": ()} | fields
         return PolicyManifest(
-            version=version,
+            version=self.latest_version + 1,
             learner=self._learner,
             step=step,
             epoch=self._epoch,
-            tensors=tensors,
-            chunks=chunks,
-            digest=params_digest(arrays),
+            digest=digest,
             model=self._model,
             created=time.time(),
+            **whole,
         )
 
     def record(self, manifest: PolicyManifest) -> tuple[str, bytes, bytes]:

@@ -1,30 +1,40 @@
-"""Rollouts from foreign code: guess a number, score the guess, write whole groups. Arguments: servers, run."""
+"""Rollouts from foreign code: draw a number from the newest policy, score it, write whole groups.
 
-import random
+Arguments: servers, run.
+"""
+
 import sys
 
 import numpy as np
 
+from consumers.weights.follower import WeightsFollower
 from producers.rollout_producer import RolloutProducer
 from topics.config import KafkaConfig
 from topics.records import Rollout
 
-with RolloutProducer(KafkaConfig(bootstrap_servers=sys.argv[1]), run=sys.argv[2]) as producer:
-    for group in range(8):
+kafka, run = KafkaConfig(bootstrap_servers=sys.argv[1]), sys.argv[2]
+QUESTION, RIGHT = 10, 7  # token 10 asks; any token answers, the nearer to 7 the better
+
+with WeightsFollower(kafka, run) as weights, RolloutProducer(kafka, run) as producer:
+    version, arrays = weights.wait_for(0, timeout_s=60)
+    logits = arrays["logits"][QUESTION]
+    probabilities = np.exp(logits) / np.exp(logits).sum()
+    draw = np.random.default_rng(version)
+    for group in range(64):
         for member in range(4):
-            guess = random.Random(f"{group} {member}").randrange(10)
+            answer = int(draw.choice(11, p=probabilities))
             producer.send(
                 Rollout(
-                    uid=f"guess-{group}-{member}",
+                    uid=f"guess-{version}-{group}-{member}",
                     group_size=4,
                     environment="guess",
-                    example_id=f"number-{group}",
-                    policy_version=0,
-                    lowest_version=0,
-                    highest_version=0,
-                    tokens=np.array([10, guess], np.int32),  # 10 asks; the digit answers
+                    example_id=f"question-{group}",
+                    policy_version=version,
+                    lowest_version=version,
+                    highest_version=version,
+                    tokens=np.array([QUESTION, answer], np.int32),
                     loss_mask=np.array([False, True]),
-                    logprobs=np.log([1.0, 0.1]).astype(np.float32),
-                    reward=float(guess == group),
+                    logprobs=np.array([0.0, np.log(probabilities[answer])], np.float32),
+                    reward=1.0 - abs(answer - RIGHT) / 10,
                 )
             )

@@ -158,8 +158,8 @@ def delete(kafka: KafkaConfig, run: str, deletions: Sequence[Deletion]) -> None:
 def read_positions(kafka: KafkaConfig, run: str, group: str, checkpoints: Path | None) -> Positions:
     """Where everything and everybody of a run stands.
 
-    Learners go back to their oldest checkpoint below `checkpoints`, to where their steps end where that is None. Raises
-    StateRefused when the group of grouping processes has no offsets.
+    Learners go back to their oldest checkpoint below `checkpoints`, to where their steps end where that is None, and to
+    where they say themselves where they do. Raises StateRefused when the group of grouping processes has no offsets.
     """
     clients.check_broker(kafka)
     begins = {
@@ -260,7 +260,10 @@ def _learners(
     for (of, learner), step in newest.items():
         name = f"learner {learner}" if of == run else f"learner {of}/{learner}"
         needed = step.position if step.oldest < 0 else step.oldest
-        position = needed if checkpoints is None else _oldest_checkpoint(checkpoints / of / learner)
+        if step.resumes_at >= 0:
+            position: int | None = step.resumes_at
+        else:
+            position = needed if checkpoints is None else _oldest_checkpoint(checkpoints / of / learner)
         if position is None:
             name += _BARE
         found[name] = 0 if position is None else min(position, needed)

@@ -18,7 +18,6 @@ from infra.broker import LocalBroker
 from tests.documentation import ROOT, pages
 from tests.runs import RealRun, rollout
 from tests.waiting import eventually
-from topics.records import PolicyManifest
 
 _RUNNABLE = re.compile(r"^<!-- run: ([a-z ]+) -->\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = [
@@ -81,18 +80,6 @@ def test_a_local_broker_starts_answers_and_stops_as_documented(tmp_path: Path) -
     assert "stopped" in stopped
 
 
-def test_a_policy_version_can_be_announced_as_documented(real_run: RealRun) -> None:
-    from topics import provisioning
-
-    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
-    [snippet] = [body for page, _kind, language, body in BLOCKS if (page, language) == ("batch-reader", "python")]
-    snippet = snippet.replace("127.0.0.1:9092", real_run.kafka.bootstrap_servers).replace('"main"', repr(real_run.name))
-    exec(compile(snippet, "docs/batch-reader.md", "exec"), {})
-    [manifest] = real_run.read("policies")
-    assert isinstance(manifest, PolicyManifest)
-    assert (manifest.version, manifest.kind) == (0, "external")
-
-
 def test_trajectories_are_collected_and_drawn_as_documented(
     real_run: RealRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +99,6 @@ def test_trajectories_are_collected_and_drawn_as_documented(
 
 def test_every_block_marked_to_run_is_run_by_one_of_these_tests() -> None:
     assert sorted((page, kind, language) for page, kind, language, _body in BLOCKS) == [
-        ("batch-reader", "with a broker", "python"),
         ("commands", "alone", "sh"),
         ("commands", "with a broker", "sh"),
         ("control", "with a broker", "python"),

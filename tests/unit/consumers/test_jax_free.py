@@ -29,6 +29,7 @@ JAX_FREE = (
     "consumers.weights.publisher",
     "consumers.weights.state_manager",
     "consumers.batch_reader",
+    "consumers.step_writer",
 )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import consumers
-from consumers.batch_reader import ReadBatch
+from consumers.batch_reader import Indexed, ReadBatch
 from consumers.buffers.files import StoreError
 from consumers.buffers.losses import EstimatorLoss
 from consumers.buffers.rollout_buffer import ReplayBufferConfig, RolloutReplayBuffer, RolloutWithCount, TrainParams
@@ -281,7 +281,8 @@ def read(number: int) -> ReadBatch:
         size_bytes=1,
         digest="",
     )
-    return ReadBatch(entry, batch, 2 * number, 2 * number + 1)
+    indexed = Indexed(entry, 2 * number)
+    return ReadBatch(entry, batch, 2 * number, 2 * number + 1, 2 * number, (indexed,))
 
 
 def from_log(**settings: Any) -> RolloutReplayBuffer:

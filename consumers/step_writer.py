@@ -1,0 +1,271 @@
+"""What a trainer that is not ours puts on record: its policy versions, and its steps with the batches they used.
+
+So the ledger, lineage, flow control and prune know it as they know our learner. A step, the position it leads to and
+the version it publishes are one transaction: all of it is on the log, or nothing. Needs numpy, no JAX.
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+
+import numpy as np
+
+from consumers.batch_reader import Indexed, ReadBatch
+from consumers.closing import Closing
+from consumers.learner.step_log import StepLog, read_steps
+from consumers.weights.config import WeightsConfig
+from consumers.weights.layout import Arrays, params_digest
+from consumers.weights.publisher import WeightsPublisher
+from topics.config import KafkaConfig
+from topics.errors import ConfigurationError, StateRefused
+from topics.logs import event
+from topics.records import BatchUse, LearnerStep, PolicyManifest
+from topics.trajectories import Tree, flatten
+
+logger = logging.getLogger(__name__)
+
+
+def publish_version(
+    kafka: KafkaConfig,
+    run: str,
+    params: Tree | None = None,
+    *,
+    version: int | None = None,
+    learner: str = "trainer",
+    digest: str = "",
+    model: str = "{}",
+    take_over: bool = False,
+) -> int:
+    """Publish one policy version, and return its number; when this returns it is committed.
+
+    For the version before the first step, and for trainers that keep no steps. Takes and raises what StepWriter and its
+    `publish_version` do. It takes the place of a StepWriter of the same name: who has one calls its method instead.
+    """
+    with StepWriter(kafka, run, learner=learner, model=model, take_over=take_over) as writer:
+        return writer.publish_version(params, version=version, digest=digest)
+
+
+class StepWriter(Closing):
+    """Puts the steps of one trainer on record, as learner `learner` of a run; one thread uses it.
+
+    It goes on after the last step on record, or after `after_step`: restore that step's parameters and have a
+    BatchReader start at `position`. Steps made again are compared with the record.
+    """
+
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        *,
+        learner: str = "trainer",
+        input_run: str = "",
+        after_step: int | None = None,
+        model: str = "{}",
+        config: WeightsConfig | None = None,
+        take_over: bool = False,
+    ) -> None:
+        """Become the publisher of a run; whoever was it under this name gets Fenced at its next commit.
+
+        `input_run` is the run whose batches are read, where it is another; `after_step` the step of the checkpoint that
+        is restored; `model` describes the parameters to whoever reads a manifest. Raises StateRefused where a learner
+        of another name published last, unless `take_over`, and where step `after_step` is not on record.
+        """
+        self._learner = learner
+        self._run, self._input_run = run, input_run or run
+        with ExitStack() as stack:
+            # In this order: the log fences every earlier publisher, so that what is on the topics then is final.
+            self._log = stack.enter_context(closing(StepLog(kafka, run, learner, take_over=take_over)))
+            self._publisher = stack.enter_context(
+                closing(WeightsPublisher(kafka, run, learner, model, config or WeightsConfig()))
+            )
+            self._recorded = read_steps(kafka, run, learner)
+            last = max(self._recorded, default=0)
+            self.step = last if after_step is None else after_step
+            """The last step made, 0 before the first."""
+            if self.step and self.step not in self._recorded:
+                raise StateRefused(
+                    f"step {self.step} of learner {learner!r} is not on record in run {run}, the last is {last}; put a "
+                    "step on record before its checkpoint is saved, or begin with an older one"
+                )
+            self._stack = stack.pop_all()
+
+    @property
+    def position(self) -> int:
+        """Offset of batch-index after the batches of the last step: where a BatchReader starts."""
+        return self._recorded[self.step].position if self.step in self._recorded else 0
+
+    @property
+    def version(self) -> int:
+        """The run's newest policy version, -1 before the first."""
+        return self._publisher.latest_version
+
+    def publish_version(self, params: Tree | None = None, *, version: int | None = None, digest: str = "") -> int:
+        """Publish the parameters after the last step as a policy version of their own, and return its number.
+
+        `params` are arrays in mappings of any depth; None where they reach those who sample by other ways, and then
+        `digest` may say which they are. `version` is the number they are to have: the next one, or one that they were
+        published under before, and then nothing is written. Raises StateRefused where that number is not theirs.
+        """
+        arrays = _arrays(params)
+        digest = _digest(arrays, digest)
+        known = None if version is None else self._publisher.manifest(version)
+        if known is not None:
+            kind = "external" if arrays is None else "full"
+            if (known.learner, known.kind, known.digest) == (self._learner, kind, digest):
+                return known.version
+        if version not in (None, self.version + 1):
+            other = "is published with other parameters" if known else "would leave a gap"
+            raise StateRefused(
+                f"policy version {version} of run {self._run} {other}; the next one is {self.version + 1}, and a "
+                "number is never used twice"
+            )
+        manifest = self._stage(self.step, arrays, digest)
+        self._log.commit([self._publisher.record(manifest)])
+        self._publisher.committed(manifest)
+        return manifest.version
+
+    def record(
+        self,
+        reads: Sequence[ReadBatch],
+        params: Tree | None = None,
+        *,
+        skipped: Mapping[str, str] | None = None,
+        publish: bool = True,
+        digest: str = "",
+        metrics: Mapping[str, float] | None = None,
+        oldest_checkpoint: int | None = None,
+    ) -> LearnerStep:
+        """Put the next step on record, with the policy version that came of it, in one transaction; return the record.
+
+        `reads` are the batches read since the last step, in order; where several processes read, those of one, which
+        stand for the rounds of all. `skipped` gives a reason for each batch, by id, that was not trained on. `params`
+        and `digest` are as in `publish_version`; with `publish=False`, or where nothing was trained, no version comes
+        of the step. `oldest_checkpoint` is the lowest step this trainer may resume after (0 to the one recorded here):
+        prune keeps what is read after it, and everything while it is None.
+
+        A step on record already must be of the same batches: else raises StateRefused. With the same digest nothing is
+        written; otherwise it replaces the record, and its version has a new number. Raises StateRefused where batches
+        lie between the last step and `reads`, Fenced when another process took this one's place, DeliveryError and
+        BrokerUnavailable when it cannot be written, and then none of it is there.
+        """
+        step = self.step + 1
+        uses = self._uses(reads, skipped or {})
+        resumes_at = self._resumes_at(oldest_checkpoint, reads[-1].position)
+        arrays = _arrays(params)
+        digest = _digest(arrays, digest)
+        before = self._recorded.get(step)
+        if before is not None and self._is_on_record(before, uses, digest):
+            self.step = step
+            return before
+        totals = {
+            use: sum(item.rows for item in uses if item.use == use) + self._total(use) for use in ("trained", "skipped")
+        }
+        trains = any(use.use == "trained" for use in uses)
+        manifest = self._stage(step, arrays, digest) if publish and trains else None
+        record = LearnerStep(
+            learner=self._learner,
+            step=step,
+            input_run=self._input_run,
+            uses=uses,
+            position=reads[-1].position,
+            policy_version=-1 if manifest is None else manifest.version,
+            params_digest=digest,
+            trained_total=totals["trained"],
+            skipped_total=totals["skipped"],
+            metrics={name: float(value) for name, value in (metrics or {}).items()},
+            timestamp=time.time(),
+            resumes_at=resumes_at,
+        )
+        self._log.commit([self._log.record(record)] + ([self._publisher.record(manifest)] if manifest else []))
+        if manifest is not None:
+            self._publisher.committed(manifest)
+        self._recorded[step] = record
+        self.step = step
+        return record
+
+    def close(self) -> None:
+        """Wait until everything is with the broker, and close both producers."""
+        self._stack.close()
+
+    def _uses(self, reads: Sequence[ReadBatch], skipped: Mapping[str, str]) -> tuple[BatchUse, ...]:
+        if not reads:
+            raise ConfigurationError("a step is made of one batch at least; give those that BatchReader.poll returned")
+        # A trainer's first step may begin anywhere: what lies before was another's, or is pruned.
+        position = self.position if self.step in self._recorded else reads[0].begin
+        for read in reads:
+            if read.begin != position:
+                raise StateRefused(
+                    f"batch {read.entry.batch_id} was read from offset {read.begin} of batch-index on, and learner "
+                    f"{self._learner!r} stands at {position}: give every batch once and in order, those that were left "
+                    f"out in `skipped` too, and start the BatchReader at `position`"
+                )
+            position = read.position
+        entries = [indexed for read in reads for indexed in read.round]
+        if unknown := set(skipped) - {indexed.entry.batch_id for indexed in entries}:
+            raise ConfigurationError(f"skipped batches {', '.join(sorted(unknown))} are not among those of the step")
+        return tuple(_use(indexed, skipped.get(indexed.entry.batch_id)) for indexed in entries)
+
+    def _resumes_at(self, checkpoint: int | None, end: int) -> int:
+        """First offset read again after a resume at a checkpoint, where the step being recorded ends at `end`."""
+        if checkpoint is None or checkpoint == 0:
+            return 0
+        if checkpoint == self.step + 1:
+            return end
+        if checkpoint not in self._recorded or checkpoint > self.step:
+            raise ConfigurationError(
+                f"oldest_checkpoint {checkpoint} is no step of learner {self._learner!r}; the newest is {self.step + 1}"
+            )
+        return self._recorded[checkpoint].position
+
+    def _is_on_record(self, before: LearnerStep, uses: Sequence[BatchUse], digest: str) -> bool:
+        """Whether a step that is made again came out as it is on record."""
+        if before.uses != tuple(uses):
+            raise StateRefused(
+                f"step {before.step} of learner {self._learner!r}, made again, is of batches {_named(uses)}; on record "
+                f"are {_named(before.uses)}. Take the same batches for a step, or give another learner name"
+            )
+        if digest and before.params_digest == digest:
+            return True
+        # Without a digest nobody can tell whether these are the parameters that were published.
+        if digest:
+            told = {"recorded": before.params_digest, "now": digest}
+            event(logger, "step_differs", level=logging.WARNING, step=before.step, **told)
+        return False
+
+    def _stage(self, step: int, arrays: Arrays | None, digest: str) -> PolicyManifest:
+        if arrays is None:
+            return self._publisher.stage_external(step, digest)
+        return self._publisher.stage(step, arrays)
+
+    def _total(self, use: str) -> int:
+        """Rollouts trained on or skipped by the steps up to now."""
+        last = self._recorded.get(self.step)
+        return 0 if last is None else int(getattr(last, f"{use}_total"))
+
+
+def _arrays(params: Tree | None) -> Arrays | None:
+    return None if params is None else {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
+
+
+def _digest(arrays: Arrays | None, digest: str) -> str:
+    if arrays is None:
+        return digest
+    if digest:
+        raise ConfigurationError("`digest` is for parameters that are not given; that of `params` is computed")
+    return params_digest(arrays)
+
+
+def _use(indexed: Indexed, reason: str | None) -> BatchUse:
+    entry = indexed.entry
+    return BatchUse(
+        batch_id=entry.batch_id,
+        index_offset=indexed.index_offset,
+        rows=entry.rollouts,
+        use="trained" if reason is None else "skipped",
+        reason=reason or "",
+    )
+
+
+def _named(uses: Sequence[BatchUse]) -> str:
+    return ", ".join(f"{use.batch_id} {use.use}" for use in uses) or "none"
