@@ -27,6 +27,7 @@ DEPTH_LIMIT = 32
 """Most names of a path."""
 ARRAYS_LIMIT = 4096
 """Most arrays of a trajectory."""
+_PLAIN_FIELDS = ("uid", "environment", "policy_version", "model_weights_id", "max_episode_length")
 CONTROL_MODES = (0, 1)
 """The policy; a human in the loop."""
 
@@ -36,7 +37,8 @@ class Trajectory:
     """What environments that run side by side went through: `arrays` are [T, B, ...].
 
     Names of the field: actions, intervene_flags, rewards, terminations, truncations, dones, prev_logprobs, prev_values,
-    versions, and nested forward_inputs, curr_obs, next_obs; others are as welcome.
+    versions, and nested forward_inputs, curr_obs, next_obs; others are as welcome. None stands for an array that it
+    does not have.
     """
 
     arrays: Tree
@@ -51,12 +53,17 @@ class Trajectory:
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """(T, B): that of prev_logprobs, else of rewards; None where there is neither."""
+        """(T, B): that of prev_logprobs, else of rewards; None where there is neither.
+
+        Raises RecordError where that has fewer than two dimensions.
+        """
         for name in ("prev_logprobs", "rewards"):
             array = self.arrays.get(name)
             if array is not None:
-                steps, width = np.shape(array)[:2]
-                return int(steps), int(width)
+                of = np.shape(array)
+                if len(of) < 2:
+                    raise RecordError(f"{name} has shape {of}, which must be [T, B, ...]")
+                return int(of[0]), int(of[1])
         return None
 
     def problems(self) -> list[str]:
@@ -109,6 +116,26 @@ def examine(trajectory: Trajectory) -> tuple[dict[str, Any], list[str]]:
     if len(leaves) > ARRAYS_LIMIT:
         return {}, [*found, f"it has {len(leaves)} arrays, and may have {ARRAYS_LIMIT}"]
     return leaves, found + _shape_problems(trajectory, leaves)
+
+
+def as_trajectory(item: Trajectory | Tree) -> Trajectory:
+    """A trajectory as it is; of a mapping, one whose fields and arrays are those of the mapping, by name.
+
+    Raises RecordError for fields that are not of their types.
+    """
+    if isinstance(item, Trajectory):
+        return item
+    if not isinstance(item, Mapping):
+        raise RecordError(f"a {type(item).__name__} is no trajectory; give a Trajectory, or a dict of arrays by name")
+    if isinstance(item.get("arrays"), Mapping):
+        said = dict(item)
+    else:
+        said = {name: item[name] for name in _PLAIN_FIELDS if item.get(name) is not None}
+        said["arrays"] = {name: value for name, value in item.items() if name not in _PLAIN_FIELDS}
+    try:
+        return Trajectory(**said)
+    except TypeError as error:
+        raise RecordError(f"a dict makes no trajectory ({error}); give its fields by their names") from error
 
 
 def to_record(trajectory: Trajectory) -> TrajectoryRecord:
@@ -199,6 +226,8 @@ def _leaves(tree: Tree, above: str) -> Iterator[tuple[str, Any]]:
         path = f"{above}{name}"
         if problem := _path_problem(path):
             raise RecordError(problem)
+        if value is None:
+            continue
         # An array first: to ask whether something is a Mapping costs ten times as much.
         if not isinstance(value, np.ndarray) and isinstance(value, Mapping):
             yield from _leaves(value, f"{path}{SEPARATOR}")

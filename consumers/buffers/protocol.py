@@ -1,7 +1,8 @@
 """What every buffer and store offers to whoever fills it and whoever draws from it, in a run or in a notebook.
 
-A buffer is a view of the log: it knows the position it has been filled to, and filled to the same position again it
-holds the same. Where its records came in the same order (those of one partition always do) it draws the same, too.
+A buffer is a view of the log: it knows the position it has been filled to. Filled again to the same position, with its
+records in the same order (those of one partition always are), it holds and draws the same. In another order it holds
+the same where it has room for everything, and what came last where it has not.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,8 @@
 """The rollout buffer: fresh rollouts of several environments, drawn by recency, used so often and no more.
 
-Filled by hand, or from the log, whose batches bring their advantages. Filled to the same position and drawn from as
-often, two buffers of a seed hold and give the same. Safe to add to, draw from and save in several threads.
+Filled by hand, or from the log, whose batches bring their advantages. The index of batches is one sequence: filled to
+the same position of it and drawn from as often, two buffers of a seed hold and give the same. Safe to add to, draw from
+and save in several threads.
 """
 
 import logging

@@ -1,7 +1,8 @@
 """The episode slice buffer: pieces of one length out of episodes of any, kept in memory-mapped files.
 
 A ring of steps, filled by hand or from the log. What `add` returned for outlives the process, and filled to the same
-position two buffers of a seed hold and give the same. Safe to add to, draw from and save in several threads.
+position of one partition two buffers of a seed hold and give the same; see `consumers.buffers.protocol` for several.
+Safe to add to, draw from and save in several threads.
 """
 
 import threading

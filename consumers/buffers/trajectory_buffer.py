@@ -1,7 +1,8 @@
 """The trajectory buffer: [T, B, ...] trajectories, drawn by single steps from a window of the newest; memory or files.
 
-Filled by hand, or from the log, position and content as one fact. Filled to the same position and drawn from as often,
-two buffers of a seed give the same. Safe to add to, draw from and save in several threads: no sample is torn.
+Filled by hand, or from the log, position and content as one fact. Filled to the same position of one partition and
+drawn from as often, two buffers of a seed give the same; see `consumers.buffers.protocol` for several. Safe to add to,
+draw from and save in several threads: no sample is torn.
 """
 
 import threading
@@ -22,7 +23,7 @@ from consumers.buffers.trajectory_shelf import TrajectoryShelf
 from consumers.buffers.trajectory_store import Add, Drop, Skip, State, TrajectoryStore
 from consumers.closing import Closing
 from topics.errors import ConfigurationError, RecordError, RollstreamError
-from topics.trajectories import Trajectory, nest
+from topics.trajectories import Trajectory, as_trajectory, nest
 
 
 class NothingToSample(RollstreamError):
@@ -103,14 +104,15 @@ class TrajectoryReplayBuffer(Closing):
 
     # ------------------------------------------------------------------ in
 
-    def add_trajectories(self, trajectories: Iterable[Trajectory]) -> int:
+    def add_trajectories(self, trajectories: Iterable[Trajectory | Mapping[str, Any]]) -> int:
         """Put trajectories in, all or none, and return how many are: one that has neither prev_logprobs nor rewards is
-        passed over. Arrays are copied.
+        passed over. Arrays are copied. A plain dict is taken for the fields of a trajectory and its arrays, by name.
 
         Raises RecordError for one that is unsound, or has other arrays than those before; StoreError for an earlier
         write that failed: it is tried again, and nothing of this call is in.
         """
-        parts = [part for trajectory in trajectories if (part := self._checked(trajectory)) is not None]
+        sound = map(as_trajectory, trajectories)
+        parts = [part for trajectory in sound if (part := self._checked(trajectory)) is not None]
         self._make_ready()
         with self._lock:
             for part in parts:
@@ -120,7 +122,7 @@ class TrajectoryReplayBuffer(Closing):
         self._settle()
         return len(parts)
 
-    def add(self, trajectory: Trajectory, /, *, at: tuple[int, int] | None = None) -> bool:
+    def add(self, trajectory: Trajectory | Mapping[str, Any], /, *, at: tuple[int, int] | None = None) -> bool:
         """Put a trajectory in, and return whether it is. Raises as `add_trajectories`.
 
         With `at`, its partition and offset on the log, the position moves past it in the same step; what lies below the
@@ -130,7 +132,7 @@ class TrajectoryReplayBuffer(Closing):
             return bool(self.add_trajectories([trajectory]))
         if at[1] < self.position.get(at[0], 0):
             return False
-        part = self._checked(trajectory)
+        part = self._checked(as_trajectory(trajectory))
         self._make_ready()
         with self._lock:
             if at[1] < self._position.get(at[0], 0):

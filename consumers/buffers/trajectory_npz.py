@@ -37,6 +37,10 @@ _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _END = struct.Struct("<4s4H2LH")
 
 
+class UnsoundFile(StoreError, RecordError):
+    """A file does not hold a whole trajectory."""
+
+
 def check(arrays: Mapping[str, NDArray[Any]]) -> None:
     """Raise RecordError for more than such a file can hold: 4 GiB, 65,534 arrays."""
     size = sum(array.nbytes for array in arrays.values())
@@ -74,7 +78,7 @@ def write(file: BinaryIO, about: Mapping[str, Any], arrays: Mapping[str, NDArray
 def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """What `write` was given: arrays are read-only views of the mapped file, read from disk where they are looked at.
 
-    Raises FileNotFoundError, and StoreError for what is not such a file, or not the whole of it.
+    Raises FileNotFoundError, and UnsoundFile for what is not such a file, or not the whole of it.
     """
     with open(path, "rb") as file:
         try:
@@ -91,12 +95,17 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
             for name, dtype, shape, place in said["arrays"]:
                 kind = dtype_of(dtype)
                 count = math.prod(shape)
+                if min(shape, default=0) < 0 or not 0 <= place <= said["end"] - count * kind.itemsize:
+                    raise ValueError(f"array {name!r} of shape {shape} at byte {place} is not within it")
                 arrays[name] = np.frombuffer(mapped, kind, count, end + place).reshape(shape)
-        except (ValueError, KeyError, TypeError, struct.error, RecordError) as error:
-            raise StoreError(
-                f"{path} is no whole trajectory ({error}); restore it, or fill the buffer again"
+            return dict(said["about"]), arrays
+        except (
+            *(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, struct.error),
+            RecordError,
+        ) as error:
+            raise UnsoundFile(
+                f"{path} is no whole trajectory ({error!r}); restore it, or fill the buffer again"
             ) from error
-    return said["about"], arrays
 
 
 def _npy(array: NDArray[Any]) -> tuple[bytes, NDArray[np.uint8]]:

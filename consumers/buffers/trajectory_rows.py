@@ -73,11 +73,11 @@ def checked(trajectory: Trajectory) -> Checked | None:
 
     Raises RecordError, naming all that is wrong, for one that is unsound; that of no environment may be nameless here.
     """
-    shape = trajectory.shape
     named = trajectory if trajectory.environment else replace(trajectory, environment="-")
     leaves, found = examine(named)
     if found:
         raise RecordError(f"trajectory {trajectory.uid!r} of {trajectory.environment!r}: {'; '.join(found)}")
+    shape = trajectory.shape
     if shape is None:
         return None
     arrays = {path: np.asarray(leaf) for path, leaf in leaves.items()}

@@ -588,3 +588,58 @@ def test_more_than_may_wait_to_be_written_waits_itself(tmp_path: Path) -> None:
 
 def test_fields_of_a_trajectory_need_no_environment_by_hand() -> None:
     assert TrajectoryReplayBuffer().add(replace(trajectory(0), environment=""))
+
+
+@both
+def test_rewards_of_one_dimension_are_a_record_error_and_nothing_of_it_is_in(tmp_path: Path, auto_save: bool) -> None:
+    for rewards in (np.zeros(4), np.float32(1), [0.0, 1.0]):
+        unsound = Trajectory(arrays={"rewards": rewards}, environment="env", uid="flat")
+        with buffer(tmp_path, auto_save) as of:
+            with pytest.raises(RecordError, match=r"'flat'.*rewards has shape .* must be \[T, B, \.\.\.\]"):
+                of.add(unsound)
+            with pytest.raises(RecordError, match=r"rewards has shape"):
+                _ = unsound.shape
+            assert len(of) == 0
+
+
+@both
+def test_none_stands_for_an_array_that_is_not_there_and_a_plain_dict_for_a_trajectory(
+    tmp_path: Path, auto_save: bool
+) -> None:
+    whole = trajectory(3)
+    plain = {
+        **whole.arrays,
+        "prev_values": None,
+        "next_obs": {"state": None},
+        "model_weights_id": "w",
+        "max_episode_length": 80,
+        "versions": None,
+    }
+    with buffer(tmp_path, auto_save) as of:
+        assert of.add_trajectories([whole, replace(whole, arrays=plain_arrays(plain)), plain]) == 3
+        assert of.add(plain)
+        assert len(of) == 4
+        assert set(untorn(of.sample(200), 32)) <= set(range(3000, 3008))
+        for wrong in (7, {"arrays": {"rewards": whole.arrays["rewards"]}, "uuid": "x"}):
+            with pytest.raises(RecordError, match=r"(is|makes) no trajectory"):
+                of.add_trajectories([wrong])  # type: ignore[list-item]
+
+
+def plain_arrays(plain: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in plain.items() if name not in ("model_weights_id", "max_episode_length")}
+
+
+def test_records_of_several_partitions_in_another_order_make_the_same_content_where_there_is_room(
+    tmp_path: Path,
+) -> None:
+    """As the page says: the same trajectories, in a bounded buffer those that came last."""
+    records = [(partition, offset, trajectory(10 * partition + offset)) for partition in (0, 1) for offset in range(3)]
+    held: dict[int, list[set[int]]] = {0: [], 2: []}
+    for order in (records, sorted(records, key=lambda record: record[1])):
+        for bound, found in held.items():
+            with TrajectoryReplayBuffer(sample_window_size=bound) as of:
+                for partition, offset, item in order:
+                    of.add(item, at=(partition, offset))
+                assert dict(of.position) == {0: 3, 1: 3}
+                found.append({row // 1000 for row in of.sample(2000)["rewards"].astype(int).tolist()})
+    assert held == {0: [{0, 1, 2, 10, 11, 12}] * 2, 2: [{11, 12}, {2, 12}]}

@@ -1,6 +1,8 @@
 """What trajectories look like on disk and in memory: files, journal, index and cache, against plain models."""
 
+import contextlib
 import io
+import json
 import os
 import zipfile
 from collections import deque
@@ -356,3 +358,32 @@ def test_members_of_the_file_carry_their_checksums(tmp_path: Path) -> None:
     data[place] ^= 1
     assert zipfile.ZipFile(io.BytesIO(bytes(data))).testzip() is not None
     assert os.path.getsize(path) == len(data)
+
+
+def test_a_header_with_evil_values_or_a_flipped_bit_is_a_documented_error(tmp_path: Path) -> None:
+    path = tmp_path / "trajectory_0_w.npz"
+    with open(path, "wb") as file:
+        trajectory_npz.write(file, {"uid": "x" * 600}, {"rewards": np.ones((2, 3)), "q": np.ones((2, 3, 4), "u1")})
+    whole = path.read_bytes()
+    begin, end = whole.index(b"{"), whole.index(b"PK\3\4", 10)
+    said = json.loads(whole[begin:end])
+    arrays: list[Any] = [
+        *([["r", "<f8", shape, 0]] for shape in ([-1], [-1, -6], [2, -3], [10**12, 10**12], [2**63], ["a"], [2.5], 2)),
+        *([["r", "<f8", [2, 3], place]] for place in (-90, 10**30, 10**3, "0", None)),
+        *([["r", dtype, [2, 3], 0]] for dtype in (None, "|O", "<U0", "<f8,<f8", 7)),
+        *({"r": 1}, None, [[1, 2, 3]], [[["r"], "<f8", [2], 0]], "arrays"),
+    ]
+    evil = [{**said, "about": {}, "arrays": value} for value in arrays]
+    evil += [{**said, "about": {}, "end": end} for end in (-(10**30), None, 10**30)]
+    evil += [{name: value for name, value in said.items() if name != "about"}, {**said, "about": None}, [], 1]
+    for value in evil:
+        path.write_bytes(whole[:begin] + json.dumps(value).encode().ljust(end - begin) + whole[end:])
+        with pytest.raises(RecordError, match=r"is no whole trajectory .*restore it") as raised:
+            trajectory_npz.read(path)
+        assert isinstance(raised.value, StoreError), value
+    for bit in np.random.default_rng(5).integers(0, 8 * end, 500).tolist():
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with contextlib.suppress(StoreError):  # a text that is another text is still whole
+            trajectory_npz.read(path)
