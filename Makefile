@@ -8,16 +8,21 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LONG_STAMP := $(VENV)/.installed-long
 LOCK = $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --custom-compile-command "make lock"
+# Where test runs write the names of failed tests, so that they are in the last line, which is make's error.
+FAILED := $(VENV)/failed-tests
 # With ARGS a part of the tests may have nothing to run: pytest exits with 5.
-OR_NONE = $(if $(ARGS),|| [ $$? -eq 5 ])
+OR_NAMED = || $(if $(ARGS),[ $$? -eq 5 ] ||) test -s $(FAILED) || echo "a run of tests that ended without a name" >$(FAILED)
+# Expanded once the targets before it are done.
+SAY_FAILED = $(if $(shell cat $(FAILED)),$(error FAILED $(shell cat $(FAILED))))
 # Tests on a broker wait most of the time: two files at once, each on a broker of its own. What breaks things, and containers, one after the other.
 UNIT = $(BIN)/python -m pytest tests/unit -n 2
 BROKER = $(BIN)/python -m pytest tests/broker -n 2 --dist loadfile
 OTHERS = $(BIN)/python -m pytest tests --ignore=tests/unit --ignore=tests/broker --ignore=tests/bench
+export FAILED_TESTS = $(abspath $(FAILED))
 PACKAGES := topics producers consumers pipeline infra
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-real test-all bench lint format lock clean
+.PHONY: help setup demo test test-unit test-real test-all run-unit run-real run-all bench lint format lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,17 +48,29 @@ demo: $(STAMP) ## Train a small model through a local Kafka and print a report, 
 
 test: test-unit test-real ## Run the tests (a quarter of an hour), e.g. make test ARGS="-k fold"
 
-test-unit: $(STAMP) ## Run the tests that need no broker
-	$(UNIT) -m "not long" $(ARGS) $(OR_NONE)
+test-unit: run-unit ## Run the tests that need no broker
+	@$(SAY_FAILED)
 
-test-real: $(STAMP) ## Run the tests on a real Kafka
-	$(BROKER) -m "not long" $(ARGS) $(OR_NONE)
-	$(OTHERS) -m "not long" $(ARGS) $(OR_NONE)
+test-real: run-real ## Run the tests on a real Kafka
+	@$(SAY_FAILED)
 
-test-all: $(LONG_STAMP) ## Run all tests, the long ones too (installs gigabytes they compare with)
-	$(UNIT) $(ARGS) $(OR_NONE)
-	$(BROKER) $(ARGS) $(OR_NONE)
-	$(OTHERS) $(ARGS) $(OR_NONE)
+test-all: run-all ## Run all tests, the long ones too (installs gigabytes they compare with)
+	@$(SAY_FAILED)
+
+run-unit: $(STAMP)
+	@: >$(FAILED)
+	$(UNIT) -m "not long" $(ARGS) $(OR_NAMED)
+
+run-real: $(STAMP)
+	@: >$(FAILED)
+	$(BROKER) -m "not long" $(ARGS) $(OR_NAMED)
+	$(OTHERS) -m "not long" $(ARGS) $(OR_NAMED)
+
+run-all: $(LONG_STAMP)
+	@: >$(FAILED)
+	$(UNIT) $(ARGS) $(OR_NAMED)
+	$(BROKER) $(ARGS) $(OR_NAMED)
+	$(OTHERS) $(ARGS) $(OR_NAMED)
 
 bench: $(STAMP) ## Measure, each row as a ratio to a raw baseline of the same run
 	$(BIN)/python -m tests.bench $(ARGS)

@@ -49,6 +49,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
 
 
+_failed: set[str] = set()
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        _failed.add(report.nodeid)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        _failed.add(report.nodeid)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The last words are the names of what failed; make repeats them after all its own."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if not _failed or terminal is None or hasattr(config, "workerinput"):
+        return
+    names = ", ".join(sorted(_failed))
+    terminal.write_line(f"FAILED {names}")
+    if os.environ.get("FAILED_TESTS"):
+        with Path(os.environ["FAILED_TESTS"]).open("a") as file:
+            file.write(f"{names}\n")
+
+
 @pytest.fixture(scope="session")
 def broker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Bootstrap servers of a real Kafka, one for the whole session: what --kafka says, else KAFKA_BOOTSTRAP_SERVERS,
