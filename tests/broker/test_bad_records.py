@@ -16,6 +16,8 @@ from pipeline.ledger import Ledger, ledger
 from pipeline.verify import verify
 from tests.runs import RealRun, rollout
 from tests.waiting import eventually
+from topics import clients
+from topics.catalogue import topic_name
 from topics.codec import encode
 from topics.config import KafkaConfig, TopicsConfig
 from topics.keys import encode_key
@@ -77,6 +79,35 @@ def test_records_that_ended_every_grouping_process_are_invalid_and_the_run_goes_
     assert book.dropped == {"invalid": 9}
     assert book.problems == []
     assert verify(run.kafka, run.name).mismatches == []
+
+
+@pytest.mark.parametrize("compression", ["gzip", "lz4"])
+def test_a_bomb_is_a_dead_letter_and_costs_grouping_no_more_memory_than_a_client_may_take(
+    run: RealRun, compression: str
+) -> None:
+    process = run.start("group")
+    group(run, "before")
+    read(run, batched=4)
+    before = peak_bytes(process)
+    producer = clients.producer(
+        run.kafka,
+        **{"compression.type": compression, "message.max.bytes": 100_000_000, "queue.buffering.max.kbytes": 200_000},
+    )
+    for _ in range(3):
+        producer.produce(topic_name(run.name, "rollouts"), bytes(96_000_000), partition=0)
+        assert producer.flush(60) == 0
+    group(run, "behind")
+    book = read(run, batched=8)
+    assert book.dead_lettered == 3
+    assert book.problems == []
+    assert '"event": "record_unreadable"' in run.log_of(process)
+    assert peak_bytes(process) - before < 64_000_000
+
+
+def peak_bytes(process: "subprocess.Popen[bytes]") -> int:
+    """The most memory a process had so far."""
+    status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 def test_a_record_that_ends_grouping_at_every_start_is_skipped_on_the_record(run: RealRun) -> None:

@@ -5,23 +5,25 @@ import pytest
 from confluent_kafka.admin import NewTopic
 
 from topics import clients
-from topics.config import KafkaConfig
+from topics.catalogue import spec_of
+from topics.config import KafkaConfig, TopicsConfig
 
 
 @pytest.fixture
 def kafka(broker: str, run_name: str) -> KafkaConfig:
     config = KafkaConfig(bootstrap_servers=broker)
     client = clients.admin(config)
-    settings = {"max.message.bytes": str(config.max_record_bytes), "message.timestamp.type": "LogAppendTime"}
+    settings = spec_of("rollouts").settings(TopicsConfig(), config)
     client.create_topics([NewTopic(run_name, 1, 1, config=settings)])[run_name].result(30)
     return config
 
 
-def send(kafka: KafkaConfig, topic: str, values: list[bytes]) -> None:
+def send(kafka: KafkaConfig, topic: str, values: list[bytes], compression: str = "zstd") -> None:
     """One batch: some kilobytes on the wire, whatever they are when decompressed."""
     producer = clients.producer(
         kafka,
         **{
+            "compression.type": compression,
             "linger.ms": "1000",
             "batch.size": 100_000_000,
             "message.max.bytes": 100_000_000,
@@ -49,6 +51,17 @@ def test_a_batch_that_cannot_be_read_is_as_many_records_as_it_has_and_no_more(
     assert values == [b"first", *[None] * 9, b"between", None, *bomb[:2], b"last"]
     assert [message.timestamp()[1] == -1 for message in read] == [value is None for value in values]
     assert all(message.key() is None and message.headers() is None for message in read if message.value() is None)
+
+
+@pytest.mark.parametrize("compression", ["gzip", "lz4", "snappy"])
+def test_a_bomb_of_another_compression_is_as_unreadable_as_one_of_zstd(
+    kafka: KafkaConfig, run_name: str, compression: str
+) -> None:
+    send(kafka, run_name, [b"first"], compression)
+    send(kafka, run_name, [bytes(48_000_000)], compression)
+    send(kafka, run_name, [b"last"], compression)
+    values = [message.value() for message in clients.read_to_end(kafka, run_name)]
+    assert [value and len(value) for value in values] == [5, None, 4]
 
 
 def test_a_log_that_ends_with_what_cannot_be_read_ends(kafka: KafkaConfig, run_name: str) -> None:
