@@ -7,7 +7,6 @@ import base64
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from consumers.learner.checkpoint_paths import learner_directory
 from consumers.learner.config import CheckpointConfig
 from consumers.learner.progress import Progress
 from consumers.learner.step import TrainState
@@ -39,7 +39,7 @@ class Checkpoints:
     """The checkpoints of one learner. Saves run in the background; `wait` before relying on one."""
 
     def __init__(self, config: CheckpointConfig, run: str, learner: str) -> None:
-        self.directory = Path(config.directory).absolute() / run / learner
+        self.directory = learner_directory(config.directory, run, learner)
         self._reference = self.directory.with_name(f"{learner}.reference")
         self._manager = ocp.CheckpointManager(
             self.directory,

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from consumers.learner.checkpoint_paths import is_remote
 from consumers.learner.objective import LossConfig, OptimizerConfig, needs_reference
 from consumers.learner.sinks_config import SinksConfig
 from consumers.models.config import DecoderConfig
@@ -37,11 +38,14 @@ class CheckpointConfig:
     """Where and how often the learner's state is saved."""
 
     directory: str = ".rollstream/checkpoints"
-    """Holds one folder per learner name; local or any path orbax understands."""
+    """Holds one folder per run and learner name: on a local or mounted file system, or at gs://BUCKET/FOLDER."""
     every_steps: int = 20
     """Steps between checkpoints; one is also saved at step 0 and on a clean stop."""
     keep: int = 3
     """Checkpoints kept."""
+
+    def __post_init__(self) -> None:
+        is_remote(self.directory)  # refuses a URL that nothing can be written to
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,14 +8,8 @@ import shutil
 import uuid
 from pathlib import Path
 
+from consumers.learner.checkpoint_paths import COMMITTED, META, checkpoint_steps, is_remote
 from topics.errors import ConfigurationError, StateRefused
-
-_META = Path("meta") / "metadata"
-
-
-def checkpoint_steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints of a learner, ascending; a save under way has another name."""
-    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal() and (path / _META).exists())
 
 
 def copy_checkpoint(source: Path, step: int, target: Path) -> None:
@@ -35,23 +29,50 @@ def copy_checkpoint(source: Path, step: int, target: Path) -> None:
                 f"{target} holds checkpoints of steps {held} already; give another run, or another learner.name"
             )
         return
+    if is_remote(target):
+        _copy_reference(source, target)
+        _copy_to_store(source / str(step), target / str(step))
+        return
     target.mkdir(parents=True, exist_ok=True)
     # Beside the target: a rename is whole or not, and a learner never looks there.
     copy = target.parent / f".fork-{target.name}-{uuid.uuid4().hex[:8]}"
     try:
         _copy_reference(source, target)
         shutil.copytree(source / str(step), copy)
-        meta = json.loads((copy / _META).read_text(encoding="utf-8"))
-        (copy / _META).write_text(json.dumps({**meta, "recent_steps": []}), encoding="utf-8")
+        (copy / META).write_text(_without_steps(copy / META), encoding="utf-8")
         copy.rename(target / str(step))
     finally:
         shutil.rmtree(copy, ignore_errors=True)
 
 
+def _copy_to_store(source: Path, target: Path) -> None:
+    """Copy a checkpoint to where nothing can be renamed: what says that it is whole is written last."""
+    _copy_files(source, target, but=(META, COMMITTED))
+    (target / META).write_text(_without_steps(source / META))
+    (target / COMMITTED).write_text("")
+
+
+def _copy_files(source: Path, target: Path, *, but: tuple[str, ...] = ()) -> None:
+    for path in source.iterdir():
+        below = tuple(name.removeprefix(f"{path.name}/") for name in but)
+        if path.is_dir():
+            _copy_files(path, target / path.name, but=below)
+        elif path.name not in but:
+            (target / path.name).write_bytes(path.read_bytes())
+
+
+def _without_steps(meta: Path) -> str:
+    return json.dumps({**json.loads(meta.read_text()), "recent_steps": []})
+
+
 def _copy_reference(source: Path, target: Path) -> None:
     """Carry over what the KL term compares with, which lies beside the checkpoints, where there is one."""
     before, after = (directory.with_name(f"{directory.name}.reference") for directory in (source, target))
-    if before.exists():
+    if not before.exists():
+        return
+    if is_remote(target):
+        _copy_files(before, after)
+    else:
         shutil.rmtree(after, ignore_errors=True)
         shutil.copytree(before, after)
 

@@ -11,7 +11,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from consumers.learner.fork import checkpoint_steps, copy_checkpoint
+from consumers.learner.checkpoint_paths import checkpoint_steps, learner_directory
+from consumers.learner.fork import copy_checkpoint
 from consumers.learner.step_log import read_steps
 from pipeline import plan as plans
 from pipeline.config import RunConfig
@@ -82,7 +83,7 @@ def fork(config: RunConfig, step: int, into: str, source: str) -> Fork:
         raise ConfigurationError(f"--into {into} is the run itself; name another, whose topics this creates")
     clients.check_broker(config.kafka)
     directory = config.learner.checkpoint.directory
-    checkpoints = Path(directory).absolute() / config.run / source
+    checkpoints = learner_directory(directory, config.run, source)
     recorded = read_steps(config.kafka, config.run, source)
     record = recorded.get(step)
     if record is None or not record.params_digest:
@@ -97,7 +98,7 @@ def fork(config: RunConfig, step: int, into: str, source: str) -> Fork:
         learner = replace(learner, checkpoint=replace(learner.checkpoint, directory=str(run_dir / "checkpoints")))
     made = replace(config, run=into, learner=learner)
     _refuse_if_begun(made)
-    target = Path(learner.checkpoint.directory).absolute() / into / learner.name
+    target = learner_directory(learner.checkpoint.directory, into, learner.name)
     copy_checkpoint(checkpoints, step, target)
     provision(made)
     return Fork(config=made, path=plans.write(made), record=record)

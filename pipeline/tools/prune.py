@@ -18,6 +18,7 @@ from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException, TopicP
 
 from consumers.grouping.bootstrap import committed_offsets
 from consumers.grouping.state import CommitMetadata
+from consumers.learner.checkpoint_paths import META, checkpoint_steps, directory_of
 from pipeline.config import RunConfig
 from pipeline.pruning import (
     ACCOUNT,
@@ -69,7 +70,7 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
         config.kafka,
         config.run,
         config.grouper.group_id(config.run),
-        None if args.without_checkpoints else Path(args.checkpoints or config.learner.checkpoint.directory),
+        None if args.without_checkpoints else directory_of(args.checkpoints or config.learner.checkpoint.directory),
     )
     keep = KEEP_BATCHES if args.keep_batches is None and args.keep_hours is None else args.keep_batches or 0
     keep_from_ms = None if args.keep_hours is None else int((time.time() - args.keep_hours * 3600) * 1000)
@@ -282,11 +283,10 @@ def _steps_topics(kafka: KafkaConfig) -> set[str]:
 def _oldest_checkpoint(directory: Path) -> int | None:
     """First offset of the index that the oldest checkpoint kept needs; None where there is none."""
     positions = []
-    for path in directory.glob("*/meta/metadata"):
-        if path.parts[-3].isdecimal():
-            meta = json.loads(path.read_text(encoding="utf-8"))
-            oldest = int(meta.get("oldest", -1))  # Of what a rollout buffer held.
-            positions.append(int(meta["position"]) if oldest < 0 else oldest)
+    for step in checkpoint_steps(directory):
+        meta = json.loads((directory / str(step) / META).read_text())
+        oldest = int(meta.get("oldest", -1))  # Of what a rollout buffer held.
+        positions.append(int(meta["position"]) if oldest < 0 else oldest)
     return min(positions, default=None)
 
 

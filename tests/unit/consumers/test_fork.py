@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from consumers.learner.fork import checkpoint_steps, copy_checkpoint
+from consumers.learner.checkpoint_paths import checkpoint_steps
+from consumers.learner.config import CheckpointConfig
+from consumers.learner.fork import copy_checkpoint
 from topics.errors import ConfigurationError, StateRefused
 
 
@@ -67,3 +69,10 @@ def test_a_directory_that_holds_other_checkpoints_is_refused(source: Path, tmp_p
     with pytest.raises(ConfigurationError, match=r"holds checkpoints of steps \[4\] already"):
         copy_checkpoint(source, 12, tmp_path / "b")
     assert checkpoint_steps(tmp_path / "b") == [4]
+
+
+@pytest.mark.parametrize("directory", ["s3://bucket/folder", "file:///folder", "gcs://bucket"])
+def test_a_url_that_checkpoints_cannot_be_written_to_is_refused_as_a_setting(directory: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"learner.checkpoint.directory is {directory}.* gs://BUCKET/FOLDER"):
+        CheckpointConfig(directory=directory)
+    assert CheckpointConfig(directory="gs://bucket/folder").directory == "gs://bucket/folder"

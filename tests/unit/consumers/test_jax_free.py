@@ -18,6 +18,7 @@ JAX_FREE = (
     "consumers.learner.pretrained",
     "consumers.learner.step_log",
     "consumers.learner.intake",
+    "consumers.learner.checkpoint_paths",
     "consumers.learner.replay",
     "consumers.buffers.rollout_buffer",
     "consumers.buffers.trajectory_dataset",
