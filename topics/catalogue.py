@@ -49,8 +49,8 @@ class TopicSpec:
         if self.append_time:
             settings["message.timestamp.type"] = "LogAppendTime"
         if "env" in self.writers:
-            # The broker compresses again what comes otherwise. Clients bound what they decompress of zstd alone: of gzip
-            # a megabyte may be a gigabyte for whoever reads it.
+            # The broker compresses again what comes otherwise. Clients bound what they decompress of zstd alone: of
+            # gzip a megabyte may be a gigabyte for whoever reads it.
             settings["compression.type"] = "zstd"
         return settings
 
