@@ -111,7 +111,7 @@ class HilEpisodeBuffer(Closing):
 
     # ------------------------------------------------------------------ out
 
-    def sample(self, batch_size: int, /) -> dict[str, Any]:
+    def sample(self, batch_size: int) -> dict[str, Any]:
         """As EpisodeSliceBuffer's: the first half of the slices the policy's, the other half humans'.
 
         An odd batch gives one slice fewer. Raises NothingToDraw, saying which, where a side has none long enough.

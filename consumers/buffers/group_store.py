@@ -4,6 +4,7 @@ to a batch maker, and writes the batches it makes.
 A group that `add_rollout`, `poll` or `flush` has sealed is on disk when the call returns. Safe from several threads.
 """
 
+import contextlib
 import logging
 import math
 import threading
@@ -31,6 +32,7 @@ from consumers.buffers.group_config import GroupStoreConfig
 from consumers.buffers.group_files import Placed, RolloutGroup, part_name
 from consumers.buffers.group_index import GroupIndex
 from consumers.buffers.open_groups import Cancelled, OpenGroups
+from consumers.buffers.rollout_record import RolloutRecord, as_rollout
 from consumers.closing import Closing
 from consumers.grouping.batch_maker import BatchMaker
 from topics.errors import ConfigurationError, RecordError
@@ -81,16 +83,20 @@ class GroupReplayBuffer(Closing):
 
     def __init__(
         self,
-        root: str | Path,
-        environment: str,
+        root_path: str | Path,
+        environment: str = "",
         config: GroupStoreConfig | None = None,
         *,
+        compression: str = "",
         batch_maker: BatchMaker | None = None,
         clock: Callable[[], float] = time.time,
         resume: Saved | None = None,
         read_only: bool = False,
     ) -> None:
-        """`clock` is asked for the time, in seconds since the Unix epoch, where a call is not told it.
+        """Without an `environment`, groups lie below `root_path` itself, of the environment of the first rollout.
+        `compression` stands for that of `config`.
+
+        `clock` is asked for the time, in seconds since the Unix epoch, where a call is not told it.
 
         `resume` is for callers that keep the position in a log: the store becomes what it was then, and groups that
         sealed later are not written again when they seal again.
@@ -101,8 +107,10 @@ class GroupReplayBuffer(Closing):
         if read_only and batch_maker is not None:
             raise ConfigurationError("a store that is read only makes no batches; leave the batch maker out")
         self.environment = environment
-        self.directory = Path(root) / group_files.folder_of(environment)
+        self.directory = Path(root_path) / group_files.folder_of(environment) if environment else Path(root_path)
         self.config = config or GroupStoreConfig()
+        if compression:
+            self.config = replace(self.config, compression=compression)
         self._clock = clock
         self._maker = batch_maker
         self._lock = threading.RLock()
@@ -138,17 +146,22 @@ class GroupReplayBuffer(Closing):
         self._open = OpenGroups(self.config)
         if self._writer is not None:
             self._reopen(saved)
+        self.environment = self.environment or self._stored_environment()
 
     # ------------------------------------------------------------------ adding
 
-    def add_rollout(self, rollout: Rollout, source: Source | None = None, *, now: float | None = None) -> bool:
+    def add_rollout(
+        self, rollout: Rollout | RolloutRecord, source: Source | None = None, *, now: float | None = None
+    ) -> bool:
         """Take a rollout into its group; whether it was taken. `source` is where it lies on the log, if it does.
 
         Not taken, and counted in `stats`: a uid the store has, a policy version that is not accepted, one rollout too
         many of a replica. Raises RecordError for a senseless one or another environment's, StoreError when its group
         sealed and cannot be written: the group is then kept, and written by whatever comes next.
         """
-        if rollout.environment != self.environment:
+        if isinstance(rollout, RolloutRecord):
+            rollout = as_rollout(rollout)
+        if rollout.environment != (self.environment or rollout.environment):
             raise RecordError(
                 f"rollout {rollout.uid!r} is of environment {rollout.environment!r}, this store of {self.environment!r}"
             )
@@ -163,6 +176,7 @@ class GroupReplayBuffer(Closing):
             why = self._refused(rollout, source.partition)
             self._counts[why or "added"] += 1
             if not why:
+                self.environment = rollout.environment
                 self._uids.add(rollout.uid)
                 sealed = self._open.join(Placed(rollout, source), at)
                 if sealed is not None:
@@ -174,7 +188,7 @@ class GroupReplayBuffer(Closing):
 
     add = add_rollout
 
-    def add_rollouts(self, rollouts: Iterable[Rollout], *, now: float | None = None) -> int:
+    def add_rollouts(self, rollouts: Iterable[Rollout | RolloutRecord], *, now: float | None = None) -> int:
         """Take rollouts one after another; how many were taken. Raises as `add_rollout` does, at the first."""
         return sum(self.add_rollout(rollout, now=now) for rollout in rollouts)
 
@@ -269,6 +283,15 @@ class GroupReplayBuffer(Closing):
             self._batches[batch.batch_id] = batch_files.write_batch(directory, batch, self.config.compression)
             self._unwritten_batch = None
             return batch
+
+    def _stored_environment(self) -> str:
+        """The environment of what a store that was opened without one holds; "" while that is nothing."""
+        for group in self._open.snapshot():
+            return group.environment
+        for entry in self._index:
+            with contextlib.suppress(StoreError):
+                return self._read(entry.file).environment
+        return ""
 
     def _known_batches(self) -> tuple[dict[str, Path], set[str]]:
         """Files of batches by id, oldest first, and the uids these delivered. A damaged one keeps its place at the end:

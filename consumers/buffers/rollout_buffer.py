@@ -249,13 +249,13 @@ class RolloutReplayBuffer:
 
     # ------------------------------------------------------------------ out
 
-    def sample(self, count: int | None = None, /) -> list[RolloutWithCount] | None:
-        """`count` rollouts for this process, by default `local_batch_size`; None while fewer than that are held for
-        each of the processes.
+    def sample(self, batch_size: int | None = None) -> list[RolloutWithCount] | None:
+        """`batch_size` rollouts for this process, by default `local_batch_size`; None while fewer than that are held
+        for each of the processes.
 
         Processes with the same content and seed that draw equally often get shares of one draw, which are disjoint.
         """
-        count = self.local_batch_size if count is None else count
+        count = self.local_batch_size if batch_size is None else batch_size
         if count < 1:
             raise ConfigurationError(f"a sample of {count}; draw at least 1")
         with self._lock:

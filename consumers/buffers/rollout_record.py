@@ -25,7 +25,8 @@ class RecordTurn:
     logprobs: Sequence[float] | None = None
     """Of each token, where the policy sampled them."""
     reward: float | None = None
-    inference_metadata: InferenceMetadata = field(default_factory=InferenceMetadata)
+    inference_metadata: InferenceMetadata | Mapping[str, Any] = field(default_factory=InferenceMetadata)
+    """Or a mapping: model_version, sampling_params, inference_time (seconds)."""
     timestamp: float = 0.0
 
 
@@ -73,7 +74,7 @@ def as_rollout(record: RolloutRecord, *, group_size: int = 1) -> Rollout:
                 reward=turn.reward or 0.0,
                 has_logprobs=turn.logprobs is not None,
                 timestamp=turn.timestamp,
-                inference=turn.inference_metadata,
+                inference=_inference(turn.inference_metadata),
             )
         )
         length = stop
@@ -108,6 +109,19 @@ def _version(version: int | str) -> int:
     if number is None:
         raise RecordError(f"policy version {version!r} does not end in a number, and cannot be compared with others")
     return int(number[0])
+
+
+def _inference(said: InferenceMetadata | Mapping[str, Any]) -> InferenceMetadata:
+    if isinstance(said, InferenceMetadata):
+        return said
+    try:
+        return InferenceMetadata(
+            model_version=_version(said.get("model_version", -1)),
+            sampling_params={name: str(value) for name, value in (said.get("sampling_params") or {}).items()},
+            inference_time_s=float(said.get("inference_time", 0.0)),
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RecordError(f"inference metadata {said!r} has a value of another kind ({error})") from error
 
 
 def _joined(parts: Sequence[Sequence[Any]], dtype: str) -> Any:

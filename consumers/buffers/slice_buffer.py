@@ -135,7 +135,7 @@ class EpisodeSliceBuffer(Closing):
 
     # ------------------------------------------------------------------ out
 
-    def sample(self, batch_size: int, /) -> dict[str, Any]:
+    def sample(self, batch_size: int) -> dict[str, Any]:
         """`batch_size` slices, with replacement: a tree of [batch_size, slice_len, ...] arrays.
 
         Each is drawn from an episode, all that are long enough being as likely, and from a start, all in it being as

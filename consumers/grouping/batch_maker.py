@@ -52,6 +52,9 @@ class BatchMaker(ABC):
 
     What it does may depend on its context, on `batch_number` and on the rollouts it holds, and on nothing else it
     remembers: after a restart it is given again what was held, in the same order, and must do the same.
+
+    A maker of two methods, `create_batch` and `get_batch_metadata`, finds what it holds in `waiting`. One that keeps
+    rollouts in another way defines `add_rollout`, `discard` and `held`, too.
     """
 
     latest_version_only: ClassVar[bool] = False
@@ -60,12 +63,19 @@ class BatchMaker(ABC):
     batch_number: int = 0
     """Number the next batch gets, set by the fold; seeds of random choices are made of it."""
 
-    def __init__(self, context: MakerContext) -> None:
-        self.context = context
+    def __init__(self, context: MakerContext | None = None) -> None:
+        """Without a context, as a store of groups by hand may do: seed 0, and batches of any size."""
+        self.context = context or MakerContext(partition=0, seed=0, batch_bytes=2**40)
+        self.waiting: dict[Source, RLExample] = {}
+        """Rollouts held, in the order they came."""
 
-    @abstractmethod
     def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
         """Take one rollout of a group that has just sealed; all members of a group come in a row."""
+        self.waiting[example.source] = example
+
+    def take(self, batch: Iterable[RLExample]) -> list[RLExample]:
+        """Remove examples from `waiting`, and return them: what `create_batch` hands out."""
+        return [self.waiting.pop(example.source) for example in batch]
 
     @abstractmethod
     def create_batch(self, batch_size: int) -> list[RLExample] | None:
@@ -82,14 +92,15 @@ class BatchMaker(ABC):
     def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
         """What is worth saying of a batch, as JSON-compatible values: at most 4,096 characters."""
 
-    @abstractmethod
     def discard(self, sources: Iterable[Source]) -> None:
         """Forget rollouts the fold dropped (too stale by now, excluded, ...); never called for delivered ones."""
+        for source in sources:
+            del self.waiting[source]
 
     @property
-    @abstractmethod
     def held(self) -> int:
         """Rollouts held: added, and neither delivered nor discarded."""
+        return len(self.waiting)
 
     def take_discarded(self) -> list[tuple[Source, str]]:
         """Rollouts the maker itself threw away since the last call, each with a reason (a drop reason, or its own)."""

@@ -33,7 +33,7 @@ class States(Protocol):
         changing them.
         """
 
-    def get_state(self, version: int) -> State | None:
+    def get_state(self, version: int = -1) -> State | None:
         """The newest version, unless `version` is that or there is none; -1 for who has none. Does not wait."""
 
     def wait_for(self, version_at_least: int, timeout_s: float) -> State:
@@ -56,7 +56,7 @@ class LocalStateManager:
             self._changed.notify_all()
             return self._state[0]
 
-    def get_state(self, version: int) -> State | None:
+    def get_state(self, version: int = -1) -> State | None:
         """See States."""
         with self._changed:
             return None if self._state[0] in (version, -1) else self._state
@@ -113,7 +113,7 @@ class StateManager(Closing):
         publisher.committed(manifest)
         return manifest.version
 
-    def get_state(self, version: int) -> State | None:
+    def get_state(self, version: int = -1) -> State | None:
         """See States; the first call begins to follow. Raises what ended the following."""
         found = self._follower().get_state(version)
         return None if found is None else (found[0], nest(found[1]))
