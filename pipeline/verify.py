@@ -20,6 +20,7 @@ from topics.codec import decode_as
 from topics.config import KafkaConfig
 from topics.errors import RecordError, TopicError
 from topics.examples import batch_digest
+from topics.open_transactions import undecided
 from topics.records import BatchIndexEntry, Drop, JournalRecord, TrainingBatch, batch_numbers, same
 
 
@@ -134,8 +135,11 @@ def _verify_partition(job: _Job) -> Verification:
 
 def _settled(job: _Job, patience_s: float = 10.0) -> tuple[_Job, list[JournalRecord]]:
     """The job and its partition's journal, read until they agree on which batches there are: in a live run a
-    transaction does not show on all partitions at once, and more come meanwhile."""
-    deadline = time.monotonic() + patience_s
+    transaction does not show on all partitions at once, and more come meanwhile.
+
+    The index has one partition for all: while somebody's transaction stands open there it is waited for longer.
+    """
+    began = time.monotonic()
     while True:
         journal = journal_of(job.kafka, job.run, job.partition)
         begin = next(iter(beginnings(journal, job.log_begin)), None)
@@ -147,7 +151,11 @@ def _settled(job: _Job, patience_s: float = 10.0) -> tuple[_Job, list[JournalRec
         if not journaled <= job.index.keys():
             index = index_of(job.kafka, job.run)
             job = replace(job, index={name: e for name, e in index.items() if e.partition == job.partition})
-        if time.monotonic() > deadline or (journaled <= job.index.keys() and wanted <= journaled):
+        if journaled <= job.index.keys() and wanted <= journaled:
+            return job, journal
+        waited_s = time.monotonic() - began
+        hidden = waited_s < job.kafka.patience_s and undecided(job.kafka, topic_name(job.run, "batch-index"))
+        if waited_s > patience_s and not hidden:
             return job, journal
         time.sleep(0.1)
 

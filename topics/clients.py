@@ -427,6 +427,16 @@ def retrying(call: Callable[[], C], doing: str, timeout_s: float = 30.0) -> C:
             time.sleep(0.05)
 
 
+def committed(config: KafkaConfig, consumer: Consumer, wanted: list[TopicPartition], doing: str) -> list[TopicPartition]:
+    """Offsets that the consumer's group has committed, with their metadata; negative where there is none.
+
+    Those of an open transaction are waited for: a process that died in it holds them back until it runs out. Raises
+    BrokerUnavailable after kafka.patience_s.
+    """
+    call_timeout_s = min(10.0, config.patience_s)
+    return retrying(lambda: list(consumer.committed(wanted, call_timeout_s)), doing, config.patience_s)
+
+
 def raise_for(error: KafkaError, doing: str) -> None:
     """Raise our error for one of a consumer's, unless it is one the client recovers from by itself."""
     code = error.code()

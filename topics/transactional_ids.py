@@ -15,7 +15,6 @@ from topics.errors import BrokerUnavailable
 from topics.logs import event
 
 logger = logging.getLogger(__name__)
-_TIMEOUT_S = 60.0
 _NOT_OURS = (KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
 
 
@@ -36,7 +35,7 @@ def fence(kafka: KafkaConfig, identity: str) -> None:
     for the ids of this release alone has it. Raises BrokerUnavailable where the broker does not answer.
     """
     producer = clients.transactional_producer(kafka, identity, logger=logger)
-    deadline = time.monotonic() + _TIMEOUT_S
+    deadline = time.monotonic() + kafka.patience_s
     while True:
         try:
             producer.init_transactions(5.0)

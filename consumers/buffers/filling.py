@@ -138,9 +138,10 @@ class TrajectoryFiller:
             self._failure = error
             raise
 
-    def fill(self, timeout_s: float = 60.0) -> None:
+    def fill(self, timeout_s: float | None = None) -> None:
         """Take in everything that is on the log by now. Raises DeadlineExceeded where no record came for `timeout_s`
-        before that, and as `poll` does."""
+        before that, kafka.patience_s by default, and as `poll` does."""
+        timeout_s = self._kafka.patience_s if timeout_s is None else timeout_s
         wanted = {p: end for p, (_begin, end) in clients.bounds(self._kafka, self._topic).items()}
         deadline = time.monotonic() + timeout_s
         while any(self._ends.get(p, 0) < end for p, end in wanted.items()):

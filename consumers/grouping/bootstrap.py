@@ -155,7 +155,7 @@ def committed_offsets(kafka: KafkaConfig, group: str, topic: str, partitions: in
     doing = f"reading offsets of group {group}"
     try:
         wanted = [TopicPartition(topic, p) for p in range(partitions)]
-        return clients.retrying(lambda: list(consumer.committed(wanted, 10.0)), doing, kafka.patience_s)
+        return clients.committed(kafka, consumer, wanted, doing)
     finally:
         consumer.close()
 

@@ -223,14 +223,13 @@ def restore_task(
     return restoration.restored
 
 
-def _range(
-    kafka: KafkaConfig, topic: str, partition: int, start: int, stop: int, timeout_s: float = 60.0
-) -> Iterator[Message | None]:
+def _range(kafka: KafkaConfig, topic: str, partition: int, start: int, stop: int) -> Iterator[Message | None]:
     """Committed records at offsets start to stop - 1, and None while none comes.
 
     A transaction shows on its partitions at different instants, so an end of partition before `stop` is waited out.
-    Raises DeadlineExceeded when nothing comes for `timeout_s`.
+    Raises DeadlineExceeded when nothing comes for kafka.patience_s, within which a transaction that stands open ends.
     """
+    timeout_s = kafka.patience_s
     consumer = clients.reader(kafka, fetch_wait_ms=10)
     try:
         clients.follow(consumer, kafka, [TopicPartition(topic, partition, start)])

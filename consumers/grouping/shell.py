@@ -106,6 +106,8 @@ class GroupingProcess:
         self._to_seek: set[int] = set()
         """Partitions whose task is restored while the client is not yet sent to its position: nothing is taken from
         them until it is."""
+        self._seek_put_off: set[int] = set()
+        """Those of them of which that was said."""
         self._newest_version = -1
         self._ignored_settings: dict[str, str] = {}
         """How settings given here differ from those of the same generation in the log."""
@@ -399,13 +401,16 @@ class GroupingProcess:
                 if task is not None:
                     self._consumer.seek(TopicPartition(self._topic, partition, task.fold.position))
                 self._to_seek.discard(partition)
+                self._seek_put_off.discard(partition)
             except KafkaException as error:
                 # It has not begun to fetch, or has lost the partition, whose revocation is on its way.
-                event(logger, "seek_put_off", partition=partition, error=str(error))
+                if partition not in self._seek_put_off:
+                    self._seek_put_off.add(partition)
+                    event(logger, "seek_put_off", partition=partition, error=str(error))
 
     def _last_journal(self, partition: int) -> int:
         wanted = [TopicPartition(self._topic, partition)]
-        committed = clients.retrying(lambda: self._consumer.committed(wanted, 10.0), "reading committed offsets")[0]
+        committed = clients.committed(self._kafka, self._consumer, wanted, "reading committed offsets")[0]
         return CommitMetadata.decode(committed.metadata, f"{self._topic}[{partition}]").journal
 
     def _ready(self) -> None:

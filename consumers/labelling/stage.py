@@ -78,7 +78,7 @@ class LabellingProcess:
         ordinal: int,
         on_ready: Callable[[], None],
     ) -> None:
-        self._labeler, self._config, self._on_ready = labeler, config, on_ready
+        self._labeler, self._kafka, self._config, self._on_ready = labeler, kafka, config, on_ready
         self._limit_bytes = kafka.max_record_bytes - _OVERHEAD_BYTES
         self._topic = topic_name(run, "unlabelled")
         self._name = f"labeller-{run}-{ordinal}"
@@ -208,7 +208,7 @@ class LabellingProcess:
         """Read on from what is committed, of what is still ours."""
         ours = [TopicPartition(self._topic, number) for number in sorted(self._owned)]
         if ours:
-            committed = clients.retrying(lambda: self._consumer.committed(ours, 10.0), "reading committed offsets")
+            committed = clients.committed(self._kafka, self._consumer, ours, "reading committed offsets")
             self._position.clear()
             self._consumer.assign(committed)
 

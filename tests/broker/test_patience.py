@@ -1,0 +1,119 @@
+"""What is waited for until a transaction ends is waited for as long as one may stand open, and no fixed time."""
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+
+import pytest
+from confluent_kafka import TopicPartition
+
+from consumers.grouping.bootstrap import committed_offsets
+from consumers.grouping.config import GrouperConfig
+from consumers.grouping.restore import restore_task
+from pipeline.ledger import ledger
+from tests.broker.test_bootstrap import pausing_grouper
+from tests.runs import RealRun, rollout
+from tests.waiting import eventually
+from topics import clients
+from topics.config import KafkaConfig
+from topics.errors import BrokerUnavailable, DeadlineExceeded
+
+
+class Impatient(KafkaConfig):
+    """A configuration by which transactions end soon."""
+
+    patience_s = 1.0  # type: ignore[assignment]
+
+
+def impatient(kafka: KafkaConfig) -> Impatient:
+    return Impatient(**{f.name: getattr(kafka, f.name) for f in fields(kafka)})
+
+
+def batched(run: RealRun) -> int:
+    return sum(len(batch.uids) for batch in run.read("batches"))  # type: ignore[attr-defined]
+
+
+@contextmanager
+def offsets_pending(run: RealRun) -> Iterator[None]:
+    """Somebody else's open transaction that has sent offsets of the run's grouping group."""
+    with run.open_transaction("evals") as producer:
+        outsider = clients.reader(run.kafka, group=run.grouper.group_id(run.name))
+        places = [TopicPartition(run.topic("rollouts"), p, 0) for p in range(2)]
+        producer.send_offsets_to_transaction(places, outsider.consumer_group_metadata(), 30)
+        outsider.close()
+        yield
+
+
+def reading_committed_offsets(run: RealRun) -> None:
+    committed_offsets(impatient(run.kafka), run.grouper.group_id(run.name), run.topic("rollouts"), 2)
+
+
+def restoring(run: RealRun) -> None:
+    kafka = impatient(run.kafka)
+    topic_id = clients.topic_ids(kafka, [run.topic("rollouts")])[run.topic("rollouts")]
+    restore_task(kafka, run.name, 0, 2, topic_id, GrouperConfig())
+
+
+def asking_a_member(run: RealRun) -> None:
+    member = clients.reader(run.kafka, group=run.grouper.group_id(run.name))
+    clients.committed(impatient(run.kafka), member, [TopicPartition(run.topic("rollouts"), 0)], "asking")
+
+
+@pytest.mark.parametrize("waiting", [reading_committed_offsets, restoring, asking_a_member])
+def test_offsets_of_an_open_transaction_are_waited_for_as_the_configuration_says(
+    real_run: RealRun, waiting: Callable[[RealRun], None]
+) -> None:
+    run = real_run.prepare()
+    with offsets_pending(run):
+        began = time.monotonic()
+        with pytest.raises(BrokerUnavailable):
+            waiting(run)
+        assert 1.0 <= time.monotonic() - began < 15
+    waiting(run)
+
+
+def test_a_journal_that_an_open_transaction_hides_is_waited_for_as_the_configuration_says(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    with run.open_transaction("journal"):
+        run.send(rollout(f"x{example}", member) for example in range(16) for member in range(4))
+        process = run.start("group")
+        eventually(lambda: '"batch"' in run.log_of(process), 60, "a batch that is journaled behind what is open")
+        process.terminate()
+        assert process.wait(30) == 0
+        with pytest.raises(DeadlineExceeded, match=r"journal\[0\] did not show offset \d+ within 1 s"):
+            restoring(run)
+    restoring(run)
+
+
+def test_batches_whose_index_entries_an_open_transaction_hides_are_no_mismatch(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    with run.open_transaction("batch-index"):
+        run.send(rollout(f"x{example}", member) for example in range(16) for member in range(4))
+        process = run.start("group")
+        eventually(lambda: batched(run) == 64, 60, "batches whose index entries nobody sees")
+        process.terminate()
+        assert process.wait(30) == 0
+        verifying = run.start("verify")
+        # Longer than processes that agree take to show it.
+        with pytest.raises(subprocess.TimeoutExpired):
+            verifying.wait(15)
+    assert verifying.wait(60) == 0, run.log_of(verifying)
+
+
+@pytest.mark.long
+def test_a_grouper_outlives_a_neighbour_whose_transaction_stands_open_for_longer_than_half_a_minute(
+    real_run: RealRun,
+) -> None:
+    run = real_run.prepare()
+    settings = {"kafka__transaction_timeout_s": 40.0, "kafka__session_timeout_s": 2.0}
+    run.send(rollout(f"x{example}", member) for example in range(16) for member in range(4))
+    pausing_grouper(run, **settings).kill()
+    neighbour = run.start("group", "--ordinal=1", **settings)
+    eventually(lambda: neighbour.poll() is not None or batched(run) == 64, 90, "the neighbour goes on, or ends")
+    assert neighbour.poll() is None, run.log_of(neighbour)
+    assert run.log_of(neighbour).count('"seek_put_off"') <= 2
+    neighbour.terminate()
+    assert neighbour.wait(30) == 0
+    assert ledger(run.kafka, run.name).batched == 64
