@@ -108,6 +108,19 @@ def transactional_producer(config: KafkaConfig, transactional_id: str, **overrid
     )
 
 
+def produce(producer: Producer, topic: str, value: bytes | None, key: bytes | None, **more: Any) -> None:
+    """Queue a record, waiting for room where the producer's queue is full; `more` is as in `Producer.produce`.
+
+    The wait ends: what cannot be delivered leaves the queue after delivery.timeout.ms, and its report says so.
+    """
+    while True:
+        try:
+            producer.produce(topic, value, key, **more)
+            return
+        except BufferError:
+            producer.poll(0.1)
+
+
 def _consumer_limits(config: KafkaConfig) -> dict[str, Any]:
     size = max(config.max_record_bytes, _MIB)
     return {
@@ -427,7 +440,9 @@ def retrying(call: Callable[[], C], doing: str, timeout_s: float = 30.0) -> C:
             time.sleep(0.05)
 
 
-def committed(config: KafkaConfig, consumer: Consumer, wanted: list[TopicPartition], doing: str) -> list[TopicPartition]:
+def committed(
+    config: KafkaConfig, consumer: Consumer, wanted: list[TopicPartition], doing: str
+) -> list[TopicPartition]:
     """Offsets that the consumer's group has committed, with their metadata; negative where there is none.
 
     Those of an open transaction are waited for: a process that died in it holds them back until it runs out. Raises

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from confluent_kafka import (
     TIMESTAMP_LOG_APPEND_TIME,
@@ -244,26 +245,16 @@ class _Filling:
                     f"{cursor.topic}[{cursor.partition}] took the record of offset {expected} at {message.offset()}"
                 )
 
-        while True:
-            try:
-                if entry is None:
-                    producer.produce(cursor.topic, _FILLER, partition=cursor.partition, on_delivery=delivered)
-                else:
-                    producer.produce(
-                        cursor.topic,
-                        entry.value,
-                        entry.key,
-                        cursor.partition,
-                        on_delivery=delivered,
-                        # Of what could not be read when it was archived nothing is known; 0 would be now.
-                        timestamp=max(entry.timestamp_ms, 1),
-                        headers=None if entry.headers is None else list(entry.headers),
-                    )
-                return
-            except BufferError:
-                producer.poll(0.05)
-            except KafkaException as error:
-                raise BrokerUnavailable(f"{cursor.topic}[{cursor.partition}]: {error.args[0].str()}") from error
+        more: dict[str, Any] = {"partition": cursor.partition, "on_delivery": delivered}
+        if entry is not None:
+            # Of what could not be read when it was archived nothing is known; 0 would be now.
+            more["timestamp"] = max(entry.timestamp_ms, 1)
+            more["headers"] = None if entry.headers is None else list(entry.headers)
+        value, key = (_FILLER, None) if entry is None else (entry.value, entry.key)
+        try:
+            clients.produce(producer, cursor.topic, value, key, **more)
+        except KafkaException as error:
+            raise BrokerUnavailable(f"{cursor.topic}[{cursor.partition}]: {error.args[0].str()}") from error
 
     def _flush(self, producer: Producer) -> None:
         left = producer.flush(_TIMEOUT_S)

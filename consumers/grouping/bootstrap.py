@@ -272,9 +272,8 @@ def _commit(
     try:
         for partition, (record, metadata) in records.items():
             if metadata is None:
-                producer.produce(
-                    topic_name(run, "journal"), encode(record), encode_key(partition), partition, on_delivery=delivered
-                )
+                journal, key = topic_name(run, "journal"), encode_key(partition)
+                clients.produce(producer, journal, encode(record), key, partition=partition, on_delivery=delivered)
         producer.flush(kafka.patience_s)
         if failed:
             raise KafkaException(failed[0])

@@ -37,9 +37,8 @@ class MarkWriter:
 
     def write(self, partition: int, mark: Mark) -> None:
         """Append a mark; `on_failure(partition)` is called from `poll` when the broker did not take it."""
-        self._producer.produce(
-            self._topic, encode(mark), encode_key("mark", mark.kind), partition, on_delivery=self._delivered
-        )
+        value, key = encode(mark), encode_key("mark", mark.kind)
+        clients.produce(self._producer, self._topic, value, key, partition=partition, on_delivery=self._delivered)
         event(logger, "mark", partition=partition, kind=mark.kind, policy_version=mark.policy_version)
 
     def poll(self) -> None:
@@ -75,7 +74,7 @@ def drain(kafka: KafkaConfig, run: str, grouper: GrouperConfig, timeout_s: float
     producer = clients.producer(kafka, **{"linger.ms": "0"})
     mark = encode(Mark(kind="drain", wall_time=time.time(), author="drain"))
     for partition in range(partitions):
-        producer.produce(topic, mark, encode_key("mark", "drain"), partition, on_delivery=delivered)
+        clients.produce(producer, topic, mark, encode_key("mark", "drain"), partition=partition, on_delivery=delivered)
     producer.flush(timeout_s)
     deadline = time.monotonic() + timeout_s
     behind: list[TopicPartition] = []

@@ -71,11 +71,12 @@ def ask(kafka: KafkaConfig, run: str, grouper: GrouperConfig, place: str, reason
 def _write(kafka: KafkaConfig, run: str, wanted: SkippedOffset) -> None:
     failed: list[str] = []
     producer = clients.producer(kafka)
-    producer.produce(
+    clients.produce(
+        producer,
         topic_name(run, "control"),
         encode(wanted),
         encode_key("skip", f"{wanted.partition}:{wanted.offset}"),
-        0,
+        partition=0,
         on_delivery=lambda error, _message: failed.append(error.str()) if error is not None else None,
     )
     if producer.flush(_TIMEOUT_S) or failed:

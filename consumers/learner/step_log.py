@@ -104,7 +104,7 @@ class StepLog:
             try:
                 self._producer.begin_transaction()
                 for topic, key, value in records:
-                    self._producer.produce(topic, value, key)
+                    clients.produce(self._producer, topic, value, key)
                 self._retry("committing", self._producer.commit_transaction)
                 return
             except KafkaException as error:

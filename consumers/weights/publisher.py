@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, Producer
+from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message
 
 from consumers.weights.config import WeightsConfig
 from consumers.weights.layout import Arrays, params_digest, serialise, split
@@ -175,7 +175,7 @@ class WeightsPublisher:
             elif places is not None:
                 places[index] = (partition, offset)
 
-        _produce_bounded(self._producer, self._weights_topic, key, value, partition, delivered)
+        clients.produce(self._producer, self._weights_topic, value, key, partition=partition, on_delivery=delivered)
 
     def _flush(self) -> None:
         remaining = self._producer.flush(_DELIVERY_TIMEOUT_S)
@@ -183,18 +183,6 @@ class WeightsPublisher:
             reason = self._failures[0] if self._failures else f"{remaining} chunks not acknowledged"
             self._failures.clear()
             raise DeliveryError(f"weights were not published to {self._weights_topic}: {reason}")
-
-
-def _produce_bounded(
-    producer: Producer, topic: str, key: bytes, value: bytes | None, partition: int, delivered: Any
-) -> None:
-    """Produce, waiting for room in the bounded queue instead of failing when it is full."""
-    while True:
-        try:
-            producer.produce(topic, value, key, partition, on_delivery=delivered)
-            return
-        except BufferError:
-            producer.poll(0.05)
 
 
 def _live_keys(messages: Iterable[Message]) -> dict[bytes, int]:

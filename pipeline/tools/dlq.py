@@ -272,10 +272,16 @@ def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> se
         producer.begin_transaction()
         for letter, key, value in mine:
             source = {"rollstream.redriven.from": str(letter.offset)}
-            producer.produce(topic_name(run, letter.topic), value, key, headers=dict(source), on_delivery=delivered)
+            clients.produce(producer, topic_name(run, letter.topic), value, key, headers=source, on_delivery=delivered)
             note = {REDRIVEN: str(letter.offset), "rollstream.redriven.time": str(time.time())}
-            producer.produce(
-                topic_name(run, "dead-letters"), None, letter.key, 0, headers=dict(note), on_delivery=delivered
+            clients.produce(
+                producer,
+                topic_name(run, "dead-letters"),
+                None,
+                letter.key,
+                partition=0,
+                headers=note,
+                on_delivery=delivered,
             )
         producer.commit_transaction(kafka.patience_s)
     except KafkaException as exception:

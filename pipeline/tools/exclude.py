@@ -255,7 +255,7 @@ def _written(
         value, key, topic = encode(mark), encode_key("mark", mark.kind), topic_name(run, "rollouts")
         producer.begin_transaction()
         for partition in range(len(standings)):
-            producer.produce(topic, value, key, partition, on_delivery=delivered)
+            clients.produce(producer, topic, value, key, partition=partition, on_delivery=delivered)
         producer.flush(_TIMEOUT_S)
         producer.commit_transaction(_TIMEOUT_S)
     except KafkaException as exception:
@@ -306,7 +306,8 @@ def tell_learners(view: View, batches: Iterable[Mapping[str, Any]], reason: str,
         value = encode(
             ExcludedBatch(batch_id=name, reason=clip(reason, 200), generation=generation, wall_time=time.time())
         )
-        producer.produce(view.topic("control"), value, encode_key("excluded", name), 0, on_delivery=delivered)
+        key = encode_key("excluded", name)
+        clients.produce(producer, view.topic("control"), value, key, partition=0, on_delivery=delivered)
         producer.poll(0)
     if producer.flush(_TIMEOUT_S) or failed:
         why = failed[0].str() if failed else f"no answer within {_TIMEOUT_S:g} s"

@@ -347,12 +347,7 @@ class _Run:
         self._waiting = []
 
     def _produce(self, key: bytes, value: bytes) -> None:
-        while True:
-            try:
-                self._producer.produce(self._topic, value, key, on_delivery=self._delivered)
-                return
-            except BufferError:
-                self._producer.poll(0.1)
+        clients.produce(self._producer, self._topic, value, key, on_delivery=self._delivered)
 
     def _delivered(self, error: KafkaError | None, _message: Message) -> None:
         if error is not None:

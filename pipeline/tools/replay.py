@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from confluent_kafka import KafkaError, Message
+from confluent_kafka import KafkaError, Message, Producer
 
 from consumers.grouping import state
 from consumers.grouping.config import GroupingConfig
@@ -328,10 +328,8 @@ def _prepare(kafka: KafkaConfig, run: str, into: str, partitions: int) -> None:
     provisioning.apply(kafka, TopicsConfig(partitions=partitions), into)
     if next(iter(clients.read_to_end(kafka, topic_name(into, "batches"))), None) is not None:
         raise TopicError(f"run {into} has batches already; name another run with --into")
-    producer = clients.producer(kafka)
-    for message in clients.read_to_end(kafka, topic_name(run, "policies")):
-        producer.produce(topic_name(into, "policies"), message.value(), message.key(), 0)
-    _flushed(producer)
+    policies = clients.read_to_end(kafka, topic_name(run, "policies"))
+    _write(kafka, topic_name(into, "policies"), ((message.key(), message.value()) for message in policies))
 
 
 class _Writer:
@@ -352,35 +350,41 @@ class _Writer:
             else:
                 self._entries.append((batch.cut_ms, index_entry(batch, message.offset() or 0)))
 
-        while True:
-            try:
-                self._producer.produce(
-                    self._topic, encode(batch), encode_key(batch.batch_id), batch.partition, on_delivery=delivered
-                )
-                self._producer.poll(0)
-                return
-            except BufferError:
-                self._producer.poll(0.1)
+        value, key = encode(batch), encode_key(batch.batch_id)
+        clients.produce(self._producer, self._topic, value, key, partition=batch.partition, on_delivery=delivered)
+        self._producer.poll(0)
 
     def close(self) -> list[tuple[int, BatchIndexEntry]]:
         """Wait until all are acknowledged."""
-        _flushed(self._producer)
-        if self._failed:
-            raise DeliveryError(f"batches were not written to {self._topic}: {self._failed[0].str()}")
+        _flush(self._producer, self._topic, self._failed)
         return self._entries
 
 
 def _index(kafka: KafkaConfig, into: str, entries: Sequence[BatchIndexEntry]) -> None:
-    producer = clients.producer(kafka)
-    for entry in entries:
-        producer.produce(topic_name(into, "batch-index"), encode(entry), encode_key(entry.batch_id), 0)
+    records = ((encode_key(entry.batch_id), encode(entry)) for entry in entries)
+    _write(kafka, topic_name(into, "batch-index"), records)
+
+
+def _write(kafka: KafkaConfig, topic: str, records: Iterable[tuple[bytes | None, bytes | None]]) -> None:
+    """Write keys and values to a topic of one partition."""
+    producer, failed = clients.producer(kafka), []
+
+    def delivered(error: KafkaError | None, _message: Message) -> None:
+        if error is not None:
+            failed.append(error)
+
+    for key, value in records:
+        clients.produce(producer, topic, value, key, partition=0, on_delivery=delivered)
         producer.poll(0)
-    _flushed(producer)
+    _flush(producer, topic, failed)
 
 
-def _flushed(producer: Any) -> None:
-    if producer.flush(60):
-        raise DeliveryError("not everything was acknowledged within 60 s; are the brokers up?")
+def _flush(producer: Producer, topic: str, failed: Sequence[KafkaError]) -> None:
+    """Wait until all is acknowledged. Raises DeliveryError where something is not."""
+    left = producer.flush(60)
+    if left or failed:
+        why = failed[0].str() if failed else f"{left} records had no answer within 60 s; are the brokers up?"
+        raise DeliveryError(f"not everything was written to {topic}: {why}")
 
 
 # ---------------------------------------------------------------------- output
