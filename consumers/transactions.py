@@ -17,6 +17,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 
 from consumers.grouping.bounded import BoundedCalls, Stalled
 from consumers.grouping.decisions import Decision, decide
+from consumers.turns import Turn
 from topics import clients
 from topics.catalogue import topic_name
 from topics.config import KafkaConfig
@@ -65,6 +66,7 @@ class ExactlyOnce(ABC, Generic[P]):
         self._group = group
         self._id = transactional_id(run, role, ordinal)
         self._earlier_id = earlier_id(run, role, ordinal)
+        self._turn = Turn(kafka, run, group, ordinal)
         self._consumer = consumer
         self._topic = topic
         self._producer = clients.transactional_producer(kafka, self._id)
@@ -84,6 +86,7 @@ class ExactlyOnce(ABC, Generic[P]):
     def start(self) -> None:
         """Fence whoever used the transactional id before, and abort what it left open; and whoever uses the id that
         an earlier release has for it."""
+        self._turn.take()
         fence(self._kafka, self._earlier_id)
         self._initialise()
 
@@ -96,6 +99,7 @@ class ExactlyOnce(ABC, Generic[P]):
             except Stalled as stalled:
                 if time.monotonic() > deadline:
                     raise DeliveryError(f"{stalled}; are the brokers up?") from stalled
+                self._assert_our_turn(str(stalled))
                 self._replace_producer()
 
     def assert_ours(self, consumer: Consumer) -> None:
@@ -158,8 +162,18 @@ class ExactlyOnce(ABC, Generic[P]):
         try:
             self._publish(member, parts)
         except Stalled as stalled:
+            # We may have been stopped meanwhile, and nobody told us whether we were replaced.
+            self._assert_our_turn(str(stalled))
             self._renew(str(stalled))
         self.latest_s = time.monotonic() - began
+
+    def _assert_our_turn(self, reason: str) -> None:
+        """Raise Fenced where another process began under our ordinal since: to start another producer would end it."""
+        if not self._turn.is_ours():
+            raise Fenced(
+                f"{reason}, and another process has begun as {self._id} since: the transactional id is its to use; "
+                f"only one process may run under an ordinal, this one stops"
+            )
 
     def _renew(self, reason: str) -> NoReturn:
         """Leave the producer and what it has begun, and start another under the same id, which aborts that: what was
@@ -253,12 +267,9 @@ class ExactlyOnce(ABC, Generic[P]):
             elif delivered is not None:
                 delivered(message.offset() or 0)
 
-        while True:
-            try:
-                self._producer.produce(topic, value, key, partition, headers=dict(headers), on_delivery=report)
-                return
-            except BufferError:
-                self._producer.poll(0.1)
+        clients.produce(
+            self._producer, topic, value, key, partition=partition, headers=dict(headers), on_delivery=report
+        )
 
     def _flush(self) -> None:
         deadline = time.monotonic() + self._kafka.transaction_timeout_s

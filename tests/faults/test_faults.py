@@ -1,5 +1,6 @@
 """Faults on a real broker, under load: whatever is killed, stopped or sent, every rollout ends in one place, once."""
 
+import os
 import random
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from confluent_kafka import ConsumerGroupState, KafkaException
 from consumers.grouping.shell import GroupingProcess
 from infra.broker import LocalBroker
 from infra.cluster import LocalCluster
+from pipeline.ledger import ledger
 from tests.faults.conftest import SESSION_S, make_run
 from tests.faults.load import Load
 from tests.faults.promises import assert_promises, settle, stop
@@ -139,6 +141,61 @@ def test_a_grouper_stopped_past_its_session_is_fenced_by_its_replacement(fault_r
     settle(run)
     stop(replacement, other)
     assert_promises(run, load)
+
+
+STALLING = """
+import os, signal, sys, threading
+from topics import clients
+
+class Stalling:
+    "A producer that stops its process before its first commit, which then never comes back."
+    def __init__(self, producer):
+        self._producer = producer
+    def __getattr__(self, name):
+        return getattr(self._producer, name)
+    def __len__(self):
+        return len(self._producer)
+    def commit_transaction(self, *arguments):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        threading.Event().wait()
+
+build = clients.transactional_producer
+made = []
+
+def first_stalls(kafka, name, **settings):
+    producer = build(kafka, name, **settings)
+    if "/grouper/" not in name or made:
+        return producer
+    made.append(name)
+    return Stalling(producer)
+
+clients.transactional_producer = first_stalls
+from pipeline.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+def test_a_grouper_that_wakes_up_in_a_call_that_never_ends_leaves_its_replacement_alone(
+    fault_run: RealRun, protocol: str
+) -> None:
+    run = fault_run.prepare()
+    run.send(rollout(f"x{example}", member) for example in range(16) for member in range(4))
+    settings = {"session_timeout_s": SESSION_S, "transaction_timeout_s": 5.0, "group_protocol": protocol}
+    zombie = run.start("group", script=STALLING, **{f"kafka__{name}": value for name, value in settings.items()})
+    options = os.WSTOPPED | os.WNOHANG
+    eventually(lambda: os.waitid(os.P_PID, zombie.pid, options) is not None, 60, "the process stops itself")
+    replacement = grouper(run, 0, **settings)
+    await_logged(run, replacement, '"event": "batch"')
+    zombie.send_signal(signal.SIGCONT)
+    assert zombie.wait(60) == 3, run.log_of(zombie)
+    last = run.log_of(zombie).strip().splitlines()[-1]
+    assert f"another process has begun as {run.name}/grouper/0 since" in last
+    run.send(rollout(f"y{example}", member) for example in range(16) for member in range(4))
+    eventually(lambda: ledger(run.kafka, run.name).batched == 128, 60, "the replacement groups on")
+    assert replacement.poll() is None
+    stop(replacement)
+    assert ledger(run.kafka, run.name).balanced
 
 
 @pytest.mark.long
