@@ -180,8 +180,9 @@ def cpu_seconds_of(*arguments: str) -> float:
     return min(costs)
 
 
-def test_help_answers_at_once() -> None:
-    assert cpu_seconds_of("-m", "pipeline", "--help") - cpu_seconds_of("-c", "pass") < 0.3
+def test_help_costs_less_than_importing_numpy() -> None:
+    """Both take as many times longer where processors are shared; on an idle machine, a fraction of a second."""
+    assert cpu_seconds_of("-m", "pipeline", "--help") < cpu_seconds_of("-c", "import numpy")
 
 
 def test_the_core_imports_for_no_more_than_three_times_numpy() -> None:
