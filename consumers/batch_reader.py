@@ -60,14 +60,26 @@ class ReadBatch:
         return examples_of(self.batch)
 
 
+def first_offset(kafka: KafkaConfig, run: str) -> int:
+    """Where the index of a run begins: 0 until something of it is deleted. Raises TopicError, BrokerUnavailable."""
+    return clients.bounds(kafka, topic_name(run, "batch-index"))[0][0]
+
+
 class IndexReader(Closing):
     """Follows batch-index: where batches are, and what is in them, without reading any."""
 
     def __init__(self, kafka: KafkaConfig, run: str, start: int = 0) -> None:
-        """Start at index offset `start`."""
+        """Start at index offset `start`. Raises TopicError where the index begins after it: entries are gone."""
         self._topic = topic_name(run, "batch-index")
         self.position = start
         clients.check_broker(kafka)
+        begin = first_offset(kafka, run)
+        if start < begin:
+            raise TopicError(
+                f"{self._topic} begins at offset {begin} and is to be read from {start} on: entries between were "
+                f"deleted, by `rollstream prune` or otherwise; start at {begin} (batch_reader.first_offset) to go "
+                f"without the batches they named"
+            )
         self._follower = TopicFollower(kafka, [TopicPartition(self._topic, 0, start or OFFSET_BEGINNING)])
         self._entries: deque[Indexed] = deque()
         self.skipped = SkippedRecords("index-reader")
@@ -223,7 +235,10 @@ class BatchReader(Closing):
         wait_s: float = 60.0,
         check_digests: bool = True,
     ) -> None:
-        """Start at index offset `start`. `wait_s` bounds the wait for a batch the index already names."""
+        """Start at index offset `start`. `wait_s` bounds the wait for a batch the index already names.
+
+        Raises TopicError where the index begins after `start`; `first_offset` tells where it does.
+        """
         if not 0 <= process < processes:
             raise ConfigurationError(f"process {process} of {processes}; give a number from 0 to {processes - 1}")
         self._process, self._processes = process, processes

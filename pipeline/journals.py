@@ -35,6 +35,11 @@ class PartitionJournal:
         """Offsets that were put into a batch since the account begins, before their group was over."""
         self.delivered_before: set[int] = set()
         """Offsets in flight where the account begins that were in a batch already."""
+        self.leader_epochs: dict[int, int] = {}
+        """Leader epoch under which each record that a transaction read last was read, by its offset."""
+        self.topic_id = ""
+        self.hidden = False
+        """Whether the newest records are hidden, so that the account ends before what was committed."""
         self.reasons: dict[int, str] = {}
         self.batch_ids: list[str] = []
         self.counts: tuple[FateCount, ...] = ()
@@ -54,7 +59,9 @@ class PartitionJournal:
                 f"{self.sequence + 1} at {self.position} was expected"
             )
         self.sequence, self.position, self.batches = record.sequence, record.position, record.batch_number
-        self.counts, self.produced = record.counts, record.produced
+        self.counts, self.produced, self.topic_id = record.counts, record.produced, record.topic_id
+        if record.leader_epoch >= 0:
+            self.leader_epochs[record.position - 1] = record.leader_epoch
         if record.sequence == 0:
             self.base = 0
         self._joining = (record.snapshot and record.part == 0 and self.base < 0) or (self._joining and record.part > 0)

@@ -1,6 +1,6 @@
 """`rollstream ledger` and `rollstream verify`: what can be asked of a run, live or over, from its topics alone.
 
-Exit code 0 when the answer is yes, 1 when it is no.
+Exit code 0 when the answer is yes, 1 when it is no, 4 when it is yes as far as it is decided yet.
 """
 
 import argparse
@@ -18,17 +18,25 @@ from topics.errors import ConfigurationError
 
 _NAME_WIDTH = 48
 """Of an environment in a table that must fit 80 columns."""
+_LINE = 200
+_NAMED = 3
+_UNDECIDED = 4
+"""Exit code where there is no answer yet."""
 
 
 def show_ledger(config: RunConfig, args: argparse.Namespace) -> int:
-    """Print the ledger, again and again with --watch until interrupted; 1 when it does not balance."""
+    """Print the ledger, again and again with --watch until interrupted; 1 when it does not balance, 4 when it does and
+    a transaction that stands open hides some of it."""
     from pipeline.ledger import ledger
 
     while True:
         book = ledger(config.kafka, config.run, config.grouper.group_id(config.run)).as_dict()
-        print(json.dumps(book) if args.json else book_text(book, by_environment=args.by == "env"), flush=True)
+        print(
+            json.dumps(book) if args.json else book_text(book, by_environment=args.by == "env"),
+            flush=True,
+        )
         if args.watch is None:
-            return 0 if book["balanced"] else 1
+            return 1 if not book["balanced"] else _UNDECIDED if book["undecided"] else 0
         time.sleep(args.watch)
         if not args.json:
             print()
@@ -41,6 +49,8 @@ def book_text(book: Mapping[str, Any], *, by_environment: bool = False) -> str:
     if tokens:
         rows = [(_words(name), count) for name, count in tokens.items() if count or name == "produced"]
         parts.append(table(("of what was read", "tokens"), rows))
+    if book["learners"]:
+        parts.append(learners_text(book["learners"]))
     if by_environment:
         parts.append(environments_text(book["environments"]))
     if book["evaluations"]:
@@ -51,7 +61,19 @@ def book_text(book: Mapping[str, Any], *, by_environment: bool = False) -> str:
         apart[0] += f", {trained_on}"
     if book["pruned"]:
         apart.append(f"{book['pruned']:,} records were pruned: they are known by the journal's counts alone")
+    if book["records_skipped"]:
+        first = (f"  {line[:_LINE]}" for line in book["unreadable"][:_NAMED])
+        apart += [f"{book['records_skipped']:,} records could not be read and count for nothing, the first:", *first]
     return "\n\n".join([*parts, "\n".join(apart)])
+
+
+def learners_text(found: Mapping[str, Any]) -> str:
+    """What each learner made of the batches: its steps, what it trained on and skipped, and what waits for it."""
+    rows = [
+        (_shortened(name), row["step"], row["trained"], row["skipped"], row.get("waiting", f"(run {row['input_run']})"))
+        for name, row in found.items()
+    ]
+    return table(("learner", "step", "trained", "skipped", "batches waiting"), rows)
 
 
 def environments_text(found: Mapping[str, Any]) -> str:

@@ -186,7 +186,11 @@ def ledger_text(book: Mapping[str, Any]) -> str:
         (f"  {name.replace('_', ' ')}", book[name]) for name in ("dead_lettered", "control", "in_flight", "unread")
     ]
     verdict = "every record is in exactly one place" if book["balanced"] else "THE LEDGER DOES NOT BALANCE"
-    books = "\n".join([table(("ledger of rollouts", "records"), rows), verdict, *book.get("problems", ())])
+    undecided = book.get("undecided", ())
+    if undecided and book["balanced"]:
+        verdict = "every record is in exactly one place, as far as it is decided yet"
+    lines = [*book.get("problems", ()), *(f"undecided: {line}" for line in undecided)]
+    books = "\n".join([table(("ledger of rollouts", "records"), rows), verdict, *lines])
     return f"{books}\n\n{selection_text(book['selection'])}" if book["selection"] else books
 
 

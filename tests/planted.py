@@ -29,6 +29,8 @@ class Planted:
     run: RealRun
     batches: list[TrainingBatch] = field(default_factory=list)
     """In index order; the learner's only step used the first and skipped the second."""
+    index_offsets: list[int] = field(default_factory=list)
+    """Of these batches."""
     twice: str = "twice-0"
     """A uid sent twice within its open group."""
     cancelled: str = "cancelled-3"
@@ -66,6 +68,7 @@ def plant(run: RealRun) -> Planted:
     with BatchReader(run.kafka, run.name) as reader:
         while (read := reader.poll(0.5)) is not None:
             planted.batches.append(read.batch)
+            planted.index_offsets.append(read.index_offset)
     _train(planted)
     return planted
 
@@ -91,15 +94,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _train(planted: Planted) -> None:
     """A learner's step by hand: the first batch trained on, the second skipped; version 6 published after it."""
     first, second = planted.batches[:2]
+    places = planted.index_offsets[:2]
     step = LearnerStep(
         learner="main",
         step=1,
         input_run=planted.run.name,
         uses=(
-            BatchUse(batch_id=first.batch_id, index_offset=0, rows=len(first), use="trained"),
-            BatchUse(batch_id=second.batch_id, index_offset=1, rows=len(second), use="skipped", reason="stale"),
+            BatchUse(batch_id=first.batch_id, index_offset=places[0], rows=len(first), use="trained"),
+            BatchUse(batch_id=second.batch_id, index_offset=places[1], rows=len(second), use="skipped", reason="stale"),
         ),
-        position=2,
+        position=places[1] + 1,
         policy_version=6,
         params_digest="ab" * 32,
         trained_total=len(first),

@@ -273,15 +273,16 @@ def _missing(config: KafkaConfig, topic: str, why: str) -> TopicError:
     return TopicError(f"topic {topic} is missing ({why}); create it with `rollstream topics apply`")
 
 
-def bounds(config: KafkaConfig, topic: str) -> dict[int, tuple[int, int]]:
+def bounds(config: KafkaConfig, topic: str, partitions: Iterable[int] | None = None) -> dict[int, tuple[int, int]]:
     """Where the log of each partition begins and ends: its first offset, and the one past its last.
 
-    Raises as `partitions_of` does.
+    Of `partitions`, or of all. Raises as `partitions_of` does.
     """
     consumer = reader(config)
     try:
         found = {}
-        for partition in range(partitions_of(config, topic, consumer)):
+        known = range(partitions_of(config, topic, consumer))
+        for partition in known if partitions is None else partitions:
             ask = partial(consumer.get_watermark_offsets, TopicPartition(topic, partition), 10.0)
             found[partition] = retrying(ask, f"asking where {topic} begins")
         return found
@@ -357,6 +358,15 @@ def fetch(
     reading = read_to_end(config, topic, partitions=[partition], start={partition: offset}, isolation=isolation)
     message = next(reading, None)
     return message if message is not None and message.offset() == offset else None
+
+
+def last_before(config: KafkaConfig, topic: str, partition: int, offset: int) -> Message | None:
+    """The record right before an offset; None where the log begins at the offset or ends before it.
+
+    Raises as `read_to_end` does.
+    """
+    begin, end = bounds(config, topic, [partition])[partition]
+    return fetch(config, topic, partition, offset - 1) if begin < offset <= end else None
 
 
 def at_hand(consumer: Consumer, most: int, wait_s: float) -> list[Message]:

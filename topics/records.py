@@ -325,6 +325,7 @@ class JournalRecord:
     part: int = 0
     parts: int = 1
     skipped: tuple[int, ...] = ()
+    leader_epoch: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)

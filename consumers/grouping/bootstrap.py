@@ -284,7 +284,15 @@ def _commit(
                 if partition not in written:
                     raise BrokerUnavailable(f"the journal of run {run} could not be written; is the broker up?")
                 metadata = CommitMetadata(*[written[partition]] * 3)
-            offsets.append(TopicPartition(topic_name(run, "rollouts"), partition, record.position, metadata.encode()))
+            offsets.append(
+                TopicPartition(
+                    topic_name(run, "rollouts"),
+                    partition,
+                    record.position,
+                    metadata.encode(),
+                    leader_epoch=record.leader_epoch,
+                )
+            )
         producer.send_offsets_to_transaction(offsets, consumer.consumer_group_metadata(), kafka.patience_s)
         check()
         producer.commit_transaction(kafka.patience_s)

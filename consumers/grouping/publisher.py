@@ -4,6 +4,7 @@ How it is exactly once is said in `consumers.transactions`.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from confluent_kafka import Consumer, TopicPartition
@@ -26,6 +27,8 @@ class Part(NamedTuple):
 
     output: Output
     journal: Journal
+    leader_epoch: int = -1
+    """Of the last record read; -1 where it is unknown."""
 
 
 class TransactionPublisher(ExactlyOnce[Part]):
@@ -47,6 +50,7 @@ class TransactionPublisher(ExactlyOnce[Part]):
                 self._produce_dead_letter(self._refused(output.journal.partition, letter))
             partition = output.journal.partition
             for record in output.records:
+                record = replace(record, leader_epoch=part.leader_epoch)
                 name = f"{partition}-{record.sequence}"
                 self._produce("journal", encode(record), encode_key(partition), partition, name, offsets)
         self._flush()
@@ -61,7 +65,11 @@ class TransactionPublisher(ExactlyOnce[Part]):
                 part.journal.written(offsets["journal", f"{record.partition}-{record.sequence}"], record)
                 for record in part.output.records
             ]
-            commits.append(TopicPartition(self._topic, journal.partition, journal.position, metadata.encode()))
+            commits.append(
+                TopicPartition(
+                    self._topic, journal.partition, journal.position, metadata.encode(), leader_epoch=part.leader_epoch
+                )
+            )
         return commits
 
     def _produce(

@@ -44,6 +44,8 @@ class Journal:
     horizon: deque[tuple[int, int, int]] = field(default_factory=deque)
     """Where the groups still remembered are told of, oldest first: first and last finishing time, and first offset, of
     up to a second of stream time. Coarse, so that it stays small whatever the rate of transactions."""
+    leader_epoch: int = -1
+    """Of the record before the position, as it was when the task was restored; -1 where it is unknown."""
 
     def written(self, offset: int, record: JournalRecord) -> CommitMetadata:
         """Note a record just written at `offset`; returns the metadata to commit with it."""
@@ -132,6 +134,7 @@ class Restoration:
         journal, added = yield from self._read_journal()
         restored = added.state()
         self._check(restored, added)
+        self._check_end(restored.position, journal.leader_epoch)
         skips = asked_for(self._kafka, self._run, self.partition)
         fold = Fold(restored, makers_of(self._grouper.makers), skips)
         if fold.replaying:
@@ -175,6 +178,7 @@ class Restoration:
                     journal.note(message.offset() or 0, record)
                 self.progress.journal_read += 1
             yield
+        journal.leader_epoch = -1 if added.last is None else added.last.leader_epoch
         if added.last is not None and added.last.position != committed.offset:
             raise StateRefused(
                 f"offset {committed.offset} is committed for {self._where}, its journal record says "
@@ -198,6 +202,17 @@ class Restoration:
                 f"the journal of {self._where} was written by core version {added.last.core_version}, this is "
                 f"{CORE_VERSION}; upgrade rollstream"
             )
+
+    def _check_end(self, position: int, leader_epoch: int) -> None:
+        """Refuse a log whose end was cut off since it was read: what was written there since would never be read."""
+        found = clients.last_before(self._kafka, self._rollouts, self.partition, position)
+        if found is None or leader_epoch < 0 or found.leader_epoch() in (None, leader_epoch):
+            return
+        raise StateRefused(
+            f"{self._rollouts}[{self.partition}] was cut off before offset {position} and written again since it was "
+            f"read (leader epoch {found.leader_epoch()}, {leader_epoch} when it was read); what is new there would "
+            f"never be read: restore the topic, or start a new run"
+        )
 
     @property
     def _group(self) -> str:

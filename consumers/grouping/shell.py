@@ -169,7 +169,7 @@ class GroupingProcess:
             if error is None:
                 self._clock.passed(message.timestamp()[1])
                 if task is not None:
-                    task.apply(records_of(message))
+                    task.apply(records_of(message), message.leader_epoch())
             elif error.code() == KafkaError._PARTITION_EOF:
                 if task is not None:
                     task.at_end = True

@@ -35,6 +35,7 @@ class GroupingTask:
         self._config = config
         self._author = author
         self._largest_batch = largest_batch
+        self._leader_epoch = journal.leader_epoch
         self._records_since_snapshot = 0
         self._marked_version = fold.policy_version
         self._marked_generation = fold.config.generation
@@ -47,14 +48,17 @@ class GroupingTask:
         """Offset of the task's newest journal record."""
         return self._journal.newest
 
-    def apply(self, record: Record) -> None:
+    def apply(self, record: Record, leader_epoch: int | None = None) -> None:
         """Read a record; one read before (after a rebalance the client may repeat some) is passed over.
+
+        `leader_epoch` is that of the broker who took it, where it is known.
 
         Raises StateRefused for one that cannot be read here: how to go on without it is in the message.
         """
         if record.offset < self.fold.position:
             return
         self.at_end = False
+        self._leader_epoch = -1 if leader_epoch is None else leader_epoch
         self._records_since_snapshot += 1
         before = self.fold.config
         try:
@@ -91,7 +95,7 @@ class GroupingTask:
         if snapshot:
             self._records_since_snapshot = 0
         output = self.fold.take(snapshot=snapshot)
-        return Part(output, self._journal)
+        return Part(output, self._journal, self._leader_epoch)
 
     def ignored_settings(self, wanted: GroupingConfig) -> dict[str, str]:
         """How settings differ from those in the log though the generation is the same, so that the log's are in force.

@@ -11,12 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from consumers.batch_reader import first_offset
 from consumers.learner.beginning import Example, begin, load_reference
 from consumers.learner.checkpoint import Checkpoints
 from consumers.learner.config import LearnerConfig
@@ -111,6 +112,10 @@ class _Learner:
             if self._config.reference == "initial":
                 # Before the first checkpoint: who finds one finds the reference, too.
                 self._checkpoints.save_reference(self._state.params)
+            if self._recorder is not None:
+                # What was pruned before this learner began is not its to train on.
+                position = first_offset(self._kafka, self._config.input_run or self._run)
+                self._progress = replace(self._progress, position=position)
             self._checkpoint()
             self._checkpoints.wait()
         else:

@@ -2,75 +2,90 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from consumers.grouping.changes import BATCHED
 from pipeline.journals import IN_FLIGHT, PartitionJournal
 from pipeline.ledger.book import PATIENCE_S, Ledger
-from topics import clients
-from topics.catalogue import topic_name
-from topics.codec import decode_as
+from pipeline.ledger.hidden import Hidden
+from pipeline.ledger.tail import Tail
 from topics.config import KafkaConfig
-from topics.records import TrainingBatch, batch_numbers
+from topics.errors import RecordError
+from topics.records import TrainingBatch
+from topics.skipped import SkippedRecords
+
+
+@dataclass
+class Batches:
+    """What the topic `batches` holds up to the cut."""
+
+    rows: dict[str, int] = field(default_factory=dict)
+    """By batch id."""
+    places: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Partition and offset by batch id."""
 
 
 def check_batches(
-    kafka: KafkaConfig, run: str, journals: dict[int, PartitionJournal], evals: set[str], result: Ledger
-) -> dict[str, int]:
+    kafka: KafkaConfig,
+    run: str,
+    journals: dict[int, PartitionJournal],
+    evals: set[str],
+    hidden: Hidden,
+    result: Ledger,
+) -> Batches:
     """Batches against the journal: the same batches, made of exactly the offsets it calls batched and of nothing that
-    was made for evaluation. Rows by batch id.
+    was made for evaluation.
     """
     expected = {batch_id for journal in journals.values() for batch_id in journal.batch_ids}
+    carried: dict[int, Counter[int]] = {p: Counter() for p in journals}
+    found, tail, skipped = Batches(), Tail(kafka, run, "batches"), SkippedRecords("ledger")
+
+    def read(batch: TrainingBatch, place: tuple[int, int]) -> None:
+        journal = journals.get(batch.partition)
+        if journal is None:
+            raise RecordError(f"batch {batch.batch_id} is of partition {batch.partition}, of {len(journals)}")
+        if batch.number >= journal.batches:
+            return  # Committed after the cut.
+        if batch.batch_id in found.rows:
+            result.problem(f"batch {batch.batch_id} is in batches twice")
+        found.rows[batch.batch_id], found.places[batch.batch_id] = len(batch), place
+        for uid in evals.intersection(batch.uids):
+            result.evals_batched += 1
+            result.problem(f"rollout {uid} of evals is in batch {batch.batch_id}")
+        if batch.batch_id in expected:
+            carried[batch.partition].update(batch.source_offsets.tolist())
+        elif batch.number >= journal.base_batches:
+            result.problem(f"batch {batch.batch_id} is in batches and not in the journal")
+
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        found = Ledger()
-        carried: dict[int, Counter[int]] = {p: Counter() for p in journals}
-        rows: dict[str, int] = {}
-        oldest: dict[int, int] = {}
-        for message in clients.read_to_end(kafka, topic_name(run, "batches")):
-            batch = decode_as(TrainingBatch, message.value())
-            journal = journals[batch.partition]
-            oldest.setdefault(batch.partition, batch.number)
-            if batch.number >= journal.batches:
-                continue  # Committed after the cut.
-            if batch.batch_id in rows:
-                found.problem(f"batch {batch.batch_id} is in batches twice")
-            rows[batch.batch_id] = len(batch)
-            for uid in evals.intersection(batch.uids):
-                found.evals_batched += 1
-                found.problem(f"rollout {uid} of evals is in batch {batch.batch_id}")
-            if batch.batch_id in expected:
-                carried[batch.partition].update(batch.source_offsets.tolist())
-            elif batch.number >= journal.base_batches:
-                found.problem(f"batch {batch.batch_id} is in batches and not in the journal")
-        missing = expected - rows.keys()
-        deleted = {p for p, (low, _end) in clients.bounds(kafka, topic_name(run, "batches")).items() if low > 0}
-        gone = {name for name in missing if batch_numbers(name)[0] in deleted and _is_older(name, oldest)}
-        if missing == gone or time.monotonic() > deadline:
+        for message, batch in skipped.records(TrainingBatch, tail.messages()):
+            with skipped.passing(message):
+                read(batch, (message.partition() or 0, message.offset() or 0))
+        missing = expected - found.rows.keys()
+        if not missing or time.monotonic() > deadline:
             break
         time.sleep(0.1)
-    for text in found.problems:
-        result.problem(text)
-    result.evals_batched = found.evals_batched
-    for batch_id in sorted(missing - gone):
+    result.note_skipped(skipped)
+    for message, batch in SkippedRecords("ledger").records(
+        TrainingBatch, hidden.messages("batches") if missing else ()
+    ):
+        if batch.batch_id in missing:
+            missing.discard(batch.batch_id)
+            found.places[batch.batch_id] = message.partition() or 0, message.offset() or 0
+            found.rows[batch.batch_id] = len(batch)
+            carried[batch.partition].update(batch.source_offsets.tolist())
+            result.undecide(f"batch {batch.batch_id}", hidden.places("batches"))
+    for batch_id in sorted(missing):
         result.problem(f"batch {batch_id} is in the journal and not in batches")
     for number, journal in journals.items():
         in_flight = journal.offsets(IN_FLIGHT)
         named = (journal.offsets(BATCHED) | (journal.delivered & in_flight)) - journal.delivered_before
-        batches = carried[number]
-        # Which rollouts a deleted batch held, nothing says.
-        lost = named - batches.keys() if any(batch_numbers(name)[0] == number for name in gone) else set()
-        for offset in sorted((named - lost).symmetric_difference(batches)):
+        for offset in sorted(named.symmetric_difference(carried[number])):
             place = "journal and no batch" if offset in named else "a batch and not the journal"
             result.problem(f"rollouts[{number}] offset {offset} is batched in {place}")
-        for offset, times in batches.items():
+        for offset, times in carried[number].items():
             if times > 1:
                 result.problem(f"rollouts[{number}] offset {offset} is in {times} batches")
     result.batches = sum(journal.batches for journal in journals.values())
-    return rows
-
-
-def _is_older(batch_id: str, oldest: Mapping[int, int]) -> bool:
-    """Whether a batch came before all that its partition still holds; `oldest` has the number of the first of them."""
-    partition, number = batch_numbers(batch_id)
-    return partition not in oldest or number < oldest[partition]
+    return found

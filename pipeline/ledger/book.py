@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from consumers.grouping.selection import Selection
+from topics.skipped import SkippedRecords
 
-_MOST_PROBLEMS = 20
+_MOST_NAMED = 20
 PATIENCE_S = 3.0
 """How long what a committed transaction wrote may take to show: it does not on all partitions at once."""
 
@@ -41,6 +42,15 @@ class Ledger:
     """Rollouts and tokens read, by environment and fate; empty where a record named no environment."""
     selection: dict[str, Selection] = field(default_factory=dict)
     """Lengths and rewards by environment, of what was batched and of what was not."""
+    learners: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Each learner on record: its newest step, how many it made, rollouts trained and skipped, its position in the
+    index, and the batches that wait for it there; `input_run` where it trains on another run's."""
+    records_skipped: int = 0
+    """Records that could not be read and count for nothing, of whatever topic."""
+    unreadable: list[str] = field(default_factory=list)
+    """The first twenty of them, each with its place and what is wrong with it."""
+    undecided: list[str] = field(default_factory=list)
+    """What a transaction that stands open hides: it is neither there nor lost until that ends. The first twenty."""
     problems: list[str] = field(default_factory=list)
     """What does not add up; the first twenty."""
 
@@ -70,9 +80,13 @@ class Ledger:
             "evals_batched": self.evals_batched,
             "evaluations": self.evaluations,
             "pruned": self.pruned,
+            "learners": self.learners,
             "tokens": self.tokens,
             "environments": self.environments,
             "selection": {environment: found.as_dict() for environment, found in self.selection.items()},
+            "records_skipped": self.records_skipped,
+            "unreadable": self.unreadable,
+            "undecided": self.undecided,
             "problems": self.problems,
         }
 
@@ -86,5 +100,15 @@ class Ledger:
 
     def problem(self, text: str) -> None:
         """Note something that does not add up."""
-        if len(self.problems) < _MOST_PROBLEMS:
+        if len(self.problems) < _MOST_NAMED:
             self.problems.append(text)
+
+    def undecide(self, what: str, places: str) -> None:
+        """Note something that a transaction hides, which stands open at `places`."""
+        if len(self.undecided) < _MOST_NAMED:
+            self.undecided.append(f"{what}: a transaction stands open on {places}")
+
+    def note_skipped(self, skipped: SkippedRecords) -> None:
+        """Take in what a reader passed over."""
+        self.records_skipped += skipped.total
+        self.unreadable += map(str, skipped.first[: _MOST_NAMED - len(self.unreadable)])

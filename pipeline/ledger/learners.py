@@ -1,27 +1,48 @@
-"""Steps on record against batches: a learner trains on a rollout for the first time, or skips it, at most once."""
+"""Steps on record against batches and index: a learner trains on a rollout for the first time, or skips it, at most
+once, and moves past no batch that its record does not name.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 
 from pipeline.journals import PartitionJournal
 from pipeline.ledger.book import Ledger
+from pipeline.ledger.index import Entries
 from topics import clients
 from topics.catalogue import topic_name
-from topics.codec import decode_as
 from topics.config import KafkaConfig
+from topics.errors import RecordError
 from topics.records import BatchUse, LearnerStep, batch_numbers
+from topics.skipped import SkippedRecords
 
 
-def read_steps(kafka: KafkaConfig, run: str) -> list[LearnerStep]:
-    """The newest record of each step."""
+def read_steps(kafka: KafkaConfig, run: str, result: Ledger) -> list[LearnerStep]:
+    """The newest record of each step, in order."""
     newest: dict[tuple[str, int], LearnerStep] = {}
-    for message in clients.read_to_end(kafka, topic_name(run, "steps")):
-        step = decode_as(LearnerStep, message.value())
-        newest[step.learner, step.step] = step
-    return list(newest.values())
+    skipped = SkippedRecords("ledger")
+    for message, step in skipped.records(LearnerStep, clients.read_to_end(kafka, topic_name(run, "steps"))):
+        with skipped.passing(message):
+            for use in step.uses:
+                batch_numbers(use.batch_id)
+                _check_rows(use)
+            newest[step.learner, step.step] = step
+    result.note_skipped(skipped)
+    return [newest[key] for key in sorted(newest)]
+
+
+def _check_rows(use: BatchUse) -> None:
+    """Raise RecordError for a use that no batch may have: what it names is looked up row by row."""
+    if not 0 <= use.rows <= _MOST_ROWS or any(row < 0 for row in use.row_numbers):
+        raise RecordError(f"uses {use.rows} rows of batch {use.batch_id}, which is no number of rows")
+
+
+_MOST_ROWS = 2**24
 
 
 def check_steps(
-    steps: list[LearnerStep],
-    rows: dict[str, int],
-    journals: dict[int, PartitionJournal],
+    steps: Sequence[LearnerStep],
+    rows: Mapping[str, int],
+    journals: Mapping[int, PartitionJournal],
     run: str,
     result: Ledger,
 ) -> None:
@@ -35,6 +56,13 @@ def check_steps(
         kept[partition] = min(kept[partition], number)
     for step in sorted(steps, key=lambda s: (s.learner, s.step)):
         result.steps += step.step > 0
+        row = result.learners.setdefault(step.learner, {"steps": 0, "trained": 0, "skipped": 0})
+        row["steps"] += step.step > 0
+        row |= {
+            "step": step.step,
+            "input_run": step.input_run if step.input_run != run else "",
+            "position": step.position,
+        }
         for use in step.uses if step.input_run == run else ():
             what = f"step {step.step} of learner {step.learner}"
             named = set(use.row_numbers or range(use.rows))
@@ -48,16 +76,52 @@ def check_steps(
             (trained if use.use == "trained" else skipped).update(named)
             partition, number = batch_numbers(use.batch_id)
             deleted = result.pruned and number < kept.get(partition, 0)
-            if not deleted and not _are_rows(use, rows.get(use.batch_id)):
+            # Committed after the cut, which a transaction that stands open keeps from where the group is.
+            later = partition in journals and journals[partition].hidden and number >= journals[partition].batches
+            if not deleted and not later and not _are_rows(use, rows.get(use.batch_id)):
                 result.problem(
                     f"{what} used {use.rows} rows of batch {use.batch_id}, which has {rows.get(use.batch_id, 'none')}"
                 )
-            if use.again:
-                continue
-            if use.use == "trained":
-                result.trained += use.rows
-            else:
-                result.skipped += use.rows
+            if not use.again:
+                row[use.use] += use.rows
+    result.trained = sum(row["trained"] for row in result.learners.values())
+    result.skipped = sum(row["skipped"] for row in result.learners.values())
+
+
+def check_positions(steps: Sequence[LearnerStep], entries: Entries, end: int, run: str, result: Ledger) -> None:
+    """Positions against what the steps up to there name: every entry of the index before them, each where it is.
+
+    `steps` are in order, and `end` is where the index ends. Steps that draw from a rollout buffer name a batch when
+    they use it, however far they have read.
+    """
+    stood: dict[str, int] = {}
+    """Where a learner stood after its last step."""
+    offsets = list(entries)
+    for step in steps:
+        if step.input_run != run:
+            continue
+        what = f"step {step.step} of learner {step.learner}"
+        named = {use.index_offset: use.batch_id for use in step.uses}
+        if step.position > end:
+            result.problem(f"{what} stands at index offset {step.position}, and batch-index ends at {end}")
+        for offset, batch_id in named.items():
+            if offset in entries and entries[offset].batch_id != batch_id:
+                result.problem(
+                    f"{what} names batch {batch_id} at index offset {offset}, which is of batch "
+                    f"{entries[offset].batch_id}"
+                )
+        begin = stood.get(step.learner, min(named, default=step.position))
+        passed = offsets[bisect_left(offsets, begin) : bisect_left(offsets, step.position)]
+        past = [offset for offset in passed if offset not in named]
+        if past and step.stream_time_ms < 0:
+            result.problem(
+                f"{what} moved past {len(past)} batches that no step names, the first is "
+                f"{entries[past[0]].batch_id} at index offset {past[0]}"
+            )
+        stood[step.learner] = step.position
+    for row in result.learners.values():
+        if not row["input_run"]:
+            row["waiting"] = len(offsets) - bisect_left(offsets, row["position"])
 
 
 def _are_rows(use: BatchUse, rows: int | None) -> bool:

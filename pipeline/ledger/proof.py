@@ -20,14 +20,18 @@ from pipeline.journals import IN_FLIGHT, READ, PartitionJournal, environments
 from pipeline.ledger.batches import check_batches
 from pipeline.ledger.book import PATIENCE_S, Ledger
 from pipeline.ledger.evaluations import read_evals
-from pipeline.ledger.learners import check_steps, read_steps
+from pipeline.ledger.hidden import Hidden
+from pipeline.ledger.index import check_index
+from pipeline.ledger.learners import check_positions, check_steps, read_steps
 from pipeline.ledger.letters import check_dead_letters
-from topics import clients, codec
+from pipeline.ledger.rollouts import check_records
+from pipeline.ledger.tail import Tail
+from topics import clients
 from topics.catalogue import topic_name
-from topics.codec import decode_as
 from topics.config import KafkaConfig
 from topics.errors import StateRefused
 from topics.records import JournalRecord
+from topics.skipped import SkippedRecords
 
 
 def ledger(kafka: KafkaConfig, run: str, group: str | None = None) -> Ledger:
@@ -36,44 +40,54 @@ def ledger(kafka: KafkaConfig, run: str, group: str | None = None) -> Ledger:
     `group` is the consumer group of the run's grouping processes, where its name is not the usual one.
     """
     clients.check_broker(kafka)
-    result = Ledger()
-    steps = read_steps(kafka, run)
-    journals = _read_journals(kafka, run, group or GrouperConfig().group_id(run), result)
+    result, hidden = Ledger(), Hidden(kafka, run)
+    steps = read_steps(kafka, run, result)
+    index_end = clients.bounds(kafka, topic_name(run, "batch-index"))[0][1]
+    # Before the cut, as a janitor deletes up to where the group was then.
+    begins = {p: begin for p, (begin, _end) in clients.bounds(kafka, topic_name(run, "rollouts")).items()}
+    journals = _read_journals(kafka, run, group or GrouperConfig().group_id(run), hidden, result)
     result.selection = selections(count for journal in journals.values() for count in journal.counts)
     evals = read_evals(kafka, run, result)
-    rows = check_batches(kafka, run, journals, evals, result)
-    check_dead_letters(kafka, run, journals, result)
-    in_flight = _check_records(kafka, run, journals, result)
+    batches = check_batches(kafka, run, journals, evals, hidden, result)
+    entries = check_index(kafka, run, journals, batches.places, index_end, hidden, result)
+    check_dead_letters(kafka, run, journals, hidden, result)
+    in_flight = check_records(kafka, run, journals, begins, hidden, result)
     _sum_up(journals, in_flight, result)
-    check_steps(steps, rows, journals, run, result)
+    check_steps(steps, batches.rows, journals, run, result)
+    check_positions(steps, entries, index_end, run, result)
     return result
 
 
-def _read_journals(kafka: KafkaConfig, run: str, group: str, result: Ledger) -> dict[int, PartitionJournal]:
+def _read_journals(
+    kafka: KafkaConfig, run: str, group: str, hidden: Hidden, result: Ledger
+) -> dict[int, PartitionJournal]:
     """The journal of each partition up to the record its committed offset names; to its end where none is."""
     topic = topic_name(run, "journal")
     partitions = clients.partitions_of(kafka, topic_name(run, "rollouts"))
     cut = _cut(kafka, run, group, partitions)
     journals = {p: PartitionJournal(p, result.problem) for p in range(partitions)}
-    follows: dict[int, int] = {}
+    tail, skipped = Tail(kafka, run, "journal"), SkippedRecords("ledger")
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        for message in clients.read_to_end(kafka, topic, start=dict(follows)):
+        for message, record in skipped.records(JournalRecord, tail.messages()):
             partition, offset = message.partition() or 0, message.offset() or 0
-            if offset >= follows.get(partition, 0) and offset <= cut.get(partition, offset):
-                record = decode_as(JournalRecord, message.value())
-                if partition not in follows and record.sequence > 0 and not clients.bounds(kafka, topic)[partition][0]:
+            if offset <= cut.get(partition, offset):
+                begins = journals[partition].sequence < 0 < record.sequence
+                if begins and not clients.bounds(kafka, topic)[partition][0]:
                     result.problem(f"journal[{partition}] begins with sequence {record.sequence}; nothing was pruned")
                 journals[partition].read(record)
-                follows[partition] = offset + 1
-        behind = sorted(p for p, last in cut.items() if follows.get(p, 0) <= last)
-        if not behind:
-            break
-        if time.monotonic() > deadline:
-            for partition in behind:
-                result.problem(f"journal[{partition}] does not hold offset {cut[partition]}, which group {group} names")
+        behind = sorted(p for p, last in cut.items() if tail.follows.get(p, 0) <= last)
+        if not behind or time.monotonic() > deadline:
             break
         time.sleep(0.1)
+    result.note_skipped(skipped)
+    hides = hidden.parts("journal") if behind else {}
+    for partition in behind:
+        if partition in hides and hides[partition].start <= cut[partition] < hides[partition].end:
+            journals[partition].hidden = True
+            result.undecide(f"journal[{partition}] offset {cut[partition]}", hidden.places("journal"))
+        else:
+            result.problem(f"journal[{partition}] does not hold offset {cut[partition]}, which group {group} names")
     for journal in journals.values():
         if journal.sequence >= 0 and journal.base < 0:
             result.problem(f"journal[{journal.number}] holds no whole snapshot")
@@ -101,53 +115,6 @@ def _cut(kafka: KafkaConfig, run: str, group: str, partitions: int) -> dict[int,
     finally:
         consumer.close()
     return found
-
-
-def _check_records(kafka: KafkaConfig, run: str, journals: dict[int, PartitionJournal], result: Ledger) -> int:
-    """Rollouts against the journal: below the position every record has a place, and every place a record.
-
-    Returns how many of the records in flight are rollouts.
-    """
-    topic = topic_name(run, "rollouts")
-    frames = codec.frames("Rollout")
-    seen: dict[int, set[int]] = {p: set() for p in journals}
-    rollouts: Counter[int] = Counter()
-    unread: Counter[int] = Counter()
-    in_flight = 0
-    for message in clients.read_to_end(kafka, topic):
-        number, offset = message.partition() or 0, message.offset() or 0
-        journal = journals[number]
-        rollout = (message.value() or b"").startswith(frames)
-        if offset >= journal.position:
-            result.unread += 1
-            unread[number] += rollout
-        elif not journal.settled_before(offset):
-            seen[number].add(offset)
-            rollouts[number] += rollout
-            fate = journal.fate(offset)
-            if fate is None:
-                result.problem(f"rollouts[{number}] offset {offset} was read and is nowhere")
-            in_flight += rollout and fate == IN_FLIGHT
-    lows = {p: low for p, (low, _end) in clients.bounds(kafka, topic).items()}
-    for number, journal in journals.items():
-        gone = journal.offsets() - seen[number]
-        for offset in sorted(gone):
-            if offset >= lows[number]:
-                result.problem(f"rollouts[{number}] offset {offset} is {journal.fate(offset)} and holds no record")
-            elif journal.fate(offset) == IN_FLIGHT:
-                result.problem(f"rollouts[{number}] offset {offset} is in flight and was deleted")
-        deleted = sum(offset < lows[number] for offset in gone)
-        settled = sum(journal.before.values())
-        result.pruned += settled + deleted
-        result.produced += len(seen[number]) + deleted + settled
-        if settled or deleted:
-            read = Counter({READ: sum(count.rollouts for count in journal.produced)})
-            result.rollouts += read[READ] - journal.before[DEAD_LETTERED] - len(journal.offsets(DEAD_LETTERED))
-        else:
-            result.rollouts += rollouts[number]
-    result.rollouts += sum(unread.values())
-    result.produced += result.unread
-    return in_flight
 
 
 def _sum_up(journals: dict[int, PartitionJournal], in_flight: int, result: Ledger) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from pipeline.journals import PartitionJournal
 from pipeline.ledger import Ledger
-from pipeline.ledger.learners import check_steps
-from topics.records import BatchUse, LearnerStep
+from pipeline.ledger.learners import check_positions, check_steps
+from topics.records import BatchIndexEntry, BatchUse, LearnerStep
 
 ROWS = {"0-0": 4, "0-1": 4}
 
@@ -71,3 +71,59 @@ def test_rows_used_again_count_once() -> None:
 def test_what_does_not_add_up_is_named(steps: list[tuple[BatchUse, ...]], problem: str) -> None:
     (found,) = checked(*steps).problems
     assert found.startswith(problem)
+
+
+def entries(*offsets: int) -> dict[int, BatchIndexEntry]:
+    """An index with an entry at each offset, of batches 0-0, 0-1 and so on."""
+    return {
+        offset: BatchIndexEntry(
+            batch_id=f"0-{number}",
+            partition=0,
+            offset=number,
+            rollouts=4,
+            tokens=4,
+            trained_tokens=4,
+            lowest_version=0,
+            highest_version=0,
+            size_bytes=1,
+            digest="d",
+        )
+        for number, offset in enumerate(offsets)
+    }
+
+
+def stands(number: int, position: int, *offsets: int, drawn: bool = False, batch: str = "") -> LearnerStep:
+    """A step that stands at a position and names batches 0-0, 0-1, ... of an index with an entry at 0, 2, 4, ..."""
+    return LearnerStep(
+        learner="l",
+        step=number,
+        input_run="run",
+        uses=tuple(replace(use("trained", batch=batch or f"0-{at // 2}"), index_offset=at) for at in offsets),
+        position=position,
+        policy_version=-1,
+        params_digest="d",
+        trained_total=0,
+        skipped_total=0,
+        stream_time_ms=7 if drawn else -1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "problems"),
+    [
+        ([stands(0, 0), stands(1, 3, 0, 2), stands(2, 5, 4)], []),
+        ([stands(7, 5, 4), stands(8, 7, 6)], []),  # A learner of which the first steps are another's.
+        ([stands(0, 0), stands(1, 5, drawn=True), stands(2, 5, 0, drawn=True)], []),
+        ([stands(0, 0), stands(1, 5, 4)], ["step 1 of learner l moved past 2 batches that no step names, the first i"]),
+        (
+            [stands(0, 0), stands(1, 3, 0, 2), stands(2, 7, 6)],
+            ["step 2 of learner l moved past 1 batches that no step"],
+        ),
+        ([stands(1, 9, 0, 2, 4, 6)], ["step 1 of learner l stands at index offset 9, and batch-index ends at 8"]),
+        ([stands(1, 1, 0, batch="0-3")], ["step 1 of learner l names batch 0-3 at index offset 0, which is of batch"]),
+    ],
+)
+def test_a_position_is_as_far_as_the_steps_name_batches(steps: list[LearnerStep], problems: list[str]) -> None:
+    result = Ledger()
+    check_positions(steps, entries(0, 2, 4, 6), 8, "run", result)
+    assert [found[: len(wanted)] for found, wanted in zip(result.problems, problems, strict=True)] == problems

@@ -1,0 +1,287 @@
+"""Losses that no count of records shows, planted in real runs: the ledger names each, and so does who reads on."""
+
+import json
+import math
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from confluent_kafka import TopicPartition
+
+from consumers.batch_reader import BatchReader, first_offset
+from consumers.grouping.bootstrap import committed_offsets
+from consumers.grouping.config import GroupingConfig
+from infra.broker import LocalBroker
+from infra.config import BrokerConfig
+from pipeline.ledger import Ledger, ledger
+from tests.runs import RealRun, rollout
+from tests.waiting import eventually
+from topics import clients
+from topics.codec import decode_as, encode
+from topics.config import KafkaConfig, TopicsConfig
+from topics.errors import TopicError
+from topics.keys import encode_key
+from topics.records import BatchIndexEntry, BatchUse, LearnerStep
+
+BATCHES = 21
+
+
+@pytest.fixture
+def run(broker: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:
+    made = RealRun(KafkaConfig(bootstrap_servers=broker), run_name, tmp_path)
+    yield grouped(made)
+    made.stop()
+
+
+def grouped(run: RealRun) -> RealRun:
+    """A run of 21 batches, a group each, whose grouping process has ended."""
+    run.topics = TopicsConfig(partitions=1)
+    run.grouping = GroupingConfig(batch_rollouts=4, max_batch_age_s=60.0, group_deadline_s=600.0)
+    run.prepare()
+    process = run.start("group")
+    send(run, "old", BATCHES)
+    book = eventually(lambda: settled(run), 60, "every record in its place", every_s=0.2)
+    process.terminate()
+    assert process.wait(30) == 0
+    assert (book.batches, book.problems, book.undecided, book.balanced) == (BATCHES, [], [], True)
+    return run
+
+
+def settled(run: RealRun) -> Ledger | None:
+    book = ledger(run.kafka, run.name)
+    return book if book.batches == BATCHES and not book.unread else None
+
+
+def send(run: RealRun, name: str, groups: int) -> None:
+    """Whole groups of four, each in a record batch of its own."""
+    for number in range(groups):
+        run.send(rollout(f"{name}{number}", member) for member in range(4))
+
+
+def problems(run: RealRun) -> list[str]:
+    book = ledger(run.kafka, run.name)
+    assert book.balanced == (not book.problems)
+    return book.problems
+
+
+def delete(run: RealRun, topic: str, before: int) -> None:
+    """Delete the records of partition 0 below an offset."""
+    client = clients.admin(run.kafka)
+    place = TopicPartition(run.topic(topic), 0, before)
+    client.delete_records([place])[place].result(30)
+
+
+def index(run: RealRun) -> dict[int, BatchIndexEntry]:
+    messages = clients.read_to_end(run.kafka, run.topic("batch-index"))
+    return {message.offset() or 0: decode_as(BatchIndexEntry, message.value()) for message in messages}
+
+
+def put(run: RealRun, entry: BatchIndexEntry) -> None:
+    run.send_bytes("batch-index", encode(entry), encode_key(entry.batch_id))
+
+
+def step(run: RealRun, number: int, entries: dict[int, BatchIndexEntry], position: int) -> None:
+    """A learner's step by hand, that trained on these entries of the index and stands at `position`."""
+    uses = tuple(
+        BatchUse(batch_id=entry.batch_id, index_offset=offset, rows=entry.rollouts, use="trained")
+        for offset, entry in entries.items()
+    )
+    record = LearnerStep(
+        learner="main",
+        step=number,
+        input_run=run.name,
+        uses=uses,
+        position=position,
+        policy_version=-1,
+        params_digest="ab" * 32,
+        trained_total=0,
+        skipped_total=0,
+    )
+    run.send_bytes("steps", encode(record), encode_key("main", number))
+
+
+def test_rollouts_deleted_unread_are_named(run: RealRun) -> None:
+    read = clients.bounds(run.kafka, run.topic("rollouts"))[0][1]
+    send(run, "lost", 25)
+    delete(run, "rollouts", read)
+    assert problems(run) == [], "what was read may be deleted: it is counted as pruned"
+    delete(run, "rollouts", read + 100)
+    [named] = problems(run)
+    assert named == (
+        f"rollouts[0] begins at offset {read + 100}, and the group has read up to {read}: 100 offsets were deleted "
+        "unread"
+    )
+
+
+def test_index_entries_deleted_are_named_and_a_reader_of_the_beginning_is_refused(run: RealRun) -> None:
+    entries = index(run)
+    first_kept = list(entries)[11]
+    delete(run, "batch-index", first_kept)
+    assert problems(run) == [
+        f"11 batches have no entry in batch-index, which begins at offset {first_kept}: no learner finds them; the "
+        "first is 0-0"
+    ]
+    with pytest.raises(TopicError, match=f"begins at offset {first_kept} and is to be read from 0 on: entries between"):
+        BatchReader(run.kafka, run.name, start=0)
+    assert first_offset(run.kafka, run.name) == first_kept
+    with BatchReader(run.kafka, run.name, start=first_kept) as reader:
+        read = reader.poll(30)
+    assert read is not None
+    assert read.entry.batch_id == "0-11"
+
+
+def test_index_entries_doubled_or_pointing_nowhere_are_named(run: RealRun) -> None:
+    at, entry = list(index(run).items())[3]
+    put(run, entry)
+    put(run, replace(entry, batch_id="0-99"))
+    put(run, replace(entry, offset=10_000))
+    doubled, unknown, nowhere = list(index(run))[-3:]
+    assert problems(run) == [
+        f"batch-index offset {doubled} names batch 0-3 again, which offset {at} names",
+        f"batch-index offset {unknown} names batch 0-99, which no journal tells of",
+        f"batch-index offset {nowhere} names batch 0-3 at batches[0] offset 10000; it is at offset {entry.offset}",
+        f"batch-index offset {nowhere} names batch 0-3 again, which offset {at} names",
+    ]
+
+
+def test_a_position_past_what_the_steps_name_is_told(run: RealRun) -> None:
+    entries = list(index(run).items())
+    step(run, 1, dict(entries[:4]), entries[3][0] + 1)
+    book = ledger(run.kafka, run.name)
+    assert book.problems == []
+    row = {"step": 1, "steps": 1, "trained": 16, "skipped": 0, "position": entries[3][0] + 1, "waiting": 17}
+    assert book.learners == {"main": {**row, "input_run": ""}}
+    step(run, 2, dict(entries[6:8]), entries[7][0] + 1)
+    step(run, 3, {}, 10_000)
+    assert problems(run) == [
+        f"step 2 of learner main moved past 2 batches that no step names, the first is 0-4 at index offset "
+        f"{entries[4][0]}",
+        f"step 3 of learner main stands at index offset 10000, and batch-index ends at "
+        f"{clients.bounds(run.kafka, run.topic('batch-index'))[0][1]}",
+        f"step 3 of learner main moved past 13 batches that no step names, the first is 0-8 at index offset "
+        f"{entries[8][0]}",
+    ]
+
+
+def test_a_log_cut_off_and_written_again_is_named_and_refused(tmp_path: Path) -> None:
+    with LocalBroker.start(config=BrokerConfig(data_dir=tmp_path / "broker"), bound_to_parent=True) as broker:
+        run = RealRun(KafkaConfig(bootstrap_servers=broker.bootstrap_servers), "cut", tmp_path)
+        grouped(run)
+        position = clients.bounds(run.kafka, run.topic("rollouts"))[0][1]
+        broker.stop()
+        [segment] = broker.data_dir.glob(f"**/{run.topic('rollouts')}-0/*.log")
+        first_new = cut_off(segment, position - 40)
+        broker.restart()
+        assert f"rollouts[0] ends at offset {first_new}, and was read up to {position}" in problems(run)
+        send(run, "new", 12)
+        named = problems(run)
+        assert named == [
+            f"rollouts[0] offsets {first_new} to {position - 1} were read as other records: the log was cut off and "
+            "written again (its leader epoch is another), and what is there now was never read"
+        ]
+        process = run.start("group")
+        assert process.wait(60) == 2
+        assert f"was cut off before offset {position} and written again since it was read" in run.log_of(process)
+        told = rollstream(run, "ledger")
+        assert told.returncode == 1
+        assert named[0] in told.stdout
+
+
+def cut_off(segment: Path, offset: int) -> int:
+    """Cut a segment off at the first record batch from `offset` on (length at byte 8); returns its first offset."""
+    data, at = segment.read_bytes(), 0
+    while int.from_bytes(data[at : at + 8], "big") < offset:
+        at += 12 + int.from_bytes(data[at + 8 : at + 12], "big")
+    segment.write_bytes(data[:at])
+    for suffix in (".index", ".timeindex"):  # They may name what is cut off; Kafka makes them again.
+        segment.with_suffix(suffix).unlink()
+    return int.from_bytes(data[at : at + 8], "big")
+
+
+# ---------------------------------------------------------------------- what is not decided yet
+
+
+@pytest.mark.parametrize("topics", [("dead-letters", "batch-index", "batches"), ("journal",), ("rollouts",)])
+def test_what_an_open_transaction_hides_is_undecided(
+    broker: str, run_name: str, tmp_path: Path, topics: tuple[str, ...]
+) -> None:
+    run = RealRun(KafkaConfig(bootstrap_servers=broker), run_name, tmp_path, TopicsConfig(partitions=1))
+    run.grouping = GroupingConfig(batch_rollouts=4, max_batch_age_s=60.0, group_deadline_s=600.0)
+    run.prepare()
+    try:
+        process = run.start("group")
+        send(run, "before", 1)
+        eventually(lambda: ledger(run.kafka, run.name).batched == 4, 60, "a batch")
+        with run.open_transaction(topics[0]) as foreign:
+            for topic in topics[1:]:
+                foreign.produce(run.topic(topic), b"foreign", b"foreign", 0)
+            assert foreign.flush(30) == 0
+            run.send_bytes("rollouts", b"\xc3\x01 not a record", encode_key("env", "poison"), 0)
+            send(run, "behind", 1)
+            if "rollouts" not in topics:
+                eventually(lambda: position(run) > 9, 60, "all nine to be read")
+            process.terminate()
+            assert process.wait(60) == 0
+            hides = "\n".join(undecided(run))
+            for topic in topics:
+                assert f"a transaction stands open on {topic}[0] from offset" in hides
+            told = rollstream(run, "ledger")
+            assert told.returncode == 4, told.stdout
+            assert "every record is in exactly one place, as far as it is decided yet" in told.stdout
+        # What nobody had read when the process was asked to end is read by the next.
+        run.start("group")
+        eventually(lambda: ledger(run.kafka, run.name).batched == 8, 60, "the other batch")
+        book = ledger(run.kafka, run.name)
+        assert (book.problems, book.undecided, book.dead_lettered) == ([], [], 1)
+        assert rollstream(run, "ledger").returncode == 0
+    finally:
+        run.stop()
+
+
+def position(run: RealRun) -> int:
+    return committed_offsets(run.kafka, run.grouper.group_id(run.name), run.topic("rollouts"), 1)[0].offset
+
+
+def undecided(run: RealRun) -> list[str]:
+    book = ledger(run.kafka, run.name)
+    assert book.problems == []
+    return book.undecided
+
+
+def rollstream(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(run.command(*words), cwd=run.directory, env=run._env(), capture_output=True, text=True)
+
+
+# ---------------------------------------------------------------------- records that cannot be read
+
+
+def test_records_that_make_no_sense_are_skipped_counted_and_named(run: RealRun) -> None:
+    sound = {"split": "heldout", "phase": "greedy", "prompts": "2"}
+    bad = {
+        "many": rollout("many", extra={**sound, "prompts": "many"}),
+        "endless": rollout("endless", reward=math.inf, extra=sound),
+        "exact": rollout("exact", reward_components={"exact": math.nan}, extra=sound),
+    }
+    for made in (*bad.values(), rollout("sound", extra=sound)):
+        run.send_bytes("evals", encode(made), encode_key("env", made.example_id), 0)
+    [(_at, entry), *_] = index(run).items()
+    put(run, replace(entry, batch_id="nonsense"))
+    step(run, 1, {0: replace(entry, batch_id="nonsense")}, 0)
+    topics = ("steps", "evals", "control", "batch-index", "batches", "journal", "dead-letters", "policies")
+    for topic in topics:
+        for value in (b"junk", None):
+            run.send_bytes(topic, value, b"no key", 0)
+    told = rollstream(run, "ledger", "--json")
+    assert told.returncode == 0, told.stdout + told.stderr
+    book = json.loads(told.stdout, parse_constant=pytest.fail)
+    assert book["problems"] == []
+    # Two each of six topics; control and policies are none of the ledger's.
+    assert book["records_skipped"] == len(bad) + 2 + 2 * 6
+    named = "\n".join(book["unreadable"])
+    assert "prompts is 'many', which is no number of prompts" in named
+    assert "reward is inf" in named
+    assert f"{run.topic('steps')}[0] offset 1: " in named
+    assert (book["evals"], book["evaluations"][0]["reward"]) == (1, 1.0)
+    assert "records could not be read and count for nothing" in rollstream(run, "ledger").stdout
