@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from consumers.grouping.config import GrouperConfig, GroupingConfig
+from consumers.grouping.config import GrouperConfig, GroupingConfig, check_batch_bytes
 from consumers.labelling.config import LabellingConfig
 from consumers.learner.config import LearnerConfig
 from infra.config import BrokerConfig
@@ -93,15 +93,13 @@ class RunConfig:
             raise ConfigurationError(
                 "kafka.client sets group.id, which is derived from the run's name: remove the key, or set run"
             )
-        for name, size in (
-            ("grouping.batch_bytes", self.grouping.batch_bytes),
-            ("learner.weights.chunk_bytes", self.learner.weights.chunk_bytes),
-        ):
-            if size + _RECORD_OVERHEAD > self.kafka.max_record_bytes:
-                raise ConfigurationError(
-                    f"{name} {size} leaves no room in kafka.max_record_bytes {self.kafka.max_record_bytes}: "
-                    f"lower the one or raise the other"
-                )
+        check_batch_bytes(self.grouping, self.kafka.max_record_bytes)
+        chunk_bytes = self.learner.weights.chunk_bytes
+        if chunk_bytes + _RECORD_OVERHEAD > self.kafka.max_record_bytes:
+            raise ConfigurationError(
+                f"learner.weights.chunk_bytes {chunk_bytes} leaves no room in kafka.max_record_bytes "
+                f"{self.kafka.max_record_bytes}: lower the one or raise the other"
+            )
         check_capacity(self.capacity)
 
     @property

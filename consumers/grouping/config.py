@@ -263,6 +263,21 @@ def _merged(ranges: Iterable[OffsetRange]) -> dict[int, tuple[list[int], list[in
     return merged
 
 
+def largest_batch_bytes(max_record_bytes: int) -> int:
+    """Greatest grouping.batch_bytes for which a record of so many bytes has room: a fifth is for what else it holds."""
+    return max_record_bytes * 4 // 5
+
+
+def check_batch_bytes(grouping: GroupingConfig, max_record_bytes: int) -> None:
+    """Raise ConfigurationError where a batch may be larger than a record."""
+    most = largest_batch_bytes(max_record_bytes)
+    if grouping.batch_bytes > most:
+        raise ConfigurationError(
+            f"grouping.batch_bytes {grouping.batch_bytes} leaves no room in kafka.max_record_bytes {max_record_bytes}: "
+            f"lower it to at most {most}, or raise the other"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class GrouperConfig:
     """What decides how a grouping process runs, never what it cuts."""

@@ -9,7 +9,13 @@ from typing import NamedTuple
 
 from consumers.grouping.batch_maker import MakerContext
 from consumers.grouping.changes import CORE_VERSION
-from consumers.grouping.config import GENERATION_STEP, SINCE_3, ForeignConfiguration, GroupingConfig
+from consumers.grouping.config import (
+    GENERATION_STEP,
+    SINCE_3,
+    ForeignConfiguration,
+    GroupingConfig,
+    largest_batch_bytes,
+)
 from consumers.grouping.estimators import estimator
 from consumers.grouping.makers import MAKERS, MakerFactory, batch_maker, is_of_users
 from topics.errors import ConfigurationError, StateRefused
@@ -24,7 +30,7 @@ VERSION_STEP = 2**20
 CORE_STEP = 8
 """Most core versions a mark rises by: one further up is senseless to every release, whether it knows it or not."""
 
-BATCH_BYTES_LIMIT = (2**31 - 1) * 4 // 5
+BATCH_BYTES_LIMIT = largest_batch_bytes(2**31 - 1)
 """Largest grouping.batch_bytes for which a record of Kafka's can have room."""
 
 _DEFAULT = GroupingConfig()

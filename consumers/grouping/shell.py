@@ -14,7 +14,7 @@ from contextlib import suppress
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from consumers.grouping.broker_clock import BrokerClock
-from consumers.grouping.config import GrouperConfig, GroupingConfig
+from consumers.grouping.config import GrouperConfig, GroupingConfig, check_batch_bytes, largest_batch_bytes
 from consumers.grouping.configuring import check_names
 from consumers.grouping.figures import GroupingFigures
 from consumers.grouping.makers import makers_of
@@ -55,11 +55,7 @@ def run_grouping(
     TopicError when a topic is missing, ConfigurationError for an estimator or maker that does not exist.
     """
     check_names(grouping, makers_of(grouper.makers))
-    if grouping.batch_bytes * 5 // 4 > kafka.max_record_bytes:
-        raise ConfigurationError(
-            f"grouping.batch_bytes {grouping.batch_bytes} leaves no room in kafka.max_record_bytes "
-            f"{kafka.max_record_bytes}; it may be at most {kafka.max_record_bytes * 4 // 5}"
-        )
+    check_batch_bytes(grouping, kafka.max_record_bytes)
     if kafka.max_record_bytes < LEAST_RECORD_BYTES:
         raise ConfigurationError(
             f"kafka.max_record_bytes {kafka.max_record_bytes} leaves no room for the journal; it must be at least "
@@ -343,7 +339,7 @@ class GroupingProcess:
                 self._begin_restoring()
             elif self._restoration.step(max(0.0, until - time.monotonic())):
                 assert self._restoration.restored is not None
-                room = self._kafka.max_record_bytes * 4 // 5
+                room = largest_batch_bytes(self._kafka.max_record_bytes)
                 task = GroupingTask(*self._restoration.restored, self._grouper, self._name, room)
                 self._restoration = None
                 self._restored(task)

@@ -87,6 +87,8 @@ def test_clients_keys_of_several_origins_are_merged(tmp_path: Path) -> None:
         ({"flags": ["learner.model.head_dim=3"]}, "--set learner.model.head_dim: [learner.model] head_dim 3 is odd"),
         ({"flags": ["run=a/b"]}, "run name 'a/b' cannot be part of a topic name"),
         ({"flags": ["grouping.batch_bytes=9000000"]}, "leaves no room in kafka.max_record_bytes"),
+        # As a grouping process refuses it at its start.
+        ({"flags": ["kafka.max_record_bytes=4500000"]}, "batch_bytes 4194304 leaves no room in kafka.max_record_bytes"),
         ({"flags": ["grouping.batch_rollouts=1000"]}, "raise max_policy_lag to"),
         ({"client_flags": ["group.id="]}, "-X group.id: kafka.client sets group.id"),
         ({"client_flags": ["nonsense"]}, "-X nonsense: give key=value"),
@@ -153,7 +155,7 @@ optimizer.epsilon = 1e-9
         (("= 16", "= 16"), {"environment": {"ROLLSTREAM__GROUPING__BATCH_ROLLOUTS": "0"}}, None),
         (("= 16", "= 0"), {"environment": {"ROLLSTREAM__GROUPING__BATCH_ROLLOUTS": "-1"}}, None),
         (("= 1024", "= 9000000"), {}, "run.toml:7: "),
-        (("= 1024", "= 8000000"), {"flags": ["kafka.max_record_bytes=8000000"]}, "--set kafka.max_record_bytes: "),
+        (("= 1024", "= 6000000"), {"flags": ["kafka.max_record_bytes=6000000"]}, "--set kafka.max_record_bytes: "),
         (("= 16", "= 16"), {"options": [("--steps", "learner.max_steps=many")]}, "--steps: "),
         (("= 16", "= 16"), {"options": [("--run", "run=a/b")]}, "--run: "),
     ],
