@@ -83,6 +83,8 @@ class TrajectoryReplayBuffer(Closing):
         self._max_trajectories, self._max_bytes = max_trajectories, max_bytes
         self._synchronous = synchronous
         self._lock = threading.RLock()
+        self._saving = threading.Lock()
+        """Held while a checkpoint is written, by one thread at a time; taken before `_lock`."""
         self._position: dict[int, int] = {}
         self._draws = self._draws_saved = self._without_rewards = 0
         self._store: TrajectoryStore | TrajectoryMemory
@@ -157,7 +159,7 @@ class TrajectoryReplayBuffer(Closing):
 
     def clear(self) -> None:
         """Hold nothing: index, counter, cache and files are gone; the position stays. Raises StoreError."""
-        with self._lock:
+        with self._saving, self._lock:
             content = Content(position=dict(self._position), seed=self.seed, draws=self._draws)
             self._store.open()
             self._store.replace(content)
@@ -261,25 +263,29 @@ class TrajectoryReplayBuffer(Closing):
 
     def close(self) -> None:
         """Flush, and let go of the directory; one may still draw, and adding opens it again. Raises StoreError."""
-        with self._lock:
+        with self._saving, self._lock:
             if self._store.is_open:
                 self.flush()
                 self._store.close()
 
     def save_checkpoint(self, save_path: str | Path) -> None:
         """Keep content, position and random state in a directory, atomically: who is killed leaves the one before, or
-        this. Files are linked where the file system can. Raises StoreError."""
-        with self._lock:
+        this. Files are linked where the file system can. Raises StoreError.
+
+        Adding and drawing go on meanwhile: what is saved is of one moment. Without auto_save that is copied in memory.
+        """
+        with self._saving:
             self.flush()
-            content = replace(self._shelf.content(), position=dict(self._position), seed=self.seed, draws=self._draws)
-            shelf, store = self._shelf, self._store
-            write_checkpoint(
-                Path(save_path),
-                content,
-                lambda place: store.source(place, shelf.index[place], shelf.cached_rows),
-                self._formats,
-                self.trajectory_format,
-            )
+            with self._lock:
+                self.flush()  # what came since: little, as others wait for it
+                content = replace(
+                    self._shelf.content(), position=dict(self._position), seed=self.seed, draws=self._draws
+                )
+                sources = self._store.sources(content, self._shelf.cached_rows)
+            try:
+                write_checkpoint(Path(save_path), content, sources, self._formats, self.trajectory_format)
+            finally:
+                self._store.unpin()
 
     def load_checkpoint(
         self, load_path: str | Path, is_distributed: bool = False, local_rank: int = 0, world_size: int = 1
@@ -298,7 +304,7 @@ class TrajectoryReplayBuffer(Closing):
             found.content.seed = self.seed
         if not self.auto_save:
             found = found.newest(self._max_trajectories or len(found.content))
-        with self._lock:
+        with self._saving, self._lock:
             self._store.open()
             self._become(self._store.load(found))
 

@@ -92,11 +92,17 @@ class TrajectoryMemory:
         """Arrays of a trajectory that was loaded, once: it is in the cache from then on."""
         return Fetched(self._read.pop(entry.trajectory_id), mapped=False)
 
-    def source(self, place: int, entry: Entry, rows: Callable[[int], Rows]) -> Checked:
-        """The whole trajectory at a place."""
+    def sources(self, content: Content, rows: Callable[[int], Rows]) -> Callable[[int], Checked]:
+        """The whole trajectories by place, copied: a checkpoint is written of them while others add."""
+        return [self._source(place, content[place], rows) for place in range(len(content))].__getitem__
+
+    def unpin(self) -> None:
+        """Nothing was kept from going."""
+
+    def _source(self, place: int, entry: Entry, rows: Callable[[int], Rows]) -> Checked:
         kept = self._kept[place]
         steps, width = entry.about.steps, entry.about.width
-        arrays = {path: array.reshape(steps, width, *array.shape[1:]) for path, array in rows(place).items()}
+        arrays = {path: array.reshape(steps, width, *array.shape[1:]).copy() for path, array in rows(place).items()}
         arrays.update(kept.bootstrapped)
         trajectory = Trajectory(arrays={}, **dict(zip(_FIELDS, kept.fields, strict=True)))
         return Checked(trajectory, arrays, steps, width, layout_of(arrays))

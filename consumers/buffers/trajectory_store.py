@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -80,6 +81,9 @@ class TrajectoryStore:
         self._failure: Exception | None = None
         self._writing = False
         self._executor: ThreadPoolExecutor | None = None
+        self._pinned = False
+        self._unpinned: list[Path] = []
+        """Files to be deleted when they are pinned no more."""
         self._lock: DirectoryLock | None = None
         self._records = 0
         self.open()
@@ -191,9 +195,21 @@ class TrajectoryStore:
         except FileNotFoundError as error:
             raise StoreError(f"{path} is gone; restore it, or fill a new directory from the log") from error
 
-    def source(self, place: int, entry: Entry, rows: object) -> Path:
-        """What a checkpoint has a trajectory from: its file."""
-        return self.path(entry)
+    def sources(self, content: Content, rows: object) -> Callable[[int], Path]:
+        """What a checkpoint has trajectories from, by place: their files, which stay until `unpin`. One at a time."""
+        with self._turn:
+            self._pinned = True
+        return lambda place: self.path(content[place])
+
+    def unpin(self) -> None:
+        """Files may go again; those that were to go meanwhile do."""
+        with self._turn:
+            self._pinned, gone, self._unpinned = False, self._unpinned, []
+        try:
+            for path in gone:
+                path.unlink(missing_ok=True)
+        except OSError as error:  # the next process that opens the directory deletes them
+            event(logger, "trajectories_not_deleted", level=logging.WARNING, why=str(error))
 
     # ------------------------------------------------------------------ within
 
@@ -257,8 +273,13 @@ class TrajectoryStore:
             for operation in operations:
                 if isinstance(operation, Drop):
                     self._held -= len(operation.entries)
-                    for entry in operation.entries:
-                        self.path(entry).unlink(missing_ok=True)
+                    paths = [self.path(entry) for entry in operation.entries]
+                    with self._turn:
+                        if self._pinned:
+                            self._unpinned += paths
+                            continue
+                    for path in paths:
+                        path.unlink(missing_ok=True)
                 elif isinstance(operation, Add):
                     self._held += 1
             if self._journal.records > _COMPACT_RECORDS + 2 * self._held:

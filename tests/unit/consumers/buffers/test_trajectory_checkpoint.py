@@ -2,12 +2,14 @@
 
 import json
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from consumers.buffers import trajectory_checkpoint
 from consumers.buffers.files import StoreError
 from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
 from consumers.buffers.trajectory_checkpoint import read_checkpoint
@@ -411,3 +413,48 @@ def test_tensors_of_bfloat16_are_kept(tmp_path: Path) -> None:
     of.add(one)
     of.save(tmp_path / "saved")
     same(stored(tmp_path / "saved")[0], one)
+
+
+@pytest.mark.parametrize("auto_save", [False, True], ids=["in memory", "on disk"])
+def test_while_a_checkpoint_is_written_others_draw_add_and_prune_and_it_is_of_the_moment_it_began(
+    tmp_path: Path, auto_save: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    place_file = trajectory_checkpoint.place_file
+
+    def placing(*arguments: Any) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        place_file(*arguments)
+
+    monkeypatch.setattr(trajectory_checkpoint, "place_file", placing)
+    of = TrajectoryReplayBuffer(
+        sample_window_size=4, auto_save=auto_save, auto_save_path=tmp_path / "buffer", max_trajectories=4
+    )
+    of.add_trajectories(trajectory(number) for number in range(4))
+    saving = threading.Thread(target=of.save_checkpoint, args=(tmp_path / "saved",))
+    drawn: list[list[int]] = []
+
+    def work() -> None:
+        of.add_trajectories(trajectory(number) for number in range(4, 8))
+        of.flush()
+        drawn.append(untorn(of.sample(200), 32))
+
+    working = threading.Thread(target=work)
+    saving.start()
+    try:
+        assert begun.wait(60)
+        working.start()
+        working.join(30)
+        assert not working.is_alive(), "who draws waits for the checkpoint"
+    finally:
+        go_on.set()
+    saving.join(60)
+    assert {row // 1000 for row in drawn[0]} == {4, 5, 6, 7}
+    loaded = TrajectoryReplayBuffer(sample_window_size=0)
+    loaded.load_checkpoint(tmp_path / "saved")
+    assert loaded.trajectory_ids == [0, 1, 2, 3]
+    assert {row // 1000 for row in untorn(loaded.sample(200), 32)} == {0, 1, 2, 3}
+    of.close()
+    if auto_save:
+        assert len(list((tmp_path / "buffer").glob("trajectory_*.npz"))) == 4, "what was pruned meanwhile is gone"
