@@ -34,7 +34,7 @@ from topics.records import (
 )
 from topics.validation import NAME_LIMIT
 
-_DETAIL_LIMIT = 300
+DETAIL_LIMIT = 300
 _REASON_LIMIT = 64
 """Batch makers may make up reasons."""
 
@@ -90,7 +90,7 @@ class Account:
 
     def dead_letter(self, record: Record, error: str) -> None:
         """A record means nothing."""
-        self.changes.dead_letters.append(DeadLetter(record, clip(error, _DETAIL_LIMIT)))
+        self.changes.dead_letters.append(DeadLetter(record, clip(error, DETAIL_LIMIT)))
         self._finish(record.offset, DEAD_LETTERED, "")
 
     def skip(self, offset: int, reason: str) -> None:
@@ -107,7 +107,7 @@ class Account:
             drop = Drop(
                 offset=offset,
                 reason=clip(verdict.reason, _REASON_LIMIT),
-                detail=clip(verdict.detail, _DETAIL_LIMIT),
+                detail=clip(verdict.detail, DETAIL_LIMIT),
                 uid=clip(value.uid, NAME_LIMIT),
                 environment=clip(value.environment, NAME_LIMIT),
                 policy_version=value.policy_version,
@@ -117,7 +117,7 @@ class Account:
             )
         else:
             environment = clip(value.environment, NAME_LIMIT) if isinstance(value, GroupCancelled) else ""
-            detail = clip(verdict.detail, _DETAIL_LIMIT)
+            detail = clip(verdict.detail, DETAIL_LIMIT)
             drop = Drop(offset=offset, reason=verdict.reason, detail=detail, environment=environment, age_ms=age_ms)
         self.changes.drops.append(drop)
         self._finish(offset, DROPPED, drop.environment, drop.tokens, measured, f"{DROPPED}:{drop.reason}")

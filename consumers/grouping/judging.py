@@ -62,19 +62,24 @@ def judge_record(
     return None
 
 
+def exclusion_detail(what: str, name: str | int) -> str:
+    """What is said of a group that is dropped for an environment, a worker or an offset; the journal clips it."""
+    return f"{what} {name} is excluded"
+
+
 def judge_sealed(group: Group, clocks: Clocks) -> Verdict | None:
     """A sealed group by what can change after sealing: exclusion, staleness, age, room in a batch."""
     stream_time_ms, policy_version, config = clocks
     if group.key.environment in config.exclude_environments:
-        return Verdict("excluded", f"environment {group.key.environment} is excluded")
+        return Verdict("excluded", exclusion_detail("environment", group.key.environment))
     if config.exclude_workers:
         for member in group.members.values():
             if member.rollout.metadata.worker_id in config.exclude_workers:
-                return Verdict("excluded", f"worker {member.rollout.metadata.worker_id} is excluded")
+                return Verdict("excluded", exclusion_detail("worker", member.rollout.metadata.worker_id))
     if config.exclude_offsets:
         for member in group.members.values():
             if config.excludes_offset(member.source.partition, member.source.offset):
-                return Verdict("excluded", f"offset {member.source.offset} is excluded")
+                return Verdict("excluded", exclusion_detail("offset", member.source.offset))
     lag = policy_version - group.lowest_version
     if 0 <= config.max_policy_lag < lag:
         return Verdict("stale_version", f"sampled {lag} versions before {policy_version}")

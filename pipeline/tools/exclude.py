@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
-from consumers.grouping.account import clip
+from consumers.grouping.account import DETAIL_LIMIT, clip
 from consumers.grouping.bootstrap import committed_offsets
 from consumers.grouping.changes import DROPPED
 from consumers.grouping.config import EXCLUSIONS, GrouperConfig, GroupingConfig, offset_range
 from consumers.grouping.configuring import check_names, judge_mark
 from consumers.grouping.counts import OTHERS
+from consumers.grouping.judging import exclusion_detail
 from consumers.grouping.makers import makers_of
 from consumers.grouping.skips import asked_for
 from consumers.grouping.state import CommitMetadata
@@ -44,8 +45,8 @@ from topics.transactional_ids import transactional_id
 _TIMEOUT_S = 30.0
 _ROWS = 40
 """Most lines of batches that are printed for people."""
-_DETAIL = re.compile(r"(environment|worker|offset) (.*) is excluded", re.DOTALL)
-"""What judging says of a group it drops."""
+_OFFSET = re.compile(exclusion_detail("offset", r"(\d+)"))
+"""What judging says of a group it drops for an offset."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,13 +333,13 @@ def name_steps(view: View, report: Report) -> None:
 
 def _is_of(drop: Drop, exclusion: Exclusion, named: Collection[int]) -> bool:
     """Whether a rollout was dropped for this exclusion: every member of a group goes with the detail of one."""
-    found = _DETAIL.fullmatch(drop.detail) if drop.reason == "excluded" else None
-    if found is None:
+    if drop.reason != "excluded":
         return False
-    what, name = found.groups()
-    if what == "offset":
-        return bool(exclusion.offsets) and int(name) in named
-    return name in (exclusion.environments if what == "environment" else exclusion.workers)
+    names = [("environment", name) for name in exclusion.environments] + [("worker", n) for n in exclusion.workers]
+    if any(drop.detail == clip(exclusion_detail(what, name), DETAIL_LIMIT) for what, name in names):
+        return True
+    found = _OFFSET.fullmatch(drop.detail)
+    return found is not None and bool(exclusion.offsets) and int(found[1]) in named
 
 
 def _named(view: View, partition: int, config: GroupingConfig) -> set[int]:
