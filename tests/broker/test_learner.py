@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from confluent_kafka import TopicPartition
 
 from consumers.learner.exclusions import Exclusions
 from consumers.learner.step_log import read_steps
@@ -20,7 +21,7 @@ from consumers.weights.publisher import read_manifests
 from tests.batches import random_batch, send_batches
 from tests.runs import RealRun, with_batches
 from tests.waiting import eventually
-from topics import provisioning
+from topics import clients, provisioning
 from topics.codec import encode
 from topics.examples import batch_digest
 from topics.keys import encode_key
@@ -84,6 +85,18 @@ def test_a_learner_killed_between_checkpoints_ends_with_the_bits_of_an_uninterru
     lines = (tmp_path / "figures" / killed.name / "default.jsonl").read_text().splitlines()
     told = [(line["step"], line["trained/reward"]) for line in map(json.loads, lines) if line["step"]]
     assert told == [(step, found[step].metrics["trained/reward"]) for step in range(1, 9)], "each step once"
+
+
+def test_a_learner_that_begins_anew_begins_where_the_index_does(real_run: RealRun) -> None:
+    run = with_batches(real_run, 12)
+    entries = [message.offset() or 0 for message in clients.read_to_end(run.kafka, run.topic("batch-index"))]
+    place = TopicPartition(run.topic("batch-index"), 0, entries[4])
+    client = clients.admin(run.kafka)
+    client.delete_records([place])[place].result(30)
+    finish(run, run.start("learn", **{**SETTINGS, "learner__max_steps": 1}))
+    steps = steps_of(run)
+    assert steps[0].position == entries[4]
+    assert steps[1].uses[0].index_offset == entries[4]
 
 
 @pytest.mark.long
