@@ -30,7 +30,7 @@ from consumers.buffers.files import (
 from consumers.buffers.forwarding import Forwarding
 from consumers.buffers.group_config import GroupStoreConfig
 from consumers.buffers.group_files import Placed, RolloutGroup, part_name
-from consumers.buffers.group_index import GroupIndex
+from consumers.buffers.group_index import GroupIndex, KnownUids
 from consumers.buffers.open_groups import Cancelled, OpenGroups
 from consumers.buffers.rollout_record import RolloutRecord, as_rollout
 from consumers.closing import Closing
@@ -130,7 +130,7 @@ class GroupReplayBuffer(Closing):
         self._unwritten: list[RolloutGroup] = []
         self._unwritten_batch: StoredBatch | None = None
         self._index = GroupIndex(self.directory, saved.sealed)
-        self._uids = {uid for entry in self._index for uid in entry.uids}
+        self._uids = KnownUids(self._index)
         for what in self._index.damaged:
             self._damaged(what)
         self._batches, delivered = self._known_batches()
@@ -318,7 +318,7 @@ class GroupReplayBuffer(Closing):
     def group_ids(self) -> list[str]:
         """Ids of the groups on disk, in the order they sealed."""
         with self._lock:
-            return [entry.group_id for entry in self._index]
+            return self._index.group_ids()
 
     def read_group(self, group_id: str) -> RolloutGroup:
         """A group from its file. Raises KeyError for an unknown id, StoreError for a file that is not whole."""
@@ -441,5 +441,6 @@ class GroupReplayBuffer(Closing):
             # The others have sealed since it was written, by a process that was killed before it wrote it again.
             members = tuple(member for member in group.members if member.rollout.uid not in self._uids)
             if members:
-                self._uids.update(member.rollout.uid for member in members)
+                for member in members:
+                    self._uids.add(member.rollout.uid)
                 self._open.restore(replace(group, members=members))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tracemalloc
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -712,3 +713,28 @@ def test_the_snippet_of_the_page_keeps_rollouts_and_makes_a_batch(tmp_path: Path
     attempts = [attempt(n, example, environment="math") for example in "abcd" for n in range(8)]
     assert namespace["keep"](attempts, tmp_path) is not None
     assert len(list((tmp_path / "math").glob("part-*.parquet"))) == 4
+
+
+def test_what_is_known_of_stored_groups_costs_a_kilobyte_each_and_says_of_each_uid_whether_it_is_there(
+    tmp_path: Path,
+) -> None:
+    directory, count = tmp_path / "env", 4_000
+    directory.mkdir()
+    lines = []
+    for n in range(count):
+        uids = [f"{n:028x}-{m:03}" for m in range(8)]
+        group_id = group_id_of("env", str(n), 0, uids)
+        name = f"part-{uuid_of(group_id)}.parquet"
+        (directory / name).touch()
+        lines.append(json.dumps([name, group_id, str(n), 0, uids]))
+    (directory / "groups.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    tracemalloc.start()
+    buffer = opened(tmp_path)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert buffer.size() == count
+    assert held / count < 1_100, "as objects it was 2,000 bytes"
+    for n in range(0, count, 100):
+        assert not buffer.add_rollout(example_rollout(f"{n:028x}-{n % 8:03}"))
+        assert buffer.add_rollout(example_rollout(f"{n:028x}-009", example_id=str(n)))
+        assert not buffer.add_rollout(example_rollout(f"{n:028x}-009", example_id=str(n)))
