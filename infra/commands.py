@@ -20,9 +20,14 @@ DEFAULT_PORT = 9092
 DEFAULT_DATA_DIR = BrokerConfig().data_dir
 
 
-def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `broker` and its commands. Each sets `run`, a function from the parsed arguments to the exit status."""
-    broker = subparsers.add_parser("broker", help="a local Kafka: start, stop, status")
+def register(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
+) -> "argparse._SubParsersAction[argparse.ArgumentParser]":
+    """Add `broker` and its commands. Each sets `run`, a function from the parsed arguments to the exit status.
+
+    Returns where more commands of `broker` are added.
+    """
+    broker = subparsers.add_parser("broker", help="a local Kafka: start, stop, status; mend any Kafka")
     commands = broker.add_subparsers(dest="broker_command", metavar="COMMAND", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
@@ -49,6 +54,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
     status = commands.add_parser("status", parents=[common], help="say whether a broker runs and answers, and where")
     status.set_defaults(run=run_status)
+    return commands
 
 
 def run_start(args: argparse.Namespace) -> int:

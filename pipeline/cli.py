@@ -16,7 +16,7 @@ from infra import commands as broker_commands
 from pipeline import interruption
 from pipeline.commands import Parser, Setting, add_command
 from pipeline.process import watch_lifeline
-from pipeline.tool_commands import add_tools
+from pipeline.tool_commands import add_mend, add_tools
 from topics.errors import RollstreamError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    broker_commands.register(commands)
+    add_mend(broker_commands.register(commands))
     _add_topics(commands)
     _add_roles(commands)
     _add_runs(commands)

@@ -46,7 +46,10 @@ class StallWatch:
                 f"`rollstream dlq ls --run {now.run}` says why"
             )
         if now.unread and now.produced - now.unread <= then.produced - then.unread:
-            return f"look at unread, {now.unread:,}: grouping reads nothing; its logs are group-*.log"
+            return (
+                f"look at unread, {now.unread:,}: grouping reads nothing; its logs are group-*.log, and "
+                f"`rollstream broker mend --run {now.run}` says whether a transaction holds it back for ever"
+            )
         if now.rollouts > then.rollouts or now.in_flight > then.in_flight:
             size = self._config.grouping.batch_rollouts
             return (

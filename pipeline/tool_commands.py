@@ -103,6 +103,19 @@ def add_tools(commands: "Commands") -> None:
     top.add_argument("--once", action="store_true", help="show it as it is now and end, as --json does")
 
 
+def add_mend(broker_commands: "Commands") -> None:
+    """Add `mend` to the commands of `broker`."""
+    mend = add_command(
+        broker_commands,
+        "mend",
+        "pipeline.tools.mend:show_mend",
+        "show transactions of a run that hang on the brokers, and end them",
+        example="rollstream broker mend --run main --yes",
+        json=True,
+    )
+    mend.add_argument("--yes", action="store_true", help="end them, as their coordinator did")
+
+
 def _add_retrain(commands: "Commands") -> None:
     retrain = add_command(
         commands,

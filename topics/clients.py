@@ -345,7 +345,7 @@ def read_to_end(
             elif time.monotonic() > deadline:
                 raise BrokerUnavailable(
                     f"{topic} partitions {sorted(pending)} gave nothing for {timeout_s:g} s; is the broker at "
-                    f"{config.bootstrap_servers} up, or a transaction left open?"
+                    f"{config.bootstrap_servers} up?"
                 )
     finally:
         consumer.close()

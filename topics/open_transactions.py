@@ -13,6 +13,7 @@ from confluent_kafka import IsolationLevel, TopicPartition
 from topics import clients
 from topics.config import KafkaConfig
 from topics.errors import DeadlineExceeded
+from topics.hanging import open_on
 from topics.logs import event
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def await_decided(kafka: KafkaConfig, topic: str, doing: str, timeout_s: float |
             raise DeadlineExceeded(
                 f"{doing}: a transaction stands open on {_places(topic, behind)} for more than {timeout_s:g} s, and "
                 f"may hold what must be seen first; end the process that began it, wait for "
-                f"kafka.transaction_timeout_s ({kafka.transaction_timeout_s:g} s), and repeat"
+                f"kafka.transaction_timeout_s ({kafka.transaction_timeout_s:g} s), and repeat. Now "
+                f"{open_on(kafka, topic, sorted(behind))}"
             )
         if not told:
             event(logger, "transaction_open", level=logging.WARNING, what=_places(topic, behind))

@@ -20,6 +20,7 @@ from topics.catalogue import topic_name
 from topics.codec import decode_as
 from topics.config import KafkaConfig
 from topics.errors import ConfigurationError, DeadlineExceeded, RecordError, TopicError
+from topics.hanging import open_on
 from topics.logs import event
 from topics.records import TrajectoryRecord
 from topics.trajectories import Trajectory, from_record
@@ -148,9 +149,10 @@ class TrajectoryFiller:
             if self.poll(_WAIT_S):
                 deadline = time.monotonic() + timeout_s
             elif time.monotonic() > deadline:
+                behind = [p for p, end in wanted.items() if self._ends.get(p, 0) < end]
                 raise DeadlineExceeded(
-                    f"{self._topic} was not read to its end, {wanted}, within {timeout_s:g} s without a record; is the "
-                    f"broker at {self._kafka.bootstrap_servers} up, or a transaction left open?"
+                    f"{self._topic} was not read to its end, {wanted}, within {timeout_s:g} s without a record; "
+                    f"{open_on(self._kafka, self._topic, behind)}"
                 )
 
     def start(self) -> Self:

@@ -25,7 +25,7 @@ from consumers.grouping import state
 from consumers.grouping.config import GrouperConfig, GroupingConfig
 from consumers.grouping.decisions import Decision, decide
 from consumers.grouping.state import CommitMetadata
-from topics import clients
+from topics import clients, hanging
 from topics.catalogue import topic_name
 from topics.codec import MAGIC, decode_as, encode
 from topics.config import KafkaConfig
@@ -156,6 +156,8 @@ def committed_offsets(kafka: KafkaConfig, group: str, topic: str, partitions: in
     try:
         wanted = [TopicPartition(topic, p) for p in range(partitions)]
         return clients.committed(kafka, consumer, wanted, doing)
+    except BrokerUnavailable as error:
+        raise BrokerUnavailable(f"{error}; {hanging.open_on_offsets(kafka, group)}") from error
     finally:
         consumer.close()
 

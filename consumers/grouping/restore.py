@@ -19,7 +19,7 @@ from consumers.grouping.fold import Fold
 from consumers.grouping.makers import makers_of
 from consumers.grouping.skips import asked_for
 from consumers.grouping.state import CommitMetadata, JournalSum, TaskState
-from topics import clients
+from topics import clients, hanging
 from topics.catalogue import topic_name
 from topics.config import KafkaConfig
 from topics.errors import DeadlineExceeded, StateRefused
@@ -269,8 +269,8 @@ def _range(kafka: KafkaConfig, topic: str, partition: int, start: int, stop: int
             yield None
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"{topic}[{partition}] did not show offset {stop - 1} within {timeout_s:g} s; a transaction may be "
-                    f"open, or the broker lost records"
+                    f"{topic}[{partition}] did not show offset {stop - 1} within {timeout_s:g} s; "
+                    f"{hanging.open_on(kafka, topic, [partition])}"
                 )
     finally:
         consumer.close()

@@ -33,7 +33,10 @@ def warnings(now: Snapshot, then: Snapshot = THEN) -> list[str]:
     [
         ({"rollouts": 190, "dropped": {"late": 6, "zero_variance": 90}}, "dropped, 89 since then as zero_variance"),
         ({"dead_lettered": 7}, "dead letters, 7 since then; `rollstream dlq ls --run r`"),
-        ({"produced": 150, "rollouts": 140, "unread": 56}, "unread, 56: grouping reads nothing"),
+        (
+            {"produced": 150, "rollouts": 140, "unread": 56},
+            "unread, 56: grouping reads nothing; its logs are group-*.log, and `rollstream broker mend",
+        ),
         (
             {"produced": 150, "rollouts": 140, "in_flight": 54},
             "in flight, 54: groups wait for members (worker.group_size 8), or there are too few for a batch "

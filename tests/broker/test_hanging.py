@@ -1,0 +1,200 @@
+"""A transaction that nobody ends any more is named by whoever waits for it, and mended; then the run goes on."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from consumers.grouping.bootstrap import committed_offsets
+from consumers.grouping.config import GroupingConfig
+from consumers.grouping.restore import _range
+from infra.broker import LocalBroker
+from infra.config import BrokerConfig
+from pipeline.ledger.proof import ledger
+from tests.hanging import NO_VERIFICATION, UNKNOWN_PRODUCER, hang, hang_offsets
+from tests.runs import RealRun, rollout
+from tests.waiting import eventually
+from topics import clients, hanging
+from topics.config import KafkaConfig
+from topics.errors import BrokerUnavailable, DeadlineExceeded
+from topics.open_transactions import await_decided, undecided
+
+HANGS = rf"a transaction hangs: {{}} from offset {{}} on, of producer {UNKNOWN_PRODUCER} epoch 0, silent for \d+ s"
+
+
+class Hurried(KafkaConfig):
+    """Waits a second where others wait a minute."""
+
+    @property
+    def patience_s(self) -> float:
+        return 1.0
+
+
+@pytest.fixture(scope="module")
+def trusting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
+    """A broker that does not ask who writes in a transaction."""
+    config = BrokerConfig(data_dir=tmp_path_factory.mktemp("trusting"), properties=NO_VERIFICATION)
+    with LocalBroker.start(config=config, bound_to_parent=True) as broker:
+        yield broker
+
+
+@pytest.fixture
+def run(trusting: LocalBroker, run_name: str, tmp_path: Path) -> Iterator[RealRun]:
+    kafka = KafkaConfig(bootstrap_servers=trusting.bootstrap_servers, transaction_timeout_s=2.0)
+    run = RealRun(kafka, run_name, tmp_path, grouping=GroupingConfig(batch_rollouts=4, max_batch_age_s=1.0))
+    yield run.prepare()
+    run.stop()
+
+
+def mend(run: RealRun, *flags: str) -> tuple[int, str]:
+    """`rollstream broker mend`: exit code, and what it printed."""
+    words = run.command("broker", "mend", *flags, kafka__transaction_timeout_s=2.0)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=run.directory, env=run._env())
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+def grouper(run: RealRun) -> subprocess.Popen[bytes]:
+    return run.start("group", kafka__transaction_timeout_s=2.0)
+
+
+def await_batches(run: RealRun, count: int) -> None:
+    eventually(lambda: len(run.read("batches")) >= count, 60, f"{count} batches", every_s=0.2)
+
+
+def end_of(run: RealRun, partition: int) -> int:
+    """Where a partition of the journal ends, which hangs."""
+    return undecided(run.kafka, run.topic("journal"))[partition].end
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    assert process.wait(60) == 0
+
+
+def test_a_run_whose_journal_and_offsets_hang_is_mended_and_goes_on(run: RealRun) -> None:
+    group, rollouts = run.grouper.group_id(run.name), run.topic("rollouts")
+    process = grouper(run)
+    run.send(rollout("before", member) for member in range(4))
+    await_batches(run, 1)
+    [batch] = run.read("batches")
+    place = batch.partition  # type: ignore[attr-defined]
+    start = hang(run.kafka, run.topic("journal"), place)
+    # It writes on, beyond what hangs, until it is started again.
+    run.send(rollout("before", member, uid=f"again-{member}", policy_version=1) for member in range(4))
+    run.publish_version(1)
+    eventually(lambda: end_of(run, place) > start + 3, 60, "it writes on")
+    stop(process)
+    hang_offsets(run.kafka, group, rollouts, place, clients.partitions_of(run.kafka, hanging.OFFSETS))
+
+    end = end_of(run, place)
+    journal = rf"{run.topic('journal')}\[{place}\]"
+    hurried = Hurried(bootstrap_servers=run.kafka.bootstrap_servers, transaction_timeout_s=0.1)
+    with pytest.raises(DeadlineExceeded, match="did not show offset .* 1 s; " + HANGS.format(journal, start)):
+        list(_range(hurried, run.topic("journal"), place, 0, end))
+    with pytest.raises(DeadlineExceeded, match=HANGS.format(journal, start) + r"\. Nobody .*rollstream broker mend"):
+        await_decided(run.kafka, run.topic("journal"), "nothing was done", 0.5)
+    pending = HANGS.format(rf"{hanging.OFFSETS}\[\d+\]", r"\d+")
+    with pytest.raises(BrokerUnavailable, match=f"reading offsets of group {group}: .*; {pending}"):
+        committed_offsets(hurried, group, rollouts, 2)
+
+    eventually(lambda: len(hanging.hanging(run.kafka, run.name)) == 2, 30, "both have been silent for long enough")
+    code, text = mend(run)
+    assert code == 1
+    assert f"{run.topic('journal')}[{place}] from offset {start} on" in text
+    assert "nothing was changed" in text
+    code, text = mend(run, "--yes", "--json")
+    ended = json.loads(text)["hanging"]
+    assert (code, len(ended)) == (0, 2)
+    assert {(row["topic"], row["ended"], row["ends_as"]) for row in ended} == {
+        (run.topic("journal"), True, "aborted"),
+        (hanging.OFFSETS, True, "aborted"),
+    }
+    assert mend(run) == (0, f"no transaction of run {run.name} hangs at {run.kafka.bootstrap_servers}\n")
+    assert undecided(run.kafka, run.topic("journal")) == {}
+
+    process = grouper(run)
+    run.send(rollout("after", member, policy_version=1) for member in range(4))
+    await_batches(run, 3)
+    stop(process)
+    book = ledger(run.kafka, run.name, group)
+    assert book.balanced, book.problems
+
+
+def test_what_its_coordinator_counts_as_committed_is_committed(run: RealRun) -> None:
+    topic = run.topic("batches")
+    name = f"{run.name}/grouper/0"
+    producer = clients.transactional_producer(run.kafka, name)
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    producer.produce(topic, b"seen", partition=0)
+    producer.flush(30)
+    producer.commit_transaction(30)
+    with hanging._client(run.kafka) as client:
+        told = client.describe_transactions([name])[name]
+    # As if the marker of the transaction had been lost on this partition.
+    of = (told.producer_id, told.producer_epoch)
+    began_s = told.transaction_start_time_ms / 1000
+    hang(run.kafka, topic, 1, producer=of, value=b"hidden", written_at_s=began_s + 0.002)
+    assert clients.fetch(run.kafka, topic, 1, 0) is None
+    eventually(lambda: hanging.hanging(run.kafka, run.name), 30, "its timeout is over")
+    code, text = mend(run, "--yes")
+    assert code == 0
+    assert f"({name}, CompleteCommit)" in text
+    assert text.rstrip().endswith(": committed")
+    hidden = clients.fetch(run.kafka, topic, 1, 0)
+    assert hidden is not None
+    assert hidden.value() == b"hidden"
+
+
+def test_what_its_coordinator_aborted_is_aborted_though_a_later_one_was_committed(run: RealRun) -> None:
+    topic = run.topic("batches")
+    name = f"{run.name}/grouper/0"
+    producer = clients.transactional_producer(run.kafka, name)
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    producer.produce(topic, b"seen", partition=0)
+    producer.flush(30)
+    producer.commit_transaction(30)
+    with hanging._client(run.kafka) as client:
+        told = client.describe_transactions([name])[name]
+    of = (told.producer_id, told.producer_epoch)
+    hang(run.kafka, topic, 1, producer=of, written_at_s=told.transaction_start_time_ms / 1000 - 60)
+    [found] = hanging.hanging(run.kafka, run.name)
+    assert not found.committed
+    assert hanging.end(run.kafka, [found]) == []
+    assert undecided(run.kafka, topic) == {}
+    assert clients.fetch(run.kafka, topic, 1, 0) is None
+
+
+def test_a_transaction_that_somebody_may_still_end_is_left_alone(run: RealRun) -> None:
+    with run.open_transaction("journal") as producer:
+        said = hanging.open_on(run.kafka, run.topic("journal"), [0, 1])
+        assert said.startswith(f"a transaction stands open: {run.topic('journal')}[0] from offset 2 on, of producer ")
+        assert f"({run.name}-foreign, Ongoing)" in said
+        assert "after its timeout (300 s)" in said
+        # However long it has been silent: its coordinator ends it.
+        impatient = replace(run.kafka, transaction_timeout_s=0.0)
+        assert hanging.hanging(impatient, run.name) == []
+        assert mend(run, "--yes")[0] == 0
+        producer.produce(run.topic("journal"), b"more", b"foreign", 0)
+        producer.commit_transaction(30)
+        producer.begin_transaction()
+    assert hanging.open_on(run.kafka, run.topic("journal"), [0, 1]) == "no transaction stands open there now"
+
+
+def test_what_is_younger_than_the_timeout_is_left_alone(run: RealRun) -> None:
+    hang(run.kafka, run.topic("journal"))
+    patient = replace(run.kafka, transaction_timeout_s=600.0)
+    assert hanging.hanging(patient, run.name) == []
+    assert "a transaction stands open" in hanging.open_on(patient, run.topic("journal"), [0])
+    [found] = hanging.hanging(run.kafka, run.name)
+    assert found.start == 2
+
+
+def test_where_nobody_answers_the_error_says_that_it_could_not_look() -> None:
+    nobody = KafkaConfig(bootstrap_servers="127.0.0.1:1")
+    assert "cannot be seen (no Kafka broker answers" in hanging.open_on(nobody, "main.journal", [0])
