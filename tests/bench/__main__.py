@@ -8,7 +8,8 @@ import platform
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ _WIDTH = 80
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; exit code 0 however slow it was."""
+    """Measure and print; exit code 0 however slow it was, 1 where a row failed: the others are printed."""
     args = build_parser().parse_args(arguments)
     names = args.only or list(ROWS)
     with tempfile.TemporaryDirectory(prefix="rollstream-bench-") as folder, _broker(Path(folder), names) as servers:
@@ -69,16 +70,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         settings = dataclasses.replace(settings, poll_records=min(settings.poll_records, max(1, args.rollouts // 8)))
         before = os.getloadavg()[0]
-        rows = []
+        rows, failed = [], {}
         for name in names:
             print(f"measuring {name}, {args.repetitions} times", file=sys.stderr, flush=True)
-            rows.append(ROWS[name](settings))
+            try:
+                rows.append(ROWS[name](settings))
+            except Exception as error:
+                traceback.print_exc()
+                failed[name] = f"{type(error).__name__}: {error}"
     machine = _machine(before)
     if args.json:
-        print(json.dumps({"machine": machine, "rows": [row.as_dict() for row in rows]}))
+        print(json.dumps({"machine": machine, "rows": [row.as_dict() for row in rows], "failed": failed}))
     else:
-        print(report(settings, machine, rows))
-    return 0
+        print(report(settings, machine, rows, failed))
+    return 1 if failed else 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -116,8 +121,13 @@ def _machine(load_before: float) -> dict[str, Any]:
     }
 
 
-def report(settings: Settings, machine: dict[str, Any], rows: Sequence[Row | LatencyRow]) -> str:
-    """Plain tables no wider than 80 columns, and what the columns mean."""
+def report(
+    settings: Settings,
+    machine: dict[str, Any],
+    rows: Sequence[Row | LatencyRow],
+    failed: Mapping[str, str] | None = None,
+) -> str:
+    """Plain tables no wider than 80 columns, what the columns mean, and why rows are missing."""
     lines = [
         f"{settings.rollouts:,} rollouts of {settings.tokens:,} tokens, {settings.repetitions} repetitions, medians",
         f"{machine['cores']} cores shared with the broker; load {machine['load_before']} before, "
@@ -153,10 +163,12 @@ def report(settings: Settings, machine: dict[str, Any], rows: Sequence[Row | Lat
     lines.append("")
     for each in rows:
         lines += textwrap.wrap(f"{each.name}: {each.what}; raw: {each.baseline}", _WIDTH, subsequent_indent="  ")
-        if isinstance(each, Row) and each.figures:
+        if each.figures:
             seen = "; ".join(f"{name} {value:,.3g}" for name, value in each.figures.items())
             lines += textwrap.wrap(f"  seen: {seen}", _WIDTH, subsequent_indent="  ")
     lines.append("ratio: ours over raw in the same repetition; noise: how far raw alone varied.")
+    for name, error in (failed or {}).items():
+        lines += ["", *textwrap.wrap(f"{name} FAILED: {error}", _WIDTH, subsequent_indent="  ")]
     return "\n".join(lines)
 
 

@@ -123,6 +123,8 @@ class LatencyRow:
     baseline: str
     ours: tuple[tuple[float, ...], ...]
     raw: tuple[tuple[float, ...], ...]
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What else was seen, by name."""
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -149,6 +151,7 @@ class LatencyRow:
             "ratios": list(self.ratios),
             "measured": min(len(values) for values in self.ours),
             **percentiles,
+            "figures": dict(self.figures),
         }
 
 
@@ -206,7 +209,10 @@ def ready_child(module: str, settings: Settings, run: str) -> Iterator[subproces
         try:
             assert child.stdout is not None
             if child.stdout.readline() == "ready\n":
-                yield child
+                try:
+                    yield child
+                except Exception as error:
+                    raise RuntimeError(f"{error}; the end of {log.name}: {log.read_text()[-1000:]}") from error
             code = child.wait(CHILD_TIMEOUT_S)
         finally:
             child.kill()
