@@ -94,13 +94,23 @@ class ExactlyOnce(ABC, Generic[P]):
         deadline = time.monotonic() + _RETRY_FOR_S
         while True:
             try:
-                self._retry(lambda: self._producer.init_transactions(self._call_timeout_s), "init_transactions")
+                self._retry(
+                    lambda: self._producer.init_transactions(self._call_timeout_s),
+                    "init_transactions",
+                    may_abort=False,
+                    for_s=_RETRY_FOR_S,
+                )
                 return
             except Stalled as stalled:
                 if time.monotonic() > deadline:
                     raise DeliveryError(f"{stalled}; are the brokers up?") from stalled
                 self._assert_our_turn(str(stalled))
                 self._replace_producer()
+            except KafkaException as exception:
+                error: KafkaError = exception.args[0]
+                raise DeliveryError(
+                    f"transactional id {self._id} cannot be written under: {error.str()} ({error.name()})"
+                ) from exception
 
     def assert_ours(self, consumer: Consumer) -> None:
         """Go on with another consumer, unless the transactional id was taken over since: then raises Fenced.
