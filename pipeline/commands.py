@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from pipeline.tables import command_text
+
 if TYPE_CHECKING:
     from pipeline.config import RunConfig
 
@@ -41,6 +43,16 @@ class Setting(argparse.Action):
         namespace.options = {**getattr(namespace, "options", {}), self.dest: option}
 
 
+_EXAMPLE = "example:"
+
+
+class _Help(argparse.HelpFormatter):
+    """Leaves the lines of an example as they are: a command broken anywhere is none."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith(_EXAMPLE) else super()._fill_text(text, width, indent)
+
+
 def add_command(
     commands: "Commands", name: str, handler: str, summary: str, *, example: str = "", json: bool = False
 ) -> argparse.ArgumentParser:
@@ -49,7 +61,8 @@ def add_command(
         name,
         help=summary,
         description=summary[0].upper() + summary[1:] + ".",
-        epilog=f"example: {example}" if example else None,
+        epilog=f"{_EXAMPLE}\n{command_text(example)}" if example else None,
+        formatter_class=_Help,
     )
     common = parser.add_argument_group("configuration")
     common.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the run's settings")

@@ -16,6 +16,8 @@ from topics.records import BatchIndexEntry, BatchUse, FateCount, JournalRecord, 
 WINDOW_S = 10
 """Seconds that rates are over: whole ones, the newest that is over last."""
 _KEPT_S = 6 * WINDOW_S
+_NO_TIME_S = 1e11
+"""Times as far off are none: the year 5138."""
 POINTS = 36
 """Most points of a curve."""
 
@@ -68,7 +70,7 @@ class Snapshot:
     staleness: Mapping[int, int] = field(default_factory=dict)
     """Rollouts trained on, by how many policy versions the oldest of their batch was behind."""
     records_skipped: int = 0
-    """Records of other topics than rollouts that could not be read."""
+    """Records that could not be read, or are of no use."""
 
     @property
     def quiet(self) -> bool:
@@ -213,8 +215,9 @@ class Flow:
             self._staleness[max(0, version - entry.lowest_version)] += use.rows
 
     def _at(self, at_ms: int) -> None:
-        self._first_ms = min(self._first_ms or at_ms, at_ms)
-        self._last_ms = max(self._last_ms, at_ms)
+        if 0 < at_ms < _NO_TIME_S * 1000:
+            self._first_ms = min(self._first_ms or at_ms, at_ms)
+            self._last_ms = max(self._last_ms, at_ms)
 
     def snapshot(self, now_ms: int, reward: float = 0.0, exact: float = 0.0, *, records_skipped: int = 0) -> Snapshot:
         """The run now; `reward` and `exact` are the means of the newest rollouts."""
@@ -229,7 +232,8 @@ class Flow:
             fate.removeprefix(f"{DROPPED}:"): count for fate, count in sorted(fates.items()) if fate.startswith(DROPPED)
         }
         unread, in_flight = (sum(map(len, of.values())) for of in (self._ahead, self._unfinished))
-        published_ms = 0 if self._manifest is None else int(self._manifest.created * 1000)
+        created = 0.0 if self._manifest is None else self._manifest.created
+        published_ms = int(created * 1000) if 0 < created < _NO_TIME_S else 0
         rewards, exacts = self._curves()
         return Snapshot(
             run=self._run,

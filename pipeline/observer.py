@@ -23,6 +23,7 @@ from topics.errors import DeadlineExceeded, RecordError
 from topics.following import TopicFollower
 from topics.records import BatchIndexEntry, FateCount, JournalRecord, LearnerStep, PolicyManifest, Rollout
 from topics.skipped import SkippedRecords
+from topics.validation import REWARD_LIMIT
 
 EXACT = "exact"
 _UNHURRIED: dict[str, Any] = {"fetch.min.bytes": 256 * 1024, "fetch.wait.max.ms": 250}
@@ -57,8 +58,9 @@ class RunObserver:
     beginning at first.
     """
 
-    def __init__(self, kafka: KafkaConfig, run: str, *, keep: int | None = None) -> None:
-        """`keep` bounds how many of the newest rollouts are remembered, by whoever watches for days."""
+    def __init__(self, kafka: KafkaConfig, run: str, *, keep: int | None = None, logged: bool = True) -> None:
+        """`keep` bounds how many of the newest rollouts are remembered, by whoever watches for days. `logged` is
+        whether each record that is passed over is logged, as where nobody else says so."""
         self._rollouts, self._index, self._steps, self._policies, self._journal = (
             topic_name(run, topic) for topic in ("rollouts", "batch-index", "steps", "policies", "journal")
         )
@@ -75,8 +77,8 @@ class RunObserver:
         start = [TopicPartition(topic, p, OFFSET_BEGINNING) for topic, p in places]
         # Whoever watches is in no hurry: few large answers instead of one for each record.
         self._follower = TopicFollower(kafka, start, **_UNHURRIED)
-        self.skipped = SkippedRecords("observer")
-        """Records that could not be read, but for those of rollouts, which are grouping's to judge."""
+        self.skipped = SkippedRecords("observer", logged=logged)
+        """Records that could not be read, or are of no use; those of rollouts are grouping's to judge, too."""
         self.scored: list[Scored] = []
         """Every rollout so far, or the newest, in order of append time, partition, offset."""
         self._keep = keep
@@ -156,9 +158,13 @@ class RunObserver:
         self._flow.record(place[1], place[2], place[0])
         try:
             record = decode(message.value())
-        except RecordError:
-            return  # a dead letter; grouping deals with it
+        except RecordError as error:
+            self.skipped.skip(message, str(error))  # A dead letter; grouping deals with it.
+            return
         if isinstance(record, Rollout):
             exact = float(record.reward_components.get(EXACT, 0.0))
+            if not (abs(record.reward) <= REWARD_LIMIT and abs(exact) <= REWARD_LIMIT):
+                self.skipped.skip(message, f"reward is {record.reward:g}, exact match {exact:g}")
+                return
             insort(self.scored, Scored(*place, record.reward, exact))
             self._flow.rollout(place[0], record.highest_version, record.reward, exact)

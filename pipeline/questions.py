@@ -4,7 +4,6 @@ Exit code 0 when the answer is yes, 1 when it is no, 4 when it is yes as far as 
 """
 
 import argparse
-import json
 import os
 import random
 import time
@@ -13,7 +12,8 @@ from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.report import ledger_text, verification_text
-from pipeline.tables import table
+from pipeline.tables import clipped, table
+from pipeline.tools.plain import compact, tell
 from topics.errors import ConfigurationError
 
 _NAME_WIDTH = 48
@@ -31,10 +31,7 @@ def show_ledger(config: RunConfig, args: argparse.Namespace) -> int:
 
     while True:
         book = ledger(config.kafka, config.run, config.grouper.group_id(config.run)).as_dict()
-        print(
-            json.dumps(book) if args.json else book_text(book, by_environment=args.by == "env"),
-            flush=True,
-        )
+        print(compact(book) if args.json else book_text(book, by_environment=args.by == "env"), flush=True)
         if args.watch is None:
             return 1 if not book["balanced"] else _UNDECIDED if book["undecided"] else 0
         time.sleep(args.watch)
@@ -70,7 +67,13 @@ def book_text(book: Mapping[str, Any], *, by_environment: bool = False) -> str:
 def learners_text(found: Mapping[str, Any]) -> str:
     """What each learner made of the batches: its steps, what it trained on and skipped, and what waits for it."""
     rows = [
-        (_shortened(name), row["step"], row["trained"], row["skipped"], row.get("waiting", f"(run {row['input_run']})"))
+        (
+            clipped(name, _NAME_WIDTH),
+            row["step"],
+            row["trained"],
+            row["skipped"],
+            row.get("waiting", f"(run {row['input_run']})"),
+        )
         for name, row in found.items()
     ]
     return table(("learner", "step", "trained", "skipped", "batches waiting"), rows)
@@ -81,7 +84,7 @@ def environments_text(found: Mapping[str, Any]) -> str:
     rows: list[tuple[object, ...]] = []
     for environment, figures in found.items():
         for fate, count in figures["records"].items():
-            label = _shortened(environment or "(none)") if fate == "produced" else f"  {_words(fate)}"
+            label = clipped(environment or "(none)", _NAME_WIDTH) if fate == "produced" else f"  {_words(fate)}"
             if count or fate == "produced":
                 rows.append((label, count, figures["tokens"].get(fate, 0)))
     return table(("environment", "rollouts", "tokens"), rows) if rows else "no environment is on record yet"
@@ -95,17 +98,13 @@ def evaluations_text(found: Sequence[Mapping[str, Any]]) -> str:
         answered = "" if low == high == one["version"] else f"{low}" if low == high else f"{low}-{high}"
         missing = f" of {one['prompts']:,}" if one["rollouts"] < one["prompts"] else ""
         means = (one["reward"], "" if one["exact"] is None else f"{one['exact']:.3f}")
-        name = f"{_shortened(one['environment'])}/{one['split']} {one['phase']}"
+        name = f"{clipped(one['environment'], _NAME_WIDTH)}/{one['split']} {one['phase']}"
         rows.append((name, one["version"], answered, f"{one['rollouts']:,}{missing}", *means))
     return table(("evaluation", "version", "answered by", "rollouts", "reward", "exact"), rows)
 
 
 def _words(fate: str) -> str:
     return fate.replace("_", " ").replace(":", ": ")
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= _NAME_WIDTH else name[: _NAME_WIDTH - 1] + "…"
 
 
 def show_verification(config: RunConfig, args: argparse.Namespace) -> int:
@@ -120,13 +119,15 @@ def show_verification(config: RunConfig, args: argparse.Namespace) -> int:
         names = list(index_of(config.kafka, config.run))
         only = names[-args.last :] if args.last is not None else _sample(names, args.sample, args.seed)
     with progress("batches") as show:
-        found = verify(
+        verification = verify(
             config.kafka, config.run, config.grouper.makers, only=only, processes=os.cpu_count() or 1, progress=show
-        ).as_dict()
+        )
+    found = verification.as_dict()
     text = verification_text(found)
     if found["unverifiable"]:
         text += f"\n{found['unverifiable']:,} batches are no longer verifiable: what they were made of was pruned"
-    print(json.dumps(found) if args.json else text)
+    print(compact(found) if args.json else text)
+    tell(verification.skipped)
     return 0 if not found["mismatches"] and not (args.batch and found["unverifiable"]) else 1
 
 

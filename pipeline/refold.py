@@ -9,26 +9,27 @@ from types import MappingProxyType
 
 from consumers.grouping import state
 from consumers.grouping.changes import CORE_VERSION, Output, Record
-from consumers.grouping.config import GroupingConfig
+from consumers.grouping.config import ForeignConfiguration, GroupingConfig
 from consumers.grouping.fold import Fold
 from consumers.grouping.makers import MakerFactory
 from consumers.grouping.restore import records_of
+from pipeline.reading import read_journal
 from topics import clients, codec
 from topics.catalogue import topic_name
 from topics.codec import decode_as, encode
 from topics.config import KafkaConfig
 from topics.errors import ConfigurationError, RecordError, StateRefused
 from topics.records import JournalRecord, Mark
+from topics.skipped import SkippedRecords
 
 Change = Callable[[GroupingConfig], GroupingConfig]
 """Another configuration in the place of one."""
 _TAKE_EVERY = 200
 
 
-def journal_of(kafka: KafkaConfig, run: str, partition: int) -> list[JournalRecord]:
+def journal_of(kafka: KafkaConfig, run: str, partition: int, skipped: SkippedRecords) -> list[JournalRecord]:
     """The journal of a partition, oldest first. Raises StateRefused when a newer release wrote it."""
-    messages = clients.read_to_end(kafka, topic_name(run, "journal"), partitions=[partition])
-    records = [decode_as(JournalRecord, message.value()) for message in messages]
+    records = [record for _offset, record in read_journal(kafka, run, partition, skipped)]
     newest = max((record.core_version for record in records), default=CORE_VERSION)
     if newest > CORE_VERSION:
         raise StateRefused(
@@ -130,6 +131,6 @@ def _changed(record: Record, change: Change) -> Record:
         return record
     try:
         configuration = change(GroupingConfig.from_json(mark.configuration)).to_json()
-    except ConfigurationError:
-        return record  # No code can run it, as it is or changed.
+    except (ConfigurationError, ForeignConfiguration):
+        return record  # No code can run it, or this cannot: the fold passes it over, as it is or changed.
     return record._replace(value=encode(replace(mark, configuration=configuration)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from consumers.grouping.selection import FIGURES, TOLERANCE, warning
 from pipeline.faults import Fault, faults_text, plain_faults
-from pipeline.tables import bytes_text, table
+from pipeline.tables import bytes_text, clipped, command_text, table
 
 if TYPE_CHECKING:
     from pipeline.one_process import Comparison
@@ -151,7 +151,7 @@ class DemoReport:
         """What the log can tell besides."""
         parts = []
         if self.lineage is not None:
-            lines = (line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in self.lineage.lines())
+            lines = (clipped(line, _WIDTH) for line in self.lineage.lines())
             parts.append(
                 "\n".join(["one rollout, from the version that sampled it to the one it helped to make:", *lines])
             )
@@ -167,7 +167,7 @@ class DemoReport:
 
     def _places(self) -> str:
         lines = [f"{name}: {place}" for name, place in self.places.items()]
-        lines += ["", "what to try next:", *(f"    {command}" for command in self.next)]
+        lines += ["", "what to try next:", *(command_text(command, "    ") for command in self.next)]
         lines += ["", "PASSED" if self.passed else "FAILED: " + "; ".join(self.failures)]
         return "\n".join(lines)
 

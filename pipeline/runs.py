@@ -3,7 +3,6 @@
 import argparse
 import json
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from confluent_kafka import KafkaException, TopicPartition
@@ -11,6 +10,7 @@ from confluent_kafka.admin._listoffsets import OffsetSpec
 
 from pipeline.config import RunConfig
 from pipeline.tables import table
+from pipeline.tools.plain import time_text
 from topics import clients
 from topics.catalogue import topic_name
 from topics.config import KafkaConfig
@@ -80,4 +80,4 @@ def _offsets(
 
 
 def _time(at_ms: int) -> str:
-    return "" if at_ms < 0 else f"{datetime.fromtimestamp(at_ms / 1000, UTC):%Y-%m-%d %H:%M:%S}Z"
+    return "" if at_ms < 0 else time_text(at_ms).replace("T", " ")

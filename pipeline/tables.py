@@ -1,5 +1,7 @@
 """Plain tables and figures for people; programs ask for --json."""
 
+import shlex
+import sys
 from collections.abc import Sequence
 
 
@@ -18,6 +20,24 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         ).rstrip()
         for row in cells
     )
+
+
+def clipped(text: str, width: int) -> str:
+    """A text that fits a column on a terminal; the whole of it where standard output is none."""
+    return text if len(text) <= width or not sys.stdout.isatty() else f"{text[: width - 1]}…"
+
+
+def command_text(command: str, indent: str = "  ", width: int = 80) -> str:
+    """A command for the shell on lines that fit a terminal; what is copied from there works as it is."""
+    words = [shlex.quote(word) for word in shlex.split(command)]
+    lines, line = [], indent + words[0]
+    for word in words[1:]:
+        if len(line) + len(word) + 3 > width:
+            lines.append(f"{line} \\")
+            line = f"{indent}    {word}"
+        else:
+            line += f" {word}"
+    return "\n".join([*lines, line])
 
 
 def bytes_text(size: int) -> str:

@@ -88,6 +88,7 @@ def add_tools(commands: "Commands") -> None:
     _add_migrate(commands)
     _add_prune(commands)
     _add_archive(commands)
+    _add_groups(commands)
     _add_dlq(commands)
     _add_exclude(commands)
     _add_cat(commands)
@@ -258,6 +259,30 @@ def _add_archive(commands: "Commands") -> None:
     )
     sql.add_argument("--csv", action="store_true", help="print CSV")
     sql.add_argument("--plot", type=Path, metavar="FILE.png", help="draw two columns: a line, or bars over texts")
+
+
+def _add_groups(commands: "Commands") -> None:
+    groups = add_command(
+        commands,
+        "groups",
+        "pipeline.tools.groups:show_groups",
+        "write what is new of the run's groups into Parquet files, in a store of groups",
+        example="rollstream groups data/groups --run main --batches",
+        json=True,
+    )
+    groups.add_argument(
+        "directory", nargs="?", type=Path, metavar="DIRECTORY", help="the store (default: groups/RUN in data_dir)"
+    )
+    groups.add_argument("--batches", action="store_true", help="the run's training batches, too")
+    groups.add_argument(
+        "--policy-version",
+        action="append",
+        type=int,
+        default=[],
+        metavar="V",
+        help="rollouts of this version only; may be repeated",
+    )
+    groups.add_argument("--compression", default="zstd", metavar="NAME", help="of the files (default: %(default)s)")
 
 
 def _seconds(text: str) -> float:

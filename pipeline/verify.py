@@ -8,20 +8,22 @@ import time
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from consumers.grouping.makers import makers_of
 from pipeline.progress import Progress
+from pipeline.reading import batch_at, read_batches, read_index
 from pipeline.refold import beginnings, journal_of, log_begins, refold, skips_in
 from pipeline.spread import spread
 from topics import clients
 from topics.catalogue import topic_name
-from topics.codec import decode_as
 from topics.config import KafkaConfig
 from topics.errors import RecordError, TopicError
 from topics.examples import batch_digest
 from topics.open_transactions import undecided
 from topics.records import BatchIndexEntry, Drop, JournalRecord, TrainingBatch, batch_numbers, same
+from topics.skipped import SkippedRecords
 
 
 @dataclass
@@ -36,6 +38,8 @@ class Verification:
     """Batches still held whose rollouts, or the journal before them, were pruned."""
     mismatches: list[str] = field(default_factory=list)
     """What differs, and where."""
+    skipped: SkippedRecords = field(default_factory=partial(SkippedRecords, logged=False))
+    """Records of index, journal and batches that are none."""
 
     def as_dict(self) -> dict[str, Any]:
         """The verification as programs read it."""
@@ -45,6 +49,7 @@ class Verification:
             "unverifiable": self.unverifiable,
             "mismatches": len(self.mismatches),
             "differences": self.mismatches,
+            "skipped": self.skipped.as_dict(),
         }
 
     def add(self, other: "Verification") -> None:
@@ -53,6 +58,7 @@ class Verification:
         self.drops += other.drops
         self.unverifiable += other.unverifiable
         self.mismatches += other.mismatches
+        self.skipped.merge(other.skipped)
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,8 @@ def verify(
     """
     clients.check_broker(kafka)
     partitions = range(clients.partitions_of(kafka, topic_name(run, "rollouts")))
-    index = index_of(kafka, run)
+    result = Verification()
+    index = index_of(kafka, run, result.skipped)
     unknown = sorted(set(only or ()) - index.keys())
     if unknown:
         raise TopicError(f"run {run} has no batch {unknown[0]}; `rollstream cat batch-index` lists them")
@@ -99,7 +106,6 @@ def verify(
         if wanted is None or wanted:
             jobs.append(_Job(kafka, run, partition, tuple(makers), mine, log_begin[partition], wanted))
     expected = len(index) if only is None else len(set(only))
-    result = Verification()
     progress(0, expected)
     for found in spread(_verify_partition, jobs, processes):
         result.add(found)
@@ -108,43 +114,46 @@ def verify(
     return result
 
 
-def index_of(kafka: KafkaConfig, run: str) -> dict[str, BatchIndexEntry]:
+def index_of(kafka: KafkaConfig, run: str, skipped: SkippedRecords | None = None) -> dict[str, BatchIndexEntry]:
     """Entries of the index by batch, in its order."""
-    messages = clients.read_to_end(kafka, topic_name(run, "batch-index"))
-    return {entry.batch_id: entry for entry in (decode_as(BatchIndexEntry, m.value()) for m in messages)}
+    index = read_index(kafka, run, skipped or SkippedRecords(logged=False))
+    return {batch_id: entry for batch_id, (_offset, entry) in index.items()}
 
 
 def _verify_partition(job: _Job) -> Verification:
-    job, journal = _settled(job)
+    job, journal, skipped = _settled(job)
     if not journal:
-        return Verification()
+        return Verification(skipped=skipped)
     begin = next(iter(beginnings(journal, job.log_begin)), None)
     if begin is None:
-        return Verification(unverifiable=len(job.index if job.only is None else job.only))
+        return Verification(unverifiable=len(job.index if job.only is None else job.only), skipped=skipped)
     first = journal[begin].batch_number
     if job.only is None:
         result = _verify_all(job, journal, begin)
+        result.skipped.merge(skipped)
         result.unverifiable = sum(batch_numbers(batch_id)[1] < first for batch_id in job.index)
         return result
     result = _verify_some(
         job, journal, begin, {batch_id for batch_id in job.only if batch_numbers(batch_id)[1] >= first}
     )
+    result.skipped.merge(skipped)
     result.unverifiable = sum(batch_numbers(batch_id)[1] < first for batch_id in job.only)
     return result
 
 
-def _settled(job: _Job, patience_s: float = 10.0) -> tuple[_Job, list[JournalRecord]]:
-    """The job and its partition's journal, read until they agree on which batches there are: in a live run a
-    transaction does not show on all partitions at once, and more come meanwhile.
+def _settled(job: _Job, patience_s: float = 10.0) -> tuple[_Job, list[JournalRecord], SkippedRecords]:
+    """The job and its partition's journal, with what of it was passed over, read until they agree on which batches
+    there are: in a live run a transaction does not show on all partitions at once, and more come meanwhile.
 
     The index has one partition for all: while somebody's transaction stands open there it is waited for longer.
     """
     began = time.monotonic()
     while True:
-        journal = journal_of(job.kafka, job.run, job.partition)
+        skipped = SkippedRecords(logged=False)
+        journal = journal_of(job.kafka, job.run, job.partition, skipped)
         begin = next(iter(beginnings(journal, job.log_begin)), None)
         if begin is None:
-            return job, journal
+            return job, journal, skipped
         first = journal[begin].batch_number
         journaled = {batch_id for record in journal[begin + 1 :] for batch_id in record.batch_ids}
         wanted = {batch_id for batch_id in job.only or () if batch_numbers(batch_id)[1] >= first}
@@ -152,11 +161,11 @@ def _settled(job: _Job, patience_s: float = 10.0) -> tuple[_Job, list[JournalRec
             index = index_of(job.kafka, job.run)
             job = replace(job, index={name: e for name, e in index.items() if e.partition == job.partition})
         if journaled <= job.index.keys() and wanted <= journaled:
-            return job, journal
+            return job, journal, skipped
         waited_s = time.monotonic() - began
         hidden = waited_s < job.kafka.patience_s and undecided(job.kafka, topic_name(job.run, "batch-index"))
         if waited_s > patience_s and not hidden:
-            return job, journal
+            return job, journal, skipped
         time.sleep(0.1)
 
 
@@ -188,19 +197,10 @@ def _verify_all(job: _Job, journal: Sequence[JournalRecord], begin: int) -> Veri
 def _recorded_digests(job: _Job, wanted: Collection[str], result: Verification) -> dict[str, str]:
     """Digest of the content of each recorded batch up to the journal's end; each must match its own and the index's."""
     found: dict[str, str] = {}
-    for message in clients.read_to_end(job.kafka, topic_name(job.run, "batches"), partitions=[job.partition]):
-        batch = _batch(message.value(), job.partition, message.offset() or 0, result)
-        if batch is not None and batch.batch_id in wanted:
+    for batch in read_batches(job.kafka, job.run, result.skipped, job.partition):
+        if batch.batch_id in wanted:
             found[batch.batch_id] = _checked(job, batch, result)
     return found
-
-
-def _batch(value: bytes | None, partition: int, offset: int, result: Verification) -> TrainingBatch | None:
-    try:
-        return decode_as(TrainingBatch, value)
-    except RecordError as error:
-        result.mismatches.append(f"batches[{partition}] offset {offset} cannot be decoded: {error}")
-        return None
 
 
 def _checked(job: _Job, batch: TrainingBatch, result: Verification) -> str:
@@ -264,7 +264,11 @@ def _fetch(job: _Job, batch_id: str, result: Verification) -> TrainingBatch | No
     if message is None:
         result.mismatches.append(f"batch {batch_id}: {topic}[{job.partition}] holds nothing at offset {entry.offset}")
         return None
-    return _batch(message.value(), job.partition, entry.offset, result)
+    try:
+        return batch_at(message)
+    except RecordError as error:
+        result.mismatches.append(f"batch {batch_id} cannot be read: {error}")
+        return None
 
 
 def _differences(job: _Job, folded: TrainingBatch) -> list[str]:

@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from confluent_kafka import Message
 
@@ -40,12 +40,14 @@ class Skipped(NamedTuple):
 class SkippedRecords:
     """What one reader passed over. `reader` is what the log calls it, for example `grouper-exp-0`."""
 
-    def __init__(self, reader: str = "") -> None:
-        self._reader = reader
+    def __init__(self, reader: str = "", *, logged: bool = True) -> None:
+        """`logged` is False where the reader says itself what it passed over, as tools do when they end."""
+        self._reader, self._logged = reader, logged
         self.counts: Counter[str] = Counter()
         """By full name of the topic."""
         self.first: list[Skipped] = []
         """The first thousand of them."""
+        self._first_of: dict[str, Skipped] = {}
 
     @property
     def total(self) -> int:
@@ -79,12 +81,16 @@ class SkippedRecords:
 
     def skip(self, message: Message, error: str) -> None:
         """Count a message as passed over, and say so: of each of the first hundred of a topic, then of some."""
-        skipped = Skipped(message.topic() or "", message.partition() or 0, message.offset() or 0, error)
+        self.note(Skipped(message.topic() or "", message.partition() or 0, message.offset() or 0, error))
+
+    def note(self, skipped: Skipped) -> None:
+        """The same of a record that is no message any more."""
         self.counts[skipped.topic] += 1
+        self._first_of[skipped.topic] = min(self._first_of.get(skipped.topic, skipped), skipped)
         if len(self.first) < _KEPT:
             self.first.append(skipped)
         count = self.counts[skipped.topic]
-        if count <= _EACH_UP_TO or count % _THEN_EVERY == 0:
+        if self._logged and (count <= _EACH_UP_TO or count % _THEN_EVERY == 0):
             event(
                 logger,
                 "record_skipped",
@@ -93,3 +99,21 @@ class SkippedRecords:
                 **skipped._asdict(),
                 skipped=count,
             )
+
+    def merge(self, other: "SkippedRecords") -> None:
+        """Take in what was passed over elsewhere, by another process for example."""
+        self.counts.update(other.counts)
+        self.first += other.first[: _KEPT - len(self.first)]
+        for topic, skipped in other._first_of.items():
+            self._first_of[topic] = min(self._first_of.get(topic, skipped), skipped)
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """By topic how many were passed over, and the first of them by partition and offset."""
+        return {
+            topic: {"records": count, **self._first_of[topic]._asdict()} for topic, count in sorted(self.counts.items())
+        }
+
+    def lines(self) -> list[str]:
+        """The same for people, a line for each topic."""
+        counts = sorted(self.counts.items())
+        return [f"passed over {count:,} of {topic}, the first: {self._first_of[topic]}" for topic, count in counts]

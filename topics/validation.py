@@ -11,8 +11,17 @@ from typing import Any
 import numpy as np
 
 from topics.arrays import shape_problem
+from topics.errors import RecordError
 from topics.examples import REFERENCE
-from topics.records import GroupCancelled, NamedArray, Rollout, SamplingParams
+from topics.records import (
+    BatchIndexEntry,
+    GroupCancelled,
+    NamedArray,
+    Rollout,
+    SamplingParams,
+    TrainingBatch,
+    batch_numbers,
+)
 
 LOGPROB_TOLERANCE = 1e-3
 """Largest positive log-probability put down to rounding (float16 servers reach 5e-4)."""
@@ -84,6 +93,42 @@ def cancellation_problems(cancelled: GroupCancelled, *, bounded: bool = True) ->
     if bounded and len(cancelled.uids) > UIDS_LIMIT:
         found.append(f"uids holds {len(cancelled.uids)}, and may hold {UIDS_LIMIT}: cancel the others with another")
     return found
+
+
+def batch_problems(batch: TrainingBatch) -> list[str]:
+    """What makes the rows of a batch no rows: arrays of other lengths, splits that do not ascend, groups not there."""
+    rows, tokens = len(batch.uids), len(batch.tokens)
+    found = _id_problems(batch.batch_id, batch.partition)
+    columns = ("group_index", "source_offsets", "rewards", "truncated", "lowest_versions", "highest_versions")
+    for name, expected in (
+        *((name, rows) for name in (*columns, "temperatures")),
+        *((name, tokens) for name in ("loss_mask", "logprobs", "advantages")),
+        ("splits", rows + 1),
+    ):
+        length = len(getattr(batch, name))
+        if length != expected:
+            found.append(f"{name} has {length} entries for {rows} rows of {tokens} tokens")
+    if found:
+        return found
+    if batch.splits[0] != 0 or batch.splits[-1] != tokens or (np.diff(batch.splits) < 0).any():
+        found.append(f"splits do not divide {tokens} tokens")
+    if rows and not (batch.group_index.min() >= 0 and batch.group_index.max() < len(batch.groups)):
+        found.append(f"group_index names one that is not among {len(batch.groups)} groups")
+    return found
+
+
+def entry_problems(entry: BatchIndexEntry) -> list[str]:
+    """What makes an entry of the index name no batch."""
+    found = _id_problems(entry.batch_id, entry.partition)
+    return [*found, f"offset is {entry.offset}"] if entry.offset < 0 else found
+
+
+def _id_problems(batch_id: str, partition: int) -> list[str]:
+    try:
+        of = batch_numbers(batch_id)[0]
+    except RecordError as error:
+        return [str(error)]
+    return [] if of == partition else [f"batch {batch_id} is said to be of partition {partition}"]
 
 
 def _name_problems(record: Rollout | GroupCancelled, *names: str) -> list[str]:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 
@@ -22,7 +21,9 @@ from topics import clients
 from topics.catalogue import topic_name
 from topics.config import KafkaConfig
 from topics.errors import BrokerUnavailable
+from topics.headers import header_pairs
 from topics.logs import event
+from topics.skipped import SkippedRecords
 
 logger = logging.getLogger(__name__)
 TOPICS = (
@@ -147,7 +148,7 @@ class Archiver(Closing):
             def take(message: Message, topic: str = source.topic) -> None:
                 nonlocal records
                 records += 1
-                self.writer.add(entry_of(message, topic))
+                self.writer.add(entry_of(message, topic, self.writer.skipped))
                 if self.writer.buffered_bytes >= self._flush_bytes:
                     # Files are written while the next records are read.
                     self.writer.start(self._positions())
@@ -176,10 +177,12 @@ class Archiver(Closing):
         return {(name, p): at for name, topic in topics.items() for p, at in topic.position.items()}
 
 
-def entry_of(message: Message, topic: str) -> Entry:
-    """A message as the archive keeps it. One that no client can decompress has neither key nor value."""
-    headers: Any = message.headers()
-    named = None if headers is None else tuple((name, value) for name, value in headers)
+def entry_of(message: Message, topic: str, skipped: SkippedRecords) -> Entry:
+    """A message as the archive keeps it. One that no client can decompress has neither key nor value, one whose headers
+    cannot be read has none; `skipped` names it."""
+    headers: tuple[tuple[str, bytes | None], ...] = ()
+    with skipped.passing(message):
+        headers = header_pairs(message)
     return Entry(
         topic,
         message.partition() or 0,
@@ -187,5 +190,5 @@ def entry_of(message: Message, topic: str) -> Entry:
         message.timestamp()[1],
         message.key(),
         message.value(),
-        named,
+        headers or None,
     )

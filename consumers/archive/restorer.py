@@ -44,6 +44,8 @@ _WHILE_RESTORING = {
     "cleanup.policy": "delete",
     "retention.ms": "-1",
     "retention.bytes": "-1",
+    # Whatever time a record was sent with.
+    "message.timestamp.after.max.ms": str(2**63 - 1),
 }
 _WHOLE_IN_TRANSACTION = 100
 _FILLER = b"not a record: it is where an archived topic had none"

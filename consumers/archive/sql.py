@@ -69,6 +69,35 @@ VIEWS: Mapping[str, tuple[str, str]] = {
 }
 
 
+_FIRST_MS, _LAST_MS = -62_135_596_800_000, 253_402_300_799_999
+"""The years 1 to 9999. Other times, which anybody may send, are null."""
+
+
+def times_of(table: str) -> Mapping[str, str]:
+    """Columns of type TIMESTAMP WITH TIME ZONE that a table has beside those of its files, by the number they tell:
+    `timestamp_at` of `timestamp_ms`, `created_at` of `created_s`."""
+    names = SCHEMAS[table].names
+    return {name: f"{name.rpartition('_')[0]}_at" for name in names if name in _TIMES}
+
+
+_TIMES = {"timestamp_ms": 1, "cut_ms": 1, "opened_ms": 1, "sealed_ms": 1, "finished_ms": 1, "created_s": 1000}
+"""Columns that are points in time since 1970, and milliseconds in their unit."""
+
+
+def _with_times(table: str, stored: str) -> str:
+    """The query that gives a table, each number that is a time followed by that time."""
+    times, columns = times_of(table), []
+    for name in SCHEMAS[table].names:
+        columns.append(f'"{name}"')
+        if name in times:
+            ms = f'"{name}" * {_TIMES[name]}'
+            columns.append(
+                f"case when {ms} between {_FIRST_MS} and {_LAST_MS} "
+                f'then make_timestamptz(cast({ms} * 1000 as bigint)) end as "{times[name]}"'
+            )
+    return f"select {', '.join(columns)} from {stored}"
+
+
 @dataclass(frozen=True)
 class Answer:
     """Rows of a query, with the names of their columns."""
@@ -93,14 +122,18 @@ def query(store: Store, statement: str, runs: Sequence[str] | None = None) -> An
         reads = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
         if len(statements) != 1 or statements[0].type not in reads:
             raise ConfigurationError("sql takes one statement that reads, such as select * from success")
+        connection.execute("set TimeZone = 'UTC'")
         for name, table in _tables(store, runs).items():
-            connection.register(name, table)
+            connection.register(f"{name}_stored", table)
+            connection.execute(f"create view {name} as {_with_times(name, f'{name}_stored')}")
         for name, (_about, text) in VIEWS.items():
             connection.execute(f"create view {name} as {text}")
         # Nothing of this machine, nor settings, may be reached from the query.
         connection.execute("set lock_configuration = true")
-        found = connection.execute(statements[0])
-        return Answer(tuple(column[0] for column in found.description or ()), found.fetchall())
+        # By Arrow: DuckDB itself makes Python's times with pytz alone, which is not here.
+        found = connection.sql(statements[0]).to_arrow_table()
+        columns = [column.to_pylist(maps_as_pydicts="lossy") for column in found.columns]
+        return Answer(tuple(found.column_names), list(zip(*columns, strict=True)))
     except duckdb.Error as error:
         raise ConfigurationError(f"the query cannot be answered: {' '.join(str(error).split())}") from error
     finally:

@@ -13,8 +13,10 @@ import pyarrow as pa
 
 from consumers.archive.manifest import LOG
 from topics import codec
+from topics.catalogue import spec_of
 from topics.errors import RecordError
 from topics.records import JournalRecord, LearnerStep, Rollout, TrainingBatch
+from topics.validation import batch_problems
 
 
 class Entry(NamedTuple):
@@ -169,6 +171,8 @@ SCHEMAS: Mapping[str, pa.Schema] = {
 _OWN_VALUES = ("offset", "timestamp_ms", "key", "value", "uid", "text")
 """Columns of which no value comes again often enough for a dictionary."""
 
+_LAST_DAY = 2_932_896
+"""9999-12-31, the last that dates have."""
 _ROW_GROUP_BYTES = 64 * 1024 * 1024
 
 Row = tuple[Any, ...]
@@ -184,8 +188,8 @@ def date_of(day: int) -> str:
 
 
 def date_at(timestamp_ms: int) -> str:
-    """The day of a record, UTC."""
-    return date_of(max(timestamp_ms, 0) // 86_400_000)
+    """The day of a record, UTC; the first or last there is for times before or after it."""
+    return date_of(min(max(timestamp_ms, 0) // 86_400_000, _LAST_DAY))
 
 
 def log_row(entry: Entry) -> Row:
@@ -204,14 +208,21 @@ def _kind(value: bytes | None) -> str | None:
 
 
 def rows_of(entry: Entry, *, arrays: bool) -> Rows:
-    """Rows of the decoded tables; none for what says nothing there or cannot be decoded."""
-    make = _MAKERS.get(_kind(entry.value) or "")
+    """Rows of the decoded tables; none for what says nothing there. Raises RecordError for what makes no rows."""
+    kind, bytes_belong = _kind(entry.value), not spec_of(entry.topic).values
+    if kind is None and entry.value is not None and not bytes_belong:
+        raise RecordError("a record of no kind that is known here")
+    make = _MAKERS.get(kind or "")
     if make is None:
         return
     try:
         record = codec.decode(entry.value)
     except RecordError:
-        return
+        if bytes_belong:
+            return
+        raise
+    if isinstance(record, TrainingBatch) and (problems := batch_problems(record)):
+        raise RecordError(problems[0])
     yield from make(entry, record, arrays)
 
 

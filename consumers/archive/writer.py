@@ -19,7 +19,9 @@ from consumers.archive import manifest as manifests
 from consumers.archive.manifest import LOG, ArchivedFile, ArchivedTopic, Manifest, folder_of
 from consumers.archive.store import Store, checked
 from consumers.archive.tables import SCHEMAS, Entry, Row, date_at, entries_of, log_row, parquet, rows_of, table_of
-from topics.errors import StateRefused
+from topics.catalogue import topic_name
+from topics.errors import RecordError, StateRefused
+from topics.skipped import Skipped, SkippedRecords
 
 Place = tuple[str, int]
 """Topic and partition."""
@@ -54,6 +56,8 @@ class ArchiveWriter:
         self.manifest = manifests.take_over(store, run)
         self.swept = manifests.sweep(store, self.manifest)
         """Files deleted that no manifest named."""
+        self.skipped = SkippedRecords("archive", logged=False)
+        """Records of which something is not in the archive (headers), or no row in a table but `log`."""
         self.buffered_bytes = 0
         self._entries: dict[Place, list[Entry]] = {}
         self._reached: dict[Place, int] = {}
@@ -136,11 +140,16 @@ class ArchiveWriter:
         found: dict[tuple[str, str, str], list[Row]] = {}
         for entry in entries:
             date = date_at(entry.timestamp_ms)
-            for table, environment, row in rows_of(entry, arrays=self._arrays):
+            try:
+                rows = list(rows_of(entry, arrays=self._arrays))
+            except RecordError as error:
+                self.skipped.note(Skipped(topic_name(self._run, topic), partition, entry.offset, str(error)))
+                continue
+            for table, environment, row in rows:
                 found.setdefault((table, environment, date), []).append(row)
-        for (table, environment, date), rows in found.items():
+        for (table, environment, date), of_file in found.items():
             # Rows begin with topic, partition and offset.
-            yield _Part(table, topic, partition, environment, date, begin, end), rows, rows[0][2], rows[-1][2]
+            yield _Part(table, topic, partition, environment, date, begin, end), of_file, of_file[0][2], of_file[-1][2]
 
     def _begin(self, place: Place) -> int:
         """Where the next file of a partition's log begins: where the last one ends."""

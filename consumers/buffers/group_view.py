@@ -41,6 +41,7 @@ from topics.errors import RecordError
 from topics.examples import Source
 from topics.logs import event
 from topics.records import GroupCancelled, Rollout, TrainingBatch
+from topics.validation import batch_problems
 
 logger = logging.getLogger(__name__)
 _STATE = "position.json"
@@ -159,6 +160,8 @@ class GroupStore(Closing):
                 self._buffer(record.environment).cancel(record, partition, now=now_ms / 1000)
             elif isinstance(record, TrainingBatch):
                 why = "batches"
+                if problems := batch_problems(record):
+                    raise RecordError(problems[0])
                 batch_files.store_training_batch(self.root / batch_files.FOLDER, record, self.config.compression)
         except RecordError as error:
             why = "unreadable"

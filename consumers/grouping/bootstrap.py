@@ -30,6 +30,7 @@ from topics.catalogue import topic_name
 from topics.codec import MAGIC, decode_as, encode
 from topics.config import KafkaConfig
 from topics.errors import BrokerUnavailable, RecordError, StateRefused
+from topics.headers import header
 from topics.keys import encode_key
 from topics.logs import event
 from topics.open_transactions import await_decided, undecided
@@ -244,8 +245,7 @@ def _fence_writers(kafka: KafkaConfig, run: str, journal: str) -> None:
 
 
 def _writer(message: Message) -> str:
-    name = dict(message.headers() or []).get(WRITER) or b""
-    return name.decode(errors="replace") if isinstance(name, bytes) else name
+    return header(message, WRITER) or ""
 
 
 def _commit(

@@ -62,6 +62,9 @@ class ForeignConfiguration(StateRefused):
         super().__init__(message)
         self.core_version = core_version
 
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:
+        return type(self), (str(self), self.core_version)  # It may come from another process.
+
 
 SINCE_3 = (*BOUNDS, "bounds", "remembered_bytes")
 """Keys that came with core version 3: a configuration of an earlier version does not have them."""

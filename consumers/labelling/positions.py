@@ -12,6 +12,7 @@ from topics import clients
 from topics.catalogue import topic_name
 from topics.config import KafkaConfig
 from topics.errors import StateRefused
+from topics.headers import header
 from topics.logs import event
 from topics.transactional_ids import transactional_id
 
@@ -63,9 +64,9 @@ def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
 def _labelled(kafka: KafkaConfig, run: str) -> str:
     """A source that was labelled; nothing where none was."""
     for message in clients.read_to_end(kafka, topic_name(run, "trajectories")):
-        source = dict(message.headers() or []).get(SOURCE)
+        source = header(message, SOURCE)
         if source is not None:
-            return source.decode() if isinstance(source, bytes) else source
+            return source
     return ""
 
 

@@ -19,6 +19,7 @@ from consumers.archive.writer import ArchiveWriter, check_files
 from pipeline.config import RunConfig
 from pipeline.progress import progress
 from pipeline.tables import bytes_text, table
+from pipeline.tools.plain import tell
 from topics.errors import ConfigurationError
 
 
@@ -47,6 +48,7 @@ def show_archive(config: RunConfig, args: argparse.Namespace) -> int:
             if done.records or not args.follow:
                 print_summary(store, done.manifest, args.json, records=done.records)
             if not args.follow:
+                tell(archiver.writer.skipped)
                 return 0
             time.sleep(args.every)
 

@@ -6,6 +6,7 @@ Reads committed records from a position to where the topic ends, or on and on; f
 import argparse
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,7 +19,8 @@ from pipeline.tools.plain import compact, decoded, key_text, plain, time_text
 from topics import clients
 from topics.catalogue import CATALOGUE, topic_name
 from topics.config import KafkaConfig
-from topics.errors import ConfigurationError
+from topics.errors import ConfigurationError, RecordError
+from topics.headers import header_pairs
 from topics.records import GroupCancelled, JournalRecord, PolicyManifest, Rollout, TrainingBatch
 
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
@@ -114,8 +116,29 @@ def _starts(kafka: KafkaConfig, consumer: Consumer, topic: str, numbers: list[in
         return {tp.partition: bounds[tp.partition][1] if tp.offset in (OFFSET_END, -1) else tp.offset for tp in found}
     offset = _number(start, "-o")
     if offset < 0 or start.startswith("-"):
-        return {p: max(low, high + offset) for p, (low, high) in bounds.items()}
+        return _last(kafka, topic, bounds, -offset)
     return {p: max(low, min(offset, high)) for p, (low, high) in bounds.items()}
+
+
+def _last(kafka: KafkaConfig, topic: str, bounds: dict[int, tuple[int, int]], count: int) -> dict[int, int]:
+    """Offset of the last record but `count - 1` of each partition, or of its first.
+
+    Offsets are not records: ends of transactions, aborted ones and compaction leave gaps. So a partition is read from
+    further and further back until that many were seen.
+    """
+    starts = {p: high for p, (_low, high) in bounds.items()}
+    waiting, back = ({p for p, (low, high) in bounds.items() if low < high} if count else set()), 2 * count
+    while waiting:
+        begins = {p: max(bounds[p][0], bounds[p][1] - back) for p in waiting}
+        seen: dict[int, deque[int]] = {p: deque(maxlen=count) for p in waiting}
+        for message in clients.read_to_end(kafka, topic, partitions=sorted(waiting), start=begins):
+            seen[message.partition() or 0].append(message.offset() or 0)
+        for p, offsets in seen.items():
+            starts[p] = offsets[0] if len(offsets) == count else begins[p]
+            if len(offsets) == count or begins[p] == bounds[p][0]:
+                waiting.remove(p)
+        back *= 8
+    return starts
 
 
 def _number(text: str, flag: str) -> int:
@@ -188,8 +211,10 @@ def facts(record: Any) -> dict[str, set[Any]]:
 
 
 def _headers(message: Message) -> dict[str, str]:
-    values = dict(message.headers() or [])
-    return {name: value if isinstance(value, str) else key_text(value) for name, value in values.items()}
+    try:
+        return {name: key_text(value) for name, value in header_pairs(message)}
+    except RecordError as error:
+        return {"": str(error)}
 
 
 def _line(as_json: bool, full: bool) -> Callable[[Message, Any], str]:

@@ -5,11 +5,10 @@ Sending again is one transaction: the records go where they were, to `rollouts` 
 """
 
 import argparse
-import json
 import runpy
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,25 @@ from confluent_kafka import KafkaError, KafkaException, Message
 
 from pipeline.config import RunConfig
 from pipeline.ledger import REDRIVEN
-from pipeline.tables import table
-from pipeline.tools.plain import compact, decoded, key_text, plain, time_text
+from pipeline.tables import clipped, table
+from pipeline.tools.plain import compact, decoded, key_text, plain, tell, time_text
 from topics import clients
 from topics.catalogue import name_in_run, topic_name
 from topics.codec import decode, encode
 from topics.config import KafkaConfig
 from topics.errors import ConfigurationError, DeliveryError, RecordError, TopicError
+from topics.headers import header_pairs
 from topics.keys import encode_key
 from topics.open_transactions import await_decided
 from topics.records import GroupCancelled, Rollout, TrajectoryRecord
+from topics.skipped import SkippedRecords
 from topics.trajectories import from_record
 from topics.transactional_ids import transactional_id
 from topics.validation import cancellation_problems, problems
 
 _WIDTH = 44
+SOURCES = ("rollouts", "unlabelled")
+"""Topics whose records become dead letters."""
 Mended = Rollout | GroupCancelled | TrajectoryRecord
 Fix = Callable[[bytes | None, bytes | None, dict[str, str]], "Mended | bytes | None"]
 """A script's function `fix(value, key, headers)`: a record, its bytes, or None for a letter to be left."""
@@ -86,7 +89,9 @@ class Letter:
 def dlq(config: RunConfig, args: argparse.Namespace) -> int:
     """List, show or redrive; 1 when a letter asked for was not sent."""
     clients.check_broker(config.kafka)
-    letters = read(config.kafka, config.run)
+    skipped = SkippedRecords(logged=False)
+    letters = read(config.kafka, config.run, skipped)
+    tell(skipped)
     if args.action == "ls":
         return _list(letters, args)
     chosen = _chosen(letters, args.letter, config.run)
@@ -95,32 +100,38 @@ def dlq(config: RunConfig, args: argparse.Namespace) -> int:
     return _redrive(config, chosen if args.letter else [letter for letter in chosen if not letter.redriven], args)
 
 
-def read(kafka: KafkaConfig, run: str) -> list[Letter]:
-    """Every dead letter of a run, oldest first, with whether it was sent again."""
+def read(kafka: KafkaConfig, run: str, skipped: SkippedRecords | None = None) -> list[Letter]:
+    """Every dead letter of a run, oldest first, with whether it was sent again; `skipped` gets what is none."""
     letters: dict[int, Letter] = {}
+    skipped = SkippedRecords(logged=False) if skipped is None else skipped
     for message in clients.read_to_end(kafka, topic_name(run, "dead-letters")):
-        headers = _headers(message)
-        if REDRIVEN in headers:
-            of = int(headers[REDRIVEN])
-            if of in letters:
-                letters[of] = replace(letters[of], redriven=time_text(message.timestamp()[1]))
-            continue
-        offset = message.offset() or 0
-        letters[offset] = Letter(
-            offset=offset,
-            partition=int(headers.get("__streams.errors.partition", -1)),
-            source=int(headers.get("__streams.errors.offset", -1)),
-            at_ms=message.timestamp()[1],
-            key=message.key(),
-            value=message.value(),
-            headers=headers,
-        )
+        with skipped.passing(message):
+            headers = {name: (value or b"").decode(errors="replace") for name, value in header_pairs(message)}
+            if REDRIVEN in headers:
+                of = _number(headers, REDRIVEN)
+                if of in letters:
+                    letters[of] = replace(letters[of], redriven=time_text(message.timestamp()[1]))
+                continue
+            letter = Letter(
+                offset=message.offset() or 0,
+                partition=_number(headers, "__streams.errors.partition"),
+                source=_number(headers, "__streams.errors.offset"),
+                at_ms=message.timestamp()[1],
+                key=message.key(),
+                value=message.value(),
+                headers=headers,
+            )
+            if letter.topic not in SOURCES:
+                raise RecordError(f"a letter of {letter.topic[:100]!r}, whose letters lie elsewhere")
+            letters[letter.offset] = letter
     return list(letters.values())
 
 
-def _headers(message: Message) -> dict[str, str]:
-    pairs = dict(message.headers() or []).items()
-    return {name: value if isinstance(value, str) else (value or b"").decode(errors="replace") for name, value in pairs}
+def _number(headers: Mapping[str, str], name: str) -> int:
+    text = headers.get(name, "")
+    if not (text.isascii() and text.isdecimal()):
+        raise RecordError(f"header {name} is {text[:40]!r}, and no number: nobody of ours wrote it")
+    return int(text)
 
 
 def _chosen(letters: Sequence[Letter], wanted: Sequence[int], run: str) -> list[Letter]:
@@ -133,14 +144,14 @@ def _chosen(letters: Sequence[Letter], wanted: Sequence[int], run: str) -> list[
 
 def _list(letters: Sequence[Letter], args: argparse.Namespace) -> int:
     if args.json:
-        print(json.dumps([letter.as_dict() for letter in letters]))
+        print(compact([letter.as_dict() for letter in letters]))
         return 0
     rows = [
         (
             letter.offset,
             f"{letter.partition}:{letter.source}" + ("" if letter.topic == "rollouts" else f" of {letter.topic}"),
             len(letter.value or b""),
-            letter.reason if len(letter.reason) <= _WIDTH else letter.reason[: _WIDTH - 1] + "…",
+            clipped(letter.reason, _WIDTH),
             "redriven" if letter.redriven else "",
         )
         for letter in letters
@@ -196,7 +207,7 @@ def _redrive(config: RunConfig, letters: Sequence[Letter], args: argparse.Namesp
         ready = [item for item in ready if item[0].offset in done]
     if args.json:
         sent = [letter.offset for letter, _key, _value in ready]
-        print(json.dumps({"redriven": sent, "left": {letter.offset: why for letter, why in refused}}))
+        print(compact({"redriven": sent, "left": {letter.offset: why for letter, why in refused}}))
     else:
         verb = "would be sent" if args.dry_run else "sent"
         print(f"{len(ready)} of {len(letters)} dead letters {verb} again")

@@ -9,10 +9,12 @@ import argparse
 import difflib
 import json
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +32,9 @@ from consumers.grouping.skips import asked_for
 from consumers.grouping.state import CommitMetadata
 from pipeline.config import RunConfig
 from pipeline.progress import progress
-from pipeline.tables import table
-from pipeline.tools.plain import decoded
+from pipeline.reading import read_batches
+from pipeline.tables import command_text, table
+from pipeline.tools.plain import compact, decoded, tell
 from pipeline.tools.view import IN_FLIGHT, UNREAD, View
 from topics import clients
 from topics.catalogue import topic_name
@@ -39,7 +42,8 @@ from topics.codec import decode_as, encode
 from topics.config import KafkaConfig
 from topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, StateRefused
 from topics.keys import encode_key
-from topics.records import Drop, ExcludedBatch, JournalRecord, Mark, Rollout, TrainingBatch
+from topics.records import Drop, ExcludedBatch, JournalRecord, Mark, Rollout
+from topics.skipped import SkippedRecords
 from topics.transactional_ids import transactional_id
 
 _TIMEOUT_S = 30.0
@@ -91,6 +95,8 @@ class Report:
     """Batches that hold excluded rollouts, in index order; `name_steps` adds the steps that met them."""
     touched: list[dict[str, Any]] = field(default_factory=list)
     """By learner, steps trained on such batches, and the first policy version published after."""
+    skipped: SkippedRecords = field(default_factory=partial(SkippedRecords, logged=False))
+    """Records that were passed over on the way."""
 
 
 def exclude(config: RunConfig, args: argparse.Namespace) -> int:
@@ -113,7 +119,9 @@ def exclude(config: RunConfig, args: argparse.Namespace) -> int:
     if not args.dry_run:
         tell_learners(view, report.batches, str(exclusion), newest(standings).generation)
     name_steps(view, report)
+    report.skipped = view.skipped
     _print(config, exclusion, newest(standings), report, args)
+    tell(view.skipped)
     return 0
 
 
@@ -367,8 +375,7 @@ def _batches(view: View, config: GroupingConfig, named: Sequence[set[int]]) -> l
     """Batches that hold excluded rollouts: by what they say themselves, and by worker where `rollouts` still says."""
     held: dict[str, dict[str, Any]] = {}
     # The transaction of one may not show as committed yet. It holds the same whether it is then or is made again.
-    for message in clients.read_to_end(view.kafka, view.topic("batches"), isolation="read_uncommitted"):
-        batch = decode_as(TrainingBatch, message.value())
+    for batch in read_batches(view.kafka, view.run, view.skipped, isolation="read_uncommitted"):
         offsets, groups = batch.source_offsets.tolist(), batch.group_index.tolist()
         excluded = np.array(
             [
@@ -422,8 +429,9 @@ def _print(
             "dropped_along": report.dropped_along,
             "batches": report.batches,
             "touched": report.touched,
+            "skipped": report.skipped.as_dict(),
         }
-        print(json.dumps(told))
+        print(compact(told))
         return
     verb = "would be excluded" if args.dry_run else f"excluded, as generation {current.generation} has it"
     print(f"run {config.run}: {exclusion} {verb}\n")
@@ -435,8 +443,9 @@ def _print(
     if report.batches:
         print()
         rows = _rows(report.batches)
-        print(table(("batch", "excluded", "rollouts", "learner", "step", "use", "version"), rows[-_ROWS:]))
-        if len(rows) > _ROWS:
+        most = _ROWS if sys.stdout.isatty() else len(rows)
+        print(table(("batch", "excluded", "rollouts", "learner", "step", "use", "version"), rows[-most:]))
+        if len(rows) > most:
             print(f"... the newest of {len(report.batches):,} batches; --json names all of them")
         if not args.dry_run:
             print("\nlearners that reach one of them from now on leave it out, whole")
@@ -446,7 +455,7 @@ def _print(
         steps = "1 step" if len(of["steps"]) == 1 else f"{len(of['steps'])} steps"
         print(f"\nlearner {of['learner']} trained on them in {steps}; {since} carry it")
     flags = " ".join(f"--set '{name}={json.dumps(value)}'" for name, value in settings.items())
-    print(f"\na replay without them: rollstream replay --run {config.run} {flags}")
+    print(f"\na replay without them:\n{command_text(f'rollstream replay --run {config.run} {flags}')}")
     if not args.dry_run:
         print(f"keep these in any configuration of a generation above {current.generation}, which replaces this one")
 

@@ -17,6 +17,7 @@ from consumers.learner.step_log import read_steps
 from pipeline import plan as plans
 from pipeline.config import RunConfig
 from pipeline.provision import provision
+from pipeline.tables import command_text
 from topics import clients, provisioning
 from topics.catalogue import topic_name
 from topics.errors import ConfigurationError
@@ -63,7 +64,7 @@ def show_fork(config: RunConfig, args: argparse.Namespace) -> int:
             f"parameters: {made.record.params_digest[:16]}\n"
             f"batches: of run {learner.input_run}, from offset {made.record.position} of its index\n"
             f"configuration: {made.path}\n\n"
-            f"{'starting' if args.start else 'start it with'}: {shlex.join(made.command)}",
+            f"{'starting' if args.start else 'start it with'}:\n{command_text(shlex.join(made.command))}",
             flush=True,
         )
     if args.start:

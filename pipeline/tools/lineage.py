@@ -5,7 +5,6 @@ policy version its step. Each can be asked for, and the answer is a tree.
 """
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any
 from consumers.grouping.changes import BATCHED, DROPPED
 from consumers.grouping.runs import to_runs
 from pipeline.config import RunConfig
-from pipeline.tools.plain import decoded, time_text
+from pipeline.tools.plain import compact, decoded, tell, time_text
 from pipeline.tools.view import Fate, Place, Use, View
 from topics.errors import ConfigurationError, TopicError
 from topics.records import GroupCancelled, LearnerStep, Mark, PolicyManifest, Rollout, TrainingBatch
@@ -58,9 +57,10 @@ def lineage(config: RunConfig, args: argparse.Namespace) -> int:
     view = View(config.kafka, config.run)
     trees = ask(view, args)
     if args.json:
-        print(json.dumps([tree.as_dict() for tree in trees], ensure_ascii=False))
+        print(compact([tree.as_dict() for tree in trees]))
     else:
         print("\n\n".join("\n".join(tree.lines()) for tree in trees))
+    tell(view.skipped)
     return 0
 
 

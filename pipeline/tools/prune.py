@@ -6,6 +6,7 @@ checkpoint may still read is never part of the plan.
 
 import argparse
 import json
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -34,15 +35,17 @@ from pipeline.pruning import (
     Task,
     plan,
 )
+from pipeline.reading import read_journal
 from pipeline.refold import beginnings, ends_snapshot
-from pipeline.tables import table
+from pipeline.tables import clipped, table
+from pipeline.tools.plain import compact, time_text
 from topics import clients
 from topics.catalogue import topic_name
-from topics.codec import decode_as
 from topics.config import KafkaConfig
 from topics.errors import BrokerUnavailable, ConfigurationError, StateRefused
 from topics.records import BatchIndexEntry, JournalRecord, LearnerStep, batch_numbers
 from topics.skipped import SkippedRecords
+from topics.validation import entry_problems
 
 KEEP_BATCHES = 1000
 """Batches that stay verifiable where nothing else is said."""
@@ -80,7 +83,7 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
     rows, skipped = rows_of(deletions), positions.skipped
     if args.json:
         learners = {name: asdict(last) for name, last in positions.last_steps.items()}
-        print(json.dumps({"deleted": not args.dry_run, "plan": rows, "learners": learners, "skipped": skipped}))
+        print(compact({"deleted": not args.dry_run, "plan": rows, "learners": learners, "skipped": skipped}))
     else:
         print(plan_text(rows, args.dry_run, positions.last_steps, skipped))
     return 0
@@ -110,7 +113,8 @@ def plan_text(
     """What goes, and what the rest is kept for; `last_steps` and `skipped` as in `Positions`."""
     header = ("topic", "partition", "from", "to", "offsets", "the rest is kept for")
     cells = [
-        (*(row[n] for n in ("topic", "partition", "from", "to", "offsets")), _clipped(row["kept_for"])) for row in rows
+        (*(row[n] for n in ("topic", "partition", "from", "to", "offsets")), clipped(row["kept_for"], _WHY_WIDTH))
+        for row in rows
     ]
     lines = [table(header, cells), ""]
     met = dict.fromkeys(row["kept_for"] for row in rows)
@@ -118,7 +122,7 @@ def plan_text(
     lines += [f"{why}: {_LEARNERS[why.endswith(_BARE)]}" for why in met if why.startswith("learner")]
     for name, last in (last_steps or {}).items():
         if last.replaced_by:
-            at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(last.time))
+            at = time_text(int(last.time * 1000)) if math.isfinite(last.time) else "no time"
             lines.append(
                 f"{name}: its last step is {last.step}, of {at}, and learner {last.replaced_by} has published into run "
                 f"{last.run} since; what it would read again is kept all the same"
@@ -130,10 +134,6 @@ def plan_text(
         lines.append(f"{len(skipped)} records could not be read and count for nothing, the first: {skipped[0]}")
     total = sum(row["offsets"] for row in rows)
     return "\n".join([*lines, f"{total:,} offsets {'would be' if dry_run else 'were'} deleted"])
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) <= _WHY_WIDTH else text[: _WHY_WIDTH - 1] + "…"
 
 
 def delete(kafka: KafkaConfig, run: str, deletions: Sequence[Deletion]) -> None:
@@ -171,7 +171,7 @@ def read_positions(kafka: KafkaConfig, run: str, group: str, checkpoints: Path |
     partitions = sum(topic == "rollouts" for topic, _partition in begins)
     # Who reads stands where it did or further when the rest is read: what is found to be needed is, or was.
     groups = _other_groups(kafka, run, group)
-    skipped = SkippedRecords("prune")
+    skipped = SkippedRecords(logged=False)
     learners, last_steps = _learners(kafka, run, checkpoints, skipped)
     committed = committed_offsets(kafka, group, topic_name(run, "rollouts"), partitions)
     tasks = {}
@@ -180,7 +180,8 @@ def read_positions(kafka: KafkaConfig, run: str, group: str, checkpoints: Path |
         if place.offset < 0:
             raise StateRefused(f"no offset is committed for {where}; commit it again with `rollstream group recover`")
         metadata = CommitMetadata.decode(place.metadata, where)
-        tasks[place.partition] = _task(kafka, run, place.partition, metadata, begins["rollouts", place.partition])
+        log_begin = begins["rollouts", place.partition]
+        tasks[place.partition] = _task(kafka, run, place.partition, metadata, log_begin, skipped)
     return Positions(
         tasks=tasks,
         batches=_batches(kafka, run, skipped),
@@ -192,13 +193,15 @@ def read_positions(kafka: KafkaConfig, run: str, group: str, checkpoints: Path |
     )
 
 
-def _task(kafka: KafkaConfig, run: str, partition: int, metadata: CommitMetadata, log_begin: int) -> Task:
+def _task(
+    kafka: KafkaConfig, run: str, partition: int, metadata: CommitMetadata, log_begin: int, skipped: SkippedRecords
+) -> Task:
     offsets: list[int] = []
     journal: list[JournalRecord] = []
-    for message in clients.read_to_end(kafka, topic_name(run, "journal"), partitions=[partition]):
-        if (message.offset() or 0) <= metadata.journal:
-            offsets.append(message.offset() or 0)
-            journal.append(decode_as(JournalRecord, message.value()))
+    for offset, record in read_journal(kafka, run, partition, skipped):
+        if offset <= metadata.journal:
+            offsets.append(offset)
+            journal.append(record)
     if not journal:
         raise StateRefused(
             f"journal[{partition}] of run {run} does not hold what its group committed; nothing is deleted"
@@ -228,6 +231,10 @@ def _task(kafka: KafkaConfig, run: str, partition: int, metadata: CommitMetadata
 def _batches(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[Batch, ...]:
     found = []
     for message, entry in skipped.records(BatchIndexEntry, clients.read_to_end(kafka, topic_name(run, "batch-index"))):
+        problems = entry_problems(entry)
+        if problems:
+            skipped.skip(message, problems[0])
+            continue
         found.append(
             Batch(
                 partition=entry.partition,

@@ -5,12 +5,12 @@ its batches as those of a run of another name, for a learner to follow.
 """
 
 import argparse
-import json
 import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from confluent_kafka import KafkaError, Message, Producer
@@ -22,18 +22,21 @@ from consumers.grouping.publisher import index_entry
 from consumers.grouping.runs import from_runs
 from pipeline.config import RunConfig, by_reference
 from pipeline.progress import Progress, progress
+from pipeline.reading import read_batches
 from pipeline.refold import Change, beginnings, journal_of, log_begins, refold, skips_in
 from pipeline.settings import environment_layers, file_layers, fill, flag_layers
 from pipeline.spread import spread
 from pipeline.tables import table
 from pipeline.tools.cat import milliseconds
+from pipeline.tools.plain import compact, tell
 from topics import clients, provisioning
 from topics.catalogue import topic_name
-from topics.codec import decode_as, encode
+from topics.codec import encode
 from topics.config import KafkaConfig, TopicsConfig
 from topics.errors import ConfigurationError, DeliveryError, TopicError
 from topics.keys import encode_key
 from topics.records import BatchIndexEntry, Drop, JournalRecord, TrainingBatch, batch_numbers
+from topics.skipped import SkippedRecords
 
 _FIXED = ("generation",)
 """What a replay does not change: configurations stay the ones they were, one after the other."""
@@ -135,6 +138,8 @@ class Replay:
     """Settings that differ: what the log's configurations say, and what the replay said instead."""
     entries: list[tuple[int, BatchIndexEntry]] = field(default_factory=list)
     """Time of each batch written into another run, and its entry."""
+    skipped: SkippedRecords = field(default_factory=partial(SkippedRecords, logged=False))
+    """Records of journal and batches that are none."""
 
     @property
     def differing(self) -> list[str]:
@@ -147,6 +152,7 @@ class Replay:
         self.recorded.merge(other.recorded)
         self.replayed.merge(other.replayed)
         self.entries += other.entries
+        self.skipped.merge(other.skipped)
         for name, (before, after) in other.changed.items():
             kept = self.changed.setdefault(name, [[], after])
             kept[0] += [value for value in before if value not in kept[0]]
@@ -159,6 +165,7 @@ class Replay:
             "replayed": self.replayed.as_dict(),
             "differing": len(self.differing),
             "batches_differing": self.differing[:100],
+            "skipped": self.skipped.as_dict(),
         }
 
 
@@ -188,7 +195,8 @@ def show_replay(config: RunConfig, args: argparse.Namespace) -> int:
             processes=os.cpu_count() or 1,
             progress=show,
         )
-    print(json.dumps({**found.as_dict(), "into": args.into}) if args.json else replay_text(found, args.into))
+    print(compact({**found.as_dict(), "into": args.into}) if args.json else replay_text(found, args.into))
+    tell(found.skipped)
     return 0 if found.changed or not found.differing else 1
 
 
@@ -238,8 +246,8 @@ def _in_order(timed: tuple[int, BatchIndexEntry]) -> tuple[int, int, int]:
 
 
 def _replay_partition(job: _Job) -> Replay:
-    journal = journal_of(job.kafka, job.run, job.partition)
     result = Replay()
+    journal = journal_of(job.kafka, job.run, job.partition, result.skipped)
     if not journal:
         return result
     configurations = _configurations(journal)
@@ -250,7 +258,7 @@ def _replay_partition(job: _Job) -> Replay:
     begin, first = _beginning(job, journal, change)
     stop = journal[-1].position
     later = [record for record in journal if record.sequence > first]
-    result.recorded.take(_recorded(job, later), (drop for record in later for drop in record.drops))
+    result.recorded.take(_recorded(job, later, result.skipped), (drop for record in later for drop in record.drops))
     result.recorded.in_flight = len(state.restore(journal).unfinished)
     writer = _Writer(job.kafka, job.into) if job.into else None
     for output in refold(job.kafka, job.run, begin, stop, makers_of(job.makers), change, skips_in(later)):
@@ -310,12 +318,10 @@ def _beginning(
     ], record.sequence
 
 
-def _recorded(job: _Job, journal: Sequence[JournalRecord]) -> Iterable[TrainingBatch]:
+def _recorded(job: _Job, journal: Sequence[JournalRecord], skipped: SkippedRecords) -> Iterable[TrainingBatch]:
     wanted = {batch_id for record in journal for batch_id in record.batch_ids}
-    for message in clients.read_to_end(job.kafka, topic_name(job.run, "batches"), partitions=[job.partition]):
-        batch = decode_as(TrainingBatch, message.value())
-        if batch.batch_id in wanted:
-            yield batch
+    batches = read_batches(job.kafka, job.run, skipped, job.partition)
+    return (batch for batch in batches if batch.batch_id in wanted)
 
 
 # ---------------------------------------------------------------------- into another run

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config import RunConfig
 from pipeline.roles.jax_runtime import prepare_jax
-from pipeline.tables import table
+from pipeline.tables import clipped, table
 from pipeline.warm_start import warm_start_examples
 from topics import clients
 
@@ -77,7 +77,8 @@ def text_of(found: "Retraining") -> str:
     ]
     if found.environment:
         changed = [
-            (name, _shortened(then) or "-", _shortened(now) or "-") for name, (then, now) in found.environment.items()
+            (name, clipped(then, _VALUE) or "-", clipped(now, _VALUE) or "-")
+            for name, (then, now) in found.environment.items()
         ]
         parts.append(table(("not as at the checkpoint", "then", "now"), changed))
     return "\n\n".join(parts)
@@ -94,7 +95,3 @@ def _verdict(found: "Retraining") -> str:
         f"{where}: on record\n  {difference.recorded}\nexecuted again\n  {difference.again}\n"
         f"steps after it were not executed (up to {found.last} were asked for)"
     )
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _VALUE else text[: _VALUE - 1] + "…"

@@ -4,7 +4,6 @@ Turns, rewards, tokens with their log-probabilities and the advantage as colour,
 """
 
 import argparse
-import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +12,10 @@ from consumers.grouping.changes import BATCHED
 from pipeline.config import RunConfig
 from pipeline.tables import table
 from pipeline.tools.lineage import Node, fate_node, place_of
-from pipeline.tools.plain import decoded, plain, time_text
+from pipeline.tools.plain import compact, decoded, plain, tell, time_text
 from pipeline.tools.view import Place, View
 from topics.errors import TopicError
 from topics.records import Rollout, TrainingBatch
-
-_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -45,17 +42,19 @@ def show(config: RunConfig, args: argparse.Namespace) -> int:
         )
     found = [_look(view, place) for place in places]
     if args.json:
-        print(json.dumps([_as_dict(shown, args.full) for shown in found], ensure_ascii=False))
+        print(compact([_as_dict(shown, args.full) for shown in found]))
+        tell(view.skipped)
         return 0
     # Imported late: a program that asks for JSON needs none of it.
     from rich.console import Console
 
     if args.color == "auto":
-        console = Console()
+        console = Console(soft_wrap=True)
     else:
-        console = Console(width=_WIDTH, color_system="truecolor", force_terminal=args.color == "always")
+        console = Console(soft_wrap=True, color_system="truecolor", force_terminal=args.color == "always")
     for shown in found:
         _print(console, shown, args.full)
+    tell(view.skipped)
     return 0
 
 

@@ -10,12 +10,13 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from consumers.archive.sql import VIEWS, Answer, query
+from consumers.archive.sql import VIEWS, Answer, query, times_of
 from consumers.archive.store import open_store
 from consumers.archive.tables import SCHEMAS
 from pipeline.config import RunConfig
 from pipeline.tables import table
 from pipeline.tools.archive import place_of
+from pipeline.tools.plain import compact
 from topics.errors import ConfigurationError
 
 _MOST_BARS = 40
@@ -32,7 +33,7 @@ def show_sql(config: RunConfig, args: argparse.Namespace) -> int:
     if args.plot is not None:
         plot(answer, args.plot)
     if args.json:
-        print(json.dumps([dict(zip(answer.columns, map(_plain, row), strict=True)) for row in answer.rows]))
+        print(compact([dict(zip(answer.columns, map(_plain, row), strict=True)) for row in answer.rows]))
     elif args.csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(answer.columns)
@@ -44,20 +45,26 @@ def show_sql(config: RunConfig, args: argparse.Namespace) -> int:
 
 def show_tables(as_json: bool) -> None:
     """Print the tables with their columns, and the views."""
-    tables = {name: [f"{f.name} {f.type}" for f in schema] for name, schema in SCHEMAS.items()}
+    tables = {
+        name: [
+            *(f"{f.name} {f.type}" for f in schema),
+            *(f"{column} timestamp with time zone" for column in times_of(name).values()),
+        ]
+        for name, schema in SCHEMAS.items()
+    }
     views = {name: about for name, (about, _text) in VIEWS.items()}
     if as_json:
         print(json.dumps({"tables": tables, "views": views}))
         return
     for name in tables:
-        print(f"{name}: {', '.join(field.name for field in SCHEMAS[name])}\n")
+        print(f"{name}: {', '.join([*SCHEMAS[name].names, *times_of(name).values()])}\n")
     print("views:\n" + "\n".join(f"{name}: {about}" for name, about in views.items()))
 
 
 def _plain(value: Any) -> Any:
     """A value as JSON has it."""
     if isinstance(value, Decimal):
-        return float(value)
+        return float(value) if value.as_tuple().exponent else int(value)  # A sum of integers is one without places.
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, date | datetime):

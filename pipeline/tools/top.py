@@ -4,7 +4,6 @@
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from rich.text import Text
 from pipeline.config import RunConfig
 from pipeline.flow import Snapshot
 from pipeline.observer import RunObserver
+from pipeline.tools.plain import compact, tell
 from topics import clients
 
 NEWEST = 1000
@@ -28,6 +28,8 @@ _LINE_S = 2.0
 _LEAST_WIDTH = 80
 _MOST_WIDTH = 120
 _ROWS = 4
+_FAR = 1e300
+"""What an infinite mean is shown as: differences stay finite."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _NODES = ("envs", "rollouts", "grouping", "batches", "inference", "weights", "learner")
 
@@ -35,14 +37,15 @@ _NODES = ("envs", "rollouts", "grouping", "batches", "inference", "weights", "le
 def top(config: RunConfig, args: argparse.Namespace) -> int:
     """Show the run until interrupted, or once."""
     clients.check_broker(config.kafka)
-    with closing(RunObserver(config.kafka, config.run)) as observer:
+    with closing(RunObserver(config.kafka, config.run, logged=False)) as observer:
         if args.json or args.once:
             observer.catch_up()
             found = observer.snapshot(NEWEST)
             if args.json:
-                print(json.dumps(found.as_dict()))
+                print(compact(found.as_dict()))
             else:
                 Console().print(frame(found, Console().width))
+            tell(observer.skipped)
         elif sys.stdout.isatty():
             _follow(observer)
         else:
@@ -179,7 +182,7 @@ def _rewards(s: Snapshot, width: int) -> list[str]:
 
 def sparkline(values: Sequence[float], width: int, least: float = 0.0, most: float = 1.0) -> str:
     """The newest values that fit, a character each, between the bounds or what passes them."""
-    values = values[-width:]
+    values = [min(max(value, -_FAR), _FAR) if value == value else 0.0 for value in values[-width:]]
     least, most = min((least, *values)), max((most, *values))
     return "".join(_SPARKS[round((value - least) / (most - least) * (len(_SPARKS) - 1))] for value in values)
 
@@ -231,8 +234,12 @@ def _books(s: Snapshot, width: int) -> list[str]:
 
 
 def _count(number: int) -> str:
-    """A count in six characters or so."""
-    return f"{number:,}" if number < 1_000_000 else f"{number / 1e6:.1f}M" if number < 1e9 else f"{number / 1e9:.1f}G"
+    """A count in six characters or so, whatever a record says."""
+    if abs(number) < 1_000_000:
+        return f"{number:,}"
+    size = abs(number)
+    power = next((power for power in range(2, 6) if size < 1000 ** (power + 1)), 6)
+    return f"{number / 1000**power:.1f}{'MGTPE'[power - 2]}"
 
 
 def _rate(per_s: float) -> str:

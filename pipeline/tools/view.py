@@ -11,14 +11,13 @@ from confluent_kafka import Message
 
 from consumers.grouping.changes import BATCHED, DROPPED
 from consumers.grouping.runs import from_runs
+from pipeline.reading import Index, batch_at, read_index, read_journal
 from pipeline.tools.plain import decoded
 from topics import clients
 from topics.catalogue import topic_name
-from topics.codec import decode_as
 from topics.config import KafkaConfig
-from topics.errors import TopicError
+from topics.errors import RecordError, TopicError
 from topics.records import (
-    BatchIndexEntry,
     BatchUse,
     Drop,
     JournalRecord,
@@ -27,6 +26,7 @@ from topics.records import (
     Rollout,
     TrainingBatch,
 )
+from topics.skipped import SkippedRecords
 
 IN_FLIGHT, UNREAD = "in_flight", "unread"
 
@@ -63,6 +63,9 @@ class View:
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self.kafka, self.run = kafka, run
+        self.skipped = SkippedRecords(logged=False)
+        """Records that are none, or make no sense, where such belong."""
+        self._journals: dict[int, list[JournalRecord]] = {}
         clients.check_broker(kafka)
 
     def topic(self, name: str) -> str:
@@ -73,17 +76,15 @@ class View:
         return clients.read_to_end(self.kafka, self.topic(name), partitions=partitions)
 
     @cached_property
-    def index(self) -> dict[str, tuple[int, BatchIndexEntry]]:
+    def index(self) -> Index:
         """Entry of each batch with its offset in the index, in the order learners follow."""
-        entries = ((m.offset() or 0, decode_as(BatchIndexEntry, m.value())) for m in self.messages("batch-index"))
-        return {entry.batch_id: (offset, entry) for offset, entry in entries}
+        return read_index(self.kafka, self.run, self.skipped)
 
     @cached_property
     def steps(self) -> list[LearnerStep]:
         """The newest record of each step of each learner, in order."""
         newest = {}
-        for message in self.messages("steps"):
-            step = decode_as(LearnerStep, message.value())
+        for _message, step in self.skipped.records(LearnerStep, self.messages("steps")):
             newest[step.learner, step.step] = step
         return [newest[key] for key in sorted(newest)]
 
@@ -99,12 +100,15 @@ class View:
     @cached_property
     def policies(self) -> dict[int, PolicyManifest]:
         """Manifest of each policy version."""
-        manifests = (decode_as(PolicyManifest, m.value()) for m in self.messages("policies") if m.value() is not None)
-        return {manifest.version: manifest for manifest in manifests}
+        manifests = self.skipped.records(PolicyManifest, self.messages("policies"))
+        return {manifest.version: manifest for _message, manifest in manifests}
 
     def journal(self, partition: int) -> list[JournalRecord]:
-        """The journal of a partition, oldest first."""
-        return [decode_as(JournalRecord, message.value()) for message in self.messages("journal", [partition])]
+        """The journal of a partition, oldest first, read once."""
+        if partition not in self._journals:
+            records = read_journal(self.kafka, self.run, partition, self.skipped)
+            self._journals[partition] = [record for _offset, record in records]
+        return self._journals[partition]
 
     def fates(self, partition: int, offsets: set[int]) -> dict[int, Fate]:
         """What became of these offsets of a partition."""
@@ -140,7 +144,7 @@ class View:
         if batch_id not in self.index:
             raise TopicError(f"run {self.run} has no batch {batch_id}; `rollstream cat batch-index` lists them")
         entry = self.index[batch_id][1]
-        return decode_as(TrainingBatch, self.record("batches", entry.partition, entry.offset).value())
+        return batch_at(self.record("batches", entry.partition, entry.offset))
 
     def batch_of(self, place: Place, fate: Fate) -> TrainingBatch | None:
         """The batch that carries a batched record: one of its transaction's, or an older one of its partition."""
@@ -148,8 +152,11 @@ class View:
         older = [name for name in reversed(mine) if name not in fate.batch_ids]
         for batch_id in (*fate.batch_ids, *older):
             if batch_id in self.index:
-                batch = self.batch(batch_id)
-                if place.offset in batch.source_offsets:
+                try:
+                    batch = self.batch(batch_id)
+                except (TopicError, RecordError):
+                    continue  # Pruned, or an entry that names no batch.
+                if batch.batch_id == batch_id and place.offset in batch.source_offsets:
                     return batch
         return None
 

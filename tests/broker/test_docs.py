@@ -32,7 +32,7 @@ def run_lines(body: str, directory: Path, **variables: str) -> list[str]:
     """Run the commands of a block one after the other in a directory; each must exit with 0. Returns their output."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLSTREAM", "KAFKA_BOOTSTRAP"))}
     outputs = []
-    for line in body.splitlines():
+    for line in body.replace("\\\n", "").splitlines():
         program, *words = shlex.split(line)
         assert program == "rollstream", line
         done = subprocess.run(

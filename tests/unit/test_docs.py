@@ -101,10 +101,22 @@ def test_every_page_is_linked_from_another() -> None:
     assert lonely == {"README.md"}
 
 
+def joined(block: str) -> list[str]:
+    """The commands of a block, those that go on over several lines in one."""
+    return block.replace("\\\n", "").splitlines()
+
+
+@every_page
+def test_no_command_of_a_page_is_wider_than_a_terminal(name: str) -> None:
+    shown = [line for block in blocks(name, "sh") for line in block.splitlines()]
+    shown += [line for block in blocks(name, "text") for line in block.splitlines() if line.startswith("$ ")]
+    assert [line for line in shown if len(line) > 80] == []
+
+
 @every_page
 def test_every_command_in_a_shell_block_parses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for line in (line for block in blocks(name, "sh") for line in block.splitlines() if line.strip()):
+    for line in (line for block in blocks(name, "sh") for line in joined(block) if line.strip()):
         words = shlex.split(line, comments=True)
         if words[0] == "rollstream":
             try:

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import build_parser
+from tests.documentation import commands
 
 ROOT = Path(__file__).parents[3]
 COMMAND = Path(sys.executable).with_name("rollstream")
@@ -217,3 +219,20 @@ def test_nothing_but_the_learner_and_the_models_imports_jax(module: str) -> None
 def test_flags_may_follow_any_command() -> None:
     args = build_parser().parse_args(["demo", "--seed", "3", "--steps", "7", "-b", "h:1", "--keep"])
     assert (vars(args)["seed="], vars(args)["learner.max_steps="], args.keep) == ("3", "7", True)
+
+
+def test_the_example_of_every_command_is_shown_as_it_is_typed_on_lines_that_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = 0
+    for name, parser in commands().items():
+        _, example, text = parser.format_help().partition("example:\n")
+        if not example:
+            continue
+        shown += 1
+        assert max(map(len, text.splitlines())) <= 80, name
+        words = shlex.split(text.replace("\\\n", ""))
+        assert words[: 1 + len(name.split())] == ["rollstream", *name.split()]
+        parser.parse_args(words[1 + len(name.split()) :])
+    assert shown > 15

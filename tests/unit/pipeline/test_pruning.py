@@ -1,5 +1,6 @@
 """The plan of what is pruned: never beyond what anybody needs, consistent whatever the positions are."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -203,9 +204,11 @@ def test_pruning_again_deletes_nothing_more(positions: Positions, keep_batches: 
     assert {place: d.offsets for place, d in again.items()} == dict.fromkeys(again, 0)
 
 
-def test_the_plan_fits_80_columns_and_says_what_it_stops_at() -> None:
+def test_the_plan_fits_80_columns_and_says_what_it_stops_at(monkeypatch: pytest.MonkeyPatch) -> None:
     positions = one_partition(learners={"learner of-a-run-with-a-long-name/and-a-long-name-itself": 5})
     rows = rows_of(plan(positions, keep_batches=3))
+    assert "…" not in plan_text(rows, dry_run=True), "nothing is cut where no terminal is"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     text = plan_text(rows, dry_run=True).splitlines()
     assert text[1] == "rollouts             0     0  60       60  verification window"
     assert max(map(len, text[: 1 + len(rows)])) <= 80

@@ -2,8 +2,11 @@
 
 import csv
 import json
+import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -163,3 +166,29 @@ def test_an_empty_place_and_a_missing_extra_say_the_remedy(archive: Path, monkey
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(ConfigurationError, match=r"rollstream\[archive\]"):
         open_store("memory://x")
+
+
+def test_times_are_times_beside_the_numbers_they_tell(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    writer = ArchiveWriter(store, "times")
+    step = LearnerStep(
+        learner="main", step=1, input_run="times", uses=(), position=0, policy_version=-1, params_digest="",
+        trained_total=0, skipped_total=0, timestamp=1_700_000_000.25,
+    )  # fmt: skip
+    writer.begin("steps", "id", {0: 0})
+    for offset, (at_ms, created_s) in enumerate(
+        [(1_700_000_001_500, 1_700_000_000.25), (2**62, math.nan), (-5, 1e300)]
+    ):
+        writer.add(Entry("steps", 0, offset, at_ms, b"k", encode(replace(step, timestamp=created_s))))
+    writer.commit({("steps", 0): 3})
+    writer.close()
+    found = query(store, 'select timestamp_ms, timestamp_at, created_at from steps order by "offset"')
+    begin = datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC)
+    assert found.rows[0] == (
+        1_700_000_001_500,
+        begin + timedelta(seconds=1.5),
+        begin + timedelta(seconds=0.25),
+    )
+    assert found.rows[1] == (2**62, None, None)
+    assert found.rows[2][1:] == (datetime(1969, 12, 31, 23, 59, 59, 995_000, tzinfo=UTC), None)
+    assert query(store, "select count(*) as n from steps where timestamp_at > '2023-01-01'").rows == [(1,)]

@@ -1,6 +1,7 @@
 """The pure parts of the tools: what records look like to people and programs, times, places, sums over partitions."""
 
 import json
+import math
 import time
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from consumers.grouping.config import GroupingConfig
 from pipeline.refold import _changed
 from pipeline.tools.cat import facts, milliseconds, resolve
 from pipeline.tools.lineage import Node, place_of
-from pipeline.tools.plain import decoded, key_text, plain
+from pipeline.tools.plain import compact, decoded, key_text, plain, time_text
 from pipeline.tools.replay import Advantages
 from tests.runs import rollout
 from topics.codec import decode_as, encode
@@ -127,3 +128,25 @@ def test_advantages_of_partitions_add_up(values: list[tuple[float, float]], cut:
     first.merge(second)
     assert first.as_dict() == pytest.approx(whole.as_dict())
     assert whole.as_dict()["std"] == pytest.approx(float(np.std([a for a, _ in values])), abs=1e-6)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_what_json_has_no_number_for_is_spelt_out(full: bool) -> None:
+    record = rollout(reward=math.nan, logprobs=np.array([math.nan, math.inf, -math.inf] * 4, "<f4"))
+    shown = json.loads(compact(plain(record, full=full)), parse_constant=pytest.fail)
+    assert shown["reward"] == "NaN"
+    assert shown["logprobs"][:3] == ["NaN", "Infinity", "-Infinity"] if full else shown["logprobs"]["max"] == "NaN"
+    assert compact({"mean": math.inf, "of": [math.nan, 1.5]}) == '{"mean": "Infinity", "of": ["NaN", 1.5]}'
+
+
+@pytest.mark.parametrize(
+    ("at_ms", "text"),
+    [
+        (-5, "1969-12-31T23:59:59.995Z"),
+        (253_402_300_799_999, "9999-12-31T23:59:59.999Z"),
+        (2**62, "4611686018427387904 ms"),
+        (-(10**15), "-1000000000000000 ms"),
+    ],
+)
+def test_a_time_of_no_calendar_is_its_milliseconds(at_ms: int, text: str) -> None:
+    assert time_text(at_ms) == text

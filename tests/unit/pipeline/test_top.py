@@ -258,3 +258,20 @@ def test_curves_are_means_over_equal_spans() -> None:
     for second in range(72):
         flow.rollout(second * 1000, 0, float(np.floor(second / 2)), 0.0)
     assert flow.snapshot(72_000).rewards == tuple(map(float, range(36)))
+
+
+def test_whatever_a_record_says_is_shown_on_the_same_screen() -> None:
+    flow = Flow("odd")
+    for at_ms in (-5, 2**62, 1_000_000):
+        flow.rollout(at_ms, 2**62, 1e30, 0.0)
+        flow.record(0, 0, at_ms)
+    for created in (float("nan"), float("inf"), 1e300, -1.0):
+        manifest = PolicyManifest(
+            version=2**62, learner="", step=0, epoch="", tensors=(), chunks=(), digest="", created=created
+        )
+        flow.manifest(manifest, 1_000_500)
+    found = flow.snapshot(2_000_000, float("inf"), float("nan"))
+    assert (found.seconds, found.policy_age_s) == (0.5, 0.0)
+    assert len(shown(found)) == 20
+    assert line(found)
+    assert sparkline([float("nan"), float("inf"), 0.0, float("-inf")], 10) == "▅█▅▁"

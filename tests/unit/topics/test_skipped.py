@@ -72,3 +72,24 @@ def test_a_flood_of_bad_records_neither_fills_the_log_nor_the_memory(caplog: pyt
         for offset in range(3000):
             assert skipped.decode(LearnerStep, message(b"junk", offset)) is None
     assert (skipped.total, len(skipped.first), len(caplog.records)) == (3000, 1000, 103)
+
+
+def test_what_several_readers_passed_over_is_told_by_topic_with_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    here, there = SkippedRecords(logged=False), SkippedRecords(logged=False)
+    here.skip(message(b"", 9), "late")
+    there.skip(message(b"", 8), "early")
+    there.note(Skipped("exp.control", 0, 3, "odd"))
+    here.merge(there)
+    assert here.total == 3
+    assert here.lines() == [
+        "passed over 1 of exp.control, the first: exp.control[0] offset 3: odd",
+        "passed over 2 of exp.steps, the first: exp.steps[2] offset 8: early",
+    ]
+    assert here.as_dict()["exp.steps"] == {
+        "records": 2,
+        "topic": "exp.steps",
+        "partition": 2,
+        "offset": 8,
+        "error": "early",
+    }
+    assert not caplog.records

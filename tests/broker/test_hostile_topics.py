@@ -1,0 +1,180 @@
+"""Every command that reads a log, on a run with hostile records in every topic: none ends on one, what is printed for
+programs is JSON, and what was passed over is named with how many and which was the first.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pipeline.cli import main
+from tests import hostile, planted
+from tests.planted import Planted
+from tests.runs import RealRun
+from topics import clients
+from topics.catalogue import CATALOGUE, spec_of
+from topics.codec import HEADER_SIZE, frames
+from topics.config import KafkaConfig
+from topics.errors import RecordError
+from topics.headers import header, header_pairs
+
+RUN = "hostile"
+
+
+@pytest.fixture(scope="module")
+def run(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
+    """A run with planted facts that was grouped with hostile rollouts among them, and hostile records everywhere."""
+    real = RealRun(KafkaConfig(bootstrap_servers=broker), RUN, tmp_path_factory.mktemp(RUN))
+    try:
+        found = planted.plant(real)
+        hostile.plant_rollouts(real)
+        process = real.start("group")
+        planted._await(real, lambda book: not book.in_flight)
+        planted._end(process)
+        hostile.plant(real)
+        yield found
+    finally:
+        real.stop()
+
+
+def call(run: Planted, *words: str) -> int:
+    where = () if "--run" in words else ("--run", run.run.name)
+    data = ("--set", f"data_dir={run.run.directory}")
+    return main([*words, *where, "-b", run.run.kafka.bootstrap_servers, *data])
+
+
+def strict(text: str) -> Any:
+    """JSON as the standard has it: NaN and infinities are none."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def passed_over(err: str) -> dict[str, tuple[int, int]]:
+    """By topic, what a command said on stderr: how many it passed over, and the offset of the first."""
+    said = re.findall(rf"passed over ([\d,]+) of {RUN}\.([a-z-]+), the first: {RUN}\.\2\[0\] offset (\d+): ", err)
+    return {topic: (int(count.replace(",", "")), int(offset)) for count, topic, offset in said}
+
+
+@pytest.mark.parametrize("flags", ["", "--json", "--json --full", "-f %t:%p:%o:%k:%K:%s:%S:%T:%h:%h\\n"])
+def test_cat_prints_every_record_of_every_topic(run: Planted, flags: str, capfd: pytest.CaptureFixture[str]) -> None:
+    for topic in (spec.name for spec in CATALOGUE):
+        assert call(run, "cat", topic, *flags.split()) == 0
+        lines = capfd.readouterr().out.splitlines()
+        there = list(clients.read_to_end(run.run.kafka, run.run.topic(topic)))
+        assert len([line for line in lines if line.startswith((f"{RUN}.", "{"))]) == len(there)
+        if "--json" in flags:
+            places = [(record["partition"], record["offset"]) for record in map(strict, lines)]
+            assert sorted(places) == sorted((message.partition(), message.offset()) for message in there)
+
+
+def test_a_header_that_is_no_utf8_is_named_and_no_process_ends_however_often_it_is_asked_for(run: Planted) -> None:
+    messages = clients.read_to_end(run.run.kafka, run.run.topic("dead-letters"))
+    [bad] = [message for message in messages if message.key() == b"header"]
+    for _ in range(3):
+        with pytest.raises(RecordError, match="the name of one is not UTF-8"):
+            header_pairs(bad)
+        assert header(bad, "x") is None
+
+
+VIEW = ("batch-index", "journal", "policies", "steps")
+COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "top --once": ("top --once", ("rollouts", *VIEW)),
+    "lineage of a batch": ("lineage --batch 0-0", ("batch-index", "policies", "steps")),
+    "lineage of a rollout": ("lineage --rollout good0-0", VIEW),
+    "lineage of a hostile rollout": ("lineage --rollout hostile0-0", ("journal", "policies")),
+    "lineage of a step": ("lineage --step 1", ("batch-index", "policies", "steps")),
+    "lineage of a hostile step": (f"lineage --step {hostile.HUGE}", ("policies", "steps")),
+    "lineage of a policy": ("lineage --policy 6", ("batch-index", "policies", "steps")),
+    "lineage of a hostile policy": (f"lineage --policy {hostile.HUGE}", ("batch-index", "policies", "steps")),
+    "show": ("show good0-0", VIEW),
+    "show of a hostile rollout": ("show hostile0-0", ("journal",)),
+    "show --full": ("show hostile3-0 --full", ("journal",)),
+    "verify": ("verify", ("batch-index", "batches", "journal")),
+    "replay --set": ("replay --set grouping.estimator=grpo", ("batches", "journal")),
+    "dlq ls": ("dlq ls", ("dead-letters",)),
+    "dlq redrive": ("dlq redrive --dry-run", ("dead-letters",)),
+    "prune": ("prune --dry-run --keep-batches 0", ()),
+    "exclude": ("exclude --env env --dry-run", ("batches", *VIEW)),
+    "migrate": (f"migrate topic:{RUN}.evals run:other --dry-run", ()),
+    "groups": ("groups --batches", ()),
+    "runs": ("runs", ()),
+    "topics describe": ("topics describe", ()),
+}
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_answers_and_names_what_it_passed_over(
+    run: Planted, name: str, flags: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    words, topics = COMMANDS[name]
+    code = call(run, *words.split(), *flags)
+    out, err = capfd.readouterr()
+    assert code == (1 if name in ("dlq redrive", "migrate") else 0), err
+    assert out
+    assert "Traceback" not in err
+    said = passed_over(err)
+    assert said.keys() == set(topics)
+    for topic, (count, first) in said.items():
+        assert count >= 3
+        # The very offset is one that holds nothing of ours.
+        message = clients.fetch(run.run.kafka, run.run.topic(topic), 0, first)
+        assert message is not None
+        assert (message.value() or b"")[:HEADER_SIZE] not in sound(topic)
+    if flags:
+        answer = strict(out)
+        if name in ("verify", "replay --set", "exclude"):
+            counted = {topic.removeprefix(f"{RUN}."): of["records"] for topic, of in answer["skipped"].items()}
+            assert counted == {topic: count for topic, (count, _first) in said.items()}
+
+
+def sound(topic: str) -> set[bytes]:
+    """What a record of the topic begins with."""
+    return {frame for name in spec_of(topic).values for frame in frames(name)}
+
+
+def test_verify_of_the_newest_names_entries_that_the_journal_does_not_know(
+    run: Planted, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert call(run, "verify", "--last", "2", "--json") == 1
+    assert strict(capfd.readouterr().out)["differences"] == [
+        f"batch {name}: the index names it, the journal does not" for name in ("0-901", "0-951")
+    ]
+
+
+def test_what_is_archived_is_asked_and_restored_record_by_record(
+    run: Planted, capfd: pytest.CaptureFixture[str], run_name: str
+) -> None:
+    archive = str(run.run.directory / "archived")
+    assert call(run, "archive", archive, "--json") == 0
+    out, err = capfd.readouterr()
+    rows = strict(out)["tables"]["log"]["rows"]
+    said = passed_over(err)
+    assert {"batches", "steps", "policies", "journal", "evals"} <= said.keys()
+    assert said["steps"][1] == 1
+    assert call(run, "archive", archive, "--check") == 0
+    for table in ("log", "rollouts", "steps", "batches", "fates"):
+        capfd.readouterr()
+        assert call(run, "sql", f"select * from {table}", "--archive", archive, "--json") == 0
+        assert strict(capfd.readouterr().out)
+    assert call(run, "restore", archive, "--into", run_name, "--json") == 0
+    assert strict(capfd.readouterr().out)["records"] == rows
+    for topic in ("evals", "metrics"):
+        before, after = (
+            [(m.offset(), m.key(), m.value()) for m in clients.read_to_end(run.run.kafka, f"{name}.{topic}")]
+            for name in (RUN, run_name)
+        )
+        assert before == after
+
+
+def test_a_replay_into_another_run_writes_its_batches(
+    run: Planted, capfd: pytest.CaptureFixture[str], run_name: str
+) -> None:
+    assert call(run, "replay", "--set", "grouping.estimator=grpo", "--into", run_name, "--json") == 0
+    answer = strict(capfd.readouterr().out)
+    assert (answer["into"], answer["replayed"]["rollouts"]) == (run_name, answer["recorded"]["rollouts"])
