@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import uuid
 import weakref
 from collections.abc import Iterator
@@ -92,13 +93,13 @@ def remove(path: Path) -> None:
 
 
 def remove_unfinished(directory: Path) -> int:
-    """Delete what killed writers of a directory left, and return how many files that were.
+    """Delete what killed writers of a directory left, and return how many files and folders that were.
 
     Only for who alone writes there: another's file in the making would be gone.
     """
     found = list(directory.glob(f"*{UNFINISHED}")) if directory.is_dir() else []
     for path in found:
-        path.unlink(missing_ok=True)
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     return len(found)
 
 

@@ -5,6 +5,7 @@ Nothing here says what a folder holds: that is in its journal.
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -17,16 +18,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from consumers.buffers.files import StoreError, make_directory, remove_unfinished, replacing, sync_directory
+from consumers.buffers.files import UNFINISHED, StoreError, make_directory, remove_unfinished, replacing, sync_directory
 from consumers.buffers.trajectory_formats import Format
 from consumers.buffers.trajectory_index import Entry
 from consumers.buffers.trajectory_journal import Content
 from consumers.buffers.trajectory_rows import Checked
+from topics.logs import event
 from topics.records import Int64
 
+logger = logging.getLogger(__name__)
 LOCK = "trajectories.lock"
 LOADED = "loaded-"
 """Begin of the names of folders that hold what was loaded from elsewhere."""
+ASIDE = "not-in-index-"
+"""Begin of the names of folders that hold files which an index did not know."""
 FILE = re.compile(r"trajectory_(\d+)_.*\.(?:npz|pt|pkl)")
 """Names of the files of trajectories."""
 _PLAIN = re.compile(r"[A-Za-z0-9._-]{0,100}")
@@ -74,13 +79,15 @@ def bring(found: Found, directory: Path) -> Content:
     """
     folder = f"{LOADED}{uuid.uuid4().hex}"
     content = replace(found.content, abouts=[about._replace(folder=folder) for about in found.content.abouts])
-    there = Found(directory, content, found.formats)
+    unfinished = directory / f"{folder}{UNFINISHED}"
     with said_of(directory):
         for place in range(len(content)):
-            of = content[place]
-            place_file(there.path(of), found.path(found.content[place]), found.formats(of.about.format))
+            entry = found.content[place]
+            path = found.path(entry)
+            place_file(unfinished / path.name, path, found.formats(entry.about.format))
         if len(content):
-            sync_directory(directory / folder)
+            sync_directory(unfinished)
+            unfinished.rename(directory / folder)
             sync_directory(directory)
     return content
 
@@ -106,23 +113,52 @@ def place_file(path: Path, source: Path | Checked, kind: Format) -> None:
 
 
 def sweep(directory: Path, content: Content) -> None:
-    """Delete what killed writers left in a directory: files that its content does not name. Raises StoreError."""
+    """Delete the trajectories of a directory that took another content, but those of the new. Raises StoreError."""
     with said_of(directory):
-        _sweep(directory, content)
+        remove_unfinished(directory)
+        for path in _unnamed(directory, content):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _sweep(directory: Path, content: Content) -> None:
-    remove_unfinished(directory)
+def put_aside(directory: Path, content: Content) -> None:
+    """Move files that an index does not know to a folder, and log it: its writer was killed between a file and the
+    index, or the index lost its end. Deleted is only what the index says has left. Raises StoreError.
+    """
+    with said_of(directory):
+        remove_unfinished(directory)
+        ids = content.entries["id"]
+        first_kept = int(ids[0]) if len(ids) else content.counter
+        unknown = []
+        for path in _unnamed(directory, content):
+            name = FILE.fullmatch(path.name)
+            if name and int(name[1]) < first_kept:
+                path.unlink()
+            else:
+                unknown.append(path)
+        if unknown:
+            aside = directory / f"{ASIDE}{uuid.uuid4().hex}"
+            aside.mkdir()
+            for path in unknown:
+                path.rename(aside / path.name)
+            sync_directory(directory)
+            event(logger, "trajectories_not_in_index", level=logging.WARNING, count=len(unknown), moved_to=str(aside))
+
+
+def _unnamed(directory: Path, content: Content) -> list[Path]:
+    """Trajectories, and folders of them, that a content does not name."""
     ids = content.entries["id"]
     here = np.array([not about.folder for about in content.abouts], bool)
     ids = ids[here[content.entries["about"]]]
     folders = {about.folder for about in content.abouts}
-    with os.scandir(directory) as found:
-        for item in found:
-            if item.name.startswith(LOADED) and item.is_dir() and item.name not in folders:
-                shutil.rmtree(item.path)
+    found = []
+    with os.scandir(directory) as items:
+        for item in items:
+            if item.name.startswith(LOADED) and item.is_dir():
+                if item.name not in folders:
+                    found.append(Path(item.path))
             elif (name := FILE.fullmatch(item.name)) and not _among(ids, int(name[1])):
-                os.unlink(item.path)
+                found.append(Path(item.path))
+    return found
 
 
 def _among(ids: Int64, trajectory_id: int) -> bool:

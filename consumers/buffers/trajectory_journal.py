@@ -1,9 +1,11 @@
 """What a directory of trajectories holds, as an append-only file of records of 56 bytes, each with its checksum.
 
 An entry carries the position of the log it brings with it: content and position are one fact. What a killed writer left
-torn is cut off, and that can only be the last append; damage before it is refused.
+torn is cut off, and that can only be the last append; damage before it is refused. A clean close appends a record of
+its own, so that nothing before that record passes for torn.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -20,7 +22,7 @@ from consumers.buffers.trajectory_index import About, Entry, TrajectoryIndex
 from consumers.buffers.trajectory_rows import Layout, Leaf
 
 NAME = "trajectory_index.log"
-_HEADER, _TEXT, _ENTRY, _DROP, _POSITION, _STATE = range(1, 7)
+_HEADER, _TEXT, _ENTRY, _DROP, _POSITION, _STATE, _CLOSED = range(1, 8)
 _MAGIC = b"rollstream trajectories, version 1".ljust(48)
 _HEAD = [("crc", "<u4"), ("kind", "u1"), ("last", "u1"), ("append", "<u2")]
 """`append` counts what was handed over at once, and `last` is 1 for the end of it: each is on disk before the next."""
@@ -86,6 +88,8 @@ class Decoded(NamedTuple):
     """How much of it is whole."""
     appends: int
     """The number of the next append."""
+    closed: bool
+    """Whether its writer closed it, and nothing came after."""
 
 
 class Encoder:
@@ -161,8 +165,8 @@ def decode(data: bytes, where: Path) -> Decoded:
     others = records["append"][whole:][sound[whole:]] != appends
     if appends < 0 or records[0]["payload"].tobytes() != _MAGIC or others.any():
         raise StoreError(
-            f"{where} is damaged at byte {whole * _RAW.itemsize} of {len(data)}, or not of this program; restore it, "
-            "or fill a new directory from the log"
+            f"{where} is damaged at byte {whole * _RAW.itemsize} of {len(data)}, or not of this program; nothing was "
+            "changed: restore it, or fill a new directory from the log"
         )
     records = records[:whole]
     kinds = records["kind"]
@@ -183,7 +187,7 @@ def decode(data: bytes, where: Path) -> Decoded:
         content.seed = int.from_bytes(states[-1]["uuid"].tobytes(), "little")
         content.draws = int(states[-1]["offset"])
         content.counter = max(content.counter, int(states[-1]["id"]))
-    return Decoded(content, whole * _RAW.itemsize, appends)
+    return Decoded(content, whole * _RAW.itemsize, appends, bool(kinds[-1] == _CLOSED))
 
 
 class Journal:
@@ -195,6 +199,7 @@ class Journal:
         self.content = Content()
         """What it said when it was opened or replaced."""
         self._size = self._appends = 0
+        self._closed = False
         self._descriptor = -1
         try:
             data = self.path.read_bytes()
@@ -213,12 +218,15 @@ class Journal:
                 raise OSError(f"{written} of {len(records)} bytes written")
             os.fsync(self._descriptor)
         except OSError as error:
+            with contextlib.suppress(OSError):  # or it is overwritten
+                os.ftruncate(self._descriptor, self._size)
             raise StoreError(
                 f"{self.path} cannot be written ({error.strerror or error}); look at the space and the rights there, "
                 "then write again"
             ) from error
         self._size += len(records)
         self._appends = (self._appends + 1) % _APPENDS
+        self._closed = False
 
     @property
     def records(self) -> int:
@@ -240,6 +248,12 @@ class Journal:
         # As it was written: what nothing refers to any more is not in it, and the rest counts anew.
         self._open(data)
 
+    def seal(self) -> None:
+        """Say that the writer ends here, after which nothing passes for torn. Raises StoreError."""
+        if not self._closed:
+            self.append(_record(_CLOSED))
+            self._closed = True
+
     def close(self) -> None:
         """Give the file back."""
         if self._descriptor >= 0:
@@ -248,7 +262,7 @@ class Journal:
 
     def _open(self, data: bytes) -> None:
         """Go on behind what is whole of it."""
-        self.content, self._size, self._appends = decode(data, self.path)
+        self.content, self._size, self._appends, self._closed = decode(data, self.path)
         self.close()
         self._descriptor = os.open(self.path, os.O_RDWR)
         os.ftruncate(self._descriptor, self._size)

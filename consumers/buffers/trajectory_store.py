@@ -1,7 +1,8 @@
 """A directory of trajectories, a file each, with one writer: a thread that writes what it is handed, in order.
 
-A file is on disk before the journal names it, and gone only after the journal does not. A failed write raises at the
-next call, and waits to be written again. Who opens the directory after a kill finds all that was flushed.
+A file is on disk before the journal names it, and gone only after the journal says that it left. A failed write raises
+at the next call, and waits to be written again. Who opens the directory after a kill finds all that was flushed; files
+that the journal knows nothing of are put aside.
 """
 
 import copy
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from consumers.buffers.files import DirectoryLock, StoreError, lock_directory, replacing, sync_directory
-from consumers.buffers.trajectory_folder import FILE, LOCK, Formats, Found, bring, path_of, said_of, sweep
+from consumers.buffers.trajectory_folder import FILE, LOCK, Formats, Found, bring, path_of, put_aside, said_of, sweep
 from consumers.buffers.trajectory_index import Entry
 from consumers.buffers.trajectory_journal import NAME, Content, Encoder, Journal
 from consumers.buffers.trajectory_rows import Checked, Fetched, owned
@@ -106,7 +107,7 @@ class TrajectoryStore:
             if self._records not in (0, self._journal.records):
                 raise StoreError(f"{self.directory} was written to by others since it was closed here; open it anew")
             self.content = self._journal.content
-            sweep(self.directory, self.content)
+            put_aside(self.directory, self.content)
         except BaseException:
             self._lock.release()
             raise
@@ -172,6 +173,7 @@ class TrajectoryStore:
         self.flush()
         assert self._executor is not None
         assert self._lock is not None
+        self._journal.seal()
         self._executor.shutdown()
         self._records = self._journal.records
         self._journal.close()

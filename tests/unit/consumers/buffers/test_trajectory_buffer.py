@@ -504,17 +504,56 @@ def test_a_path_that_cannot_be_a_directory_is_an_error_that_says_so(tmp_path: Pa
         buffer(tmp_path, True)
 
 
-def test_files_that_no_index_names_are_gone_when_it_is_opened(tmp_path: Path) -> None:
-    """As a writer leaves them that is killed between a file and the journal."""
+def test_files_that_the_index_does_not_name_are_put_aside_and_that_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a writer leaves them that is killed between a file and the index."""
     with buffer(tmp_path, True) as of:
         of.add(trajectory(0))
     directory = tmp_path / "buffer"
     for name in ("trajectory_1_w.npz", "trajectory_1_w.npz.1-a.unfinished"):
-        (directory / name).write_bytes(b"torn")
+        (directory / name).write_bytes(b"whole")
     with buffer(tmp_path, True) as again:
         assert files(tmp_path) == ["trajectory_0_w.npz"]
         again.add(trajectory(5))
         assert again.trajectory_ids == [0, 1]
+    [aside] = directory.glob("not-in-index-*/*")
+    assert (aside.name, aside.read_bytes()) == ("trajectory_1_w.npz", b"whole")
+    assert "trajectories_not_in_index" in caplog.text
+    buffer(tmp_path, True).close()
+    assert list(directory.glob("not-in-index-*/*")) == [aside], "what was put aside stays"
+
+
+def test_after_a_clean_close_one_bit_of_the_index_is_refused_and_no_file_is_deleted(tmp_path: Path) -> None:
+    with buffer(tmp_path, True) as of:
+        of.add_trajectories([trajectory(number) for number in range(60)])
+    index = tmp_path / "buffer" / "trajectory_index.log"
+    whole = index.read_bytes()
+    # The last 56 bytes say that it was closed: without them nothing is lost.
+    for place in np.random.default_rng(3).integers(0, len(whole) - 56, 40).tolist():
+        index.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        with pytest.raises(StoreError, match=r"trajectory_index\.log is damaged at byte .*restore it, or fill"):
+            buffer(tmp_path, True)
+        assert len(files(tmp_path)) == 60
+    index.write_bytes(whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:])
+    with buffer(tmp_path, True) as again:
+        assert len(again) == len(files(tmp_path)) == 60
+    assert len(index.read_bytes()) == len(whole), "opened and closed again it is no longer"
+
+
+def test_an_index_that_lost_its_end_deletes_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with buffer(tmp_path, True) as of:
+        of.add_trajectories([trajectory(number) for number in range(60)])
+    index = tmp_path / "buffer" / "trajectory_index.log"
+    os.truncate(index, index.stat().st_size // 2)
+    before = files(tmp_path)
+    with buffer(tmp_path, True) as again:
+        held = files(tmp_path)
+        assert len(held) == len(again) < 60
+    aside = [path.name for path in (tmp_path / "buffer").glob("not-in-index-*/*")]
+    assert sorted([*held, *aside]) == before
+    [said] = [record for record in caplog.records if "trajectories_not_in_index" in record.getMessage()]
+    assert (said.levelname, vars(said)["rollstream_fields"]["count"]) == ("WARNING", len(aside))
 
 
 def test_a_file_that_is_gone_or_cut_short_is_an_error_that_says_so(tmp_path: Path) -> None:

@@ -101,17 +101,20 @@ def test_a_load_that_is_cut_off_leaves_what_was_there(tmp_path: Path) -> None:
     with buffer(tmp_path, True) as of:
         of.add_trajectories([trajectory(n) for n in range(2)])
     directory = tmp_path / "buffer"
-    (directory / "loaded-abc").mkdir()
-    (directory / "loaded-abc" / "trajectory_0_w.npz").write_bytes(b"brought")
+    for folder in ("loaded-abc", "loaded-def.unfinished"):
+        (directory / folder).mkdir()
+        (directory / folder / "trajectory_0_w.npz").write_bytes(b"brought")
     with buffer(tmp_path, True) as again:
         assert again.trajectory_ids == [0, 1]
-        assert not (directory / "loaded-abc").exists()
+        assert not list(directory.glob("loaded-*"))
         again.save(tmp_path / "saved")
         again.load(tmp_path / "saved")
-        assert len(list(directory.glob("**/*.npz"))) == 2
+        assert len(list(directory.glob("loaded-*/*.npz"))) == 2
     (directory / "trajectory_0_w.npz").write_bytes(b"replaced")
     with buffer(tmp_path, True, enable_cache=False) as again:
-        assert [str(path.parent.name)[:7] for path in directory.glob("**/*.npz")] == ["loaded-", "loaded-"]
+        assert not list(directory.glob("*.npz"))
+        assert [len(list(path.iterdir())) for path in directory.glob("loaded-*")] == [2]
+        assert {path.read_bytes() for path in directory.glob("not-in-index-*/**/*.npz")} == {b"brought", b"replaced"}
         assert {row // 1000 for row in untorn(again.sample(16), 16)} == {0, 1}
 
 

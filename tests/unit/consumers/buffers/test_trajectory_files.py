@@ -150,7 +150,7 @@ def test_a_journal_cut_anywhere_says_what_came_before() -> None:
     data = journal_of(5)
     starts = [len(journal_of(n)) for n in range(6)]
     for length in range(starts[0], len(data)):
-        content, whole, _ = decode(data[:length], Path("x"))
+        content, whole, *_ = decode(data[:length], Path("x"))
         count = sum(start <= length for start in starts) - 1
         assert [int(n) for n in content.entries["id"]] == list(range(count))
         assert content.position == ({1: count} if count else {})
@@ -221,7 +221,7 @@ def test_what_is_written_is_what_is_read() -> None:
         draws=12,
         counter=2**50,
     )
-    found, whole, _ = decode(encode(content), Path("x"))
+    found, whole, *_ = decode(encode(content), Path("x"))
     assert whole == len(encode(content))
     assert [found[n] for n in range(10)] == [content[n] for n in range(10)]
     assert (found.layout, found.position, found.seed, found.draws, found.counter) == (
