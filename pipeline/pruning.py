@@ -1,15 +1,19 @@
 """What of a run's log nobody needs any more: positions in, deletions out, with what each stops at. Pure.
 
 Kept is what recovery reads, what the verification window is made of, what learners have yet to read, and of batches
-and index what the journal that is kept tells of, so that the ledger closes and every index entry has its batch.
+and index what the journal that is kept tells of, so that the ledger closes and every index entry has its batch. Of
+trajectories and of those that wait for labels what lies below every reader's position may go.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-TOPICS = ("rollouts", "journal", "batch-index", "batches")
+TOPICS = ("rollouts", "journal", "batch-index", "batches", "unlabelled", "trajectories")
 """What is pruned, in the order it is: a run is consistent after each of them, should the next not be reached."""
+CONTROL_TOPICS = ("unlabelled", "trajectories")
+"""Those of control tasks."""
 RECOVERY, WINDOW, ACCOUNT = "recovery", "verification window", "ledger"
+NO_LABELLER, NO_FILLER = "no labeller on record", "no filler on record"
 Place = tuple[str, int]
 """Topic and partition."""
 
@@ -77,6 +81,10 @@ class Positions:
     """First offset of each partition of each of `TOPICS`."""
     groups: Mapping[str, Mapping[Place, int]] = field(default_factory=dict)
     """What other consumer groups committed."""
+    labeller: str = ""
+    """Which of them is that of the labelling processes."""
+    fillers: frozenset[str] = frozenset()
+    """Which of them are those of fillers."""
     last_steps: Mapping[str, LastStep] = field(default_factory=dict)
     """Of the learners, by the same names."""
     skipped: tuple[str, ...] = ()
@@ -134,6 +142,7 @@ def plan(positions: Positions, *, keep_batches: int, keep_from_ms: int | None = 
         stops["rollouts", partition], stops["journal", partition] = rollouts[partition], journal[partition]
         stop = (_batches_stop(positions.batches, partition, kept), why)
         stops["batches", partition] = _least(stop, *_of_groups(positions, "batches", partition))
+    stops |= _control_stops(positions)
     return [
         Deletion(topic=topic, partition=p, begin=begin, to=max(begin, stops[topic, p][0]), why=stops[topic, p][1])
         for (topic, p), begin in sorted(
@@ -148,6 +157,27 @@ _END = 2**63 - 1
 def _least(*found: tuple[int, str]) -> tuple[int, str]:
     """The lowest offset with what needs it, the first where several are as low."""
     return min(found, key=lambda item: item[0])
+
+
+def _control_stops(positions: Positions) -> dict[Place, tuple[int, str]]:
+    """Where the topics of control tasks stop: at the lowest position of a reader, and at the first offset where the
+    readers they are for are not on record."""
+    stops: dict[Place, tuple[int, str]] = {}
+    labelled = positions.groups.get(positions.labeller, {})
+    for place in positions.begins:
+        topic, partition = place
+        source = ("unlabelled", partition)
+        if topic == "unlabelled":
+            stops[place] = _least(*_of_groups(positions, *place)) if place in labelled else (0, NO_LABELLER)
+        if topic == "trajectories":
+            filled = any(place in positions.groups.get(filler, {}) for filler in positions.fillers)
+            stops[place] = _least(*_of_groups(positions, *place)) if filled else (0, NO_FILLER)
+            # Where positions of labelling are lost, they are found again by what was made of the records still there.
+            if source in positions.begins and source not in labelled:
+                stops[place] = (0, NO_LABELLER)
+            elif source in stops and stops[source][0] < labelled[source]:
+                stops[place] = (0, stops[source][1])
+    return stops
 
 
 def _window_begin(batches: Sequence[Batch], keep_batches: int, keep_from_ms: int | None) -> int:

@@ -28,13 +28,19 @@ from topics.trajectories import Trajectory, from_record
 logger = logging.getLogger(__name__)
 _RECORDS_A_POLL = 100
 _WAIT_S = 0.1
+_COMMIT_EVERY_S = 5.0
+FILLER_GROUPS = ".filler-"
+"""What the name of a filler's consumer group has between those of run and filler."""
 
 Place = tuple[int, int]
 """Partition and offset of a record."""
 
 
 class Fillable(Protocol):
-    """What can be filled from the log. What lies below its position it leaves out by itself."""
+    """What can be filled from the log. What lies below its position it leaves out by itself.
+
+    One that writes to disk later than `add` returns has a method `flush`, which waits for that.
+    """
 
     @property
     def position(self) -> Mapping[int, int]:
@@ -88,6 +94,9 @@ class TrajectoryFiller:
 
     A context manager that starts the thread, and closes. With `identity_file` it is remembered across processes which
     topic the buffers were filled from, so that one created again under the same name is refused.
+
+    What all buffers have, on disk where they write to disk, is committed every five seconds and on closing, as the
+    position of consumer group `{run}.filler-{name}`: `rollstream prune` keeps what lies behind it.
     """
 
     def __init__(
@@ -98,9 +107,12 @@ class TrajectoryFiller:
         *,
         topic: Literal["trajectories", "unlabelled"] = "trajectories",
         identity_file: Path | None = None,
+        name: str = "default",
     ) -> None:
-        """Raises TopicError where a buffer's position is no longer, or not yet, in the log, or the topic is another
-        than the one it was filled from; BrokerUnavailable when nobody answers."""
+        """Fillers of a run that fill other buffers have other names.
+
+        Raises TopicError where a buffer's position is no longer, or not yet, in the log, or the topic is another than
+        the one it was filled from; BrokerUnavailable when nobody answers."""
         if not buffers:
             raise ConfigurationError("a filler of no buffer; give at least one")
         self._kafka = kafka
@@ -112,7 +124,10 @@ class TrajectoryFiller:
         self._ends: dict[int, int] = {}
         """Where each partition ended when it was last read to its end."""
         self._counts = Counts()
-        self._consumer = clients.reader(kafka)
+        self._group = f"{run}{FILLER_GROUPS}{name}"
+        self._consumer = clients.reader(kafka, group=self._group)
+        self._committed: dict[int, int] = {}
+        self._commit()
         self._stopping = threading.Event()
         self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -154,6 +169,7 @@ class TrajectoryFiller:
                     f"{self._topic} was not read to its end, {wanted}, within {timeout_s:g} s without a record; "
                     f"{open_on(self._kafka, self._topic, behind)}"
                 )
+        self._commit()
 
     def start(self) -> Self:
         """Fill in a thread from now on, until `close`."""
@@ -171,7 +187,11 @@ class TrajectoryFiller:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
-        self._consumer.close()
+        try:
+            if self._failure is None:
+                self._commit()
+        finally:
+            self._consumer.close()
         if self._thread is not None:
             self.check()
 
@@ -202,7 +222,33 @@ class TrajectoryFiller:
                 self._ends[partition or 0] = offset or 0
             else:
                 clients.raise_for(error, f"reading {self._topic}")
+        if time.monotonic() - self._committed_at > _COMMIT_EVERY_S:
+            self._commit()
         return records
+
+    def _commit(self) -> None:
+        """Commit what every buffer has, once it is on disk. Raises ConfigurationError where another filler committed
+        under the same name since, BrokerUnavailable, and what buffers raise."""
+        positions = {
+            p: min(buffer.position.get(p, self._begins[p]) for buffer in self._buffers) for p in sorted(self._begins)
+        }
+        self._committed_at = time.monotonic()
+        if positions == self._committed:
+            return
+        for buffer in self._buffers:
+            if (flush := getattr(buffer, "flush", None)) is not None:
+                flush()
+        doing = f"committing positions of group {self._group}"
+        asked = [TopicPartition(self._topic, p) for p in positions]
+        found = {tp.partition: tp.offset for tp in clients.committed(self._kafka, self._consumer, asked, doing)}
+        if self._committed and found != self._committed:
+            raise ConfigurationError(
+                f"another filler committed positions as group {self._group}, and what one of them lacks may be pruned; "
+                f"give each filler of the run a name of its own"
+            )
+        offsets = [TopicPartition(self._topic, p, offset) for p, offset in positions.items()]
+        clients.retrying(lambda: self._consumer.commit(offsets=offsets, asynchronous=False), doing)
+        self._committed = positions
 
     def _run(self) -> None:
         try:
@@ -245,7 +291,9 @@ class TrajectoryFiller:
     def _begin(self) -> dict[int, int]:
         """The first offset to be read of each partition: the lowest that a buffer has to have."""
         starts = {}
-        for partition, (begin, end) in clients.bounds(self._kafka, self._topic).items():
+        bounds = clients.bounds(self._kafka, self._topic)
+        self._begins = {partition: begin for partition, (begin, _end) in bounds.items()}
+        for partition, (begin, end) in bounds.items():
             for position in (buffer.position.get(partition) for buffer in self._buffers):
                 if position is not None and not begin <= position <= end:
                     raise TopicError(

@@ -32,7 +32,8 @@ def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
     partitions = clients.partitions_of(kafka, topic)
     committed = committed_offsets(kafka, group, topic, partitions)
     if all(tp.offset < 0 for tp in committed):
-        labelled = _labelled(kafka, run)
+        pruned = any(begin for begin, _end in clients.bounds(kafka, topic).values())
+        labelled = "what was pruned" if pruned else _labelled(kafka, run)
         if labelled:
             raise StateRefused(
                 f"group {group} has no positions in {topic}, but {labelled} was labelled: they were lost. Set them "

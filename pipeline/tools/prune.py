@@ -16,13 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient
 
+from consumers.buffers.filling import FILLER_GROUPS
 from consumers.grouping.bootstrap import committed_offsets
 from consumers.grouping.state import CommitMetadata
+from consumers.labelling.config import LabellingConfig
 from consumers.learner.checkpoint_paths import META, checkpoint_steps, directory_of
 from pipeline.config import RunConfig
 from pipeline.pruning import (
     ACCOUNT,
+    CONTROL_TOPICS,
+    NO_FILLER,
+    NO_LABELLER,
     RECOVERY,
     TOPICS,
     WINDOW,
@@ -54,6 +60,8 @@ _WHY = {
     WINDOW: "what stays verifiable, from a snapshot on",
     RECOVERY: "what a grouping process restores its tasks from",
     ACCOUNT: "batches that the journal, where it is kept, tells of",
+    NO_LABELLER: "nobody has labelled yet, or the positions of labelling are lost",
+    NO_FILLER: "nobody has filled a buffer yet",
 }
 _BARE = " (no checkpoint)"
 _LEARNERS = {
@@ -74,6 +82,7 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
         config.run,
         config.grouper.group_id(config.run),
         None if args.without_checkpoints else directory_of(args.checkpoints or config.learner.checkpoint.directory),
+        config.labelling.group_id(config.run),
     )
     keep = KEEP_BATCHES if args.keep_batches is None and args.keep_hours is None else args.keep_batches or 0
     keep_from_ms = None if args.keep_hours is None else int((time.time() - args.keep_hours * 3600) * 1000)
@@ -156,24 +165,35 @@ def delete(kafka: KafkaConfig, run: str, deletions: Sequence[Deletion]) -> None:
 # ---------------------------------------------------------------------- positions
 
 
-def read_positions(kafka: KafkaConfig, run: str, group: str, checkpoints: Path | None) -> Positions:
+def read_positions(
+    kafka: KafkaConfig, run: str, group: str, checkpoints: Path | None, labeller: str | None = None
+) -> Positions:
     """Where everything and everybody of a run stands.
 
     Learners go back to their oldest checkpoint below `checkpoints`, to where their steps end where that is None, and to
-    where they say themselves where they do. Raises StateRefused when the group of grouping processes has no offsets.
+    where they say themselves where they do. `labeller` is the consumer group of labelling processes, where its name is
+    not the usual one. Raises StateRefused when the group of grouping processes has a journal and no offsets.
     """
     clients.check_broker(kafka)
-    begins = {
-        (topic, partition): low
-        for topic in TOPICS
-        for partition, (low, _end) in clients.bounds(kafka, topic_name(run, topic)).items()
-    }
+    labeller = labeller or LabellingConfig().group_id(run)
+    bounds = {topic: clients.bounds(kafka, topic_name(run, topic)) for topic in TOPICS}
+    for topic in CONTROL_TOPICS:
+        if not any(end for _low, end in bounds[topic].values()):
+            del bounds[topic]
+    begins = {(topic, partition): low for topic, of in bounds.items() for partition, (low, _end) in of.items()}
     partitions = sum(topic == "rollouts" for topic, _partition in begins)
     # Who reads stands where it did or further when the rest is read: what is found to be needed is, or was.
     groups = _other_groups(kafka, run, group)
+    # After fillers: what they have read was labelled below these positions.
+    if labeller in groups:
+        client = clients.admin(kafka)
+        groups[labeller] |= _offsets_of(client, run, labeller)
     skipped = SkippedRecords(logged=False)
     learners, last_steps = _learners(kafka, run, checkpoints, skipped)
     committed = committed_offsets(kafka, group, topic_name(run, "rollouts"), partitions)
+    if all(place.offset < 0 for place in committed) and not any(end for _low, end in bounds["journal"].values()):
+        # A run that groups nothing; of the rest nothing is known, and nothing goes.
+        committed, begins = [], {place: low for place, low in begins.items() if place[0] in CONTROL_TOPICS}
     tasks = {}
     for place in committed:
         where = f"rollouts[{place.partition}] by group {group}"
@@ -188,6 +208,8 @@ def read_positions(kafka: KafkaConfig, run: str, group: str, checkpoints: Path |
         learners=learners,
         begins=begins,
         groups=groups,
+        labeller=labeller,
+        fillers=frozenset(name for name in groups if name.startswith(f"{run}{FILLER_GROUPS}")),
         last_steps=last_steps,
         skipped=tuple(map(str, skipped.first)),
     )
@@ -299,14 +321,19 @@ def _oldest_checkpoint(directory: Path) -> int | None:
 
 def _other_groups(kafka: KafkaConfig, run: str, group: str) -> dict[str, dict[Place, int]]:
     """What consumer groups that are not ours committed of what is pruned."""
-    topics = {topic_name(run, topic): topic for topic in TOPICS}
     client = clients.admin(kafka)
     listed = clients.retrying(lambda: client.list_consumer_groups().result(_TIMEOUT_S), "listing consumer groups")
-    found: dict[str, dict[Place, int]] = {}
-    for name in sorted(item.group_id for item in listed.valid if item.group_id != group):
-        asked = client.list_consumer_group_offsets([ConsumerGroupTopicPartitions(name)])[name]
-        offsets = clients.retrying(partial(asked.result, _TIMEOUT_S), f"asking for offsets of group {name}")
-        for at in offsets.topic_partitions or ():
-            if at.topic in topics and at.offset >= 0:
-                found.setdefault(name, {})[topics[at.topic], at.partition] = at.offset
-    return found
+    names = sorted(item.group_id for item in listed.valid if item.group_id != group)
+    return {name: offsets for name in names if (offsets := _offsets_of(client, run, name))}
+
+
+def _offsets_of(client: AdminClient, run: str, group: str) -> dict[Place, int]:
+    """What a consumer group committed of what is pruned."""
+    topics = {topic_name(run, topic): topic for topic in TOPICS}
+    asked = client.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])[group]
+    offsets = clients.retrying(partial(asked.result, _TIMEOUT_S), f"asking for offsets of group {group}")
+    return {
+        (topics[at.topic], at.partition): at.offset
+        for at in offsets.topic_partitions or ()
+        if at.topic in topics and at.offset >= 0
+    }

@@ -213,6 +213,76 @@ def test_a_filler_goes_on_where_each_of_its_buffers_stands(run: RealRun, tmp_pat
     assert sorted(fresh.uids) == uids(range(34))
 
 
+def prune(run: RealRun, *words: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """The plan of `rollstream prune` for the two topics of trajectories."""
+    rows = asked(run, "prune", *words)["plan"]
+    return {(row["topic"], row["partition"]): row for row in rows}
+
+
+def asked(run: RealRun, *words: str) -> dict[str, Any]:
+    """What a command of rollstream answers."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = run.command(*words, "--json")
+    done = subprocess.run(command, env=environment, cwd=run.directory, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def position(run: RealRun, group: str, topic: str) -> dict[int, int]:
+    """What a group of the run committed."""
+    committed = committed_offsets(run.kafka, f"{run.name}.{group}", run.topic(topic), run.topics.partitions)
+    return {tp.partition: tp.offset for tp in committed}
+
+
+def test_prune_deletes_what_fillers_and_labelling_have_read_and_nothing_else(run: RealRun, tmp_path: Path) -> None:
+    send(run, of_two(range(1, 10)), "unlabelled")
+    labeller = run.start("label", "tests.trajectories:double")
+    eventually(lambda: len(labelled_of(run)) == 9, 30, "they are labelled")
+    labeller.terminate()
+    assert labeller.wait(10) == 0
+    labelled = position(run, "labeller", "unlabelled")
+    send(run, of_two(range(11, 15)), "unlabelled")
+    held = prune(run, "--dry-run")
+    assert {row["to"] for (topic, _), row in held.items() if topic == "trajectories"} == {0}
+    assert held["trajectories", 0]["kept_for"] == "no filler on record"
+    assert {p: held["unlabelled", p]["to"] for p in labelled} == labelled
+
+    buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "windows")
+    late = EpisodeSliceBuffer(tmp_path / "slices", capacity=1000, slice_len=2)
+    with buffer, late:
+        TrajectoryFiller(run.kafka, run.name, [late], name="late").close()
+        filler = TrajectoryFiller(run.kafka, run.name, [buffer])
+        filler.fill(30)
+        read = dict(buffer.position)
+        assert position(run, "filler-default", "trajectories") == read
+        assert set(position(run, "filler-late", "trajectories").values()) == {0}, "it has nothing, and is waited for"
+        assert prune(run, "--dry-run")["trajectories", 0]["to"] == 0
+        with TrajectoryFiller(run.kafka, run.name, [late], name="late") as going:
+            eventually(lambda: dict(late.position) == read, 30, "the other has it, too")
+            going.check()
+
+        send(run, of_two(range(20, 26)))
+        done = prune(run, "--yes")
+        assert {p: done["trajectories", p]["to"] for p in read} == read
+        for topic, read_to in (("trajectories", read), ("unlabelled", labelled)):
+            assert {p: low for p, (low, _end) in clients.bounds(run.kafka, run.topic(topic)).items()} == read_to
+        filler.fill(30)
+        filler.close()
+        assert filler.counts == (9 + 6, 0)
+    run.start("label", "tests.trajectories:double")
+    eventually(lambda: len(labelled_of(run)) == 6 + 4, 30, "labelling goes on where it was")
+
+
+def test_two_fillers_of_one_name_are_told_so(run: RealRun) -> None:
+    first, second = Kept(), Kept()
+    one = TrajectoryFiller(run.kafka, run.name, [first])
+    send(run, of_two(range(4)))
+    other = TrajectoryFiller(run.kafka, run.name, [second])
+    other.fill(30)
+    with pytest.raises(ConfigurationError, match=r"another filler committed.*a name of its own"):
+        one.fill(30)
+
+
 def test_a_log_that_is_not_the_one_a_buffer_was_filled_from_is_refused(run: RealRun, tmp_path: Path) -> None:
     identity = tmp_path / "topic.json"
     topic = run.topic("trajectories")

@@ -11,7 +11,21 @@ from consumers.grouping import state
 from consumers.grouping.config import GroupingConfig
 from pipeline.cli import main
 from pipeline.journals import PartitionJournal
-from pipeline.pruning import ACCOUNT, RECOVERY, TOPICS, WINDOW, Batch, Deletion, Positions, Snapshot, Task, plan
+from pipeline.pruning import (
+    ACCOUNT,
+    CONTROL_TOPICS,
+    NO_FILLER,
+    NO_LABELLER,
+    RECOVERY,
+    TOPICS,
+    WINDOW,
+    Batch,
+    Deletion,
+    Positions,
+    Snapshot,
+    Task,
+    plan,
+)
 from pipeline.refold import beginnings
 from pipeline.tools.prune import plan_text, rows_of
 from topics.records import JournalRecord
@@ -40,7 +54,7 @@ def one_partition(batches: int = 10, **changes: object) -> Positions:
             Batch(partition=0, number=n, offset=2 * n, index_offset=2 * n, time_ms=1000 * n) for n in range(batches)
         ),
         learners={"learner main": 100},
-        begins={(topic, 0): 0 for topic in TOPICS},
+        begins={(topic, 0): 0 for topic in TOPICS[:4]},
     )
     return replace(positions, **changes)  # type: ignore[arg-type]
 
@@ -272,3 +286,46 @@ def test_the_account_of_a_pruned_journal_begins_at_its_first_snapshot() -> None:
     assert problems == []
     read.read(replace(journal()[9], sequence=12))
     assert len(problems) == 1
+
+
+def of_control_tasks(**groups: dict[str, int]) -> Positions:
+    return Positions(
+        tasks={},
+        batches=(),
+        learners={},
+        begins={(topic, 0): 2 for topic in CONTROL_TOPICS},
+        groups={name: {(topic, 0): offset for topic, offset in at.items()} for name, at in groups.items()},
+        labeller="labeller",
+        fillers=frozenset(name for name in groups if name.startswith("filler")),
+    )
+
+
+def test_of_trajectories_only_what_every_reader_has_read_goes() -> None:
+    held = {"unlabelled": (2, NO_LABELLER), "trajectories": (2, NO_LABELLER)}
+    assert stops(planned(of_control_tasks())) == held
+    readers = {
+        "filler_a": {"trajectories": 30},
+        "filler_b": {"trajectories": 20},
+        "labeller": {"unlabelled": 40},
+    }
+    assert stops(planned(of_control_tasks(**readers))) == {
+        "unlabelled": (40, "group labeller"),
+        "trajectories": (20, "group filler_b"),
+    }
+    stranger = of_control_tasks(**readers, stranger={"trajectories": 5, "unlabelled": 40})
+    assert stops(planned(stranger))["trajectories"] == (5, "group stranger")
+    only_a_stranger = of_control_tasks(stranger={"trajectories": 5, "unlabelled": 40})
+    assert stops(planned(only_a_stranger)) == held
+    unlabelled_alone = of_control_tasks(labeller={"unlabelled": 40})
+    assert stops(planned(unlabelled_alone))["trajectories"] == (2, NO_FILLER)
+    nothing_to_label = of_control_tasks(filler={"trajectories": 30}, labeller={"unlabelled": 0})
+    never_labelled = replace(nothing_to_label, begins={("trajectories", 0): 2})
+    assert stops(planned(never_labelled)) == {"trajectories": (30, "group filler")}
+
+
+def test_trajectories_stay_while_what_they_were_made_of_is_kept_for_another_reader() -> None:
+    readers = {"filler": {"trajectories": 30}, "labeller": {"unlabelled": 40}, "other": {"unlabelled": 39}}
+    assert stops(planned(of_control_tasks(**readers))) == {
+        "unlabelled": (39, "group other"),
+        "trajectories": (2, "group other"),
+    }
