@@ -5,6 +5,7 @@ drawn from as often, two buffers of a seed give the same; see `consumers.buffers
 draw from and save in several threads: no sample is torn.
 """
 
+import logging
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from consumers.buffers.draws import generator_at
+from consumers.buffers.files import StoreError
 from consumers.buffers.trajectory_checkpoint import read_checkpoint, shard, write_checkpoint
 from consumers.buffers.trajectory_formats import DEFAULT, format_named
 from consumers.buffers.trajectory_index import Entry
@@ -23,11 +25,18 @@ from consumers.buffers.trajectory_shelf import TrajectoryShelf
 from consumers.buffers.trajectory_store import Add, Drop, Skip, State, TrajectoryStore
 from consumers.closing import Closing
 from topics.errors import ConfigurationError, RecordError, RollstreamError
+from topics.logs import event
 from topics.trajectories import Trajectory, as_trajectory, nest
+
+logger = logging.getLogger(__name__)
 
 
 class NothingToSample(RollstreamError):
     """A buffer is asked for samples, and holds none."""
+
+
+class NotYetOnDisk(StoreError):
+    """A buffer that writes synchronously has taken trajectories in, and cannot write them to disk at present."""
 
 
 class TrajectoryReplayBuffer(Closing):
@@ -73,6 +82,11 @@ class TrajectoryReplayBuffer(Closing):
         for name, value in bounds.items():
             if value < 0:
                 raise ConfigurationError(f"{name} is {value}; give 0 or more")
+        if max_pending_bytes < 1:
+            raise ConfigurationError(
+                f"max_pending_bytes is {max_pending_bytes}, which lets nothing wait to be written; give at least "
+                "1, and synchronous=True for an add that returns when its trajectories are on disk"
+            )
         self.seed = seed
         self.sample_window_size = sample_window_size
         self.trajectory_format = trajectory_format
@@ -87,6 +101,8 @@ class TrajectoryReplayBuffer(Closing):
         """Held while a checkpoint is written, by one thread at a time; taken before `_lock`."""
         self._position: dict[int, int] = {}
         self._draws = self._draws_saved = self._without_rewards = 0
+        self._left_out: dict[Path, int] = {}
+        """Trajectories of a checkpoint that were not loaded with the rest, by directory."""
         self._store: TrajectoryStore | TrajectoryMemory
         if auto_save:
             self._store = store = TrajectoryStore(
@@ -111,7 +127,10 @@ class TrajectoryReplayBuffer(Closing):
         passed over. Arrays are copied. A plain dict is taken for the fields of a trajectory and its arrays, by name.
 
         Raises RecordError for one that is unsound, or has other arrays than those before; StoreError for an earlier
-        write that failed: it is tried again, and nothing of this call is in.
+        write that failed: it is tried again, and nothing of this call is in. NotYetOnDisk, where the buffer writes
+        synchronously, for a write of this call that failed: all of the call is in, to be drawn from memory, and is
+        written before whatever comes next; it must not be added again. MemoryError where they do not fit into memory:
+        those before the one that did not are in.
         """
         sound = map(as_trajectory, trajectories)
         parts = [part for trajectory in sound if (part := self._checked(trajectory)) is not None]
@@ -119,9 +138,8 @@ class TrajectoryReplayBuffer(Closing):
         with self._lock:
             for part in parts:
                 self._refuse_other(part, parts[0])
-            for part in parts:
-                self._put(part, None)
-        self._settle()
+            ids = [self._put(part, None) for part in parts]
+        self._settle(ids)
         return len(parts)
 
     def add(self, trajectory: Trajectory | Mapping[str, Any], /, *, at: tuple[int, int] | None = None) -> bool:
@@ -143,8 +161,8 @@ class TrajectoryReplayBuffer(Closing):
                 self.skip(at)
                 return False
             self._refuse_other(part, part)
-            self._put(part, (at[0], at[1] + 1))
-        self._settle()
+            number = self._put(part, (at[0], at[1] + 1))
+        self._settle([number])
         return True
 
     def skip(self, at: tuple[int, int], /) -> None:
@@ -223,7 +241,13 @@ class TrajectoryReplayBuffer(Closing):
         return self.window_samples
 
     def is_ready(self, min_size: int) -> bool:
-        """Whether at least so many trajectories are held."""
+        """Whether at least so many trajectories are held. Raises ConfigurationError for more than may ever be."""
+        if self._max_trajectories and min_size > self._max_trajectories:
+            bound = "max_trajectories" if self.auto_save else "sample_window_size and max_trajectories"
+            raise ConfigurationError(
+                f"is_ready({min_size}) is never true: the buffer holds at most {self._max_trajectories} trajectories; "
+                f"raise {bound}, or wait for fewer"
+            )
         return len(self) >= min_size
 
     def get_stats(self) -> dict[str, int]:
@@ -270,10 +294,19 @@ class TrajectoryReplayBuffer(Closing):
 
     def save_checkpoint(self, save_path: str | Path) -> None:
         """Keep content, position and random state in a directory, atomically: who is killed leaves the one before, or
-        this. Files are linked where the file system can. Raises StoreError.
+        this. Files are linked where the file system can.
 
         Adding and drawing go on meanwhile: what is saved is of one moment. Without auto_save that is copied in memory.
+
+        Raises StoreError; also where the directory has trajectories that this buffer left out when it loaded from
+        there, as its bounds or its rank did not let them in: they would be gone.
         """
+        left_out = self._left_out.get(Path(save_path).resolve())
+        if left_out:
+            raise StoreError(
+                f"{save_path} holds {left_out} trajectories that this buffer did not load, and saving deletes them; "
+                "save to another directory, or load all of them (sample_window_size and max_trajectories of 0)"
+            )
         with self._saving:
             self.flush()
             with self._lock:
@@ -293,11 +326,12 @@ class TrajectoryReplayBuffer(Closing):
         """Become what was saved there, by this program or by RLinf; settings stay, but for the seed. Distributed:
         become the share of one rank. Shares are contiguous, and together they are the whole.
 
-        The newest `cache_size` are read into the cache. Raises FileNotFoundError (a StoreError too) where nothing was
-        saved, StoreError for what is damaged, ValueError (a ConfigurationError too) for a rank out of range; the buffer
-        is then as it was.
+        The newest `cache_size` are read into the cache; how many the bounds leave out is logged. Raises
+        FileNotFoundError (a StoreError too) where nothing was saved, StoreError for what is damaged, ValueError (a
+        ConfigurationError too) for a rank out of range; the buffer is then as it was.
         """
         found = read_checkpoint(Path(load_path), self._formats)
+        stored = len(found.content)
         if is_distributed:
             found = shard(found, local_rank, world_size)
         if found.content.seed is None:
@@ -307,6 +341,9 @@ class TrajectoryReplayBuffer(Closing):
         with self._saving, self._lock:
             self._store.open()
             self._become(self._store.load(found))
+            self._left_out[Path(load_path).resolve()] = left_out = stored - len(self)
+        if left_out:
+            event(logger, "trajectories_not_loaded", directory=str(load_path), count=left_out, loaded=stored - left_out)
 
     def save(self, directory: Path, /) -> None:
         """save_checkpoint, under the name every buffer has for it."""
@@ -338,14 +375,29 @@ class TrajectoryReplayBuffer(Closing):
         """Wait for room before the lock is taken: others go on drawing meanwhile."""
         with self._lock:
             self._store.open()
-        self._store.ready()
+        try:
+            self._store.ready()
+        except StoreError as error:
+            raise StoreError(
+                f"an earlier write failed, and is tried again ({error}); nothing of this call is in: call again when "
+                "there is room"
+            ) from error
 
-    def _settle(self) -> None:
-        if self._synchronous:
+    def _settle(self, ids: list[int]) -> None:
+        """Have trajectories that were put in on disk, where this is to be before the call returns."""
+        if not self._synchronous:
+            return
+        try:
             self.flush()
+        except StoreError as error:
+            wait = self._store.waiting(ids)
+            raise NotYetOnDisk(
+                f"{len(ids) - wait} of the {len(ids)} trajectories of this call are on disk, and {wait} wait in "
+                f"memory, where they are drawn from ({error}); make room and call flush, and do not add them again"
+            ) from error
 
-    def _put(self, part: Checked, at: tuple[int, int] | None) -> None:
-        """Add a trajectory and move to the position behind it."""
+    def _put(self, part: Checked, at: tuple[int, int] | None) -> int:
+        """Add a trajectory and move to the position behind it; returns its id."""
         self._store.open()  # another thread may have closed it since there was room
         if len(self) and part.layout != self._shelf.layout:
             self._drop(self._shelf.drop(1))  # It was alone, and is outvoted.
@@ -354,6 +406,7 @@ class TrajectoryReplayBuffer(Closing):
             self._position[at[0]] = at[1]
         self._store.put(Add(entry, part, at))
         self._prune()
+        return entry.trajectory_id
 
     def _prune(self) -> None:
         self._drop(self._shelf.prune(self._max_trajectories, self._max_bytes))

@@ -15,6 +15,8 @@ from consumers.buffers.trajectory_rows import Layout, Rows, empty_rows
 from topics.records import Int64
 
 _NUMBER = np.dtype("<i8")
+_SPARE = 4
+"""A ring this many times as large as what it holds is made smaller."""
 
 
 class TrajectoryCache:
@@ -34,10 +36,12 @@ class TrajectoryCache:
         self._capacity = 0
 
     def put(self, layout: Layout, rows: Rows, count: int) -> None:
-        """Copy `count` rows in; the oldest make room."""
-        if self.max_trajectories and len(self) >= self.max_trajectories:
-            self.drop(len(self) - self.max_trajectories + 1)
-        start = self._place(layout, count)
+        """Copy `count` rows in; the oldest make room. Raises MemoryError, and holds then what it held."""
+        leave = max(0, len(self) - self.max_trajectories + 1) if self.max_trajectories else 0
+        start = self._place(leave, count)
+        if start < 0:
+            start = self._move(layout, leave, count)
+        self.drop(leave)
         for path, leaf in self._leaves.items():
             copy_rows(leaf[start : start + count], rows[path])
         self._starts.append(start)
@@ -63,36 +67,41 @@ class TrajectoryCache:
             else:
                 batch[path][into] = leaf[rows]
 
-    def _place(self, layout: Layout, count: int) -> int:
-        """Where `count` rows may lie together."""
-        if not len(self):
-            if count > self._capacity:
-                self._capacity = count * max(1, self.max_trajectories)
-                self._leaves = empty_rows(layout, self._capacity)
-            return 0
-        head = int(self._starts.all[0])
-        last = int(self._starts.all[-1])
-        tail = last + int(self._counts.all[-1])
-        if last >= head:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, room to grow included."""
+        return sum(leaf.nbytes for leaf in self._leaves.values())
+
+    def _place(self, leave: int, count: int) -> int:
+        """Where `count` rows may lie together once the `leave` oldest are out; -1 where the ring is too small for that,
+        or much larger than it need be."""
+        starts, counts = self._starts.all[leave:], self._counts.all[leave:]
+        if self._capacity > _SPARE * (int(counts.sum()) + count):
+            return -1
+        if not len(starts):
+            return 0 if count <= self._capacity else -1
+        head = int(starts[0])
+        tail = int(starts[-1] + counts[-1])
+        if int(starts[-1]) >= head:
             if tail + count <= self._capacity:
                 return tail
-            if count <= head:
-                return 0
-        elif tail + count <= head:
-            return tail
-        return self._grow(layout, count)
+            return 0 if count <= head else -1
+        return tail if tail + count <= head else -1
 
-    def _grow(self, layout: Layout, count: int) -> int:
-        """Make room for `count` rows behind the newest, and return where."""
-        counts = self._counts.all
+    def _move(self, layout: Layout, leave: int, count: int) -> int:
+        """Move all but the `leave` oldest to a ring that fits them and `count` rows more, and return where these may
+        lie. It grows as it fills: what may never come asks for no memory, what was long once keeps none."""
+        old, counts = self._starts.all[leave:], self._counts.all[leave:]
         held = int(counts.sum())
-        longest = max(count, int(counts.max()))
-        self._capacity = max(2 * held, held + count, self.max_trajectories * longest)
-        leaves = empty_rows(layout, self._capacity)
-        starts = np.concatenate([[0], np.cumsum(counts)])
-        for old, new, length in zip(self._starts.all, starts[:-1], counts, strict=True):
-            for path, leaf in leaves.items():
-                leaf[new : new + length] = self._leaves[path][old : old + length]
-        self._leaves = leaves
-        self._starts.all[:] = starts[:-1]
+        capacity = held + count + (held + count) // 2
+        if self.max_trajectories and np.all(counts == count):
+            capacity = min(capacity, self.max_trajectories * count)  # no gaps between equals
+        leaves = empty_rows(layout, capacity)
+        starts = np.cumsum(counts) - counts
+        for path, leaf in leaves.items():
+            before = self._leaves.pop(path, leaf)
+            for source, start, length in zip(old, starts, counts, strict=True):
+                leaf[start : start + length] = before[source : source + length]
+        self._leaves, self._capacity = leaves, capacity
+        old[:] = starts
         return held

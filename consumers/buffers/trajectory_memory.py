@@ -4,7 +4,7 @@ Takes the place of a store of files, with the same methods.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -62,6 +62,10 @@ class TrajectoryMemory:
 
     def flush(self) -> None:
         """Nothing is on disk."""
+
+    def waiting(self, ids: Iterable[int]) -> int:
+        """None: nothing is to be on disk."""
+        return 0
 
     def load(self, found: Found) -> Content:
         """Hold what a checkpoint does instead, and return that; nothing changes where a file cannot be read."""

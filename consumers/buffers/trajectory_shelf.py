@@ -36,16 +36,15 @@ class TrajectoryShelf:
         return 0 if self._cache is None else len(self._cache)
 
     def put(self, part: Checked, format_name: str) -> Entry:
-        """Add a trajectory whose arrays are those of the others."""
+        """Add a trajectory whose arrays are those of the others. Raises MemoryError; all is then as it was."""
         of = part.trajectory
         if not len(self.index) and part.layout != self.layout:
             self.layout = part.layout
             if self._cache is not None:
                 self._cache.clear()
         about = About(part.steps, part.width, of.max_episode_length, of.model_weights_id, of.environment, format_name)
-        entry = self.index.append(uuid_of(of.uid), about, part.size_bytes)
-        self.remember(part.arrays, about)
-        return entry
+        self.remember(part.arrays, about)  # first, as memory may not suffice
+        return self.index.append(uuid_of(of.uid), about, part.size_bytes)
 
     def remember(self, arrays: Mapping[str, NDArray[Any]], about: About) -> None:
         """Copy the arrays of the trajectory that follows the newest in the cache."""

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -149,6 +149,11 @@ class TrajectoryStore:
             self._work()
             self._turn.wait_for(lambda: self._failure or not self._queue)
             self._raise()
+
+    def waiting(self, ids: Iterable[int]) -> int:
+        """How many of these trajectories are not on disk yet."""
+        with self._turn:
+            return sum(number in self._pending for number in ids)
 
     def load(self, found: Found) -> Content:
         """Hold what a checkpoint does instead, in one step, and return that: before it nothing refers to the files that

@@ -1,11 +1,17 @@
 """The trajectory buffer as a user meets it, in memory and on disk."""
 
+import contextlib
 import gc
 import inspect
 import json
 import os
+import resource
+import shutil
+import subprocess
+import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +20,14 @@ import numpy as np
 import pytest
 
 from consumers.buffers.files import StoreError
-from consumers.buffers.trajectory_buffer import NothingToSample, TrajectoryReplayBuffer
+from consumers.buffers.trajectory_buffer import NothingToSample, NotYetOnDisk, TrajectoryReplayBuffer
+from consumers.buffers.trajectory_dataset import MixedDataset
 from tests.unit.consumers.buffers.trajectories import trajectory, untorn
 from tests.waiting import eventually
 from topics.errors import ConfigurationError, RecordError
 from topics.trajectories import Trajectory
 
+ROOT = Path(__file__).parents[4]
 CHI_SQUARE_15_AT_1_IN_10000 = 44.3
 
 
@@ -153,7 +161,9 @@ def test_who_says_what_trajectories_are_like_takes_no_other(tmp_path: Path, auto
             buffer(tmp_path, auto_save, like=odd(0))
 
 
-@pytest.mark.parametrize("settings", [{"sample_window_size": -1}, {"max_bytes": -1}, {"trajectory_format": "xml"}])
+@pytest.mark.parametrize(
+    "settings", [{"sample_window_size": -1}, {"max_bytes": -1}, {"trajectory_format": "xml"}, {"max_pending_bytes": 0}]
+)
 def test_settings_that_make_no_buffer_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         TrajectoryReplayBuffer(**settings)
@@ -682,3 +692,100 @@ def test_records_of_several_partitions_in_another_order_make_the_same_content_wh
                 assert dict(of.position) == {0: 3, 1: 3}
                 found.append({row // 1000 for row in of.sample(2000)["rewards"].astype(int).tolist()})
     assert held == {0: [{0, 1, 2, 10, 11, 12}] * 2, 2: [{11, 12}, {2, 12}]}
+
+
+# ---------------------------------------------------------------------- what does not suffice
+
+
+@contextlib.contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """The system refuses to make any file of this process longer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_synchronous_add_that_cannot_write_says_that_all_is_in_and_how_much_is_on_disk(tmp_path: Path) -> None:
+    of = buffer(tmp_path, True, synchronous=True)
+    some = [trajectory(number, steps=4000 if number == 29 else 4) for number in range(31)]
+    with files_of_at_most(100_000):
+        with pytest.raises(NotYetOnDisk, match=r"\d+ of the 31 .*trajectory_29_w.npz.*do not add them again") as raised:
+            of.add_trajectories(some)
+        assert len(of) == 31
+        eventually(lambda: of._store and of._store._failure, 10, "the second attempt failed")
+        with pytest.raises(StoreError, match=r"earlier write failed.*nothing of this call is in"):
+            of.add(trajectory(31))
+        assert of.trajectory_ids == list(range(31))
+        shutil.copytree(tmp_path / "buffer", tmp_path / "copy")
+    of.flush()
+    assert len(files(tmp_path)) == 31
+    of.add(trajectory(31))
+    of.close()
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "copy") as killed:
+        assert f"{len(killed)} of the 31" in str(raised.value)
+    with buffer(tmp_path, True) as again:
+        assert again.trajectory_ids == list(range(32))
+
+
+MEMORY = """
+import resource
+import numpy as np
+from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
+
+def limit(more):
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + more if more else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+def arrays(number):
+    return {"rewards": np.full((80, 8), number, "<f4"), "front": np.full((80, 8, 64, 64, 3), number % 256, "u1")}
+
+buffer = TrajectoryReplayBuffer(sample_window_size=20_000)
+limit(2**28)
+try:
+    while True:
+        buffer.add(arrays(len(buffer)))
+except MemoryError:
+    held = len(buffer)
+assert held >= 4, held
+batch = buffer.sample(64)
+assert (batch["front"][:, 0, 0, 0] == batch["rewards"]).all()
+assert set(batch["rewards"]) == set(range(held))
+limit(0)
+buffer.add(arrays(held))
+assert len(buffer) == held + 1 and held in buffer.sample(500)["rewards"]
+"""
+
+
+def test_a_wide_window_asks_for_memory_as_it_fills_and_outlives_what_does_not_fit() -> None:
+    """A window of 20,000 of these would take 146 GiB; the process may have 256 MiB more."""
+    subprocess.run([sys.executable, "-c", MEMORY], cwd=ROOT, check=True)
+
+
+def test_one_long_trajectory_takes_no_more_memory_than_its_own_and_gives_it_back() -> None:
+    of = TrajectoryReplayBuffer(sample_window_size=50)
+    of.add_trajectories([trajectory(number) for number in range(50)])
+    cache = of._shelf._cache
+    assert cache is not None
+    usual = cache.nbytes
+    of.add(trajectory(50, steps=4000))
+    assert cache.nbytes < 2 * 1000 * usual / 50
+    of.add_trajectories([trajectory(number) for number in range(51, 101)])
+    assert cache.nbytes < 4 * usual
+    assert {row // 1000 for _ in range(20) for row in untorn(of.sample(400), 400)} == set(range(51, 101))
+
+
+@both
+def test_more_than_a_buffer_may_hold_is_no_size_to_wait_for(tmp_path: Path, auto_save: bool) -> None:
+    bound = {"max_trajectories": 5} if auto_save else {"sample_window_size": 5}
+    with buffer(tmp_path, auto_save, **bound) as of:
+        assert not of.is_ready(5)
+        with pytest.raises(ConfigurationError, match=r"is_ready\(10\) is never true: .* at most 5 trajectories"):
+            of.is_ready(10)
+        with (
+            pytest.raises(ConfigurationError, match=r"is_ready\(10\) is never true"),
+            MixedDataset(of, None, batch_size=4, min_replay_buffer_size=10) as dataset,
+        ):
+            next(iter(dataset))

@@ -461,3 +461,26 @@ def test_while_a_checkpoint_is_written_others_draw_add_and_prune_and_it_is_of_th
     of.close()
     if auto_save:
         assert len(list((tmp_path / "buffer").glob("trajectory_*.npz"))) == 4, "what was pruned meanwhile is gone"
+
+
+@both
+@pytest.mark.parametrize("how", [{}, {"is_distributed": True, "local_rank": 1, "world_size": 2}], ids=["all", "rank"])
+def test_what_a_buffer_did_not_load_is_not_deleted_by_saving_to_the_same_place(
+    tmp_path: Path, auto_save: bool, how: dict[str, Any]
+) -> None:
+    whole = buffer(tmp_path / "whole", False, sample_window_size=0)
+    whole.add_trajectories([trajectory(n) for n in range(30)])
+    whole.save(tmp_path / "saved")
+    bound = {"max_trajectories": 10} if auto_save else {"sample_window_size": 10}
+    with buffer(tmp_path, auto_save, **bound) as of:
+        of.load_checkpoint(tmp_path / "saved", **how)
+        of.add(trajectory(40))
+        with pytest.raises(StoreError, match=r"holds 20 trajectories that this buffer did not load.*another directory"):
+            of.save(tmp_path / "saved" / ".." / "saved")
+        of.save(tmp_path / "elsewhere")
+    assert len(stored(tmp_path / "saved")) == 30
+    assert len(stored(tmp_path / "elsewhere")) == 10
+    whole.load(tmp_path / "saved")
+    whole.add(trajectory(40))
+    whole.save(tmp_path / "saved")
+    assert len(stored(tmp_path / "saved")) == 31
