@@ -10,6 +10,7 @@ from types import MappingProxyType
 from consumers.grouping import state
 from consumers.grouping.changes import CORE_VERSION, Output, Record
 from consumers.grouping.config import ForeignConfiguration, GroupingConfig
+from consumers.grouping.configuring import judge_mark
 from consumers.grouping.fold import Fold
 from consumers.grouping.makers import MakerFactory
 from consumers.grouping.restore import records_of
@@ -63,6 +64,47 @@ def ends_snapshot(journal: Sequence[JournalRecord], i: int) -> bool:
     """Whether record `i` is the last part of a snapshot all parts of which are there."""
     record = journal[i]
     return record.snapshot and record.part == record.parts - 1 and i >= record.part
+
+
+def configurations(
+    kafka: KafkaConfig, run: str, journal: Sequence[JournalRecord], makers: Mapping[str, MakerFactory]
+) -> dict[int, GroupingConfig]:
+    """Each configuration in force while `journal` was written, by generation; the last is the one where it ends.
+
+    A journal record carries the configuration at its watermark. One put in force after that is read from its mark,
+    which the log still holds, as `journal` begins at one of `beginnings`. Raises StateRefused as the fold does.
+    """
+    first, last = journal[0], journal[-1]
+    told = {record.watermark_generation: record.watermark_configuration for record in journal}
+    found = {generation: GroupingConfig.from_json(text) for generation, text in told.items()}
+    current, position = found[first.watermark_generation], first.watermark
+    for record in journal:
+        if record.generation > current.generation and position < record.position:
+            for mark in _marks(kafka, run, record.partition, position, record.position):
+                judged = judge_mark(mark, current, record.policy_version, makers)
+                current = current if judged.config is None else judged.config
+                found[current.generation] = current
+        position = max(position, record.position)
+    if last.generation not in found:
+        raise StateRefused(
+            f"the journal of rollouts[{last.partition}] of run {run} ends under generation {last.generation}, and "
+            f"neither it nor the log up to offset {last.position} holds that configuration"
+        )
+    return dict(sorted(found.items()))
+
+
+def _marks(kafka: KafkaConfig, run: str, partition: int, begin: int, end: int) -> Iterator[Mark]:
+    """Marks of a partition between two offsets."""
+    rollouts = topic_name(run, "rollouts")
+    for message in clients.read_to_end(kafka, rollouts, partitions=[partition], start={partition: begin}):
+        if (message.offset() or 0) >= end:
+            return
+        value = message.value()
+        if value is not None and value.startswith(codec.frames("Mark")):
+            try:
+                yield decode_as(Mark, value)
+            except RecordError:
+                continue
 
 
 def log_begins(kafka: KafkaConfig, run: str, topic: str) -> dict[int, int]:

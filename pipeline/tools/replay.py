@@ -23,7 +23,7 @@ from consumers.grouping.runs import from_runs
 from pipeline.config import RunConfig, by_reference
 from pipeline.progress import Progress, progress
 from pipeline.reading import read_batches
-from pipeline.refold import Change, beginnings, journal_of, log_begins, refold, skips_in
+from pipeline.refold import Change, beginnings, configurations, journal_of, log_begins, refold, skips_in
 from pipeline.settings import environment_layers, file_layers, fill, flag_layers
 from pipeline.spread import spread
 from pipeline.tables import table
@@ -250,18 +250,25 @@ def _replay_partition(job: _Job) -> Replay:
     journal = journal_of(job.kafka, job.run, job.partition, result.skipped)
     if not journal:
         return result
-    configurations = _configurations(journal)
+    makers = makers_of(job.makers)
+    usable = beginnings(journal, log_begins(job.kafka, job.run, "rollouts")[job.partition])
+    if not usable:
+        raise TopicError(
+            f"partition {job.partition} of run {job.run} was pruned beyond its snapshots; replay it when the next one "
+            f"is written, as a grouping process does when it ends"
+        )
+    in_force = configurations(job.kafka, job.run, journal[usable[0] :], makers) if job.overrides else {}
     for name, value in job.overrides.items():
-        if any(getattr(c, name) != value for c in configurations):
-            result.changed[name] = [list(dict.fromkeys(getattr(c, name) for c in configurations)), value]
+        if any(getattr(c, name) != value for c in in_force.values()):
+            result.changed[name] = [list(dict.fromkeys(getattr(c, name) for c in in_force.values())), value]
     change: Change | None = (lambda c: replace(c, **job.overrides)) if result.changed else None
-    begin, first = _beginning(job, journal, change)
+    begin, first = _beginning(job, journal, usable, in_force, change)
     stop = journal[-1].position
     later = [record for record in journal if record.sequence > first]
     result.recorded.take(_recorded(job, later, result.skipped), (drop for record in later for drop in record.drops))
     result.recorded.in_flight = len(state.restore(journal).unfinished)
     writer = _Writer(job.kafka, job.into) if job.into else None
-    for output in refold(job.kafka, job.run, begin, stop, makers_of(job.makers), change, skips_in(later)):
+    for output in refold(job.kafka, job.run, begin, stop, makers, change, skips_in(later)):
         result.replayed.take(output.batches, output.journal.drops)
         result.replayed.in_flight = len(list(from_runs(output.journal.unfinished)))
         for batch in output.batches:
@@ -272,21 +279,17 @@ def _replay_partition(job: _Job) -> Replay:
     return result
 
 
-def _configurations(journal: Sequence[JournalRecord]) -> list[GroupingConfig]:
-    texts = dict.fromkeys(record.watermark_configuration for record in journal)
-    return [GroupingConfig.from_json(text) for text in texts]
-
-
 def _beginning(
-    job: _Job, journal: Sequence[JournalRecord], change: Change | None
+    job: _Job,
+    journal: Sequence[JournalRecord],
+    usable: Sequence[int],
+    in_force: Mapping[int, GroupingConfig],
+    change: Change | None,
 ) -> tuple[Sequence[JournalRecord], int]:
-    """The journal to begin with, and the last sequence before what is compared."""
-    usable = beginnings(journal, log_begins(job.kafka, job.run, "rollouts")[job.partition])
-    if not usable:
-        raise TopicError(
-            f"partition {job.partition} of run {job.run} was pruned beyond its snapshots; replay it when the next one "
-            f"is written, as a grouping process does when it ends"
-        )
+    """The journal to begin with, and the last sequence before what is compared.
+
+    `usable` is as `beginnings` returns it, and `in_force` holds the configuration of each generation.
+    """
     last = usable[0]
     if job.since_ms is not None:
         last = max((i for i, record in enumerate(journal) if record.stream_time_ms < job.since_ms), default=last)
@@ -312,7 +315,7 @@ def _beginning(
             watermark_policy_version=record.policy_version,
             generation=record.generation,
             watermark_generation=record.generation,
-            watermark_configuration=record.watermark_configuration,
+            watermark_configuration=in_force[record.generation].to_json(),
             batch_number=record.batch_number,
         )
     ], record.sequence

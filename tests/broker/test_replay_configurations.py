@@ -1,0 +1,64 @@
+"""Replay of a run whose configuration changed while a group was open: each record falls under the one in force then."""
+
+from dataclasses import replace
+
+import pytest
+
+from consumers.grouping.config import GroupingConfig
+from pipeline.ledger import ledger
+from pipeline.tools.replay import replay
+from tests.runs import RealRun, rollout
+from tests.waiting import eventually
+from topics import clients
+from topics.config import TopicsConfig
+from topics.records import Mark
+
+
+def generations(run: RealRun) -> list[int]:
+    """Generations that marks of the log name."""
+    return [record.generation for record in run.read("rollouts") if isinstance(record, Mark)]
+
+
+def group(run: RealRun, batched: int, *names: str) -> None:
+    """Send whole groups to a grouping process of the run's configuration, and end it when they are batched."""
+    process = run.start("group")
+    generation = run.grouping.generation
+    eventually(lambda: generation in {0, *generations(run)}, 60, f"the mark of generation {generation}")
+    run.send(rollout(name, member) for name in names for member in range(4))
+    eventually(lambda: ledger(run.kafka, run.name).batched == batched, 60, f"{batched} rollouts batched", every_s=0.2)
+    process.terminate()
+    assert process.wait(30) == 0, run.log_of(process)
+
+
+@pytest.fixture
+def changed_run(real_run: RealRun) -> RealRun:
+    """Two groups batched under rloo and two under grpo, with a group open since before the change."""
+    run = real_run
+    run.topics = TopicsConfig(partitions=1)
+    run.grouping = GroupingConfig(batch_rollouts=8, group_deadline_s=3600.0)
+    run.prepare()
+    run.send([rollout("open")])
+    group(run, 8, "a", "b")
+    run.grouping = replace(run.grouping, estimator="grpo", generation=1)
+    group(run, 16, "c", "d")
+    return run
+
+
+def test_a_replay_under_the_first_configuration_changes_what_was_cut_under_the_second(changed_run: RealRun) -> None:
+    run = changed_run
+    found = replay(run.kafka, run.name, {"estimator": "rloo"})
+    assert found.changed == {"estimator": [["rloo", "grpo"], "rloo"]}
+    assert found.differing == ["0-1"]
+    found = replay(run.kafka, run.name, {"estimator": "grpo"})
+    assert found.differing == ["0-0"]
+    assert replay(run.kafka, run.name, {}).differing == []
+
+
+def test_a_replay_from_a_time_on_keeps_the_configuration_in_force_then(changed_run: RealRun) -> None:
+    run = changed_run
+    end = max(m.timestamp()[1] for m in clients.read_to_end(run.kafka, run.topic("rollouts")))
+    group(run, 24, "e", "f")
+    found = replay(run.kafka, run.name, {"batch_rollouts": 4}, since_ms=end + 1)
+    assert (found.recorded.batches, found.replayed.batches) == (1, 2)
+    advantages = (side.environments["env"].as_dict()["max"] for side in (found.recorded, found.replayed))
+    assert len({round(value, 6) for value in advantages}) == 1
