@@ -67,6 +67,8 @@ class ExactlyOnce(ABC, Generic[P]):
         self._id = transactional_id(run, role, ordinal)
         self._earlier_id = earlier_id(run, role, ordinal)
         self._turn = Turn(kafka, run, group, ordinal)
+        self._letter_partitions = 1
+        """Partitions of dead-letters, known from `start` on."""
         self._consumer = consumer
         self._topic = topic
         self._producer = clients.transactional_producer(kafka, self._id)
@@ -85,7 +87,10 @@ class ExactlyOnce(ABC, Generic[P]):
 
     def start(self) -> None:
         """Fence whoever used the transactional id before, and abort what it left open; and whoever uses the id that
-        an earlier release has for it."""
+        an earlier release has for it. Raises TopicError where the run has no topic for dead letters."""
+        self._letter_partitions = clients.partitions_of(
+            self._kafka, topic_name(self._run, "dead-letters"), self._consumer
+        )
         self._turn.take()
         fence(self._kafka, self._earlier_id)
         self._initialise()
@@ -258,7 +263,9 @@ class ExactlyOnce(ABC, Generic[P]):
             headers["rollstream.value.size_bytes"] = str(len(value))
             value = None
 
-        self._enqueue(topic_name(self._run, "dead-letters"), value, key, 0, headers)
+        # With one for each, a transaction hides the letters of its own partitions alone while it stands open.
+        partition = letter.partition % self._letter_partitions
+        self._enqueue(topic_name(self._run, "dead-letters"), value, key, partition, headers)
 
     def _enqueue(
         self,

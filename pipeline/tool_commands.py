@@ -302,7 +302,7 @@ def _add_dlq(commands: "Commands") -> None:
         "show",
         where,
         "show dead letters whole: headers, key, bytes",
-        example="rollstream dlq show 3",
+        example="rollstream dlq show 0:3",
         json=True,
     )
     redrive = add_command(
@@ -317,7 +317,7 @@ def _add_dlq(commands: "Commands") -> None:
     redrive.add_argument("--dry-run", action="store_true", help="say what would be sent, and send nothing")
     for action in (show, redrive):
         action.add_argument(
-            "letter", nargs="*", type=int, metavar="LETTER", help="offsets in dead-letters (default: all)"
+            "letter", nargs="*", metavar="LETTER", help="PARTITION:OFFSET in dead-letters, as listed (default: all)"
         )
 
 

@@ -36,6 +36,8 @@ class TopicSpec:
     doc: str
     append_time: bool = False
     """Whether the broker stamps records (LogAppendTime) instead of the producer."""
+    or_one: bool = False
+    """Whether one partition does as well: runs that an earlier release made have one, and keep it."""
 
     def partition_count(self, config: TopicsConfig) -> int:
         """Partitions of the topic in a run of these settings."""
@@ -154,10 +156,11 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         name="dead-letters",
         key="as the source",
         values=(),
-        partitions="1",
+        partitions="P",
         cleanup="none",
         writers=("group", "label", "tools"),
         readers=("tools",),
+        or_one=True,
         doc="Records that cannot be decoded, bytes untouched, reason in headers (KIP-1034).",
     ),
     TopicSpec(

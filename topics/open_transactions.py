@@ -5,7 +5,7 @@ Whoever writes what is not there yet asks here first: what is hidden may be ther
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from confluent_kafka import IsolationLevel, TopicPartition
@@ -32,25 +32,32 @@ class Undecided(NamedTuple):
     """One past the last record."""
 
 
-def undecided(kafka: KafkaConfig, topic: str) -> dict[int, Undecided]:
-    """Partitions whose last stable offset is behind their end. Raises as `clients.partitions_of` does."""
+def undecided(kafka: KafkaConfig, topic: str, among: Collection[int] | None = None) -> dict[int, Undecided]:
+    """Partitions, of those named or of all, whose last stable offset is behind their end.
+
+    Raises as `clients.partitions_of` does.
+    """
     client = clients.admin(kafka)
-    partitions = range(clients.partitions_of(kafka, topic, client))
+    there = range(clients.partitions_of(kafka, topic, client))
+    partitions = there if among is None else among
     # In this order: what is written in between is open at most longer than told, never decided sooner.
     stable = _latest(client, topic, partitions, IsolationLevel.READ_COMMITTED)
     ends = _latest(client, topic, partitions, IsolationLevel.READ_UNCOMMITTED)
     return {p: Undecided(stable[p], ends[p]) for p in partitions if stable[p] < ends[p]}
 
 
-def await_decided(kafka: KafkaConfig, topic: str, doing: str, timeout_s: float | None = None) -> None:
+def await_decided(
+    kafka: KafkaConfig, topic: str, doing: str, timeout_s: float | None = None, among: Collection[int] | None = None
+) -> None:
     """Wait until the fate of every record that is in a topic now is decided, kafka.patience_s by default.
 
-    Raises DeadlineExceeded, with the remedy, where it is not decided in time: `doing` names what is not done then.
+    `among` are the partitions that matter, all by default. Raises DeadlineExceeded, with the remedy, where it is not
+    decided in time: `doing` names what is not done then.
     """
     timeout_s = kafka.patience_s if timeout_s is None else timeout_s
     deadline, told = time.monotonic() + timeout_s, False
-    ends = {partition: part.end for partition, part in undecided(kafka, topic).items()}
-    while behind := {p: part for p, part in undecided(kafka, topic).items() if part.start < ends.get(p, 0)}:
+    ends = {partition: part.end for partition, part in undecided(kafka, topic, among).items()}
+    while behind := {p: part for p, part in undecided(kafka, topic, among).items() if part.start < ends.get(p, 0)}:
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
                 f"{doing}: a transaction stands open on {_places(topic, behind)} for more than {timeout_s:g} s, and "

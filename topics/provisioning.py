@@ -61,13 +61,13 @@ def plan(
         if found is None:
             plans.append(TopicPlan(topic, count, wanted, create=True))
             continue
-        if found.partitions != count:
+        if found.partitions != count and not (spec.or_one and found.partitions == 1):
             raise TopicError(
                 f"topic {topic} has {found.partitions} partitions, the configuration says {count}; they are fixed "
                 f"for a run: set them back, or start a run of another name"
             )
         changes = {k: (found.settings.get(k, ""), v) for k, v in wanted.items() if found.settings.get(k) != v}
-        plans.append(TopicPlan(topic, count, wanted, changes=changes))
+        plans.append(TopicPlan(topic, found.partitions, wanted, changes=changes))
     return plans
 
 

@@ -112,13 +112,14 @@ def _renamed(run: str, into: str) -> Callable[[Entry], Entry]:
 
 
 def _check(kafka: KafkaConfig, manifest: Manifest, into: str) -> None:
-    """Raise StateRefused unless every partition ends where it is archived up to."""
+    """Raise StateRefused unless every partition ends where it is archived up to: those it has no more of are empty."""
     for name, topic in manifest.topics.items():
         for partition, (_low, end) in clients.bounds(kafka, topic_name(into, name)).items():
-            if end != topic.position[partition]:
+            archived = topic.position.get(partition, 0)
+            if end != archived:
                 raise StateRefused(
-                    f"{into}.{name}[{partition}] ends at offset {end} and is archived up to "
-                    f"{topic.position[partition]}; something else writes to it: delete the topics and restore again"
+                    f"{into}.{name}[{partition}] ends at offset {end} and is archived up to {archived}; "
+                    f"something else writes to it: delete the topics and restore again"
                 )
 
 

@@ -18,7 +18,7 @@ from topics.errors import RecordError
 from topics.skipped import SkippedRecords
 
 REDRIVEN = "rollstream.redriven"
-"""Header of a note in dead-letters: the offset there of the letter that was sent again."""
+"""Header of a note in dead-letters: the offset, on the same partition, of the letter that was sent again."""
 Letters = dict[int, Counter[int]]
 """By partition, how many letters there are of each offset."""
 
@@ -28,7 +28,7 @@ def check_dead_letters(
 ) -> None:
     """Dead letters against the journal. They are never pruned: of those of before its beginning the number must be.
 
-    All partitions share one of dead letters, so that a transaction of any task may hide those of another.
+    A letter tells by its headers where it was: in older runs all partitions share one of dead letters.
     """
     tail, skipped = Tail(kafka, run, "dead-letters"), SkippedRecords("ledger")
     letters: Letters = {p: Counter() for p in journals}

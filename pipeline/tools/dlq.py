@@ -36,6 +36,7 @@ from topics.validation import cancellation_problems, problems
 _WIDTH = 44
 SOURCES = ("rollouts", "unlabelled")
 """Topics whose records become dead letters."""
+Place = tuple[int, int]
 Mended = Rollout | GroupCancelled | TrajectoryRecord
 Fix = Callable[[bytes | None, bytes | None, dict[str, str]], "Mended | bytes | None"]
 """A script's function `fix(value, key, headers)`: a record, its bytes, or None for a letter to be left."""
@@ -45,8 +46,8 @@ Fix = Callable[[bytes | None, bytes | None, dict[str, str]], "Mended | bytes | N
 class Letter:
     """One dead letter."""
 
-    offset: int
-    """In dead-letters."""
+    place: Place
+    """Partition and offset in dead-letters."""
     partition: int
     """Of the topic it was in."""
     source: int
@@ -57,6 +58,11 @@ class Letter:
     headers: dict[str, str]
     redriven: str = ""
     """When it was sent again, if it was."""
+
+    @property
+    def name(self) -> str:
+        """PARTITION:OFFSET in dead-letters, by which it is asked for."""
+        return f"{self.place[0]}:{self.place[1]}"
 
     @property
     def reason(self) -> str:
@@ -75,7 +81,7 @@ class Letter:
     def as_dict(self) -> dict[str, Any]:
         """As programs read it."""
         return {
-            "letter": self.offset,
+            "letter": self.name,
             "partition": self.partition,
             "offset": self.source,
             "time": time_text(self.at_ms),
@@ -102,18 +108,18 @@ def dlq(config: RunConfig, args: argparse.Namespace) -> int:
 
 def read(kafka: KafkaConfig, run: str, skipped: SkippedRecords | None = None) -> list[Letter]:
     """Every dead letter of a run, oldest first, with whether it was sent again; `skipped` gets what is none."""
-    letters: dict[int, Letter] = {}
+    letters: dict[Place, Letter] = {}
     skipped = SkippedRecords(logged=False) if skipped is None else skipped
     for message in clients.read_to_end(kafka, topic_name(run, "dead-letters")):
         with skipped.passing(message):
             headers = {name: (value or b"").decode(errors="replace") for name, value in header_pairs(message)}
             if REDRIVEN in headers:
-                of = _number(headers, REDRIVEN)
+                of = (message.partition() or 0, _number(headers, REDRIVEN))
                 if of in letters:
                     letters[of] = replace(letters[of], redriven=time_text(message.timestamp()[1]))
                 continue
             letter = Letter(
-                offset=message.offset() or 0,
+                place=(message.partition() or 0, message.offset() or 0),
                 partition=_number(headers, "__streams.errors.partition"),
                 source=_number(headers, "__streams.errors.offset"),
                 at_ms=message.timestamp()[1],
@@ -123,8 +129,8 @@ def read(kafka: KafkaConfig, run: str, skipped: SkippedRecords | None = None) ->
             )
             if letter.topic not in SOURCES:
                 raise RecordError(f"a letter of {letter.topic[:100]!r}, whose letters lie elsewhere")
-            letters[letter.offset] = letter
-    return list(letters.values())
+            letters[letter.place] = letter
+    return sorted(letters.values(), key=lambda letter: (letter.at_ms, letter.place))
 
 
 def _number(headers: Mapping[str, str], name: str) -> int:
@@ -134,12 +140,15 @@ def _number(headers: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _chosen(letters: Sequence[Letter], wanted: Sequence[int], run: str) -> list[Letter]:
-    by_offset = {letter.offset: letter for letter in letters}
-    for offset in wanted:
-        if offset not in by_offset:
-            raise TopicError(f"run {run} has no dead letter {offset}; `rollstream dlq ls` lists them")
-    return [by_offset[offset] for offset in wanted] if wanted else list(letters)
+def _chosen(letters: Sequence[Letter], wanted: Sequence[str], run: str) -> list[Letter]:
+    by_name = {letter.name: letter for letter in letters}
+    for name in wanted:
+        if name not in by_name:
+            raise TopicError(
+                f"run {run} has no dead letter {name}; `rollstream dlq ls` lists them, by PARTITION:OFFSET in "
+                f"dead-letters"
+            )
+    return [by_name[name] for name in wanted] if wanted else list(letters)
 
 
 def _list(letters: Sequence[Letter], args: argparse.Namespace) -> int:
@@ -148,7 +157,7 @@ def _list(letters: Sequence[Letter], args: argparse.Namespace) -> int:
         return 0
     rows = [
         (
-            letter.offset,
+            letter.name,
             f"{letter.partition}:{letter.source}" + ("" if letter.topic == "rollouts" else f" of {letter.topic}"),
             len(letter.value or b""),
             clipped(letter.reason, _WIDTH),
@@ -166,7 +175,7 @@ def _show(letters: Sequence[Letter], args: argparse.Namespace) -> int:
         if args.json:
             print(compact(told))
             continue
-        print(f"letter {letter.offset}, of {letter.topic}[{letter.partition}] offset {letter.source}, {told['time']}")
+        print(f"letter {letter.name}, of {letter.topic}[{letter.partition}] offset {letter.source}, {told['time']}")
         print(f"reason: {letter.reason}")
         for name, value in letter.headers.items():
             print(f"  {name}: {value}")
@@ -203,16 +212,16 @@ def _redrive(config: RunConfig, letters: Sequence[Letter], args: argparse.Namesp
             ready.append((letter, key, value))
     if ready and not args.dry_run:
         done = _send(config, ready)
-        refused += [(letter, "was redriven meanwhile") for letter, _key, _value in ready if letter.offset not in done]
-        ready = [item for item in ready if item[0].offset in done]
+        refused += [(letter, "was redriven meanwhile") for letter, _key, _value in ready if letter.place not in done]
+        ready = [item for item in ready if item[0].place in done]
     if args.json:
-        sent = [letter.offset for letter, _key, _value in ready]
-        print(compact({"redriven": sent, "left": {letter.offset: why for letter, why in refused}}))
+        sent = [letter.name for letter, _key, _value in ready]
+        print(compact({"redriven": sent, "left": {letter.name: why for letter, why in refused}}))
     else:
         verb = "would be sent" if args.dry_run else "sent"
         print(f"{len(ready)} of {len(letters)} dead letters {verb} again")
         for letter, why in refused:
-            print(f"  left {letter.offset}: {why}", file=sys.stderr)
+            print(f"  left {letter.name}: {why}", file=sys.stderr)
     return 1 if refused else 0
 
 
@@ -261,7 +270,7 @@ def _unsound(record: TrajectoryRecord) -> str:
     return ""
 
 
-def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> set[int]:
+def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> set[Place]:
     """Send records and notes in one transaction; returns the letters sent, less those another has sent meanwhile."""
     kafka, run = config.kafka, config.run
     producer = clients.transactional_producer(kafka, transactional_id(run, "redrive"))
@@ -269,9 +278,10 @@ def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> se
         # From here on no other redrive of the run can commit, so what is read now stays true.
         producer.init_transactions(kafka.patience_s)
         # An open transaction of whoever else writes here hides the notes that were written since it began.
-        await_decided(kafka, topic_name(run, "dead-letters"), "nothing was sent again")
-        taken = {letter.offset for letter in read(kafka, run) if letter.redriven}
-        mine = [item for item in ready if item[0].offset not in taken]
+        partitions = {letter.place[0] for letter, _key, _value in ready}
+        await_decided(kafka, topic_name(run, "dead-letters"), "nothing was sent again", among=partitions)
+        taken = {letter.place for letter in read(kafka, run) if letter.redriven}
+        mine = [item for item in ready if item[0].place not in taken]
         if not mine:
             return set()
         failed: list[KafkaError] = []
@@ -282,15 +292,16 @@ def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> se
 
         producer.begin_transaction()
         for letter, key, value in mine:
-            source = {"rollstream.redriven.from": str(letter.offset)}
+            source = {"rollstream.redriven.from": letter.name}
             clients.produce(producer, topic_name(run, letter.topic), value, key, headers=source, on_delivery=delivered)
-            note = {REDRIVEN: str(letter.offset), "rollstream.redriven.time": str(time.time())}
+            partition, offset = letter.place
+            note = {REDRIVEN: str(offset), "rollstream.redriven.time": str(time.time())}
             clients.produce(
                 producer,
                 topic_name(run, "dead-letters"),
                 None,
                 letter.key,
-                partition=0,
+                partition=partition,
                 headers=note,
                 on_delivery=delivered,
             )
@@ -302,4 +313,4 @@ def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> se
         ) from exception
     if failed:
         raise DeliveryError(f"the letters were not sent again ({failed[0].str()}); run it again")
-    return {letter.offset for letter, _key, _value in mine}
+    return {letter.place for letter, _key, _value in mine}

@@ -4,7 +4,13 @@ import subprocess
 import threading
 
 import pytest
+from confluent_kafka.admin import NewTopic
 
+from consumers.archive.archiver import Archiver
+from consumers.archive.restorer import restore
+from consumers.archive.store import open_store
+from pipeline.ledger import ledger
+from pipeline.tools.dlq import read
 from tests.runs import RealRun, rollout
 from tests.waiting import eventually
 from topics import clients
@@ -12,22 +18,24 @@ from topics.codec import encode
 from topics.keys import encode_key
 from topics.open_transactions import await_decided, undecided
 
+POISON = b"\xc3\x01 not a record"
 
-def dead_letter(run: RealRun) -> None:
-    """A dead letter at offset 0 that may be sent again as it is."""
+
+def dead_letter(run: RealRun, partition: int = 0) -> None:
+    """A dead letter at offset 0 of a partition that may be sent again as it is."""
     producer = clients.producer(run.kafka)
     headers: dict[str, str | bytes | None] = {
         "__streams.errors.topic": run.topic("rollouts"),
-        "__streams.errors.partition": "0",
+        "__streams.errors.partition": str(partition),
         "__streams.errors.offset": "0",
     }
-    producer.produce(run.topic("dead-letters"), encode(rollout()), encode_key("env", "x"), 0, headers=headers)
+    producer.produce(run.topic("dead-letters"), encode(rollout()), encode_key("env", "x"), partition, headers=headers)
     assert producer.flush(30) == 0
 
 
 def redriving(run: RealRun) -> subprocess.Popen[bytes]:
     """`dlq redrive` that waits, or is over."""
-    process = run.start("dlq", "redrive", "0")
+    process = run.start("dlq", "redrive", "0:0")
     eventually(lambda: process.poll() is not None or "transaction_open" in run.log_of(process), 60, "it waits or ends")
     return process
 
@@ -40,10 +48,55 @@ def test_a_letter_is_sent_again_once_while_a_foreign_transaction_stands_open(rea
     # The last to start has its turn. Those before it are told so, by the coordinator or by the note of the last.
     assert processes[-1].wait(60) == 0
     assert {process.wait(60) for process in processes[:-1]} <= {1, 2}
-    again = run.start("dlq", "redrive", "0")
+    again = run.start("dlq", "redrive", "0:0")
     assert again.wait(60) == 1
     assert "was redriven at" in run.log_of(again)
     assert len(run.read("rollouts")) == 1
+
+
+def test_letters_of_a_partition_are_seen_and_sent_while_a_transaction_hides_those_of_another(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    with run.open_transaction("dead-letters"):
+        run.start("group")
+        run.send_bytes("rollouts", POISON, encode_key("env", "x"), 1)
+        eventually(lambda: ledger(run.kafka, run.name).dead_lettered == 1, 60, "the poison to be read")
+        book = ledger(run.kafka, run.name)
+        assert (book.problems, book.undecided) == ([], [])
+        [letter] = read(run.kafka, run.name)
+        assert (letter.name, letter.partition, letter.value) == ("1:0", 1, POISON)
+        dead_letter(run, partition=1)
+        sound = read(run.kafka, run.name)[-1].name
+        process = run.start("dlq", "redrive", sound)
+        assert process.wait(60) == 0, run.log_of(process)
+        assert [letter.name for letter in read(run.kafka, run.name) if letter.redriven] == [sound]
+
+
+def test_a_run_with_one_partition_of_dead_letters_goes_on_and_is_restored(real_run: RealRun) -> None:
+    run = real_run
+    earlier = NewTopic(run.topic("dead-letters"), num_partitions=1)
+    client = clients.admin(run.kafka)
+    for created in client.create_topics([earlier]).values():
+        created.result(30)
+    run.prepare()
+    run.start("group")
+    for partition in (0, 1):
+        run.send_bytes("rollouts", POISON, encode_key("env", "x"), partition)
+    eventually(lambda: ledger(run.kafka, run.name).dead_lettered == 2, 60, "the poison of both partitions to be read")
+    assert ledger(run.kafka, run.name).balanced
+    letters = read(run.kafka, run.name)
+    assert {letter.place[0] for letter in letters} == {0}
+    assert {letter.partition for letter in letters} == {0, 1}
+    dead_letter(run)
+    process = run.start("dlq", "redrive", read(run.kafka, run.name)[-1].name)
+    assert process.wait(60) == 0, run.log_of(process)
+    store = open_store(f"memory://{run.name}")
+    with Archiver(run.kafka, run.name, store) as archiver:
+        manifest = archiver.once().manifest
+    into = f"{run.name}-again"
+    restore(run.kafka, run.topics, store, manifest, into)
+    assert [letter.as_dict() for letter in read(run.kafka, into)] == [
+        letter.as_dict() for letter in read(run.kafka, run.name)
+    ]
 
 
 def test_what_is_written_after_the_question_is_not_waited_for(

@@ -389,18 +389,19 @@ def test_dead_letters_are_listed_and_shown(planted: Planted) -> None:
     assert (letter["partition"], letter["offset"]) == (poison["partition"], poison["offset"])
     assert "unknown schema fingerprint" in letter["reason"]
     assert letter["redriven"] is None
-    text = "\n".join(lines(planted, "dlq", "show", str(letter["letter"])))
+    text = "\n".join(lines(planted, "dlq", "show", letter["letter"]))
     assert POISON.hex(" ") in text
     assert "__streams.errors.offset" in text
     assert letter["reason"] in lines(planted, "dlq", "ls")[1], "whole, where no terminal is"
-    assert "has no dead letter 999" in rollstream(planted, "dlq", "show", "999").stderr
+    assert "has no dead letter 0:999" in rollstream(planted, "dlq", "show", "0:999").stderr
+    assert "by PARTITION:OFFSET" in rollstream(planted, "dlq", "show", "0").stderr
 
 
 def test_a_dead_letter_is_redriven_once_mended_and_on_record(planted: Planted, tmp_path: Path) -> None:
     [letter] = answer(planted, "dlq", "ls")
     as_it_is = rollstream(planted, "dlq", "redrive", "--json")
     assert as_it_is.returncode == 1
-    assert "unknown schema fingerprint" in json.loads(as_it_is.stdout)["left"][str(letter["letter"])]
+    assert "unknown schema fingerprint" in json.loads(as_it_is.stdout)["left"][letter["letter"]]
     script = tmp_path / "mend.py"
     script.write_text(FIX)
     before = ledger(planted.run.kafka, planted.run.name)
@@ -408,14 +409,14 @@ def test_a_dead_letter_is_redriven_once_mended_and_on_record(planted: Planted, t
     assert tried == {"redriven": [letter["letter"]], "left": {}}
     assert ledger(planted.run.kafka, planted.run.name).produced == before.produced
     assert answer(planted, "dlq", "redrive", "--fix", str(script)) == tried
-    again = rollstream(planted, "dlq", "redrive", str(letter["letter"]), "--fix", str(script), "--json")
+    again = rollstream(planted, "dlq", "redrive", letter["letter"], "--fix", str(script), "--json")
     assert again.returncode == 1
-    assert "was redriven at" in json.loads(again.stdout)["left"][str(letter["letter"])]
+    assert "was redriven at" in json.loads(again.stdout)["left"][letter["letter"]]
     assert answer(planted, "dlq", "redrive", "--fix", str(script)) == {"redriven": [], "left": {}}
     [listed] = answer(planted, "dlq", "ls")
     assert listed["redriven"]
     [sent] = records(planted, "rollouts", "--uid", "mended-0")
-    assert sent["headers"] == {"rollstream.redriven.from": str(letter["letter"])}
+    assert sent["headers"] == {"rollstream.redriven.from": letter["letter"]}
     book = ledger(planted.run.kafka, planted.run.name)
     assert book.balanced, book.problems
     assert (book.produced, book.unread) == (before.produced + 1, before.unread + 1)
