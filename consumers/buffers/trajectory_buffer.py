@@ -16,6 +16,7 @@ from typing import Any
 from consumers.buffers.draws import generator_at
 from consumers.buffers.files import StoreError
 from consumers.buffers.trajectory_checkpoint import read_checkpoint, shard, write_checkpoint
+from consumers.buffers.trajectory_documents import write_documents
 from consumers.buffers.trajectory_formats import DEFAULT, format_named
 from consumers.buffers.trajectory_index import Entry
 from consumers.buffers.trajectory_journal import Content
@@ -99,6 +100,10 @@ class TrajectoryReplayBuffer(Closing):
         self._lock = threading.RLock()
         self._saving = threading.Lock()
         """Held while a checkpoint is written, by one thread at a time; taken before `_lock`."""
+        self._documenting = threading.Lock()
+        """Held while the documents for others are written; taken after `_saving` and before `_lock`."""
+        self._documented = False
+        """Whether these name what is held."""
         self._position: dict[int, int] = {}
         self._draws = self._draws_saved = self._without_rewards = 0
         self._left_out: dict[Path, int] = {}
@@ -274,22 +279,29 @@ class TrajectoryReplayBuffer(Closing):
     # ------------------------------------------------------------------ on disk
 
     def flush(self) -> None:
-        """Return when everything added is on disk, with position and random state. Raises StoreError where it is not.
+        """Return when everything added is on disk, with position and random state, and trajectory_index.json and
+        metadata.json say so. Raises StoreError where it is not.
 
         Without auto_save there is nothing to do.
         """
-        with self._lock:
-            self._store.open()
-            if self._draws != self._draws_saved:
-                self._store.put(State(self._shelf.index.counter, self.seed, self._draws))
-                self._draws_saved = self._draws
-        self._store.flush()
+        with self._documenting:
+            with self._lock:
+                content = None if self._documented else self._content()
+                self._documented = True
+            try:
+                self._write()
+                self._document(content)
+            except BaseException:
+                self._documented = False
+                raise
 
     def close(self) -> None:
         """Flush, and let go of the directory; one may still draw, and adding opens it again. Raises StoreError."""
-        with self._saving, self._lock:
+        with self._saving, self._documenting, self._lock:
             if self._store.is_open:
-                self.flush()
+                self._write()
+                self._document(None if self._documented else self._content())
+                self._documented = True
                 self._store.close()
 
     def save_checkpoint(self, save_path: str | Path) -> None:
@@ -308,12 +320,10 @@ class TrajectoryReplayBuffer(Closing):
                 "save to another directory, or load all of them (sample_window_size and max_trajectories of 0)"
             )
         with self._saving:
-            self.flush()
+            self._write()
             with self._lock:
-                self.flush()  # what came since: little, as others wait for it
-                content = replace(
-                    self._shelf.content(), position=dict(self._position), seed=self.seed, draws=self._draws
-                )
+                self._write()  # what came since: little, as others wait for it
+                content = self._content()
                 sources = self._store.sources(content, self._shelf.cached_rows)
             try:
                 write_checkpoint(Path(save_path), content, sources, self._formats, self.trajectory_format)
@@ -388,13 +398,30 @@ class TrajectoryReplayBuffer(Closing):
         if not self._synchronous:
             return
         try:
-            self.flush()
+            self._write()
         except StoreError as error:
             wait = self._store.waiting(ids)
             raise NotYetOnDisk(
                 f"{len(ids) - wait} of the {len(ids)} trajectories of this call are on disk, and {wait} wait in "
                 f"memory, where they are drawn from ({error}); make room and call flush, and do not add them again"
             ) from error
+
+    def _write(self) -> None:
+        """Have everything added on disk, with position and random state."""
+        with self._lock:
+            self._store.open()
+            if self._draws != self._draws_saved:
+                self._store.put(State(self._shelf.index.counter, self.seed, self._draws))
+                self._draws_saved = self._draws
+        self._store.flush()
+
+    def _content(self) -> Content:
+        return replace(self._shelf.content(), position=dict(self._position), seed=self.seed, draws=self._draws)
+
+    def _document(self, content: Content | None) -> None:
+        """Say for others what is on disk, where that has changed; without auto_save nothing is."""
+        if content is not None and isinstance(self._store, TrajectoryStore):
+            write_documents(self._store.directory, content, self.trajectory_format)
 
     def _put(self, part: Checked, at: tuple[int, int] | None) -> int:
         """Add a trajectory and move to the position behind it; returns its id."""
@@ -404,6 +431,7 @@ class TrajectoryReplayBuffer(Closing):
         entry = self._shelf.put(part, self._store.format_name)
         if at is not None:
             self._position[at[0]] = at[1]
+        self._documented = False
         self._store.put(Add(entry, part, at))
         self._prune()
         return entry.trajectory_id
@@ -421,6 +449,7 @@ class TrajectoryReplayBuffer(Closing):
                 refuse_other(self._layout, content.layout, "what was saved")
             except RecordError as error:
                 raise ConfigurationError(f"{error}; or give it another `like`") from error
+        self._documented = False
         self._shelf.become(content)
         self._position = dict(content.position)
         self.seed = self.seed if content.seed is None else content.seed

@@ -4,7 +4,6 @@ The journal is written last, in one step, and is what counts; trajectory_index.j
 others, in RLinf's form. Directories that RLinf wrote are read too.
 """
 
-import json
 import logging
 import os
 import uuid
@@ -20,10 +19,9 @@ from consumers.buffers.files import (
     make_directory,
     read_json,
     remove_unfinished,
-    replacing,
     sync_directory,
-    write_json,
 )
+from consumers.buffers.trajectory_documents import INDEX, METADATA, write_documents
 from consumers.buffers.trajectory_folder import LOADED, LOCK, Formats, Found, file_name, place_file, said_of, sweep
 from consumers.buffers.trajectory_index import About, TrajectoryIndex, uuid_of
 from consumers.buffers.trajectory_journal import Content, read_content, write_content
@@ -32,7 +30,6 @@ from topics.errors import ConfigurationError
 from topics.logs import event
 
 logger = logging.getLogger(__name__)
-INDEX, METADATA = "trajectory_index.json", "metadata.json"
 _OLD_INDEX = "trajector_index.json"
 """As RLinf's tools once called it."""
 
@@ -97,7 +94,7 @@ def write_checkpoint(
         sync_directory(directory)
         if folder and len(content):
             sync_directory(directory / folder)
-        _write_for_others(directory, content, format_name)
+        write_documents(directory, content, format_name)
         write_content(directory, content)
         sweep(directory, content)
 
@@ -125,36 +122,6 @@ def _agree(before: Content, content: Content) -> bool:
     same = before.entries["uuid"][old] == content.entries["uuid"][new]
     formats = [before.abouts[i].format for i in before.entries["about"][old]]
     return bool(np.all(same)) and formats == [content.abouts[i].format for i in content.entries["about"][new]]
-
-
-def _write_for_others(directory: Path, content: Content, format_name: str) -> None:
-    """The index and metadata as RLinf's buffers, and people, read them."""
-    samples = 0
-    with replacing(directory / INDEX) as file:
-        file.write(b'{"trajectory_index": {')
-        for place in range(len(content)):
-            entry = content[place]
-            about = entry.about
-            samples += about.samples
-            said = {
-                "uuid": str(uuid.UUID(bytes=entry.uuid)),
-                "trajectory_id": entry.trajectory_id,
-                "num_samples": about.samples,
-                "shape": [about.steps, about.width],
-                "max_episode_length": about.max_episode_length,
-                "model_weights_id": about.model_weights_id,
-            }
-            file.write(f'{", " if place else ""}"{entry.trajectory_id}": {json.dumps(said)}'.encode())
-        file.write(f'}}, "trajectory_id_list": {json.dumps(content.entries["id"].tolist())}}}'.encode())
-    formats = sorted({content[place].about.format for place in range(len(content))})
-    metadata = {
-        "trajectory_format": formats[0] if len(formats) == 1 else format_name,
-        "size": len(content),
-        "total_samples": samples,
-        "trajectory_counter": content.counter,
-        "seed": content.seed,
-    }
-    write_json(directory / METADATA, metadata)
 
 
 # ------------------------------------------------------------------ RLinf's

@@ -73,23 +73,30 @@ class Found(NamedTuple):
 
 
 def bring(found: Found, directory: Path) -> Content:
-    """Link or copy the files of a checkpoint into a folder below `directory`, and return the content that names them.
+    """Link or copy the files of a checkpoint into a directory, and return the content that names them.
 
-    Raises StoreError.
+    Where trajectories lie there already they go to a folder of their own. Raises StoreError; nothing is brought then.
     """
-    folder = f"{LOADED}{uuid.uuid4().hex}"
-    content = replace(found.content, abouts=[about._replace(folder=folder) for about in found.content.abouts])
-    unfinished = directory / f"{folder}{UNFINISHED}"
     with said_of(directory):
-        for place in range(len(content)):
-            entry = found.content[place]
-            path = found.path(entry)
-            place_file(unfinished / path.name, path, found.formats(entry.about.format))
-        if len(content):
-            sync_directory(unfinished)
-            unfinished.rename(directory / folder)
+        others = any(FILE.fullmatch(name) for name in os.listdir(directory))
+        folder = f"{LOADED}{uuid.uuid4().hex}" if others and len(found.content) else ""
+        place = directory / f"{folder}{UNFINISHED}" if folder else directory
+        brought = []
+        try:
+            for number in range(len(found.content)):
+                entry = found.content[number]
+                path = found.path(entry)
+                brought.append(place / path.name)
+                place_file(brought[-1], path, found.formats(entry.about.format))
+        except BaseException:
+            for path in brought:
+                path.unlink(missing_ok=True)
+            raise
+        sync_directory(place)
+        if folder:
+            place.rename(directory / folder)
             sync_directory(directory)
-    return content
+    return replace(found.content, abouts=[about._replace(folder=folder) for about in found.content.abouts])
 
 
 def place_file(path: Path, source: Path | Checked, kind: Format) -> None:

@@ -143,8 +143,11 @@ class TrajectoryStore:
             self._work()
 
     def flush(self) -> None:
-        """Return when everything handed over is on disk. Raises StoreError where it is not; it may be tried again."""
+        """Return when everything handed over is on disk: what failed is tried again first. Raises StoreError where it
+        is not; call again."""
         with self._turn:
+            if self._queue:
+                self._failure = None
             self._raise()
             self._work()
             self._turn.wait_for(lambda: self._failure or not self._queue)

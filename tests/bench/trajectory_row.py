@@ -192,7 +192,7 @@ def _numpy(kinds: list[Arrays]) -> Make:
 def _rlinf(kinds: list[Arrays], checkout: Path) -> Make:
     import torch
 
-    Buffer, Theirs = _of_checkout(checkout)
+    Buffer, Theirs = rlinf_of(checkout)
 
     def tensors(tree: Arrays) -> Arrays:
         return {k: tensors(v) if isinstance(v, dict) else torch.from_numpy(v) for k, v in tree.items()}
@@ -216,7 +216,7 @@ def _rlinf(kinds: list[Arrays], checkout: Path) -> Make:
     return make
 
 
-def _of_checkout(checkout: Path) -> tuple[Any, Any]:
+def rlinf_of(checkout: Path) -> tuple[Any, Any]:
     """Its buffer and trajectory, without importing what its packages import besides."""
     for name in ("", ".data", ".data.schema", ".data.storage", ".data.storage.replay", ".utils"):
         package = types.ModuleType(f"rlinf{name}")

@@ -719,6 +719,7 @@ def test_a_synchronous_add_that_cannot_write_says_that_all_is_in_and_how_much_is
         with pytest.raises(StoreError, match=r"earlier write failed.*nothing of this call is in"):
             of.add(trajectory(31))
         assert of.trajectory_ids == list(range(31))
+        eventually(lambda: of._store and of._store._failure, 10, "the third attempt failed: nothing is being written")
         shutil.copytree(tmp_path / "buffer", tmp_path / "copy")
     of.flush()
     assert len(files(tmp_path)) == 31

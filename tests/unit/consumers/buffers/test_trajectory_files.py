@@ -387,3 +387,71 @@ def test_a_header_with_evil_values_or_a_flipped_bit_is_a_documented_error(tmp_pa
         path.write_bytes(damaged)
         with contextlib.suppress(StoreError):  # a text that is another text is still whole
             trajectory_npz.read(path)
+
+
+# ---------------------------------------------------------------------- what others read
+
+RLINF = Path(__file__).parents[3] / "fixtures" / "rlinf"
+"""What RLinf's buffer writes for the two trajectories of `as_rlinf` (format pt), with auto_save."""
+
+
+def as_rlinf(number: int) -> Trajectory:
+    rows = (number * 1000 + np.arange(6, dtype="<f4")).reshape(3, 2, 1)
+    arrays = {"rewards": rows, "curr_obs": {"states": np.repeat(rows, 4, axis=2)}, "dones": np.zeros((4, 2, 1), bool)}
+    return Trajectory(arrays=arrays, environment="", max_episode_length=80, model_weights_id=str(7 + number))
+
+
+def documents(directory: Path) -> tuple[Any, Any]:
+    """The index, without what only ours says, and the metadata."""
+    index = json.loads((directory / "trajectory_index.json").read_bytes())
+    for entry in index["trajectory_index"].values():
+        entry.pop("uuid", None)
+    return index, json.loads((directory / "metadata.json").read_bytes())
+
+
+def test_an_auto_save_directory_has_after_flush_and_close_what_rlinf_writes(tmp_path: Path) -> None:
+    theirs, metadata = documents(RLINF)
+    metadata["trajectory_format"] = "npz"
+    directory = tmp_path / "b"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=directory, max_trajectories=2) as of:
+        of.add_trajectories([as_rlinf(0), as_rlinf(1)])
+        of.flush()
+        assert documents(directory) == (theirs, metadata)
+        of.add(as_rlinf(2))
+    index, metadata = documents(directory)
+    assert index["trajectory_id_list"] == [1, 2]
+    assert (metadata["size"], metadata["total_samples"], metadata["trajectory_counter"]) == (2, 12, 3)
+    for number in index["trajectory_id_list"]:
+        weights = index["trajectory_index"][str(number)]["model_weights_id"]
+        assert (directory / f"trajectory_{number}_{weights}.npz").is_file()
+
+
+def test_a_checkpoint_and_a_directory_that_loaded_it_say_the_same(tmp_path: Path) -> None:
+    theirs, _ = documents(RLINF)
+    of = TrajectoryReplayBuffer()
+    of.add_trajectories([as_rlinf(0), as_rlinf(1)])
+    of.save(tmp_path / "saved")
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "b") as into:
+        into.load(tmp_path / "saved")
+    assert documents(tmp_path / "saved")[0] == documents(tmp_path / "b")[0] == theirs
+    assert {path.name for path in (tmp_path / "b").glob("*.npz")} == {"trajectory_0_7.npz", "trajectory_1_8.npz"}
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "b") as again:
+        assert len(again) == 2
+
+
+@pytest.mark.long
+@pytest.mark.skipif("ROLLSTREAM_RLINF" not in os.environ, reason="ROLLSTREAM_RLINF names no checkout of RLinf")
+def test_rlinf_loads_a_directory_and_draws_from_it(tmp_path: Path) -> None:
+    from tests.bench.trajectory_row import rlinf_of
+
+    Theirs, _ = rlinf_of(Path(os.environ["ROLLSTREAM_RLINF"]))
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "b", trajectory_format="pt") as of:
+        of.add_trajectories([as_rlinf(0), as_rlinf(1)])
+        of.flush()
+        theirs = Theirs(sample_window_size=10)
+        theirs.load_checkpoint(str(tmp_path / "b"))
+    assert (theirs.size, theirs._total_samples, theirs._trajectory_counter) == (2, 12, 2)
+    batch = theirs.sample(12)
+    assert batch["rewards"].shape == (12, 1)
+    assert {int(reward) // 1000 for reward in batch["rewards"]} == {0, 1}
+    np.testing.assert_array_equal(batch["curr_obs"]["states"][:, 3:], batch["rewards"])
