@@ -4,13 +4,14 @@ Pure: records in the order a reader got them go in, a `Snapshot` for displays an
 the journal keeps, so that they cost nothing; the proof that they are right is the ledger's.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from consumers.grouping.changes import BATCHED, CONTROL, DEAD_LETTERED, DROPPED
 from consumers.grouping.runs import from_runs
+from topics.journal_counts import JournalCounts
 from topics.records import BatchIndexEntry, BatchUse, FateCount, JournalRecord, LearnerStep, PolicyManifest
 
 WINDOW_S = 10
@@ -115,7 +116,7 @@ class Flow:
         self._ahead: dict[int, deque[int]] = {}
         self._unfinished: dict[int, set[int]] = {}
         self._followed: set[int] = set()
-        self._counts: dict[int, tuple[FateCount, ...]] = {}
+        self._counts: defaultdict[int, JournalCounts] = defaultdict(JournalCounts)
         self._batches = 0
         self._entries: dict[str, BatchIndexEntry] = {}
         self._early: dict[str, list[tuple[int, BatchUse]]] = {}
@@ -150,13 +151,18 @@ class Flow:
         """By the newest policy version of a rollout: how many there are, and the sum of their rewards."""
         return dict(self._versions)
 
+    @property
+    def counts(self) -> list[FateCount]:
+        """Records that have their fate, by partition, environment and fate."""
+        return [count for journal in self._counts.values() for count in journal.counts]
+
     def journal(self, record: JournalRecord, at_ms: int) -> None:
         """The next journal record of its partition."""
         self._at(at_ms)
         self._rates["read"].add(at_ms, record.position - record.begin)
         self._unsettled(record)
         self._positions[record.partition] = record.position
-        self._counts[record.partition] = record.counts
+        self._counts[record.partition].add(record)
         ahead = self._ahead.get(record.partition, deque())
         while ahead and ahead[0] < record.position:
             ahead.popleft()
@@ -225,9 +231,8 @@ class Flow:
         # Of a run that rests, or is over, the rates it had are worth more than that it has none.
         until_ms = now_ms if quiet_s <= WINDOW_S else self._last_ms + 1000
         fates: Counter[str] = Counter()
-        for counts in self._counts.values():
-            for count in counts:
-                fates[count.fate] += count.rollouts
+        for count in self.counts:
+            fates[count.fate] += count.rollouts
         dropped = {
             fate.removeprefix(f"{DROPPED}:"): count for fate, count in sorted(fates.items()) if fate.startswith(DROPPED)
         }

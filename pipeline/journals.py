@@ -10,6 +10,7 @@ import numpy as np
 
 from consumers.grouping.changes import BATCHED, CONTROL, DEAD_LETTERED, DROPPED
 from consumers.grouping.runs import from_runs
+from topics.journal_counts import JournalCounts
 from topics.records import FateCount, JournalRecord
 
 IN_FLIGHT = "in_flight"
@@ -42,8 +43,7 @@ class PartitionJournal:
         """Whether the newest records are hidden, so that the account ends before what was committed."""
         self.reasons: dict[int, str] = {}
         self.batch_ids: list[str] = []
-        self.counts: tuple[FateCount, ...] = ()
-        self.produced: tuple[FateCount, ...] = ()
+        self._sums = JournalCounts()
         self._problem = problem
         self._origin = 0
         self._fates = np.full(1024, -1, "<i1")
@@ -59,7 +59,8 @@ class PartitionJournal:
                 f"{self.sequence + 1} at {self.position} was expected"
             )
         self.sequence, self.position, self.batches = record.sequence, record.position, record.batch_number
-        self.counts, self.produced, self.topic_id = record.counts, record.produced, record.topic_id
+        self.topic_id = record.topic_id
+        self._sums.add(record)
         if record.leader_epoch >= 0:
             self.leader_epochs[record.position - 1] = record.leader_epoch
         if record.sequence == 0:
@@ -122,6 +123,16 @@ class PartitionJournal:
         known = self._fates[: max(0, self.position - self._origin)]
         found = np.flatnonzero(known >= 0 if fate is None else known == FATES.index(fate))
         return set((found + self._origin).tolist())
+
+    @property
+    def counts(self) -> tuple[FateCount, ...]:
+        """Records that have their fate, by environment and fate, since the start of the run."""
+        return self._sums.counts
+
+    @property
+    def produced(self) -> tuple[FateCount, ...]:
+        """Records read that were meant as rollouts, by environment, since the start of the run."""
+        return self._sums.produced
 
     @property
     def before(self) -> Counter[str]:

@@ -21,7 +21,7 @@ from topics.codec import decode
 from topics.config import KafkaConfig
 from topics.errors import DeadlineExceeded, RecordError
 from topics.following import TopicFollower
-from topics.records import BatchIndexEntry, FateCount, JournalRecord, LearnerStep, PolicyManifest, Rollout
+from topics.records import BatchIndexEntry, JournalRecord, LearnerStep, PolicyManifest, Rollout
 from topics.skipped import SkippedRecords
 from topics.validation import REWARD_LIMIT
 
@@ -86,7 +86,6 @@ class RunObserver:
         self.steps = 0
         self.policy_version = -1
         """Newest policy version a step published."""
-        self._counts: dict[int, tuple[FateCount, ...]] = {}
         self._counts_moved = False
         self._watch = SelectionWatch()
         self._flow = Flow(run)
@@ -100,7 +99,7 @@ class RunObserver:
                 self._count(message)
         if self._counts_moved:
             self._counts_moved = False
-            self._watch.look(selections(c for counts in self._counts.values() for c in counts))
+            self._watch.look(selections(self._flow.counts))
 
     def catch_up(self) -> None:
         """Read on to where every topic ends now. Call once nothing writes any more."""
@@ -149,7 +148,6 @@ class RunObserver:
         elif isinstance(record, PolicyManifest):
             self._flow.manifest(record, at_ms)
         elif isinstance(record, JournalRecord):
-            self._counts[record.partition] = record.counts
             self._counts_moved = True
             self._flow.journal(record, at_ms)
 

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 
 from producers.config import CapacityConfig
 from topics.errors import ConfigurationError
-from topics.records import JournalRecord
+from topics.journal_counts import JournalCounts
 
 
 @dataclass(frozen=True)
 class PartitionCounts:
-    """What the newest journal record of a partition says, in rollouts since the start of the run."""
+    """What the journal of a partition says, in rollouts since the start of the run."""
 
     position: int
     produced: int
@@ -34,15 +34,16 @@ class PartitionCounts:
     batched: int = 0
 
     @classmethod
-    def of(cls, record: JournalRecord) -> "PartitionCounts":
+    def of(cls, position: int, journal: JournalCounts) -> "PartitionCounts":
         """Sums over environments. Dead letters count as produced too, so they are taken off again."""
+        counts = journal.counts
         return cls(
-            position=record.position,
-            produced=sum(count.rollouts for count in record.produced),
+            position=position,
+            produced=sum(count.rollouts for count in journal.produced),
             finished_untrained=sum(
-                count.rollouts for count in record.counts if count.fate.startswith(("dropped", "dead_lettered"))
+                count.rollouts for count in counts if count.fate.startswith(("dropped", "dead_lettered"))
             ),
-            batched=sum(count.rollouts for count in record.counts if count.fate == "batched"),
+            batched=sum(count.rollouts for count in counts if count.fate == "batched"),
         )
 
 

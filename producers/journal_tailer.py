@@ -1,10 +1,12 @@
 """Follows `journal`, `batch-index` and `steps` of a run in a thread of its own, for flow control: `progress` is the
 newest seen.
 
-At start it reads the last record of each journal partition, not the topic; the other two it reads from the beginning.
+At start it reads each journal partition from the last record on that holds every count, not the topic; the other two
+it reads from the beginning.
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -20,6 +22,7 @@ from topics.catalogue import topic_name
 from topics.config import KafkaConfig
 from topics.errors import DeadlineExceeded
 from topics.following import TopicFollower
+from topics.journal_counts import JournalCounts, holds_all
 from topics.records import BatchIndexEntry, JournalRecord, LearnerStep
 from topics.skipped import SkippedRecords
 
@@ -41,6 +44,7 @@ class JournalTailer:
         self._caught_up = threading.Event()
         self._error: Exception | None = None
         self._progress = Progress()
+        self._counts: defaultdict[int, JournalCounts] = defaultdict(JournalCounts)
         self._thread = threading.Thread(target=self._run, name="journal-tailer", daemon=True)
         self.skipped = SkippedRecords("journal-tailer")
         """Records that could not be read: progress is what the others say."""
@@ -110,25 +114,28 @@ class JournalTailer:
                     self._caught_up.set()
 
     def _after_last(self, partition: int, low: int, high: int) -> TopicPartition:
-        """Take the last journal record of a partition that can be read, and return the position after those seen.
+        """Take the journal of a partition from the last record on that holds every count, and return the position
+        after those seen.
 
-        Transaction markers take offsets too, so the last record is looked for at growing distances from the end.
+        That record is looked for at growing distances from the end.
         """
         resume, stop, distance = low, high, _FIRST_LOOK_BACK
-        while stop > low:
+        records: list[JournalRecord] = []
+        while stop > low and not any(map(holds_all, records)):
             start = max(low, stop - distance)
-            newest = None
+            earlier = []
             reading = clients.read_to_end(self._kafka, self._journal, partitions=[partition], start={partition: start})
             with closing(reading) as messages:
                 for message in messages:
                     if (offset := message.offset() or 0) >= stop:
                         break
                     resume = max(resume, offset + 1)
-                    newest = self.skipped.decode(JournalRecord, message) or newest
-            if newest is not None:
-                self._grouped(partition, newest)
-                break
+                    if (record := self.skipped.decode(JournalRecord, message)) is not None:
+                        earlier.append(record)
+            records = earlier + records
             stop, distance = start, distance * 16
+        if records:
+            self._grouped(partition, *records)
         return TopicPartition(self._journal, partition, resume)
 
     def _take(self, message: Message) -> None:
@@ -146,7 +153,10 @@ class JournalTailer:
             if step is not None:
                 self._consumption.step(step)
 
-    def _grouped(self, partition: int, record: JournalRecord) -> None:
-        counts = PartitionCounts.of(record)
-        self._consumption.grouped(partition, record.batch_number, counts.batched)
+    def _grouped(self, partition: int, *records: JournalRecord) -> None:
+        for record in records:
+            self._counts[partition].add(record)
+        newest = records[-1]
+        counts = PartitionCounts.of(newest.position, self._counts[partition])
+        self._consumption.grouped(partition, newest.batch_number, counts.batched)
         self._progress = replace(self._progress, partitions={**self._progress.partitions, partition: counts})

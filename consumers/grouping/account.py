@@ -25,6 +25,7 @@ from consumers.grouping.runs import to_runs
 from consumers.grouping.state import TaskState
 from topics.records import (
     Drop,
+    FateCount,
     FinishedGroup,
     FinishedOffsets,
     GroupCancelled,
@@ -167,6 +168,11 @@ class Account:
 
     # ------------------------------------------------------------------ the journal
 
+    @property
+    def counts(self) -> tuple[FateCount, ...]:
+        """Records that have their fate, by environment and fate, since the start of the run."""
+        return self._counts.records()
+
     def take(
         self, position: int, now: Clocks, batch_number: int, remembered_since_ms: int, snapshot: Iterable[int] | None
     ) -> Output:
@@ -204,8 +210,8 @@ class Account:
             drops=tuple(changes.drops),
             finished_groups=tuple(changes.finished_groups),
             batch_ids=tuple(b.batch_id for b in changes.batches),
-            counts=self._counts.records(),
-            produced=self._produced.records(),
+            counts=self._counts.take(whole=snapshot is not None),
+            produced=self._produced.take(whole=snapshot is not None),
             snapshot=snapshot is not None,
             unfinished=to_runs(self._unfinished if snapshot is not None else ()),
             delivered=to_runs(delivered),

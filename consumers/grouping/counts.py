@@ -1,5 +1,5 @@
 """Cumulative counts of one partition by environment and fate, with sums over sound rollouts: their means tell whether
-what was lost is of another kind than what was kept.
+what was lost is of another kind than what was kept. `topics.journal_counts` says which of them a record holds.
 
 Sums are added up in the order in which offsets reach their fate, so that they are the same bits after any crash.
 Bounded: environments that come once the counts are full are counted together, for the journal has a limit.
@@ -14,7 +14,7 @@ from consumers.grouping.changes import DROP_REASONS, DROPPED
 from topics.records import FateCount, Rollout
 
 COUNTED_BYTES = 128 * 1024
-"""What counts may take in a journal record before environments not met yet are counted together."""
+"""What counts may take in a snapshot before environments not met yet are counted together."""
 OTHERS = "(others)"
 _ENTRY_BYTES = 80
 _KNOWN = frozenset(f"{DROPPED}:{reason}" for reason in DROP_REASONS)
@@ -55,6 +55,7 @@ class Counts:
             for key, count in self._built.items()
         }
         self._bytes = sum(map(_entry_bytes, self._sums))
+        self._changed: set[tuple[str, str]] = set()
 
     def add(self, environment: str, fate: str, tokens: int, measured: Rollout | None = None) -> None:
         """Count a record; `measured` is its rollout where that is sound."""
@@ -76,6 +77,7 @@ class Counts:
                 sums.reward_squared + reward * reward,
             )
         self._built.pop(key, None)
+        self._changed.add(key)
 
     def _enter(self, key: tuple[str, str]) -> tuple[tuple[str, str], Sums]:
         if self._bytes + _entry_bytes(key) <= COUNTED_BYTES:
@@ -87,10 +89,21 @@ class Counts:
         return key, self._sums.get(key, Sums())
 
     def records(self) -> tuple[FateCount, ...]:
-        """The counts as the journal holds them, by environment and fate."""
-        for key in self._sums.keys() - self._built.keys():
+        """Every entry, by environment and fate."""
+        return self._records(self._sums)
+
+    def take(self, *, whole: bool) -> tuple[FateCount, ...]:
+        """The entries for the next journal record: every one, or those that changed since the last call."""
+        changed, self._changed = self._changed, set()
+        return self.records() if whole else self._records(changed)
+
+    def _records(self, keys: Iterable[tuple[str, str]]) -> tuple[FateCount, ...]:
+        return tuple(map(self._record, sorted(keys)))
+
+    def _record(self, key: tuple[str, str]) -> FateCount:
+        if key not in self._built:
             self._built[key] = FateCount(environment=key[0], fate=key[1], **self._sums[key]._asdict())
-        return tuple(self._built[key] for key in sorted(self._sums))
+        return self._built[key]
 
 
 def _entry_bytes(key: tuple[str, str]) -> int:

@@ -37,7 +37,6 @@ class GroupingFigures:
             ("transactions", "batches", "batched", "dropped", "dead_lettered", "finished_groups"), 0
         )
         self._commits: list[float] = []
-        self._counts: dict[int, tuple[FateCount, ...]] = {}
         self._watch = SelectionWatch()
         self._told: dict[str, Selection] = {}
 
@@ -46,7 +45,6 @@ class GroupingFigures:
         self._commits.append(seconds)
         self._totals["transactions"] += 1
         for output in outputs:
-            self._counts[output.journal.partition] = output.journal.counts
             self._totals["batches"] += len(output.batches)
             self._totals["batched"] += sum(map(len, output.batches))
             self._totals["dropped"] += len(output.journal.drops)
@@ -69,9 +67,11 @@ class GroupingFigures:
         the process as a whole."""
         self._due_s = self._clock() + self._interval_s
         whole = dict.fromkeys(("lag", "in_flight", "open_groups", "held_bytes"), 0)
-        owned = set()
+        counts: list[FateCount] = []
+        partitions = 0
         for fold in folds:
-            owned.add(fold.partition)
+            partitions += 1
+            counts += fold.counts
             values = {
                 "position": fold.position,
                 "in_flight": fold.in_flight,
@@ -88,16 +88,14 @@ class GroupingFigures:
         for partition, progress in restoring.items():
             values = {f"restore_{name}": float(value) for name, value in asdict(progress).items()}
             self._writer.write(values, {**self._labels, "partition": str(partition)})
-        # Of partitions that went to another process no news comes.
-        self._counts = {partition: counts for partition, counts in self._counts.items() if partition in owned}
-        found = selections(count for counts in self._counts.values() for count in counts)
+        found = selections(counts)
         self._watch.look(found)
         for environment, selection in found.items():
             if selection != self._told.get(environment):
                 self._writer.write(_of_selection(selection), {**self._labels, "environment": environment})
         self._told = found
         values = {**whole, **{f"{name}_total": count for name, count in self._totals.items()}}
-        values |= {"partitions": len(owned), "partitions_restoring": len(restoring)}
+        values |= {"partitions": partitions, "partitions_restoring": len(restoring)}
         values |= more
         if self._commits:
             values["commit_seconds_mean"] = sum(self._commits) / len(self._commits)

@@ -29,7 +29,7 @@ from consumers.grouping.state import TaskState
 from topics import codec
 from topics.errors import RecordError, StateRefused
 from topics.examples import Source
-from topics.records import GroupCancelled, Mark, Rollout
+from topics.records import FateCount, GroupCancelled, Mark, Rollout
 
 
 class Fold:
@@ -475,6 +475,11 @@ class Fold:
     def in_flight(self) -> int:
         """Offsets read and not finished."""
         return len(self._account)
+
+    @property
+    def counts(self) -> tuple[FateCount, ...]:
+        """Records that have their fate, by environment and fate, since the start of the run."""
+        return self._account.counts
 
     @property
     def open_groups(self) -> int:

@@ -14,6 +14,7 @@ from consumers.grouping.changes import CORE_VERSION
 from consumers.grouping.config import GENERATION_STEP, GroupingConfig
 from consumers.grouping.runs import from_runs
 from topics.errors import ConfigurationError, StateRefused
+from topics.journal_counts import JournalCounts
 from topics.records import FateCount, FinishedGroup, JournalRecord
 
 
@@ -117,6 +118,7 @@ class JournalSum:
         self._unfinished: set[int] | None = None
         self._delivered: set[int] = set()
         self._groups: deque[FinishedGroup] = deque()
+        self._counts = JournalCounts()
 
     def add(self, record: JournalRecord) -> None:
         """Take in the next record. Raises StateRefused when one is missing before it."""
@@ -139,6 +141,7 @@ class JournalSum:
             self._delivered.update(from_runs(record.delivered))
             for finished in record.finished:
                 self._unfinished.difference_update(from_runs(finished.runs))
+        self._counts.add(record)
         self.last = record
 
     def state(self) -> TaskState:
@@ -169,8 +172,8 @@ class JournalSum:
             unfinished=frozenset(self._unfinished),
             delivered=frozenset(self._delivered & self._unfinished),
             skipped=frozenset(last.skipped),
-            counts=last.counts,
-            produced=last.produced,
+            counts=self._counts.counts,
+            produced=self._counts.produced,
             finished_groups=tuple(self._groups),
         )
 

@@ -152,13 +152,13 @@ def stand(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> list[Standing
 def _check_environments(named: Iterable[str], kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> None:
     """Raise ConfigurationError for an environment that no rollout of the run is of, and nothing excludes yet.
 
-    Those that were grouped are in the journal's counts; what comes after is read.
+    Those that were grouped are in the journal's counts since its newest snapshot; what comes after is read.
     """
     topic, known = topic_name(run, "rollouts"), {*newest(stand(kafka, run, grouper)).exclude_environments}
     tails = {}
-    for partition, journal in _tasks(kafka, run, grouper):
-        known |= {count.environment for count in (*journal.produced, *journal.counts)}
-        tails[partition] = journal.position
+    for committed in _committed(kafka, run, grouper):
+        tails[committed.partition] = committed.offset
+        known |= _counted(kafka, run, committed)
     # Of a run of very many environments the last ones are not counted by name.
     missing = set() if OTHERS in known else set(named) - known
     if missing:
@@ -175,13 +175,36 @@ def _check_environments(named: Iterable[str], kafka: KafkaConfig, run: str, grou
         )
 
 
-def _tasks(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[tuple[int, JournalRecord]]:
-    """The journal record each partition of `rollouts` was committed with. Raises StateRefused where there is none."""
+def _committed(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[TopicPartition]:
+    """What is committed of each partition of `rollouts`. Raises StateRefused where nothing is."""
     topic = topic_name(run, "rollouts")
     for committed in committed_offsets(kafka, grouper.group_id(run), topic, clients.partitions_of(kafka, topic)):
         if committed.offset < 0:
             raise StateRefused(f"run {run} has no grouping state; prepare it with `rollstream topics apply`")
+        yield committed
+
+
+def _tasks(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[tuple[int, JournalRecord]]:
+    """The journal record each partition of `rollouts` was committed with. Raises StateRefused where there is none."""
+    for committed in _committed(kafka, run, grouper):
         yield committed.partition, _journal_at(kafka, run, committed)
+
+
+def _counted(kafka: KafkaConfig, run: str, committed: TopicPartition) -> set[str]:
+    """Environments that the journal counts up to what was committed.
+
+    Records of aborted transactions count, too: what they read is on the log.
+    """
+    partition, topic = committed.partition, topic_name(run, "journal")
+    metadata = CommitMetadata.decode(committed.metadata, f"{committed.topic}[{partition}]")
+    found: set[str] = set()
+    start = {partition: metadata.snapshot}
+    messages = clients.read_to_end(kafka, topic, partitions=[partition], start=start, isolation="read_uncommitted")
+    for message, record in SkippedRecords("exclude").records(JournalRecord, messages):
+        if (message.offset() or 0) > metadata.journal:
+            break
+        found.update(count.environment for count in (*record.produced, *record.counts))
+    return found
 
 
 def _journal_at(kafka: KafkaConfig, run: str, committed: TopicPartition) -> JournalRecord:

@@ -1,4 +1,4 @@
-"""The tailer finds the newest journal record behind transaction markers, and follows from there."""
+"""The tailer finds the newest journal records behind transaction markers, and follows from there."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -152,6 +152,32 @@ def test_the_newest_records_count_at_start_and_later_ones_follow(
             put_journal(writer, run_name, 1, 90)
         expected = Progress({0: seen(80), 1: seen(90)}, consumed=20)
         eventually(lambda: tailer.progress == expected, 20, "the old step changes nothing")
+
+
+def test_counts_are_those_since_the_last_snapshot_however_far_back_it_is(
+    kafka: KafkaConfig, run_name: str, writer: Producer
+) -> None:
+    def put(name: str, position: int, *, snapshot: bool = False) -> None:
+        """A record that holds the counts of one environment alone."""
+        record = journal(0, position)
+        counts, produced = ((replace(count, environment=name),) for (count,) in (record.counts, record.produced))
+        record = replace(record, core_version=3, snapshot=snapshot, counts=counts, produced=produced)
+        writer.produce(topic_name(run_name, "journal"), codec.encode(record), encode_key(0), 0)
+
+    def counted(position: int, produced: int) -> PartitionCounts:
+        return PartitionCounts(position=position, produced=produced, finished_untrained=2)
+
+    with transaction(writer):
+        put("before", 900)
+        put("add", 5, snapshot=True)
+    for position in range(6, 60):
+        with transaction(writer, commit=position % 3 != 0):
+            put("sort", position)
+    with JournalTailer(kafka, run_name) as tailer:
+        assert tailer.progress == Progress({0: counted(59, 5 + 59)})
+        with transaction(writer):
+            put("add", 70)
+        eventually(lambda: tailer.progress == Progress({0: counted(70, 59 + 70)}), 20, "the counts that changed")
 
 
 def test_after_a_prune_a_learner_of_a_new_name_makes_room_for_workers_again(

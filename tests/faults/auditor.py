@@ -46,8 +46,8 @@ class _Journal:
     drops: dict[int, str] = field(default_factory=dict)
     in_flight: set[int] = field(default_factory=set)
     batch_ids: list[str] = field(default_factory=list)
-    counts: list[dict[str, Any]] = field(default_factory=list)
-    """As the last record has them: by environment and fate."""
+    counts: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    """The newest entry of each environment and fate. From core version 3 on a record has those that changed."""
     sums: bool = False
     """Whether lengths and rewards were summed up from the first record on."""
 
@@ -184,7 +184,13 @@ def _transaction(number: int, parts: list[Decoded], journal: _Journal, result: A
     if parts[-1]["snapshot"] and {o for record in parts for o in _offsets(record["unfinished"])} != journal.in_flight:
         where = f"journal[{number}] sequence {parts[-1]['sequence']}"
         result.found("conservation", f"the snapshot at {where} is not what adds up")
-    journal.counts = parts[-1]["counts"]
+    counted = sum(count["rollouts"] for count in journal.counts.values())
+    journal.counts.update(((count["environment"], count["fate"]), count) for count in parts[-1]["counts"])
+    grown = sum(count["rollouts"] for count in journal.counts.values()) - counted
+    over = sum(len(_offsets(finished["runs"])) for record in parts for finished in record["finished"])
+    if grown != over:
+        where = f"journal[{number}] sequence {parts[-1]['sequence']}"
+        result.found("conservation", f"the counts at {where} grow by {grown}, and {over} offsets finish")
 
 
 def _offsets(runs: Iterable[Any]) -> list[int]:
@@ -318,7 +324,7 @@ def _check_places(
 
 def _check_counts(number: int, records: list[Raw], journal: _Journal, result: Audit) -> None:
     """What the journal counted and summed up of rollouts, by environment and fate."""
-    if any(count["environment"] == "(others)" for count in journal.counts):
+    if any(environment == "(others)" for environment, _fate in journal.counts):
         return
     true: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * 6)
     for raw in records:
@@ -334,9 +340,9 @@ def _check_counts(number: int, records: list[Raw], journal: _Journal, result: Au
         sums[:] = [a + b for a, b in zip(sums, [1, len(record["tokens"]), *measured], strict=True)]
     names = ("rollouts", "tokens", "sampled_tokens", "sampled_tokens_squared", "reward", "reward_squared")
     given = {
-        (count["environment"], count["fate"]): [float(count.get(name, 0)) for name in names]
-        for count in journal.counts
-        if count["fate"] == "batched" or count["fate"].startswith("dropped:")
+        key: [float(count.get(name, 0)) for name in names]
+        for key, count in journal.counts.items()
+        if key[1] == "batched" or key[1].startswith("dropped:")
     }
     for key in sorted(true.keys() | given.keys()):
         there, due = (counts.get(key, [0.0] * 6) for counts in (given, true))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from producers.capacity import FlowControl, PartitionCounts, Progress, check_capacity, may_start
 from producers.config import CapacityConfig
 from topics.errors import ConfigurationError
+from topics.journal_counts import JournalCounts
 from topics.records import FateCount, JournalRecord
 
 # limit 80, floor 16 + 2 * (8 - 1 + 4) = 38, share (80 - 38) / 2 = 21
@@ -67,7 +68,9 @@ def test_the_journal_counts_what_is_finished_untrained() -> None:
         ),
         produced=(fate("read", 20), fate("read", 7, "add"), fate("read", 2, "")),
     )
-    assert PartitionCounts.of(record) == replace(counts(position=40, produced=29, finished=7), batched=9)
+    journal = JournalCounts()
+    journal.add(record)
+    assert PartitionCounts.of(40, journal) == replace(counts(position=40, produced=29, finished=7), batched=9)
 
 
 def test_outstanding_is_what_was_read_less_what_is_over() -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from consumers.grouping import state
 from consumers.grouping.config import GroupingConfig
 from consumers.grouping.testing import GroupingTestDriver, example_rollout
 from topics.records import GroupCancelled
@@ -33,4 +34,4 @@ def uids(d: GroupingTestDriver) -> list[tuple[str, ...]]:
 
 
 def fates(d: GroupingTestDriver) -> dict[str, int]:
-    return {count.fate: count.rollouts for count in d.journal[-1].counts}
+    return {count.fate: count.rollouts for count in state.restore(d.journal).counts}

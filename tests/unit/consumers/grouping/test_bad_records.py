@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from consumers.grouping import judging
+from consumers.grouping import judging, state
 from consumers.grouping.config import GENERATION_STEP, GrouperConfig, GroupingConfig
 from consumers.grouping.configuring import VERSION_STEP
 from consumers.grouping.restore import Journal
@@ -63,7 +63,7 @@ def test_a_bad_record_is_dropped_as_invalid_and_the_task_goes_on(record: Piped) 
     assert d.fold.config == before
     assert d.fold.policy_version == 0
     assert reasons(d) == {0: "invalid"}
-    counted = d.journal[-1]
+    counted = state.restore(d.journal)
     assert sum(count.rollouts for count in counted.produced) == 5
     assert sum(count.rollouts for count in counted.counts) == 5
     assert uids(d) == [("aftera", "afterb"), ("latera", "laterb")]

@@ -155,7 +155,7 @@ def test_journal_counts_add_up_to_what_the_log_holds(log: Log) -> None:
         for fate, offset in finished(record):
             counts[environment(by_offset[offset]), fate] += 1
         assert {o for f, o in finished(record) if f == "dropped"} == {d.offset for d in record.drops}
-    last = driver.journal[-1]
+    last = state.restore(driver.journal)
     told: Counter[tuple[str, str]] = Counter()
     for count in last.counts:
         told[count.environment, count.fate.split(":")[0]] += count.rollouts

@@ -215,7 +215,7 @@ def test_the_journal_counts_rollouts_and_tokens_by_environment_and_fate() -> Non
     d.pipe(example_rollout("x", 1.0, environment="other", tokens=np.arange(7, dtype="<i4")))
     d.pipe(b"poison")
     d.advance(1)
-    last = d.journal[-1]
+    last = state.restore(d.journal)
     assert {(c.environment, c.fate, c.rollouts, c.tokens) for c in last.counts} == {
         ("env", "batched", 2, 8),
         ("env", "dropped:late", 1, 4),

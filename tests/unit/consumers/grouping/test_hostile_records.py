@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from consumers.grouping import state
 from consumers.grouping.changes import Record
 from consumers.grouping.config import GENERATION_STEP, ForeignConfiguration, GroupingConfig
 from consumers.grouping.configuring import VERSION_STEP
@@ -139,7 +140,7 @@ def test_no_record_ends_a_task_and_honest_ones_are_grouped(
     config, clock, read = driver.fold.config, driver.fold.policy_version, driver.end
     driver.crash_and_restore()
     assert (driver.fold.config, driver.fold.policy_version) == (config, clock)
-    assert sum(count.rollouts for count in driver.journal[-1].counts) + driver.fold.in_flight == read
+    assert sum(count.rollouts for count in state.restore(driver.journal).counts) + driver.fold.in_flight == read
     driver.configure(GroupingConfig(batch_rollouts=2, max_policy_lag=-1, exclude_environments=()))
     version = max(clock, 0)
     for uid, reward in (("honest-a", 1.0), ("honest-b", 0.0)):

@@ -18,21 +18,26 @@ from consumers.grouping.fold import Fold
 from consumers.grouping.parts import in_parts
 from consumers.grouping.restore import Journal
 from consumers.grouping.runs import from_runs, to_runs
+from consumers.grouping.selection import selections
 from consumers.grouping.shell import run_grouping
 from consumers.grouping.state import CommitMetadata
 from consumers.grouping.testing import GroupingTestDriver, example_rollout
+from pipeline.flow import Flow
+from pipeline.journals import PartitionJournal
+from producers.capacity import PartitionCounts
 from tests.unit.consumers.grouping.pairs import driver, pair
 from topics.codec import decode_as, encode
 from topics.config import KafkaConfig
 from topics.errors import ConfigurationError, StateRefused
 from topics.examples import batch_digest
+from topics.journal_counts import JournalCounts
 from topics.records import Drop, FateCount, FinishedGroup, FinishedOffsets, JournalRecord, same
 
 # ---------------------------------------------------------------------- sums
 
 
 def sums(d: GroupingTestDriver) -> dict[tuple[str, str], FateCount]:
-    return {(count.environment, count.fate): count for count in d.journal[-1].counts}
+    return {(count.environment, count.fate): count for count in state.restore(d.journal).counts}
 
 
 def scored(d: GroupingTestDriver, example_id: str, *rewards: float) -> None:
@@ -72,7 +77,7 @@ def test_what_is_no_sound_rollout_is_counted_and_not_measured() -> None:
     found = sums(d)
     assert found["env", "dropped:invalid"].rollouts == 2
     assert all(count.measured == count.reward == count.sampled_tokens_squared == 0 for count in found.values())
-    assert all(count.measured == 0 for count in d.journal[-1].produced)
+    assert all(count.measured == 0 for count in state.restore(d.journal).produced)
 
 
 def test_sums_are_the_same_bits_however_often_the_task_is_restored() -> None:
@@ -87,7 +92,7 @@ def test_sums_are_the_same_bits_however_often_the_task_is_restored() -> None:
                 d.commit()
             if crashes and random.random() < 0.4:
                 d.crash_and_restore()
-        return d.journal[-1].counts
+        return state.restore(d.journal).counts
 
     first = run(crashes=False)
     assert first == run(crashes=True)
@@ -124,6 +129,54 @@ def test_counts_of_more_environments_than_the_journal_holds_are_kept_together(mo
     assert Counts(records).records() == records
     bare = journal()
     assert len(encode(replace(bare, counts=records))) - len(encode(bare)) < 1_000 + 2 * 100
+
+
+def of_many_names(names: int) -> GroupingTestDriver:
+    """A run that met so many environments, each of two rollouts in a transaction of their own, then a crash."""
+    d = driver()
+    for number in range(names):
+        name = f"environment {number:04}"
+        for uid, reward in (("a", 0.5), ("b", 1.0)):
+            d.pipe(example_rollout(f"{number}{uid}", reward, environment=name))
+        d.commit(snapshot=number == names // 2)
+    d.crash_and_restore()
+    return d
+
+
+def test_a_transaction_writes_the_counts_that_it_changed_however_many_environments_there_are() -> None:
+    sizes = {}
+    for names in (3, 3_000):
+        d = of_many_names(names)
+        d.pipe(example_rollout("late", 2.0, environment="environment 0001", example_id="e"))
+        sizes[names] = len(encode(d.commit()))
+        told, first = state.restore(d.journal), state.restore([*d.journal[-1:], d.commit(snapshot=True)])
+        # The snapshot is written from what the fold holds, and what readers add up is the same to the last bit.
+        assert (told.counts, told.produced) == (d.fold.counts, first.produced)
+        assert (first.counts, sum(count.rollouts for count in told.produced)) == (told.counts, 2 * names + 1)
+    assert sizes[3_000] < sizes[3] + 20
+
+
+def test_whoever_reads_the_journal_from_a_snapshot_on_counts_the_same() -> None:
+    d = of_many_names(60)
+    d.pipe(b"poison")
+    d.pipe(example_rollout("open", 2.0, environment="environment 0001", example_id="open"))
+    d.commit()
+    whole = next(i for i, record in enumerate(d.journal) if i and record.snapshot)
+    for begin in (0, whole - 3, whole):
+        records = d.journal[begin:]
+        problems: list[str] = []
+        flow, ledger, worker = Flow("exp"), PartitionJournal(0, problems.append), JournalCounts()
+        for record in records:
+            flow.journal(record, 1_000)
+            ledger.read(record)
+            worker.add(record)
+        ledger.check_counts()
+        assert problems == []
+        assert selections(ledger.counts) == selections(flow.counts) == selections(d.fold.counts)
+        assert flow.snapshot(1_000).batched == 120
+        assert PartitionCounts.of(d.end, worker) == PartitionCounts(
+            position=d.end, produced=122, finished_untrained=1, batched=120
+        )
 
 
 # ---------------------------------------------------------------------- parts

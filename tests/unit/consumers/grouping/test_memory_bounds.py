@@ -248,7 +248,7 @@ def test_held_bytes_never_pass_the_capacity(seed: int) -> None:
     held = pressed(found, 1_500, seed)
     assert max(held) <= 400_000
     assert min(held[300:]) > 350_000
-    dropped = {count.fate: count.rollouts for count in found.take().journal.counts}
+    dropped = {count.fate: count.rollouts for count in found.counts}
     assert dropped["dropped:capacity"] > 300
 
 

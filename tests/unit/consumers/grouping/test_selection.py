@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from consumers.grouping import state
 from consumers.grouping.config import GroupingConfig
 from consumers.grouping.counts import Counts
 from consumers.grouping.selection import DEPENDENT, Selection, selections
@@ -196,7 +197,7 @@ def test_a_deadline_that_cuts_long_answers_off_is_seen_in_what_the_fold_counts()
             if length > 150:
                 tokens = np.zeros(length, "<i4")
                 d.pipe(example_rollout(f"{example}-{member}", float(member), example_id=str(example), tokens=tokens))
-    found = selections(d.journal[-1].counts)["env"]
+    found = selections(state.restore(d.journal).counts)["env"]
     assert found.lost.rollouts > 500
     assert "length" in found.alerts()
     assert found.shift("length") < 0
