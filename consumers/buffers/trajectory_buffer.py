@@ -176,8 +176,8 @@ class TrajectoryReplayBuffer(Closing):
         with self._lock:
             if offset < self._position.get(partition, 0):
                 return
-            self._position[partition] = offset + 1
             self._store.open()
+            self._position[partition] = offset + 1
             self._store.put(Skip(partition, offset + 1))
 
     def clear(self) -> None:

@@ -87,12 +87,19 @@ class TrajectoryStore:
         """Files to be deleted when they are pinned no more."""
         self._lock: DirectoryLock | None = None
         self._records = 0
+        self._process = os.getpid()
         self.open()
 
     def open(self) -> None:
-        """Go on after `close`. Raises StoreError where the directory is in use, or was changed since."""
+        """Go on after `close`. Raises StoreError where the directory is in use, or was changed since, and in a forked
+        child: what it knows of the index is of when it was forked."""
         if self.is_open:
             return
+        if os.getpid() != self._process:
+            raise StoreError(
+                f"the buffer in {self.directory} is written only by the process that opened it; open a buffer in this "
+                "one, with a directory of its own"
+            )
         # Also given back when nobody refers to the store any more, as when a notebook's cell is run again.
         self._lock = lock_directory(self.directory, LOCK)
         try:

@@ -1,0 +1,102 @@
+"""Buffers in a process that forks, as trainers do for data loaders: the child reads, and is no second writer."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from consumers.buffers.episode_hil import HilEpisodeBuffer
+from consumers.buffers.files import StoreError
+from consumers.buffers.group_store import GroupReplayBuffer
+from consumers.buffers.group_view import GroupStore
+from consumers.buffers.slice_buffer import EpisodeSliceBuffer
+from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
+from consumers.closing import Closing
+from tests.unit.consumers.buffers.trajectories import trajectory
+
+
+def trajectories(directory: Path) -> TrajectoryReplayBuffer:
+    return TrajectoryReplayBuffer(auto_save=True, auto_save_path=directory, enable_cache=False)
+
+
+OPENERS: list[Callable[[Path], Closing]] = [
+    trajectories,
+    lambda directory: EpisodeSliceBuffer(directory, 100, 4),
+    lambda directory: HilEpisodeBuffer(directory, 100, 4),
+    lambda directory: GroupReplayBuffer(directory, "env"),
+    GroupStore,
+]
+
+
+@contextlib.contextmanager
+def forked(work: Callable[[], bool]) -> Iterator[Callable[[], None]]:
+    """A child that lives within the block, and then ends; what is yielded has it do its work, which must come true."""
+    begin, go_on = os.pipe()
+    done, said = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(30)
+        os.close(go_on)
+        code = 1
+        try:
+            while os.read(begin, 1):
+                os.write(said, b"y" if work() else b"n")
+            code = 0
+        finally:
+            os._exit(code)
+
+    def worked() -> None:
+        os.write(go_on, b"!")
+        assert os.read(done, 1) == b"y"
+
+    os.close(said)
+    try:
+        yield worked
+    finally:
+        os.close(go_on)
+        _, status = os.waitpid(child, 0)
+        os.close(begin)
+        os.close(done)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.parametrize("opened", OPENERS, ids=["trajectories", "slices", "hil", "groups", "group store"])
+def test_a_directory_can_be_opened_again_while_a_forked_child_lives(
+    tmp_path: Path, opened: Callable[[Path], Closing]
+) -> None:
+    buffer = opened(tmp_path / "b")
+    with forked(lambda: True) as alive:
+        alive()
+        with pytest.raises(StoreError, match="is being written by another buffer"):
+            opened(tmp_path / "b")
+        buffer.close()
+        with opened(tmp_path / "b"):
+            alive()
+
+
+def test_a_forked_child_draws_and_never_writes_where_its_parent_did(tmp_path: Path) -> None:
+    """It would go on from what the index was when it was forked."""
+    buffer = trajectories(tmp_path / "b")
+    buffer.add(trajectory(0))
+    buffer.flush()
+
+    def draws_and_is_refused() -> bool:
+        for write in (lambda: buffer.add(trajectory(9)), buffer.flush, buffer.clear, lambda: buffer.skip((0, 5))):
+            with pytest.raises(StoreError, match="by the process that opened it; open a buffer in this one"):
+                write()
+        return len(buffer.sample(8)["rewards"]) == 8
+
+    with forked(draws_and_is_refused) as child_works:
+        child_works()
+        buffer.add_trajectories([trajectory(1), trajectory(2)])
+        buffer.close()
+        child_works()
+        with trajectories(tmp_path / "b") as again:
+            child_works()
+            again.add(trajectory(3))
+    with trajectories(tmp_path / "b") as again:
+        assert again.trajectory_ids == [0, 1, 2, 3]
+        assert len(list((tmp_path / "b").glob("*.npz"))) == 4
