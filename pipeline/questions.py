@@ -30,7 +30,9 @@ def show_ledger(config: RunConfig, args: argparse.Namespace) -> int:
     from pipeline.ledger import ledger
 
     while True:
-        book = ledger(config.kafka, config.run, config.grouper.group_id(config.run)).as_dict()
+        book = ledger(
+            config.kafka, config.run, config.grouper.group_id(config.run), config.labelling.group_id(config.run)
+        ).as_dict()
         print(compact(book) if args.json else book_text(book, by_environment=args.by == "env"), flush=True)
         if args.watch is None:
             return 1 if not book["balanced"] else _UNDECIDED if book["undecided"] else 0
@@ -48,6 +50,8 @@ def book_text(book: Mapping[str, Any], *, by_environment: bool = False) -> str:
         parts.append(table(("of what was read", "tokens"), rows))
     if book["learners"]:
         parts.append(learners_text(book["learners"]))
+    if book["unlabelled"]["produced"] or book["trajectories"]["records"]:
+        parts.append(trajectories_text(book["unlabelled"], book["trajectories"]))
     if by_environment:
         parts.append(environments_text(book["environments"]))
     if book["evaluations"]:
@@ -77,6 +81,19 @@ def learners_text(found: Mapping[str, Any]) -> str:
         for name, row in found.items()
     ]
     return table(("learner", "step", "trained", "skipped", "batches waiting"), rows)
+
+
+def trajectories_text(unlabelled: Mapping[str, int], trajectories: Mapping[str, Any]) -> str:
+    """What became of trajectories that waited for a label, and what waits for each filler."""
+    rows: list[tuple[object, ...]] = [("unlabelled", unlabelled["produced"])]
+    fates = ("labelled", "left_out", "dead_lettered", "pending", "undecided")
+    rows += [(f"  {_words(fate)}", unlabelled[fate]) for fate in fates if unlabelled[fate]]
+    rows.append(("trajectories", trajectories["records"]))
+    rows += [
+        (f"  wait for {clipped(name, _NAME_WIDTH)}", of["waiting"]) for name, of in trajectories["fillers"].items()
+    ]
+    pruned = f"\n{unlabelled['pruned']:,} of these are known by counts alone" if unlabelled["pruned"] else ""
+    return table(("ledger of trajectories", "records"), rows) + pruned
 
 
 def environments_text(found: Mapping[str, Any]) -> str:

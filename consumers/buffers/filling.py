@@ -8,11 +8,12 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
-from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, ConsumerGroupTopicPartitions, KafkaError, Message, TopicPartition
 
 from consumers.buffers.files import read_json, write_json
 from topics import clients
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 _RECORDS_A_POLL = 100
 _WAIT_S = 0.1
 _COMMIT_EVERY_S = 5.0
+_TIMEOUT_S = 30.0
 FILLER_GROUPS = ".filler-"
 """What the name of a filler's consumer group has between those of run and filler."""
 
@@ -85,6 +87,21 @@ def put(buffers: Sequence[Fillable], at: Place, value: bytes | None) -> list[str
             refused.append(f"{type(buffer).__name__}: {error}")
             buffer.skip(at)
     return refused
+
+
+def filler_positions(kafka: KafkaConfig, run: str) -> dict[str, dict[int, int]]:
+    """By name of each filler of a run's `trajectories`, the position it committed of each partition."""
+    client, topic = clients.admin(kafka), topic_name(run, "trajectories")
+    listed = clients.retrying(lambda: client.list_consumer_groups().result(_TIMEOUT_S), "listing consumer groups")
+    prefix = f"{run}{FILLER_GROUPS}"
+    found = {}
+    for group in sorted(item.group_id for item in listed.valid if item.group_id.startswith(prefix)):
+        asked = client.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])[group]
+        offsets = clients.retrying(partial(asked.result, _TIMEOUT_S), f"asking for offsets of group {group}")
+        at = {tp.partition: tp.offset for tp in offsets.topic_partitions or () if tp.topic == topic and tp.offset >= 0}
+        if at:
+            found[group.removeprefix(prefix)] = at
+    return found
 
 
 class TrajectoryFiller:

@@ -4,6 +4,7 @@ A position that was lost, or that is of a topic since created again, is refused:
 """
 
 import logging
+from dataclasses import dataclass
 
 from confluent_kafka import KafkaException, TopicPartition
 
@@ -20,6 +21,32 @@ logger = logging.getLogger(__name__)
 SOURCE = "rollstream.source"
 """Header of a labelled trajectory: partition and offset it has in `unlabelled`, joined by a colon."""
 _TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What is committed with the position of a partition: what became of its records below that."""
+
+    topic_id: str
+    """Id of the topic that the position is one of."""
+    since: int = 0
+    """Offset that counting began at."""
+    labelled: int = 0
+    left_out: int = 0
+    dead_lettered: int = 0
+
+    def encode(self) -> str:
+        """As the metadata of a committed offset."""
+        return f"{self.topic_id} {self.since} {self.labelled} {self.left_out} {self.dead_lettered}"
+
+    @classmethod
+    def decode(cls, committed: TopicPartition) -> "Progress":
+        """That of a committed offset; where it says nothing of counts, counting begins there."""
+        topic_id, *numbers = (committed.metadata or "").split(" ")
+        if len(numbers) != 4 or not all(number.isascii() and number.isdecimal() for number in numbers):
+            return cls(topic_id=topic_id, since=max(committed.offset, 0))
+        since, labelled, left_out, dead_lettered = map(int, numbers)
+        return cls(topic_id=topic_id, since=since, labelled=labelled, left_out=left_out, dead_lettered=dead_lettered)
 
 
 def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
@@ -41,7 +68,8 @@ def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
                 f"{topic_name(run, 'trajectories')} and headers of its dead letters name"
             )
         try:
-            _commit(kafka, run, group, [TopicPartition(topic, p, 0, topic_id) for p in range(partitions)])
+            begin = Progress(topic_id=topic_id).encode()
+            _commit(kafka, run, group, [TopicPartition(topic, p, 0, begin) for p in range(partitions)])
             event(logger, "labelling_initialised", run=run, partitions=partitions)
         except KafkaException as error:
             # Another process began at the same time, or nobody did.
@@ -53,7 +81,7 @@ def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
             f"group {group} has no positions in partitions {lost} of {topic}; set them with Kafka's "
             "kafka-consumer-groups --reset-offsets, after the last that was labelled"
         )
-    others = {tp.metadata for tp in committed} - {topic_id, "", None}
+    others = {Progress.decode(tp).topic_id for tp in committed} - {topic_id, ""}
     if others:
         raise StateRefused(
             f"the positions of group {group} are those of a topic {topic} of id {', '.join(sorted(map(str, others)))}, "

@@ -8,15 +8,17 @@ under the same ordinal moves nothing.
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from consumers.labelling.config import LabellingConfig
 from consumers.labelling.labels import Input, Labeler, Labelled, label
-from consumers.labelling.positions import SOURCE, ensure_positions
+from consumers.labelling.positions import SOURCE, Progress, ensure_positions
 from consumers.transactions import ExactlyOnce, OwnershipLost, Refused, fenced
 from topics import clients
 from topics.catalogue import topic_name
@@ -45,6 +47,16 @@ class Part(NamedTuple):
     position: int
     labelled: Sequence[Labelled]
     refused: Sequence[Refused]
+    left_out: int = 0
+
+    def after(self, before: Progress) -> Progress:
+        """What is committed with the position, after what was `before`."""
+        return replace(
+            before,
+            labelled=before.labelled + len(self.labelled),
+            left_out=before.left_out + self.left_out,
+            dead_lettered=before.dead_lettered + len(self.refused),
+        )
 
 
 def run_labelling(
@@ -86,7 +98,9 @@ class LabellingProcess:
         self._topic_id = ensure_positions(kafka, run, group)
         clients.partitions_of(kafka, topic_name(run, "trajectories"))
         self._consumer: Consumer = clients.group_member(kafka, group, self._name)
-        self._publisher = _Publisher(kafka, run, group, ordinal, self._consumer, self._topic, self._topic_id)
+        self._progress: dict[int, Progress] = {}
+        """What is committed with the position, by partition."""
+        self._publisher = _Publisher(kafka, run, group, ordinal, self._consumer, self._topic, self._progress)
         self._owned: set[int] = set()
         self._position: dict[int, int] = {}
         """Next offset wanted, by partition."""
@@ -163,6 +177,7 @@ class LabellingProcess:
         if not parts:
             return
         self._publisher.publish(parts)
+        self._progress.update({part.partition: part.after(self._progress[part.partition]) for part in parts})
         self._counts = Counts(*(a + b for a, b in zip(self._counts, waiting.counts(), strict=True)))
         for refused in (letter for part in parts for letter in part.refused):
             event(
@@ -194,6 +209,7 @@ class LabellingProcess:
         numbers = [tp.partition for tp in partitions]
         event(logger, "assigned", partitions=numbers)
         self._owned.update(numbers)
+        self._committed(partitions)
         self._on_ready()
         self._on_ready = lambda: None
 
@@ -208,9 +224,16 @@ class LabellingProcess:
         """Read on from what is committed, of what is still ours."""
         ours = [TopicPartition(self._topic, number) for number in sorted(self._owned)]
         if ours:
-            committed = clients.committed(self._kafka, self._consumer, ours, "reading committed offsets")
+            committed = self._committed(ours)
             self._position.clear()
             self._consumer.assign(committed)
+
+    def _committed(self, partitions: list[TopicPartition]) -> list[TopicPartition]:
+        """Positions as they are committed; notes what is committed with them."""
+        committed = clients.committed(self._kafka, self._consumer, partitions, "reading committed offsets")
+        for place in committed:
+            self._progress[place.partition] = replace(Progress.decode(place), topic_id=self._topic_id)
+        return committed
 
     def _raise_for(self, error: KafkaError) -> None:
         if fenced(error):
@@ -225,7 +248,7 @@ class _Waiting:
         self._positions: dict[int, int] = {}
         self._labelled: dict[int, list[Labelled]] = {}
         self._refused: dict[int, list[Refused]] = {}
-        self._left_out = 0
+        self._left_out: Counter[int] = Counter()
 
     def take(self, record: Input, outcome: Labelled | Refused | None) -> None:
         """Note what a record became."""
@@ -235,26 +258,35 @@ class _Waiting:
         elif isinstance(outcome, Refused):
             self._refused.setdefault(record.partition, []).append(outcome)
         else:
-            self._left_out += 1
+            self._left_out[record.partition] += 1
 
     def parts(self) -> list[Part]:
         """By partition, what is to be written and where to go on."""
         return [
-            Part(partition, position, self._labelled.get(partition, ()), self._refused.get(partition, ()))
-            for partition, position in self._positions.items()
+            Part(p, position, self._labelled.get(p, ()), self._refused.get(p, ()), self._left_out[p])
+            for p, position in self._positions.items()
         ]
 
     def counts(self) -> Counts:
         """Records, by what they became."""
-        return Counts(sum(map(len, self._labelled.values())), self._left_out, sum(map(len, self._refused.values())))
+        return Counts(
+            sum(map(len, self._labelled.values())), self._left_out.total(), sum(map(len, self._refused.values()))
+        )
 
 
 class _Publisher(ExactlyOnce[Part]):
     def __init__(
-        self, kafka: KafkaConfig, run: str, group: str, ordinal: int, consumer: Consumer, topic: str, topic_id: str
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        group: str,
+        ordinal: int,
+        consumer: Consumer,
+        topic: str,
+        progress: Mapping[int, Progress],
     ) -> None:
         super().__init__(kafka, run, group, "labeller", ordinal, consumer, topic)
-        self._topic_id = topic_id
+        self._progress = progress
 
     def _write(self, parts: Sequence[Part]) -> list[TopicPartition]:
         topic = topic_name(self._run, "trajectories")
@@ -265,4 +297,5 @@ class _Publisher(ExactlyOnce[Part]):
             for refused in part.refused:
                 self._produce_dead_letter(refused)
         self._flush()
-        return [TopicPartition(self._topic, part.partition, part.position, self._topic_id) for part in parts]
+        after = {part.partition: part.after(self._progress[part.partition]).encode() for part in parts}
+        return [TopicPartition(self._topic, part.partition, part.position, after[part.partition]) for part in parts]

@@ -45,6 +45,11 @@ class Ledger:
     learners: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Each learner on record: its newest step, how many it made, rollouts trained and skipped, its position in the
     index, and the batches that wait for it there; `input_run` where it trains on another run's."""
+    unlabelled: dict[str, int] = field(default_factory=dict)
+    """Trajectories that waited for a label, by fate: labelled, left_out, dead_lettered, pending, undecided; `pruned` of
+    them are known by counts alone."""
+    trajectories: dict[str, Any] = field(default_factory=dict)
+    """Trajectories there are, offsets pruned before them, and for each filler its positions and what waits for it."""
     records_skipped: int = 0
     """Records that could not be read and count for nothing, of whatever topic."""
     unreadable: list[str] = field(default_factory=list)
@@ -58,7 +63,10 @@ class Ledger:
     def balanced(self) -> bool:
         """Whether every record is in exactly one place and every place agrees with the others."""
         placed = self.batched + sum(self.dropped.values()) + self.dead_lettered + self.control
-        return not self.problems and self.produced == placed + self.in_flight + self.unread
+        fates = ("labelled", "left_out", "dead_lettered", "pending", "undecided")
+        waited = sum(self.unlabelled.get(fate, 0) for fate in fates)
+        whole = self.produced == placed + self.in_flight + self.unread and waited == self.unlabelled.get("produced", 0)
+        return not self.problems and whole
 
     def as_dict(self) -> dict[str, Any]:
         """The ledger as programs read it."""
@@ -81,6 +89,8 @@ class Ledger:
             "evaluations": self.evaluations,
             "pruned": self.pruned,
             "learners": self.learners,
+            "unlabelled": self.unlabelled,
+            "trajectories": self.trajectories,
             "tokens": self.tokens,
             "environments": self.environments,
             "selection": {environment: found.as_dict() for environment, found in self.selection.items()},

@@ -16,6 +16,7 @@ from consumers.grouping.changes import BATCHED, CONTROL, DEAD_LETTERED, DROPPED
 from consumers.grouping.config import GrouperConfig
 from consumers.grouping.selection import selections
 from consumers.grouping.state import CommitMetadata
+from consumers.labelling.config import LabellingConfig
 from pipeline.journals import IN_FLIGHT, READ, PartitionJournal, environments
 from pipeline.ledger.batches import check_batches
 from pipeline.ledger.book import PATIENCE_S, Ledger
@@ -26,6 +27,7 @@ from pipeline.ledger.learners import check_positions, check_steps, read_steps
 from pipeline.ledger.letters import check_dead_letters
 from pipeline.ledger.rollouts import check_records
 from pipeline.ledger.tail import Tail
+from pipeline.ledger.trajectories import check_trajectories
 from topics import clients
 from topics.catalogue import topic_name
 from topics.config import KafkaConfig
@@ -34,10 +36,11 @@ from topics.records import JournalRecord
 from topics.skipped import SkippedRecords
 
 
-def ledger(kafka: KafkaConfig, run: str, group: str | None = None) -> Ledger:
+def ledger(kafka: KafkaConfig, run: str, group: str | None = None, labeller: str | None = None) -> Ledger:
     """Read a run's topics and prove, or disprove, that every record is in one place.
 
-    `group` is the consumer group of the run's grouping processes, where its name is not the usual one.
+    `group` is the consumer group of the run's grouping processes, `labeller` that of its labelling processes, where the
+    name is not the usual one.
     """
     clients.check_broker(kafka)
     result, hidden = Ledger(), Hidden(kafka, run)
@@ -55,6 +58,7 @@ def ledger(kafka: KafkaConfig, run: str, group: str | None = None) -> Ledger:
     _sum_up(journals, in_flight, result)
     check_steps(steps, batches.rows, journals, run, result)
     check_positions(steps, entries, index_end, run, result)
+    check_trajectories(kafka, run, labeller or LabellingConfig().group_id(run), hidden, result)
     return result
 
 

@@ -22,9 +22,10 @@ from consumers.buffers.slice_buffer import EpisodeSliceBuffer
 from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
 from consumers.grouping.bootstrap import committed_offsets
 from consumers.labelling.config import LabellingConfig
-from consumers.labelling.positions import SOURCE, ensure_positions
+from consumers.labelling.positions import SOURCE, Progress, ensure_positions
 from consumers.labelling.stage import LabellingProcess, Part
 from consumers.transactions import OwnershipLost
+from pipeline.ledger import ledger
 from producers.sending import Delivery
 from producers.trajectories.producer import TrajectoryProducer
 from tests.runs import RealRun
@@ -273,6 +274,70 @@ def test_prune_deletes_what_fillers_and_labelling_have_read_and_nothing_else(run
     eventually(lambda: len(labelled_of(run)) == 6 + 4, 30, "labelling goes on where it was")
 
 
+def test_the_ledger_says_what_became_of_unlabelled_and_how_far_fillers_have_read(run: RealRun) -> None:
+    send(run, [numbered(number) for number in (10, 11, 12, 13, 55)], "unlabelled")
+    run.send_bytes("unlabelled", b"no trajectory", b"key", partition=1)
+    labeller = run.start("label", "tests.trajectories:double")
+    eventually(lambda: len(list(messages(run, "dead-letters"))) == 2, 30, "two are refused")
+    eventually(lambda: len(labelled_of(run)) == 3, 30, "three are labelled")
+    labeller.terminate()
+    assert labeller.wait(10) == 0
+    send(run, [numbered(number) for number in range(20, 24)], "unlabelled")
+    filler = TrajectoryFiller(run.kafka, run.name, [Kept()])
+    filler.fill(30)
+    filler.close()
+    send(run, of_two(range(30, 32)))
+    run.send_bytes("trajectories", b"no trajectory", b"key")
+    book = asked(run, "ledger")
+    fates = {"labelled": 3, "left_out": 1, "dead_lettered": 2, "pending": 4, "undecided": 0, "pruned": 0}
+    assert book["unlabelled"] == {"produced": 10, **fates}
+    assert (book["trajectories"]["records"], book["trajectories"]["fillers"]["default"]["waiting"]) == (6, 3)
+    assert book["trajectories"]["fillers"]["default"]["positions"] == {
+        str(p): offset for p, offset in position(run, "filler-default", "trajectories").items()
+    }
+    assert (book["balanced"], book["records_skipped"]) == (True, 1)
+
+    # What an open transaction may have labelled is neither pending nor labelled.
+    partition = partition_of(encode_key("cart", "w0"), run.topics.partitions)
+    first_pending = position(run, "labeller", "unlabelled")[partition]
+    with run.open_transaction("metrics") as producer:
+        headers = {SOURCE: f"{partition}:{first_pending}"}
+        producer.produce(run.topic("trajectories"), b"labelled", b"key", partition, headers=headers)
+        producer.flush(30)
+        open_book = ledger(run.kafka, run.name)
+        assert open_book.balanced
+        assert open_book.undecided[0].startswith(f"label of unlabelled[{partition}] offset {first_pending}: a trans")
+        assert open_book.unlabelled == book["unlabelled"] | {"pending": 3, "undecided": 1}
+
+    # Counts outlive what was pruned, and a trajectory that is lost is a problem.
+    assert prune(run, "--yes")["unlabelled", partition]["offsets"] > 0
+    after = ledger(run.kafka, run.name)
+    assert after.unlabelled == book["unlabelled"] | {"pruned": 6}
+    assert after.balanced, after.problems
+
+
+def test_the_ledger_names_a_labelled_trajectory_that_is_lost(run: RealRun) -> None:
+    send(run, [numbered(number) for number in range(1, 6)], "unlabelled")
+    labeller = run.start("label", "tests.trajectories:double")
+    eventually(lambda: len(labelled_of(run)) == 5, 30, "they are labelled")
+    labeller.terminate()
+    labeller.wait()
+    filler = TrajectoryFiller(run.kafka, run.name, [Kept()])
+    partition = partition_of(encode_key("cart", "w0"), run.topics.partitions)
+    client = clients.admin(run.kafka)
+    for future in client.delete_records([TopicPartition(run.topic("trajectories"), partition, 2)]).values():
+        future.result(30)
+    book = ledger(run.kafka, run.name)
+    assert not book.balanced
+    assert book.problems == [
+        f"unlabelled[{partition}]: 3 records are labelled by the topics, 5 by what was committed with the position",
+        f"unlabelled[{partition}]: 2 records are left out by the topics, 0 by what was committed with the position",
+        f"trajectories[{partition}] begins at offset 2, and filler default has read up to 0: 2 offsets were deleted "
+        "unread",
+    ]
+    filler.close()
+
+
 def test_two_fillers_of_one_name_are_told_so(run: RealRun) -> None:
     first, second = Kept(), Kept()
     one = TrajectoryFiller(run.kafka, run.name, [first])
@@ -316,7 +381,8 @@ def test_labelling_begins_once_and_positions_that_are_lost_or_of_another_topic_a
     group, topic = f"{run.name}.labeller", run.topic("unlabelled")
     topic_id = ensure_positions(run.kafka, run.name, group)
     assert ensure_positions(run.kafka, run.name, group) == topic_id
-    assert {(tp.offset, tp.metadata) for tp in committed_offsets(run.kafka, group, topic, 2)} == {(0, topic_id)}
+    committed = committed_offsets(run.kafka, group, topic, 2)
+    assert {(tp.offset, Progress.decode(tp).topic_id) for tp in committed} == {(0, topic_id)}
 
     def commit(other: str, metadata: str) -> None:
         producer = clients.transactional_producer(run.kafka, f"test-{run.name}")
