@@ -225,13 +225,13 @@ def examine(config: RunConfig, played: Played, *, kept: bool, began: float, say:
 
 def trace(config: RunConfig) -> Node | None:
     """Where a rollout of the newest batch trained on came from, and what became of it."""
-    view = View(config.kafka, config.run)
-    for step in reversed(view.steps):
-        for use in step.uses:
-            if use.use == "trained":
-                batch = view.batch(use.batch_id)
-                row = next(iter(use.row_numbers), 0)
-                return of_place(view, Place(batch.partition, int(batch.source_offsets[row])))
+    with View(config.kafka, config.run) as view:
+        for step in reversed(view.steps):
+            for use in step.uses:
+                if use.use == "trained":
+                    batch = view.batch(use.batch_id)
+                    row = next(iter(use.row_numbers), 0)
+                    return of_place(view, Place(batch.partition, int(batch.source_offsets[row])))
     return None
 
 

@@ -8,6 +8,7 @@ import difflib
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -273,12 +274,14 @@ def _missing(config: KafkaConfig, topic: str, why: str) -> TopicError:
     return TopicError(f"topic {topic} is missing ({why}); create it with `rollstream topics apply`")
 
 
-def bounds(config: KafkaConfig, topic: str, partitions: Iterable[int] | None = None) -> dict[int, tuple[int, int]]:
+def bounds(
+    config: KafkaConfig, topic: str, partitions: Iterable[int] | None = None, client: Consumer | None = None
+) -> dict[int, tuple[int, int]]:
     """Where the log of each partition begins and ends: its first offset, and the one past its last.
 
-    Of `partitions`, or of all. Raises as `partitions_of` does.
+    Of `partitions`, or of all, by a client at hand or one made for it. Raises as `partitions_of` does.
     """
-    consumer = reader(config)
+    consumer = client or reader(config)
     try:
         found = {}
         known = range(partitions_of(config, topic, consumer))
@@ -287,7 +290,8 @@ def bounds(config: KafkaConfig, topic: str, partitions: Iterable[int] | None = N
             found[partition] = retrying(ask, f"asking where {topic} begins")
         return found
     finally:
-        consumer.close()
+        if client is None:
+            consumer.close()
 
 
 def topic_ids(kafka: KafkaConfig, names: list[str]) -> dict[str, str]:
@@ -312,16 +316,17 @@ def read_to_end(
     start: int | dict[int, int] = OFFSET_BEGINNING,
     isolation: str = "read_committed",
     timeout_s: float | None = None,
+    client: Consumer | None = None,
 ) -> Generator[Message]:
     """Every record of a topic up to where it ends now, in offset order within each partition.
 
     `start` is the first offset, for all partitions or by partition. Raises TopicError when the topic is missing or a
     start is out of range, BrokerUnavailable when no record comes and the end is not reached within `timeout_s`, which
-    is kafka.patience_s where it is not given.
+    is kafka.patience_s where it is not given. A reader at hand may be given as `client`: its isolation counts then.
     """
     timeout_s = config.patience_s if timeout_s is None else timeout_s
     # A short wait at the broker: the end of an idle partition is what is waited for.
-    consumer = reader(config, isolation=isolation, fetch_wait_ms=10)
+    consumer = client or reader(config, isolation=isolation, fetch_wait_ms=10)
     try:
         numbers = list(range(partitions_of(config, topic, consumer)) if partitions is None else partitions)
         begins = start if isinstance(start, dict) else dict.fromkeys(numbers, start)
@@ -348,15 +353,26 @@ def read_to_end(
                     f"{config.bootstrap_servers} up?"
                 )
     finally:
-        consumer.close()
+        if client is None:
+            consumer.close()
+        else:
+            consumer.unassign()
 
 
 def fetch(
-    config: KafkaConfig, topic: str, partition: int, offset: int, *, isolation: str = "read_committed"
+    config: KafkaConfig,
+    topic: str,
+    partition: int,
+    offset: int,
+    *,
+    isolation: str = "read_committed",
+    client: Consumer | None = None,
 ) -> Message | None:
-    """The record at an offset; None where none is there to see. Raises as `read_to_end` does."""
-    reading = read_to_end(config, topic, partitions=[partition], start={partition: offset}, isolation=isolation)
-    message = next(reading, None)
+    """The record at an offset; None where none is there to see. Takes a client, and raises, as `read_to_end` does."""
+    start = {partition: offset}
+    reading = read_to_end(config, topic, partitions=[partition], start=start, isolation=isolation, client=client)
+    with closing(reading):
+        message = next(reading, None)
     return message if message is not None and message.offset() == offset else None
 
 

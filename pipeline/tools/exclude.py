@@ -114,15 +114,15 @@ def exclude(config: RunConfig, args: argparse.Namespace) -> int:
     if not args.unseen:
         _check_environments(exclusion.environments, *where)
     standings = stand(*where) if args.dry_run else put_in_force(*where, exclusion, args.timeout)
-    view = View(config.kafka, config.run)
-    report = find(view, exclusion, partitions)
-    if not args.dry_run:
-        tell_learners(view, report.batches, str(exclusion), newest(standings).generation)
-    name_steps(view, report)
-    report.skipped = view.skipped
-    _print(config, exclusion, newest(standings), report, args)
-    tell(view.skipped)
-    return 0
+    with View(config.kafka, config.run) as view:
+        report = find(view, exclusion, partitions)
+        if not args.dry_run:
+            tell_learners(view, report.batches, str(exclusion), newest(standings).generation)
+        name_steps(view, report)
+        report.skipped = view.skipped
+        _print(config, exclusion, newest(standings), report, args)
+        tell(view.skipped)
+        return 0
 
 
 # ---------------------------------------------------------------------- the configuration

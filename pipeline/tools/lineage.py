@@ -54,14 +54,14 @@ def _text(value: Any) -> str:
 
 def lineage(config: RunConfig, args: argparse.Namespace) -> int:
     """Print trees; 1 when what was asked for does not exist."""
-    view = View(config.kafka, config.run)
-    trees = ask(view, args)
-    if args.json:
-        print(compact([tree.as_dict() for tree in trees]))
-    else:
-        print("\n\n".join("\n".join(tree.lines()) for tree in trees))
-    tell(view.skipped)
-    return 0
+    with View(config.kafka, config.run) as view:
+        trees = ask(view, args)
+        if args.json:
+            print(compact([tree.as_dict() for tree in trees]))
+        else:
+            print("\n\n".join("\n".join(tree.lines()) for tree in trees))
+        tell(view.skipped)
+        return 0
 
 
 def ask(view: View, args: argparse.Namespace) -> list[Node]:

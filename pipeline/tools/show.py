@@ -34,28 +34,28 @@ class Shown:
 
 def show(config: RunConfig, args: argparse.Namespace) -> int:
     """Print every rollout of a uid, or the one at a place."""
-    view = View(config.kafka, config.run)
-    places = [place_of(args.rollout)] if _is_place(args.rollout) else view.places_of(args.rollout)
-    if not places:
-        raise TopicError(
-            f"no rollout of run {config.run} has uid {args.rollout!r}; `rollstream cat rollouts` lists them"
-        )
-    found = [_look(view, place) for place in places]
-    if args.json:
-        print(compact([_as_dict(shown, args.full) for shown in found]))
+    with View(config.kafka, config.run) as view:
+        places = [place_of(args.rollout)] if _is_place(args.rollout) else view.places_of(args.rollout)
+        if not places:
+            raise TopicError(
+                f"no rollout of run {config.run} has uid {args.rollout!r}; `rollstream cat rollouts` lists them"
+            )
+        found = [_look(view, place) for place in places]
+        if args.json:
+            print(compact([_as_dict(shown, args.full) for shown in found]))
+            tell(view.skipped)
+            return 0
+        # Imported late: a program that asks for JSON needs none of it.
+        from rich.console import Console
+
+        if args.color == "auto":
+            console = Console(soft_wrap=True)
+        else:
+            console = Console(soft_wrap=True, color_system="truecolor", force_terminal=args.color == "always")
+        for shown in found:
+            _print(console, shown, args.full)
         tell(view.skipped)
         return 0
-    # Imported late: a program that asks for JSON needs none of it.
-    from rich.console import Console
-
-    if args.color == "auto":
-        console = Console(soft_wrap=True)
-    else:
-        console = Console(soft_wrap=True, color_system="truecolor", force_terminal=args.color == "always")
-    for shown in found:
-        _print(console, shown, args.full)
-    tell(view.skipped)
-    return 0
 
 
 def _is_place(text: str) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from confluent_kafka import Message
+from confluent_kafka import Consumer, Message
 
+from consumers.closing import Closing
 from consumers.grouping.changes import BATCHED, DROPPED
 from consumers.grouping.runs import from_runs
 from pipeline.reading import Index, batch_at, read_index, read_journal
@@ -58,15 +59,21 @@ class Use(NamedTuple):
     use: BatchUse
 
 
-class View:
-    """One run, asked from its topics alone."""
+class View(Closing):
+    """One run, asked from its topics alone; single records are read by one client, however many there are."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self.kafka, self.run = kafka, run
         self.skipped = SkippedRecords(logged=False)
         """Records that are none, or make no sense, where such belong."""
         self._journals: dict[int, list[JournalRecord]] = {}
+        self._client: Consumer | None = None
         clients.check_broker(kafka)
+
+    def close(self) -> None:
+        """Leave the broker."""
+        if self._client is not None:
+            self._client.close()
 
     def topic(self, name: str) -> str:
         return topic_name(self.run, name)
@@ -128,13 +135,15 @@ class View:
     def record(self, name: str, partition: int, offset: int) -> Message:
         """One record. Raises TopicError when it is not there."""
         topic = self.topic(name)
-        bounds = clients.bounds(self.kafka, topic)
+        if self._client is None:
+            self._client = clients.reader(self.kafka, fetch_wait_ms=10)
+        bounds = clients.bounds(self.kafka, topic, client=self._client)
         if partition not in bounds:
             raise TopicError(f"{topic} has no partition {partition}")
         low, high = bounds[partition]
         if not low <= offset < high:
             raise TopicError(f"{topic}[{partition}] holds offsets {low} to {high - 1}, not {offset}")
-        message = clients.fetch(self.kafka, topic, partition, offset)
+        message = clients.fetch(self.kafka, topic, partition, offset, client=self._client)
         if message is None:
             raise TopicError(f"{topic}[{partition}] holds no record at offset {offset}")
         return message

@@ -15,6 +15,8 @@ from consumers.batch_reader import BatchReader
 from infra.broker import LocalBroker
 from infra.config import BrokerConfig
 from pipeline.ledger import ledger
+from pipeline.tools.lineage import of_policy
+from pipeline.tools.view import View
 from tests.planted import GOOD, POISON, Planted, check, plant
 from tests.runs import RealRun
 from topics import clients, provisioning
@@ -263,6 +265,27 @@ def test_lineage_of_a_step_a_batch_and_a_version_agree(planted: Planted) -> None
     text = "\n".join(lines(planted, "lineage", "--batch", batch.batch_id))
     assert "└─ " in text
     assert batch.batch_id in text
+
+
+def test_lineage_of_a_policy_reads_all_batches_by_one_client(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    build = clients.reader
+
+    def counted(*args: Any, **settings: Any) -> Any:
+        made.append("reader")
+        return build(*args, **settings)
+
+    monkeypatch.setattr(clients, "reader", counted)
+    with View(planted.run.kafka, planted.run.name) as view:
+        tree = of_policy(view, view.policies[0])
+        whole = len(made)
+        assert view.index
+        assert view.steps
+        assert len(planted.batches) > 2
+        # Index, steps and policies are read once each; what the batches hold, by one client more.
+        assert whole == 3 + 1
+        assert of_policy(view, view.policies[0]).as_dict() == tree.as_dict()
+        assert len(made) == whole
 
 
 # ---------------------------------------------------------------------- verify
