@@ -77,10 +77,12 @@ def configurations(
     first, last = journal[0], journal[-1]
     told = {record.watermark_generation: record.watermark_configuration for record in journal}
     found = {generation: GroupingConfig.from_json(text) for generation, text in told.items()}
-    current, position = found[first.watermark_generation], first.watermark
+    current, position, left_out = found[first.watermark_generation], first.watermark, skips_in(journal)
     for record in journal:
         if record.generation > current.generation and position < record.position:
-            for mark in _marks(kafka, run, record.partition, position, record.position):
+            for offset, mark in _marks(kafka, run, record.partition, position, record.position):
+                if offset in left_out:
+                    continue
                 judged = judge_mark(mark, current, record.policy_version, makers)
                 current = current if judged.config is None else judged.config
                 found[current.generation] = current
@@ -93,8 +95,8 @@ def configurations(
     return dict(sorted(found.items()))
 
 
-def _marks(kafka: KafkaConfig, run: str, partition: int, begin: int, end: int) -> Iterator[Mark]:
-    """Marks of a partition between two offsets."""
+def _marks(kafka: KafkaConfig, run: str, partition: int, begin: int, end: int) -> Iterator[tuple[int, Mark]]:
+    """Marks of a partition between two offsets, each with its own."""
     rollouts = topic_name(run, "rollouts")
     for message in clients.read_to_end(kafka, rollouts, partitions=[partition], start={partition: begin}):
         if (message.offset() or 0) >= end:
@@ -102,7 +104,7 @@ def _marks(kafka: KafkaConfig, run: str, partition: int, begin: int, end: int) -
         value = message.value()
         if value is not None and value.startswith(codec.frames("Mark")):
             try:
-                yield decode_as(Mark, value)
+                yield message.offset() or 0, decode_as(Mark, value)
             except RecordError:
                 continue
 
