@@ -128,8 +128,9 @@ def _add_roles(commands: "Commands") -> None:
     group.add_argument(
         "action",
         nargs="?",
-        choices=("recover", "skip"),
-        help="recover: commit lost positions again from the journal, and exit; skip: have a record left out unread",
+        choices=("recover", "adopt", "skip"),
+        help="recover: commit lost positions again from the journal, and exit; adopt: the same for a run restored from "
+        "an archive; skip: have a record left out unread",
     )
     group.add_argument("record", nargs="?", metavar="PARTITION:OFFSET", help="record to skip, as the error names it")
     group.add_argument("--reason", default="", help="why it is skipped; stays in the journal")

@@ -58,6 +58,8 @@ class PartitionJournal:
                 f"journal[{self.number}] sequence {record.sequence} begins at offset {record.begin}; sequence "
                 f"{self.sequence + 1} at {self.position} was expected"
             )
+        if record.topic_id != self.topic_id:
+            self.leader_epochs.clear()  # They were another topic's, whose records these are.
         self.sequence, self.position, self.batches = record.sequence, record.position, record.batch_number
         self.topic_id = record.topic_id
         self._sums.add(record)

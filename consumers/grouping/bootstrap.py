@@ -24,6 +24,7 @@ from confluent_kafka import (
 from consumers.grouping import state
 from consumers.grouping.config import GrouperConfig, GroupingConfig
 from consumers.grouping.decisions import Decision, decide
+from consumers.grouping.restored import adopted, check_nothing_beyond
 from consumers.grouping.state import CommitMetadata
 from topics import clients, hanging
 from topics.catalogue import topic_name
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 WRITER = "rollstream.writer"
 """Header of a journal record: the transactional id it was written under, which `recover` fences if it is undecided."""
+_UNWRITTEN = -1
+"""Offset of a journal record that is written in the transaction that commits it."""
 _REST_S = (0.5, 1.5)
 """How long whoever lost its turn rests before it takes another, at least and at most."""
 
@@ -81,8 +84,13 @@ def _initialise(
     return True
 
 
-def recover(kafka: KafkaConfig, run: str, grouper: GrouperConfig, patience_s: float | None = None) -> dict[int, int]:
+def recover(
+    kafka: KafkaConfig, run: str, grouper: GrouperConfig, patience_s: float | None = None, *, restored: bool = False
+) -> dict[int, int]:
     """Commit each partition's position again from the end of its journal; returns the positions.
+
+    `restored` says that the topics are those of an archive, record for record: a record that names them is added to
+    each journal, in the same transaction. Without it grouping refuses to go on on topics that it was not written for.
 
     A process that was paused within a transaction is fenced first: committed later, it would double batches. Raises
     StateRefused when the group has members (they know better) or a partition has no journal, DeadlineExceeded when the
@@ -94,11 +102,11 @@ def recover(kafka: KafkaConfig, run: str, grouper: GrouperConfig, patience_s: fl
             f"group {group} has members; stop them, wait out kafka.session_timeout_s ({kafka.session_timeout_s:g} s), "
             f"and repeat `rollstream group recover`"
         )
-    return _in_turn(kafka, run, group, lambda producer: _recover(producer, kafka, run, grouper, patience_s))
+    return _in_turn(kafka, run, group, lambda producer: _recover(producer, kafka, run, grouper, patience_s, restored))
 
 
 def _recover(
-    producer: Producer, kafka: KafkaConfig, run: str, grouper: GrouperConfig, patience_s: float | None
+    producer: Producer, kafka: KafkaConfig, run: str, grouper: GrouperConfig, patience_s: float | None, restored: bool
 ) -> dict[int, int]:
     group, journal = grouper.group_id(run), topic_name(run, "journal")
     partitions = clients.partitions_of(kafka, topic_name(run, "rollouts"))
@@ -124,6 +132,15 @@ def _recover(
     missing = sorted(set(range(partitions)) - set(last))
     if missing:
         raise StateRefused(f"journal partitions {missing} of run {run} hold no snapshot; start a new run")
+
+    if restored:
+        rollouts = topic_name(run, "rollouts")
+        topic_id = clients.topic_ids(kafka, [rollouts])[rollouts]
+        theirs = {p: record for p, (record, _metadata) in last.items() if record.topic_id != topic_id}
+        check_nothing_beyond(kafka, run, theirs)
+        for partition, record in theirs.items():
+            metadata = CommitMetadata(_UNWRITTEN, snapshots[partition], oldest[partition])
+            last[partition] = (adopted(kafka, run, record, topic_id), metadata)
 
     def unchanged() -> None:
         # From here on no member sees an offset before this transaction is over; one that came before has written.
@@ -256,7 +273,8 @@ def _commit(
     records: dict[int, tuple[JournalRecord, CommitMetadata | None]],
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Commit positions in one transaction; a record without metadata is new, and written in the same transaction.
+    """Commit positions in one transaction; a record without metadata, or whose metadata say that it is unwritten, is
+    new, and written in the same transaction.
 
     `check` is called before the commit; what it raises aborts. Raises KafkaException.
     """
@@ -273,7 +291,7 @@ def _commit(
     producer.begin_transaction()
     try:
         for partition, (record, metadata) in records.items():
-            if metadata is None:
+            if metadata is None or metadata.journal == _UNWRITTEN:
                 journal, key = topic_name(run, "journal"), encode_key(partition)
                 clients.produce(producer, journal, encode(record), key, partition=partition, on_delivery=delivered)
         producer.flush(kafka.patience_s)
@@ -282,10 +300,11 @@ def _commit(
         offsets = []
         for partition, (record, known) in records.items():
             metadata = known
-            if metadata is None:
+            if metadata is None or metadata.journal == _UNWRITTEN:
                 if partition not in written:
                     raise BrokerUnavailable(f"the journal of run {run} could not be written; is the broker up?")
-                metadata = CommitMetadata(*[written[partition]] * 3)
+                at = written[partition]
+                metadata = CommitMetadata(at, at, at) if metadata is None else metadata._replace(journal=at)
             offsets.append(
                 TopicPartition(
                     topic_name(run, "rollouts"),

@@ -190,7 +190,8 @@ class Restoration:
         if restored.topic_id != self._topic_id:
             raise StateRefused(
                 f"{self._rollouts} was deleted and created again since the journal was written (id {self._topic_id}, "
-                f"was {restored.topic_id}); its rollouts are gone: start a run of another name"
+                f"was {restored.topic_id}); its rollouts are gone: start a run of another name, or, where the run was "
+                f"restored from an archive, have grouping go on with `rollstream group adopt`"
             )
         if restored.partitions != self._partitions:
             raise StateRefused(

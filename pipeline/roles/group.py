@@ -13,9 +13,10 @@ would be looked through again and again."""
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Group rollouts until told to stop; or commit positions again from the journal; or have a record skipped."""
-    if args.action == "recover":
-        return _recover(config)
+    """Group rollouts until told to stop; or commit positions again from the journal, of a restored run too; or have a
+    record skipped."""
+    if args.action in ("recover", "adopt"):
+        return _recover(config, restored=args.action == "adopt")
     if args.action == "skip":
         return _skip(config, args)
     stop = stop_on_signals()
@@ -24,10 +25,10 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-def _recover(config: RunConfig) -> int:
+def _recover(config: RunConfig, restored: bool) -> int:
     from consumers.grouping.bootstrap import recover
 
-    positions = recover(config.kafka, config.run, config.grouper)
+    positions = recover(config.kafka, config.run, config.grouper, restored=restored)
     for partition, position in sorted(positions.items()):
         print(f"partition {partition}: position {position} committed again")
     return 0

@@ -113,7 +113,7 @@ def show_restore(config: RunConfig, args: argparse.Namespace) -> int:
     else:
         print(
             f"{records:,} records of run {config.run} are topics of run {args.into} now, {found['seconds']:.1f} s; "
-            f"ask: rollstream verify --run {args.into}",
+            f"ask: rollstream verify --run {args.into}; group further: rollstream group adopt --run {args.into}",
             flush=True,
         )
     return 0

@@ -17,8 +17,9 @@ from consumers.archive.store import LocalStore, Store, open_store
 from consumers.archive.tables import Entry
 from consumers.archive.writer import records
 from consumers.batch_reader import BatchReader
+from consumers.grouping.bootstrap import recover
 from consumers.grouping.config import GroupingConfig
-from pipeline.ledger import ledger
+from pipeline.ledger import Ledger, ledger
 from pipeline.tools.prune import read_positions
 from pipeline.verify import verify
 from tests.runs import RealRun, rollout
@@ -159,6 +160,54 @@ def test_an_archive_survives_kill_9_answers_and_becomes_a_run_that_verifies(real
     assert [r.batch.digest for r in read if r] == [batch.digest for batch in batches]
     with pytest.raises(StateRefused, match="exists; restore into a run of another name"):
         restore(real_run.kafka, real_run.topics, store, current, again)
+
+
+def test_a_restored_run_is_grouped_further_with_the_groups_that_were_open(real_run: RealRun) -> None:
+    run = real_run
+    run.grouping = GroupingConfig(batch_rollouts=8, max_batch_age_s=0.5, group_deadline_s=3600.0)
+    run.prepare()
+    process = run.start("group")
+    run.send([*(rollout(f"x{n}", member) for n in range(6) for member in range(4)), rollout("open", 0)])
+    settle(run, batched=24, in_flight=1)
+    process.terminate()
+    assert process.wait(30) == 0
+    store = open_store(f"memory://{run.name}")
+    with Archiver(run.kafka, run.name, store) as archiver:
+        current = archiver.once().manifest
+    again, beyond = (replace(run, name=f"{run.name}-{name}", processes=run.processes) for name in ("again", "beyond"))
+    for other in (again, beyond):
+        restore(run.kafka, run.topics, store, current, other.name)
+    before = ledger(run.kafka, run.name).as_dict()
+
+    # A batch of which the journal does not tell: it would be made a second time.
+    beyond.send_bytes("batches", b"a batch", encode_key("0-999"), partition=0)
+    with pytest.raises(StateRefused, match="holds batch 0-999, of which its journal does not tell"):
+        recover(run.kafka, beyond.name, run.grouper, restored=True)
+
+    adopted = again.start("group", "adopt")
+    assert adopted.wait(60) == 0, again.log_of(adopted)
+    assert ledger(run.kafka, again.name).as_dict() == before
+    process = again.start("group")
+    again.send(rollout("open", member) for member in (1, 2, 3))
+    again.send(rollout(f"y{n}", member) for n in range(6) for member in range(4))
+    book = settle(again, batched=52)
+    process.terminate()
+    assert process.wait(30) == 0
+    assert (book.balanced, book.produced) == (True, before["produced"] + 3 + 24 + book.control - before["control"])
+    found = verify(run.kafka, again.name)
+    assert (found.mismatches, found.unverifiable, found.batches) == ([], 0, book.batches)
+    names = [entry.batch_id for entry in again.read("batch-index")]  # type: ignore[attr-defined]
+    assert len(set(names)) == len(names) == book.batches > before["batches"]
+
+
+def settle(run: RealRun, batched: int, in_flight: int = 0) -> Ledger:
+    """The ledger once so many rollouts are batched, and nothing is unread."""
+
+    def book() -> Ledger | None:
+        found = ledger(run.kafka, run.name)
+        return found if (found.batched, found.in_flight, found.unread) == (batched, in_flight, 0) else None
+
+    return eventually(book, 60, f"{batched} rollouts of run {run.name} batched", every_s=0.2)
 
 
 def transaction(producer: Producer, records: Sequence[tuple[str, int]], end: Callable[[float], object]) -> None:
