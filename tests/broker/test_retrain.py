@@ -209,6 +209,18 @@ def test_a_fork_goes_on_from_a_step_with_other_settings_on_the_same_batches(
     assert "is the run itself" in refused(answers["fork into itself"])
 
 
+def test_a_fork_that_is_started_becomes_the_learner(source: RealRun) -> None:
+    recorded, into = steps_of(source), f"{source.name}-started"
+    process = source.start("fork", "--from-step", "6", "--into", into, "--start", **SETTINGS)
+    assert process.wait(240) == 0, source.log_of(process)[-3000:]
+    made = steps_of(source, into)
+    assert sorted(made) == [6, 7, 8]
+    # Under the same settings they are the same steps.
+    assert all(made[step].params_digest == recorded[step].params_digest for step in made)
+    log = source.log_of(process)
+    assert log.index("starting:") < log.index('"event": "learner_resumed"') < log.index('"event": "learner_finished"')
+
+
 def recorded_step(run: RealRun, number: int, *uses: tuple[str, int, str]) -> LearnerStep:
     """A step that used these batches (id, offset in the index, use), as if 16 rows each."""
     named = tuple(BatchUse(batch_id=name, index_offset=at, rows=16, use=use) for name, at, use in uses)  # type: ignore[arg-type]
