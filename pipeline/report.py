@@ -181,6 +181,7 @@ def ledger_text(book: Mapping[str, Any]) -> str:
     """A ledger as a table: where every record of `rollouts` is."""
     rows: list[tuple[object, ...]] = [("produced", book["produced"]), ("  batched", book["batched"])]
     rows += [(f"    of these {name}", book[name]) for name in ("trained", "skipped")]
+    rows += [(f"      as {code.replace('_', ' ')}", count) for code, count in book.get("skipped_as", {}).items()]
     rows += [(f"  dropped: {reason.replace('_', ' ')}", count) for reason, count in sorted(book["dropped"].items())]
     rows += [
         (f"  {name.replace('_', ' ')}", book[name]) for name in ("dead_lettered", "control", "in_flight", "unread")

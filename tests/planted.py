@@ -101,7 +101,14 @@ def _train(planted: Planted) -> None:
         input_run=planted.run.name,
         uses=(
             BatchUse(batch_id=first.batch_id, index_offset=places[0], rows=len(first), use="trained"),
-            BatchUse(batch_id=second.batch_id, index_offset=places[1], rows=len(second), use="skipped", reason="stale"),
+            BatchUse(
+                batch_id=second.batch_id,
+                index_offset=places[1],
+                rows=len(second),
+                use="skipped",
+                reason="stale",
+                code="stale_version",
+            ),
         ),
         position=places[1] + 1,
         policy_version=6,

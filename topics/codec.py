@@ -20,6 +20,7 @@ from fastavro.schema import fingerprint, to_parsing_canonical_form
 
 from topics import records
 from topics.errors import RecordError
+from topics.skip_codes import add_codes
 
 MAGIC = b"\xc3\x01"
 HEADER_SIZE = len(MAGIC) + 8
@@ -38,6 +39,8 @@ RECORD_TYPES: tuple[type, ...] = (
     records.RolloutBatch,
     records.TrajectoryRecord,
 )
+_UPCASTS: dict[str, Callable[[dict[str, Any]], None]] = {"LearnerStep": add_codes}
+"""What older versions of a record say otherwise, and no default can tell."""
 R = TypeVar("R")
 
 
@@ -216,6 +219,8 @@ def decode(data: bytes | None) -> Any:
         values = fastavro.schemaless_reader(stream, schema.parsed, resolve)
         if stream.tell() != len(data):
             raise RecordError(f"{len(data) - stream.tell()} bytes follow the {schema.record}")
+        if resolve is not None and schema.record in _UPCASTS:
+            _UPCASTS[schema.record](cast(dict[str, Any], values))
         return _builder(_types()[schema.record])(cast(dict[str, Any], values))
     except RecordError:
         raise

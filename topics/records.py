@@ -339,6 +339,7 @@ class BatchUse:
     reason: str = ""
     row_numbers: tuple[int, ...] = ()
     again: bool = False
+    code: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from consumers.buffers.draws import weighted_without_replacement
 from topics.errors import ConfigurationError
+from topics.skip_codes import Skip
 
 T = TypeVar("T")
 StaleCode = Literal["", "ahead", "old_step", "too_old"]
@@ -100,8 +101,8 @@ class Left(NamedTuple, Generic[T]):
 
     entry: Entry[T]
     reason: str
-    code: str = ""
-    """The reason as one word: a StaleCode, `used_up` or `capacity`; empty where `remove` was given the reason."""
+    code: str
+    """The reason as one word: a StaleCode, `used_up`, `capacity`, or what `remove` was given."""
 
 
 class Shelf(Generic[T]):
@@ -163,21 +164,23 @@ class Shelf(Generic[T]):
             or (rules.max_timestamp_delay_s >= 0 and self._oldest <= now - rules.max_timestamp_delay_s)
         ):
             return []
-        left = self.remove(lambda entry: rules.stale(entry.weight_step, entry.timestamp, step, now))
-        return [
-            Left(entry, reason, rules.stale_code(entry.weight_step, entry.timestamp, step, now))
-            for entry, reason, _code in left
-        ]
 
-    def remove(self, why: Callable[[Entry[T]], str]) -> list[Left[T]]:
+        def stale(entry: Entry[T]) -> Skip | None:
+            place = (entry.weight_step, entry.timestamp, step, now)
+            code = rules.stale_code(*place)
+            return Skip(code, rules.stale(*place)) if code else None
+
+        return self.remove(stale)
+
+    def remove(self, why: Callable[[Entry[T]], Skip | None]) -> list[Left[T]]:
         """Take out what `why` gives a reason for."""
         left: list[Left[T]] = []
         self._lowest_step, self._highest_step, self._oldest = math.inf, -math.inf, math.inf
         for name in sorted(self._held):
             kept = []
             for entry in self._held[name]:
-                if reason := why(entry):
-                    left.append(Left(entry, reason))
+                if skip := why(entry):
+                    left.append(Left(entry, skip.reason, skip.code))
                 else:
                     kept.append(entry)
                     self._bound(entry)

@@ -14,9 +14,6 @@ from topics.keys import decode_key
 from topics.records import ExcludedBatch
 from topics.skipped import SkippedRecords
 
-EXCLUDED = "excluded"
-"""Beginning of the reason a batch is skipped for."""
-
 
 class Exclusions(Closing):
     """Which batches of a run are excluded. Raises TopicError when the run has no topic `control`."""
@@ -46,4 +43,4 @@ class Exclusions(Closing):
             if decode_key(message.key())[:1] == ("excluded",):
                 record = self.skipped.decode(ExcludedBatch, message)
                 if record is not None:
-                    self._reasons[record.batch_id] = f"{EXCLUDED}: {record.reason}"
+                    self._reasons[record.batch_id] = f"excluded: {record.reason}"

@@ -18,6 +18,7 @@ from consumers.learner.config import LearnerConfig
 from consumers.learner.row_checks import is_left_out, left_out_uses, unfit_rows
 from topics.logs import event
 from topics.records import BatchUse, TrainingBatch
+from topics.skip_codes import EXCLUDED, STALE_VERSION, UNKNOWN_VERSION, Skip
 
 logger = logging.getLogger(__name__)
 
@@ -110,10 +111,11 @@ class Intake:
                 continue
             decided = self._decided(step + 1, read.entry.batch_id)
             checked = checked or bool(decided)
-            lag, reason = self._lag(read, step), ""
+            lag = self._lag(read, step)
             if not decided:
-                reason = self._excluded(read.entry.batch_id) or self._staleness(read, lag)
-                decided = (_whole(read, reason),)
+                excluded = self._excluded(read.entry.batch_id)
+                skip = Skip(EXCLUDED, excluded) if excluded else self._staleness(read, lag)
+                decided = (_whole(read, skip),)
             uses += decided
             if (taken := taken_rows(decided).get(read.index_offset)) is None:
                 report_at = time.monotonic() + _REPORT_SKIPS_AFTER_S
@@ -141,24 +143,26 @@ class Intake:
             self._version_steps = self._read_version_steps(version)
         return step - self._version_steps[version] if version in self._version_steps else None
 
-    def _staleness(self, read: Indexed, lag: int | None) -> str:
-        """Why a batch of this lag is skipped; "" to train on it."""
+    def _staleness(self, read: Indexed, lag: int | None) -> Skip | None:
+        """Why a batch of this lag is skipped; None to train on it."""
         version = read.entry.lowest_version
         if lag is None:
-            return f"policy version {version} is not on record"
+            return Skip(UNKNOWN_VERSION, f"policy version {version} is not on record")
         if lag > self._max_policy_lag:
-            return f"policy version {version} is {lag} steps old, max_policy_lag is {self._max_policy_lag}"
-        return ""
+            old = f"policy version {version} is {lag} steps old, max_policy_lag is {self._max_policy_lag}"
+            return Skip(STALE_VERSION, old)
+        return None
 
 
-def _whole(read: Indexed, reason: str) -> BatchUse:
+def _whole(read: Indexed, skip: Skip | None) -> BatchUse:
     """A whole batch skipped for a reason, or trained on where there is none."""
     return BatchUse(
         batch_id=read.entry.batch_id,
         index_offset=read.index_offset,
         rows=read.entry.rollouts,
-        use="skipped" if reason else "trained",
-        reason=reason,
+        use="skipped" if skip else "trained",
+        reason=skip.reason if skip else "",
+        code=skip.code if skip else "",
     )
 
 
@@ -251,8 +255,8 @@ def taken_rows(uses: Sequence[BatchUse]) -> dict[int, tuple[int, ...]]:
 def unfit_uses(read: Indexed, batch: TrainingBatch, config: LearnerConfig) -> tuple[BatchUse, ...]:
     """The rows of a batch that cannot be trained on, as a step has them on record."""
     return tuple(
-        replace(_whole(read, reason), rows=len(rows), row_numbers=() if len(rows) == len(batch) else rows)
-        for reason, rows in unfit_rows(batch, config).items()
+        replace(_whole(read, skip), rows=len(rows), row_numbers=() if len(rows) == len(batch) else rows)
+        for skip, rows in unfit_rows(batch, config).items()
     )
 
 

@@ -17,19 +17,17 @@ from consumers.batch_reader import Indexed
 from consumers.buffers.draws import generator_at
 from consumers.buffers.shelf import Entry, Left, Shelf, ShelfRules
 from consumers.learner.config import LearnerConfig
-from consumers.learner.exclusions import EXCLUDED
 from consumers.learner.intake import Taken, trained_rows
 from consumers.learner.row_checks import is_left_out, unfit_rows
 from topics.errors import StateRefused
 from topics.logs import event
 from topics.records import BatchUse, LearnerStep, TrainingBatch
+from topics.skip_codes import EXCLUDED, UNKNOWN_VERSION, Skip
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _REPORT_SKIPS_AFTER_S = 1.0
-_UNKNOWN = "policy version"
-"""Beginning of the reason for which a rollout of a version that is not on record is skipped."""
 
 
 class Row(NamedTuple):
@@ -131,7 +129,7 @@ class Replay:
         self._skipped = skipped
         self._excluded = excluded
         self._learner = config
-        self._unfit: dict[Row, str] = {}
+        self._unfit: dict[Row, Skip] = {}
         """Rows held that cannot be trained on, which steps on record did not leave out, and why."""
         self._batches: dict[int, Indexed] = {}
         self._now_ms = -1
@@ -205,23 +203,24 @@ class Replay:
 
     # ------------------------------------------------------------------ within
 
-    def _admit(self, read: Indexed, step: int, forced: Mapping[Row, str] | None) -> list[Left[Row]]:
+    def _admit(self, read: Indexed, step: int, forced: Mapping[Row, Skip] | None) -> list[Left[Row]]:
         """Take the rollouts of a batch in; returns what leaves, or never is in."""
         batch = self._fetch(read)
         self._now_ms = max(self._now_ms, batch.cut_ms)
         self._batches[read.index_offset] = read
-        reason = "" if forced is not None else self._excluded(read.entry.batch_id)
+        excluded = None if forced is not None else self._exclusion(read)
         unfit = self._unfit_rows(read, batch)
         if forced is not None:
             self._unfit |= unfit
         # After each batch, and not when the index ends for now: what leaves must not depend on who was quick.
         fit, left = [], self._shelf.refresh(step, self._now_ms / 1000)
         for entry in self._entries(read, batch, step):
-            why = reason or unfit.get(entry.item, "") if forced is None else forced.get(entry.item, "")
+            why = excluded or unfit.get(entry.item) if forced is None else forced.get(entry.item)
             if not why and entry.weight_step < 0 and forced is None:
-                why = f"{_UNKNOWN} {int(batch.lowest_versions[entry.item.number])} is not on record"
+                version = int(batch.lowest_versions[entry.item.number])
+                why = Skip(UNKNOWN_VERSION, f"policy version {version} is not on record")
             if why:
-                left.append(Left(entry, why))
+                left.append(Left(entry, why.reason, why.code))
             else:
                 fit.append(entry)
         return left + self._shelf.add(fit, step, self._now_ms / 1000)
@@ -239,32 +238,37 @@ class Replay:
             )
         return found
 
-    def _leave_out(self, forced: Mapping[Row, str] | None) -> list[Left[Row]]:
+    def _exclusion(self, read: Indexed) -> Skip | None:
+        reason = self._excluded(read.entry.batch_id)
+        return Skip(EXCLUDED, reason) if reason else None
+
+    def _leave_out(self, forced: Mapping[Row, Skip] | None) -> list[Left[Row]]:
         """Take out what was excluded since it came in, and what only a step on record let in."""
         if forced is not None:
-            return self._shelf.remove(lambda entry: forced.get(entry.item, ""))
-        reasons = {at: self._excluded(read.entry.batch_id) for at, read in self._batches.items()}
-        if not self._unfit and not any(reasons.values()):
+            return self._shelf.remove(lambda entry: forced.get(entry.item))
+        excluded = {at: self._exclusion(read) for at, read in self._batches.items()}
+        if not self._unfit and not any(excluded.values()):
             return []
         unfit, self._unfit = self._unfit, {}
-        return self._shelf.remove(lambda entry: reasons[entry.item.index_offset] or unfit.get(entry.item, ""))
+        return self._shelf.remove(lambda entry: excluded[entry.item.index_offset] or unfit.get(entry.item))
 
-    def _unfit_rows(self, read: Indexed, batch: TrainingBatch) -> dict[Row, str]:
+    def _unfit_rows(self, read: Indexed, batch: TrainingBatch) -> dict[Row, Skip]:
         return {
-            Row(read.index_offset, number): reason
-            for reason, rows in unfit_rows(batch, self._learner).items()
+            Row(read.index_offset, number): skip
+            for skip, rows in unfit_rows(batch, self._learner).items()
             for number in rows
         }
 
     def _named(self, left: Iterable[Left[Row]], drawn: Iterable[Entry[Row]]) -> tuple[BatchUse, ...]:
         """By batch and in index order: what was trained on for the first time, and again; what left, and why."""
-        rows: dict[tuple[int, str, bool], list[int]] = {}
+        rows: dict[tuple[int, str, bool, str], list[int]] = {}
         for entry in drawn:
-            rows.setdefault((entry.item.index_offset, "", entry.usage_count > 1), []).append(entry.item.number)
-        for entry, reason, _code in left:
-            rows.setdefault((entry.item.index_offset, reason, entry.usage_count > 0), []).append(entry.item.number)
+            rows.setdefault((entry.item.index_offset, "", entry.usage_count > 1, ""), []).append(entry.item.number)
+        for entry, reason, code in left:
+            its = (entry.item.index_offset, reason, entry.usage_count > 0, code)
+            rows.setdefault(its, []).append(entry.item.number)
         uses = []
-        for (offset, reason, again), numbers in sorted(rows.items()):
+        for (offset, reason, again, code), numbers in sorted(rows.items()):
             entry_of = self._batches[offset].entry
             uses.append(
                 BatchUse(
@@ -275,6 +279,7 @@ class Replay:
                     reason=reason,
                     row_numbers=() if len(numbers) == entry_of.rollouts else tuple(sorted(numbers)),
                     again=again,
+                    code=code,
                 )
             )
         return tuple(uses)
@@ -298,7 +303,7 @@ class Replay:
         self._batches = {offset: read for offset, read in self._batches.items() if offset in alive}
         reasons: Counter[str] = Counter()
         for use in uses:
-            reasons[use.reason] += use.rows if use.use == "skipped" else 0
+            reasons[use.code] += use.rows if use.use == "skipped" else 0
         if reasons.total():
             event(logger, "rollouts_left", step=step + 1, rollouts=reasons.total(), reasons=+reasons)
         return Taken(
@@ -320,11 +325,11 @@ class Replay:
         return 0 <= self._shelf.rules.max_samples <= count
 
 
-def _forced(recorded: LearnerStep) -> dict[Row, str]:
+def _forced(recorded: LearnerStep) -> dict[Row, Skip]:
     """What a step on record left out for reasons that may have changed since."""
     return {
-        Row(use.index_offset, number): use.reason
+        Row(use.index_offset, number): Skip(use.code, use.reason)
         for use in recorded.uses
-        if use.use == "skipped" and (use.reason.startswith((EXCLUDED, _UNKNOWN)) or is_left_out(use))
+        if use.use == "skipped" and (use.code in (EXCLUDED, UNKNOWN_VERSION) or is_left_out(use))
         for number in use.row_numbers or range(use.rows)
     }

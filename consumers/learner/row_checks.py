@@ -13,31 +13,27 @@ from numpy.typing import NDArray
 
 from consumers.learner.config import LearnerConfig
 from topics.records import BatchUse, TrainingBatch
+from topics.skip_codes import ROW_CODES, Skip
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
 """Temperatures that are trained on: logits are divided by them, and so is the gradient of every token."""
-_LEFT_OUT = "left out as "
-"""Beginning of the reason for which single rows are skipped; their code follows."""
 
 
-def unfit_rows(batch: TrainingBatch, config: LearnerConfig) -> dict[str, tuple[int, ...]]:
-    """Rows that cannot be trained on by the reason, which begins with their code; each under the first that holds.
-
-    Codes are vocabulary, temperature, logprobs, advantage, reference and too_long.
-    """
-    unfit: dict[str, tuple[int, ...]] = {}
+def unfit_rows(batch: TrainingBatch, config: LearnerConfig) -> dict[Skip, tuple[int, ...]]:
+    """Rows that cannot be trained on, by why; each under the first that holds. Codes are those of `ROW_CODES`."""
+    unfit: dict[Skip, tuple[int, ...]] = {}
     known = np.zeros(len(batch), bool)
     for code, text, rows in _checks(batch, config):
         new = rows & ~known
         if new.any():
-            unfit[f"{_LEFT_OUT}{code}: {text}"] = tuple(np.flatnonzero(new).tolist())
+            unfit[Skip(code, f"left out as {code}: {text}")] = tuple(np.flatnonzero(new).tolist())
             known |= new
     return unfit
 
 
 def is_left_out(use: BatchUse) -> bool:
     """Whether a use is of rows that could not be trained on, in a batch that was taken."""
-    return use.use == "skipped" and use.reason.startswith(_LEFT_OUT)
+    return use.use == "skipped" and use.code in ROW_CODES
 
 
 def left_out_uses(uses: Sequence[BatchUse]) -> Counter[str]:
@@ -45,7 +41,7 @@ def left_out_uses(uses: Sequence[BatchUse]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for use in uses:
         if is_left_out(use):
-            counts[use.reason.removeprefix(_LEFT_OUT).partition(":")[0]] += use.rows
+            counts[use.code] += use.rows
     return counts
 
 

@@ -24,6 +24,8 @@ class Ledger:
     batches: int = 0
     trained: int = 0
     skipped: int = 0
+    skipped_as: dict[str, int] = field(default_factory=dict)
+    """What learners skipped, by the code of the reason."""
     steps: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     dead_lettered: int = 0
@@ -43,8 +45,8 @@ class Ledger:
     selection: dict[str, Selection] = field(default_factory=dict)
     """Lengths and rewards by environment, of what was batched and of what was not."""
     learners: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Each learner on record: its newest step, how many it made, rollouts trained and skipped, its position in the
-    index, and the batches that wait for it there; `input_run` where it trains on another run's."""
+    """Each learner on record: its newest step, how many it made, rollouts trained and skipped and as what, its position
+    in the index, and the batches that wait for it there; `input_run` where it trains on another run's."""
     unlabelled: dict[str, int] = field(default_factory=dict)
     """Trajectories that waited for a label, by fate: labelled, left_out, dead_lettered, pending, undecided; `pruned` of
     them are known by counts alone."""
@@ -78,6 +80,7 @@ class Ledger:
             "batches": self.batches,
             "trained": self.trained,
             "skipped": self.skipped,
+            "skipped_as": dict(sorted(self.skipped_as.items())),
             "steps": self.steps,
             "dropped": dict(sorted(self.dropped.items())),
             "dead_lettered": self.dead_lettered,

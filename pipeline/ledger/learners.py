@@ -13,6 +13,7 @@ from topics.catalogue import topic_name
 from topics.config import KafkaConfig
 from topics.errors import RecordError
 from topics.records import BatchUse, LearnerStep, batch_numbers
+from topics.skip_codes import OTHER
 from topics.skipped import SkippedRecords
 
 
@@ -56,7 +57,7 @@ def check_steps(
         kept[partition] = min(kept[partition], number)
     for step in sorted(steps, key=lambda s: (s.learner, s.step)):
         result.steps += step.step > 0
-        row = result.learners.setdefault(step.learner, {"steps": 0, "trained": 0, "skipped": 0})
+        row = result.learners.setdefault(step.learner, {"steps": 0, "trained": 0, "skipped": 0, "skipped_as": {}})
         row["steps"] += step.step > 0
         row |= {
             "step": step.step,
@@ -84,6 +85,10 @@ def check_steps(
                 )
             if not use.again:
                 row[use.use] += use.rows
+                if use.use == "skipped":
+                    code = use.code or OTHER
+                    row["skipped_as"][code] = row["skipped_as"].get(code, 0) + use.rows
+                    result.skipped_as[code] = result.skipped_as.get(code, 0) + use.rows
     result.trained = sum(row["trained"] for row in result.learners.values())
     result.skipped = sum(row["skipped"] for row in result.learners.values())
 

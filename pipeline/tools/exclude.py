@@ -8,11 +8,10 @@ on `control`, for learners to leave them out, and in the report, with the steps 
 import argparse
 import difflib
 import json
-import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,15 +41,13 @@ from topics.codec import decode_as, encode
 from topics.config import KafkaConfig
 from topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, StateRefused
 from topics.keys import encode_key
-from topics.records import Drop, ExcludedBatch, JournalRecord, Mark, Rollout
+from topics.records import ExcludedBatch, JournalRecord, Mark, Rollout
 from topics.skipped import SkippedRecords
 from topics.transactional_ids import transactional_id
 
 _TIMEOUT_S = 30.0
 _ROWS = 40
 """Most lines of batches that are printed for people."""
-_OFFSET = re.compile(exclusion_detail("offset", r"(\d+)"))
-"""What judging says of a group it drops for an offset."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,8 +311,9 @@ def find(view: View, exclusion: Exclusion, partitions: int) -> Report:
             report.fates.update(
                 f"{DROPPED}: {fate.drop.reason}" if fate.drop is not None else fate.name for fate in fates.values()
             )
+            details = _details(exclusion, named[-1])
             report.dropped_along += sum(
-                drop.offset not in named[-1] and _is_of(drop, exclusion, named[-1])
+                drop.offset not in named[-1] and drop.reason == "excluded" and drop.detail in details
                 for record in view.journal(partition)
                 for drop in record.drops
             )
@@ -362,15 +360,13 @@ def name_steps(view: View, report: Report) -> None:
     report.touched = _touched(view, report.batches)
 
 
-def _is_of(drop: Drop, exclusion: Exclusion, named: Collection[int]) -> bool:
-    """Whether a rollout was dropped for this exclusion: every member of a group goes with the detail of one."""
-    if drop.reason != "excluded":
-        return False
-    names = [("environment", name) for name in exclusion.environments] + [("worker", n) for n in exclusion.workers]
-    if any(drop.detail == clip(exclusion_detail(what, name), DETAIL_LIMIT) for what, name in names):
-        return True
-    found = _OFFSET.fullmatch(drop.detail)
-    return found is not None and bool(exclusion.offsets) and int(found[1]) in named
+def _details(exclusion: Exclusion, named: Iterable[int]) -> set[str]:
+    """What the journal says of rollouts that were dropped for this exclusion, which names these offsets of a partition:
+    every member of a group goes with the detail of one."""
+    names: list[tuple[str, str | int]] = [("environment", name) for name in exclusion.environments]
+    names += [("worker", name) for name in exclusion.workers]
+    names += [("offset", offset) for offset in named] if exclusion.offsets else []
+    return {clip(exclusion_detail(what, name), DETAIL_LIMIT) for what, name in names}
 
 
 def _named(view: View, partition: int, config: GroupingConfig) -> set[int]:

@@ -182,7 +182,8 @@ def of_step(view: View, step: LearnerStep) -> Node:
     """A learner's step: the batches it used or skipped, and the version published after it."""
     node = _step(view, step)
     for use in step.uses:
-        child = Node("batch", use.batch_id, {"rows": use.rows, use.use: use.reason or "yes"})
+        code = {"code": use.code} if use.code else {}
+        child = Node("batch", use.batch_id, {"rows": use.rows, use.use: use.reason or "yes", **code})
         if step.input_run == view.run and use.batch_id in view.index:
             child.children.append(_sources(view.batch(use.batch_id)))
         node.children.insert(-1 if node.children else 0, child)
@@ -228,7 +229,8 @@ def _use(view: View, use: Use) -> Node:
     node = _step(view, use.step)
     rows = {"rows": use.use.rows} if use.use.row_numbers else {}
     again = {"again": "yes"} if use.use.again else {}
-    node.facts = {use.use.use: use.use.reason or "yes", **again, **rows, **node.facts}
+    code = {"code": use.use.code} if use.use.code else {}
+    node.facts = {use.use.use: use.use.reason or "yes", **code, **again, **rows, **node.facts}
     return node
 
 

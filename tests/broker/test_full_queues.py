@@ -14,9 +14,13 @@ def test_eighty_letters_of_a_megabyte_are_sent_again(real_run: RealRun) -> None:
     run = real_run.prepare()
     big = dataclasses.replace(rollout(), extra={"notes": "x" * 1_000_000})
     producer = clients.producer(run.kafka)
-    headers = {"__streams.errors.topic": run.topic("rollouts")}
-    for _ in range(80):
+    for offset in range(80):
         key = encode_key("env", "x")
+        headers = {
+            "__streams.errors.topic": run.topic("rollouts"),
+            "__streams.errors.partition": "0",
+            "__streams.errors.offset": str(offset),
+        }
         clients.produce(producer, run.topic("dead-letters"), encode(big), key, partition=0, headers=headers)
     assert producer.flush(60) == 0
     process = run.start("dlq", "redrive")

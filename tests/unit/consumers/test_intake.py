@@ -23,6 +23,7 @@ from consumers.learner.intake import (
 )
 from tests.batches import random_batch
 from topics.records import BatchIndexEntry, BatchUse
+from topics.skip_codes import code_of
 
 ENTRY = BatchIndexEntry(
     batch_id="0-0",
@@ -147,6 +148,7 @@ def test_a_step_on_record_takes_what_it_took_whatever_was_excluded_or_published_
             use=use,  # type: ignore[arg-type]
             reason=reason,
             row_numbers=row_numbers,
+            code=code_of(reason),
         )
 
     part, whole = "left out as vocabulary: x", "left out as advantage: y"

@@ -224,11 +224,11 @@ def test_an_excluded_batch_leaves_and_a_step_on_record_stays_as_it_was() -> None
     log.append(*(batch(number) for number in range(4)))
     learner = Learner(log, config(max_samples=-1, max_rollout_step_delay=-1))
     learner.take()
-    learner.excluded["0-1"] = "excluded: worker w"
+    learner.excluded["0-1"] = why = f"{'n' * 290}, whatever words these are"
     second = learner.take()
     assert second is not None
     assert 2 not in {at for at, _row in names(second)}
-    assert {use.reason for use in second.uses if use.index_offset == 2} == {"excluded: worker w"}
+    assert {(use.code, use.reason) for use in second.uses if use.index_offset == 2} == {("excluded", why)}
     before = dict(learner.steps)
     learner.excluded = {"0-0": "excluded: worker v"}
     for begin in (0, 1):

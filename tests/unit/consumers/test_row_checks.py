@@ -18,6 +18,7 @@ from consumers.models.config import DecoderConfig
 from tests.batches import random_batch
 from topics.errors import ConfigurationError
 from topics.records import TrainingBatch
+from topics.skip_codes import code_of
 
 CONFIG = LearnerConfig(
     model=DecoderConfig(num_hidden_layers=1),
@@ -89,7 +90,7 @@ def test_a_bad_row_is_left_out_by_name_and_the_step_is_that_of_the_others_to_the
     train_step: TrainStep, honest: np.ndarray, code: str, harm: Callable[[TrainingBatch], TrainingBatch]
 ) -> None:
     ((reason, rows),) = unfit_rows(harm(BATCH), CONFIG).items()
-    assert reason.startswith(f"left out as {code}: ")
+    assert reason.code == code == code_of(reason.reason)
     assert rows == (ROW,)
     np.testing.assert_array_equal(change(train_step, harm(BATCH)), honest)
 
@@ -127,7 +128,7 @@ def test_what_is_not_trained_may_be_anything() -> None:
 def test_rows_without_a_reference_are_left_out_where_it_must_be_carried() -> None:
     carried = replace(CONFIG, reference="carried")
     ((reason, rows),) = unfit_rows(BATCH, carried).items()
-    assert "learner.reference" in reason
+    assert "learner.reference" in reason.reason
     assert rows == tuple(range(len(BATCH)))
     with_reference = replace(BATCH, reference_logprobs=np.zeros(len(BATCH.tokens), "<f4"))
     assert unfit_rows(with_reference, carried) == {}

@@ -7,6 +7,7 @@ import pytest
 from pipeline.journals import PartitionJournal
 from pipeline.ledger import Ledger
 from pipeline.ledger.learners import check_positions, check_steps
+from pipeline.report import ledger_text
 from topics.records import BatchIndexEntry, BatchUse, LearnerStep
 
 ROWS = {"0-0": 4, "0-1": 4}
@@ -19,6 +20,7 @@ def use(what: str, *rows: int, batch: str = "0-0", again: bool = False) -> Batch
         rows=len(rows) or 4,
         use=what,  # type: ignore[arg-type]
         reason="" if what == "trained" else "old",
+        code="" if what == "trained" else "old_step",
         row_numbers=rows,
         again=again,
     )
@@ -71,6 +73,18 @@ def test_rows_used_again_count_once() -> None:
 def test_what_does_not_add_up_is_named(steps: list[tuple[BatchUse, ...]], problem: str) -> None:
     (found,) = checked(*steps).problems
     assert found.startswith(problem)
+
+
+def test_what_learners_skip_is_counted_by_the_code_of_its_reason() -> None:
+    too_long = replace(use("skipped", 0, 1), reason="n" * 290, code="too_long")
+    foreign = replace(use("skipped", 1, batch="0-1"), reason="left out as too_long: says a foreign trainer", code="")
+    found = checked(
+        (too_long, use("trained", 2)),
+        (use("skipped", 3), foreign, replace(use("skipped", 2), again=True)),
+    )
+    assert found.as_dict()["skipped_as"] == {"old_step": 1, "other": 1, "too_long": 2}
+    assert found.learners["l"]["skipped_as"] == found.skipped_as
+    assert "      as too long " in ledger_text(found.as_dict())
 
 
 def entries(*offsets: int) -> dict[int, BatchIndexEntry]:
