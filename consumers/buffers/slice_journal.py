@@ -54,6 +54,10 @@ class Flushed(msgspec.Struct, array_like=True, frozen=True, tag="f"):
     draws: int
 
 
+class Closed(msgspec.Struct, array_like=True, frozen=True, tag="c"):
+    """Everything before was on disk before this was written: damage before it is no tail that a machine lost."""
+
+
 class Opened(msgspec.Struct, array_like=True, frozen=True, tag="o"):
     """A writer began, since this start of the machine."""
 
@@ -73,7 +77,7 @@ class Whole(msgspec.Struct, array_like=True, frozen=True, tag="w"):
     draws: int
 
 
-Record = Added | Reserved | Ahead | Flushed | Opened | Whole
+Record = Added | Reserved | Ahead | Flushed | Closed | Opened | Whole
 
 _HEAD = struct.Struct("<III")
 """Size, its bits turned over, and the checksum of what follows: a size that is damaged does not pass for a torn end."""
@@ -90,6 +94,8 @@ class Read(NamedTuple):
     """Where the next record begins."""
     damaged: bool
     """Whether more follows than one record that is being written or was torn."""
+    was_on_disk: bool
+    """Whether what is damaged had been on disk: its writer closed the journal after it."""
 
 
 def read_journal(path: Path, start: int = 0) -> Read:
@@ -117,7 +123,7 @@ def read_journal(path: Path, start: int = 0) -> Read:
         except msgspec.MsgspecError as error:
             raise StoreError(f"{path} has no record of ours at byte {start + place} ({error})") from error
         place = stop
-    return Read(records, start + place, damaged)
+    return Read(records, start + place, damaged, damaged and _framed(Closed()) in data[place:])
 
 
 def write_journal(path: Path, *records: Record) -> None:

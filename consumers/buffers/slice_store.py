@@ -25,6 +25,7 @@ from consumers.buffers.slice_directory import (
 from consumers.buffers.slice_files import RingFiles, check, specs_of
 from consumers.buffers.slice_journal import (
     Ahead,
+    Closed,
     Flushed,
     Journal,
     Opened,
@@ -153,6 +154,8 @@ class SliceStore:
         try:
             if self._journal is not None:
                 self.flush()
+                self._journal.append(Closed())
+                self._journal.sync()
         finally:
             self._close_files()
             self._unlock()
@@ -204,7 +207,7 @@ class SliceStore:
         read = read_journal(self._journal_path)
         records = read.records
         lost = next((record.boot for record in reversed(records) if isinstance(record, Opened)), boot) != boot
-        if not records or not isinstance(records[0], Whole) or (read.damaged and not lost):
+        if not records or not isinstance(records[0], Whole) or (read.damaged and (read.was_on_disk or not lost)):
             raise StoreError(f"{self._journal_path} is damaged at byte {read.stop}; fill the buffer from the log again")
         self._ahead = max((record.stop for record in records if isinstance(record, Ahead)), default=0)
         if lost:

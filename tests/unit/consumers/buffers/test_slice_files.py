@@ -171,6 +171,24 @@ def test_damage_within_the_journal_is_an_error_with_a_remedy(tmp_path: Path) -> 
         ring(tmp_path)
 
 
+def test_damage_before_a_clean_close_is_no_tail_that_a_machine_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ring(tmp_path) as buffer:
+        for offset in range(5):
+            feed(buffer, offset)
+        journal = buffer._store._journal_path
+    data = journal.read_bytes()
+    monkeypatch.setattr(slice_directory, "boot", lambda: "another")
+    for place in np.random.default_rng(4).integers(0, len(data) - 15, 60).tolist():
+        journal.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
+        with pytest.raises(StoreError, match=r"damaged at byte \d+; fill the buffer from the log again"):
+            ring(tmp_path)
+    journal.write_bytes(data[:-1] + b"x")
+    with ring(tmp_path) as buffer:
+        assert buffer.position == {0: 5}
+
+
 def test_after_the_machine_stopped_there_is_what_was_flushed_less_what_was_being_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
