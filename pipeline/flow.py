@@ -72,11 +72,15 @@ class Snapshot:
     """Rollouts trained on, by how many policy versions the oldest of their batch was behind."""
     records_skipped: int = 0
     """Records that could not be read, or are of no use."""
+    history: int = 0
+    """Offsets of all topics that lay there when reading began."""
+    history_left: int = 0
+    """Those of them that are still to be read: until there are none, all else here is of the past."""
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing has come for longer than rates are over."""
-        return self.quiet_s > WINDOW_S
+        """Whether nothing has come for longer than rates are over; not known while history is read."""
+        return self.quiet_s > WINDOW_S and not self.history_left
 
     def as_dict(self) -> dict[str, Any]:
         """As programs read it."""

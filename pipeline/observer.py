@@ -7,8 +7,8 @@ rollout produced: the learner sees what grouping kept.
 
 import time
 from bisect import insort
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from confluent_kafka import OFFSET_BEGINNING, Message, TopicPartition
@@ -74,6 +74,9 @@ class RunObserver:
         partitions = clients.partitions_of(kafka, self._rollouts)
         of_partitions = [(topic, p) for topic in (self._rollouts, self._journal) for p in range(partitions)]
         places = [*of_partitions, (self._index, 0), (self._steps, 0), (self._policies, 0)]
+        self._history = self._bounds()
+        self._positions: dict[tuple[str, int], int] = {}
+        """Of what is read next, or of where a partition ends, which counts transactions' markers."""
         start = [TopicPartition(topic, p, OFFSET_BEGINNING) for topic, p in places]
         # Whoever watches is in no hurry: few large answers instead of one for each record.
         self._follower = TopicFollower(kafka, start, **_UNHURRIED)
@@ -90,27 +93,46 @@ class RunObserver:
         self._watch = SelectionWatch()
         self._flow = Flow(run)
 
-    def poll(self, timeout_s: float = 0.0) -> None:
-        """Take in what arrived, waiting at most `timeout_s` for the first record."""
-        for message in self._follower.poll(1000, timeout_s):
+    def poll(self, timeout_s: float = 0.0) -> int:
+        """Take in what arrived, waiting at most `timeout_s` for the first record; returns how many there were."""
+        messages = self._follower.poll(1000, timeout_s)
+        for message in messages:
+            self._positions[message.topic() or "", message.partition() or 0] = (message.offset() or 0) + 1
             if message.topic() == self._rollouts:
                 self._score(message)
             else:
                 self._count(message)
+        self._positions.update(self._follower.ends)
         if self._counts_moved:
             self._counts_moved = False
             self._watch.look(selections(self._flow.counts))
+        return len(messages)
 
-    def catch_up(self) -> None:
-        """Read on to where every topic ends now. Call once nothing writes any more."""
-        topics = (self._rollouts, self._journal, self._index, self._steps, self._policies)
-        ends = {(t, p): end for t in topics for p, (_low, end) in clients.bounds(self._kafka, t).items()}
+    @property
+    def history_left(self) -> int:
+        """Offsets still to be read of those that lay there when this observer began."""
+        return sum(max(0, end - max(low, self._positions.get(place, 0))) for place, (low, end) in self._history.items())
+
+    def catch_up(self, tell: Callable[[], None] = lambda: None) -> None:
+        """Read on to where every topic ends now.
+
+        `tell` is called before and after each portion. Raises DeadlineExceeded where nothing comes for `patience_s`.
+        """
+        ends = {place: end for place, (_low, end) in self._bounds().items()}
         timeout_s = self._kafka.patience_s
         deadline = time.monotonic() + timeout_s
-        while behind := [place for place, end in ends.items() if self._follower.ends.get(place, 0) < end]:
-            self.poll(0.2)
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"{behind[0][0]} was not read to its end within {timeout_s:g} s")
+        tell()
+        while behind := [place for place, end in ends.items() if self._positions.get(place, 0) < end]:
+            if self.poll(0.2):
+                deadline = time.monotonic() + timeout_s
+            elif time.monotonic() > deadline:
+                raise DeadlineExceeded(f"{behind[0][0]} was not read to its end: nothing came for {timeout_s:g} s")
+            tell()
+
+    def _bounds(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """Where each partition that is watched begins and ends now."""
+        topics = (self._rollouts, self._journal, self._index, self._steps, self._policies)
+        return {(topic, p): of for topic in topics for p, of in clients.bounds(self._kafka, topic).items()}
 
     def first(self, count: int) -> Means:
         """Means over the first `count` rollouts."""
@@ -124,7 +146,9 @@ class RunObserver:
         """The run as it is now; reward and exact match over the `newest` rollouts."""
         recent = self.last(newest)
         now_ms = int(time.time() * 1000)
-        return self._flow.snapshot(now_ms, recent.reward, recent.exact, records_skipped=self.skipped.total)
+        flow = self._flow.snapshot(now_ms, recent.reward, recent.exact, records_skipped=self.skipped.total)
+        history = sum(end - low for low, end in self._history.values())
+        return replace(flow, history=history, history_left=self.history_left)
 
     @property
     def rewards(self) -> dict[int, tuple[int, float]]:

@@ -95,7 +95,9 @@ def watch(config: RunConfig, supervisor: Supervisor, interrupts: Interrupts) -> 
             try:
                 observer.poll(0.25)
                 display.show(observer)
-                for warning in stall.look(observer.snapshot(NEWEST), time.monotonic()):
+                seen = observer.snapshot(NEWEST)
+                # While history is read, nothing is known of what goes on.
+                for warning in () if seen.history_left else stall.look(seen, time.monotonic()):
                     display.say(warning)
             except RollstreamError as error:
                 # Training needs nobody who watches.

@@ -6,7 +6,7 @@
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 
 from rich.console import Console, Group
@@ -39,7 +39,7 @@ def top(config: RunConfig, args: argparse.Namespace) -> int:
     clients.check_broker(config.kafka)
     with closing(RunObserver(config.kafka, config.run, logged=False)) as observer:
         if args.json or args.once:
-            observer.catch_up()
+            observer.catch_up(_telling(observer, lambda s: print(_history(s), file=sys.stderr, flush=True), _LINE_S))
             found = observer.snapshot(NEWEST)
             if args.json:
                 print(compact(found.as_dict()))
@@ -62,10 +62,23 @@ def _follow(observer: RunObserver) -> None:
 
 
 def _tell(observer: RunObserver) -> None:
-    observer.catch_up()
+    observer.catch_up(_telling(observer, lambda s: print(line(s), flush=True), 0.0))
     while True:
         print(line(observer.snapshot(NEWEST)), flush=True)
         _read_for(observer, _LINE_S)
+
+
+def _telling(observer: RunObserver, show: Callable[[Snapshot], None], first_s: float) -> Callable[[], None]:
+    """While history is read, `show` gets a snapshot every few seconds, the first after `first_s`."""
+    due = time.monotonic() + first_s
+
+    def tell() -> None:
+        nonlocal due
+        if time.monotonic() >= due and observer.history_left:
+            show(observer.snapshot(NEWEST))
+            due = time.monotonic() + _LINE_S
+
+    return tell
 
 
 def _read_for(observer: RunObserver, seconds: float) -> None:
@@ -80,12 +93,17 @@ def _read_for(observer: RunObserver, seconds: float) -> None:
 def line(s: Snapshot) -> str:
     """A run in a line."""
     return (
-        f"step {s.step}  version {s.policy_version}  rollouts {s.rollouts:,} ({_rate(s.rollouts_per_s)})  "
+        (f"{_history(s)}  " if s.history_left else "")
+        + f"step {s.step}  version {s.policy_version}  rollouts {s.rollouts:,} ({_rate(s.rollouts_per_s)})  "
         f"reward {s.reward:.3f}  exact {s.exact:.3f}  batches {s.batches:,} ({s.waiting:,} waiting)  "
         f"in flight {s.in_flight:,}  unread {s.unread:,}  dropped {sum(s.dropped.values()):,}"
         + (f"  quiet for {_duration(s.quiet_s)}" if s.quiet else "")
         + (f"  {s.records_skipped:,} records unreadable" if s.records_skipped else "")
     )
+
+
+def _history(s: Snapshot) -> str:
+    return f"reading history, {100 * (s.history - s.history_left) // s.history} %"
 
 
 def frame(s: Snapshot, width: int) -> Group:
@@ -107,12 +125,12 @@ def frame(s: Snapshot, width: int) -> Group:
 
 
 def _header(s: Snapshot, width: int) -> Text:
-    state = f"quiet for {_duration(s.quiet_s)}" if s.quiet else "live"
+    state = _history(s) if s.history_left else f"quiet for {_duration(s.quiet_s)}" if s.quiet else "live"
     right = f"{_duration(s.seconds)} of records, {state} "
     name = f" {s.run}"[: width - len(right) - 1]
     text = Text(name + right.rjust(width - len(name)), no_wrap=True)
     text.stylize("bold", 0, len(name))
-    text.stylize("yellow" if s.quiet else "green", width - len(state) - 1)
+    text.stylize("yellow" if s.quiet or s.history_left else "green", width - len(state) - 1)
     return text
 
 

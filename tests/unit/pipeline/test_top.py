@@ -123,6 +123,13 @@ def test_a_line_says_when_nothing_comes_any_more() -> None:
     assert line(replace(MIDDLE, quiet_s=300.0)).endswith("dropped 20,658  quiet for 5 min")
 
 
+def test_history_that_is_still_read_is_said_in_place_of_how_long_nothing_came() -> None:
+    reading = replace(MIDDLE, quiet_s=300.0, history=120_000, history_left=68_000)
+    assert line(reading) == f"reading history, 43 %  {line(MIDDLE)}"
+    assert shown(reading)[0].rstrip().endswith("of records, reading history, 43 %")
+    assert reading.as_dict()["quiet"] is False
+
+
 def test_a_sparkline_shows_the_newest_and_stretches_for_what_passes_its_bounds() -> None:
     assert sparkline((0.0, 0.5, 1.0), 8) == "▁▅█"
     assert sparkline((0.0, 0.5, 1.0), 2) == "▅█"

@@ -1,0 +1,99 @@
+"""Whoever watches a run that has a history is told how much of it is still to be read."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from pipeline.cli import main
+from pipeline.display import Display
+from pipeline.observer import RunObserver
+from pipeline.tools import top
+from pipeline.tools.top import NEWEST, line
+from tests.runs import RealRun, rollout
+from topics.config import KafkaConfig
+
+ROLLOUTS = 2500
+"""More than an observer takes at once."""
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+READING = re.compile(r"reading history, (\d+) %")
+
+
+@pytest.fixture(scope="module")
+def run(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
+    real = RealRun(KafkaConfig(bootstrap_servers=broker), "watched", tmp_path_factory.mktemp("watched"))
+    real.prepare().send(rollout(f"g{n}", 0) for n in range(ROLLOUTS))
+    yield real
+    real.stop()
+
+
+def test_what_is_left_of_the_history_falls_to_nothing_and_what_comes_later_is_none_of_it(run: RealRun) -> None:
+    with closing(RunObserver(run.kafka, run.name)) as observer:
+        left = [observer.history_left]
+        assert left[0] == observer.snapshot(NEWEST).history >= ROLLOUTS
+        run.send([rollout("later", 0)])
+        observer.catch_up(lambda: left.append(observer.history_left))
+        assert left == sorted(left, reverse=True)
+        assert 0 < left[len(left) // 2] < left[0], "it is told while it goes on"
+        seen = observer.snapshot(NEWEST)
+        assert (left[-1], seen.history_left, seen.history) == (0, 0, left[0])
+        assert len(observer.scored) > ROLLOUTS
+
+
+def test_a_terminal_shows_it_until_it_is_read(run: RealRun) -> None:
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(run.command("top"), stdout=theirs, stderr=theirs, cwd=os.getcwd()) as process:
+        os.close(theirs)
+        shown, deadline = "", time.monotonic() + 60
+        while not re.search(r"of records, (live|quiet)", shown) and time.monotonic() < deadline:
+            shown = COLOUR.sub("", shown + os.read(ours, 65536).decode(errors="replace"))
+        process.send_signal(signal.SIGINT)
+        os.close(ours)
+    assert re.findall(r"of records, (reading history, 0 %|live|quiet)", shown)[0] == "reading history, 0 %"
+    assert re.search(r"of records, (live|quiet)", shown)
+
+
+def test_lines_in_a_pipe_begin_with_it_until_it_is_read(run: RealRun) -> None:
+    with subprocess.Popen(run.command("top"), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline()]
+        while READING.match(lines[-1]):
+            lines.append(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+    assert lines[0].startswith("reading history, 0 %  step 0")
+    assert lines[-1].startswith("step 0  version 0")
+
+
+def test_programs_are_told_on_stderr_and_in_figures(
+    run: RealRun, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top, "_LINE_S", 0.0)
+    assert main(["top", "--json", "--run", run.name, "-b", run.kafka.bootstrap_servers]) == 0
+    out, err = capfd.readouterr()
+    answer = json.loads(out)
+    assert answer["history"] >= ROLLOUTS
+    assert answer["history_left"] == 0
+    said = [int(percent) for percent in READING.findall(err)]
+    assert said[0] == 0
+    assert said == sorted(said)
+    assert len(set(said)) > 1
+
+
+def test_the_display_of_a_run_says_it_too(run: RealRun, capfd: pytest.CaptureFixture[str]) -> None:
+    display = Display(
+        json=False, began=time.monotonic(), newest=NEWEST, line=lambda seen: line(seen.snapshot(NEWEST)), every_s=0.0
+    )
+    with closing(RunObserver(run.kafka, run.name)) as observer, display.live():
+        display.show(observer)
+        observer.catch_up()
+        display.show(observer)
+    first, last = capfd.readouterr().out.splitlines()
+    assert "s  reading history, 0 %  step" in first
+    assert "s  step 0" in last
