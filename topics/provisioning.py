@@ -109,6 +109,15 @@ def apply(
             future.result(_TIMEOUT_S)
         except KafkaException as error:
             raise TopicError(f"settings of topic {resource.name} cannot be changed: {error.args[0].str()}") from error
+    deadline = time.monotonic() + _TIMEOUT_S
+    # The controller, which answers a change, may be ahead of the broker that says what is set.
+    while changed and (late := sorted(p.topic for p in plan(kafka, config, run, settings) if p.changes)):
+        if time.monotonic() > deadline:
+            raise BrokerUnavailable(
+                f"settings of topics {late} were changed and do not show after {_TIMEOUT_S:g} s; another program sets "
+                f"them, or the broker is behind its controller: run `rollstream topics apply` again"
+            )
+        time.sleep(0.02)
     return plans
 
 
