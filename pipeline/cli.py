@@ -154,7 +154,11 @@ def _add_roles(commands: "Commands") -> None:
         "give trajectories that wait for their rewards what a labeler makes of them, exactly once",
         example="rollstream label rewards.grasping:judge --run robot",
     )
-    label.add_argument("labeler", metavar="MODULE:FUNCTION", help="takes a Trajectory, returns it labelled, or None")
+    label.add_argument(
+        "labeler",
+        metavar="MODULE:FUNCTION",
+        help="takes a Trajectory, returns it labelled, or None; recover: commit lost positions again, and exit",
+    )
     label.add_argument("--ordinal", type=int, default=0, help="number of this labeller, from 0 (default: %(default)s)")
     for role in (infer, env, evaluator, group, learn, label):
         role.set_defaults(role=True)

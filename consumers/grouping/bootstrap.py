@@ -75,7 +75,7 @@ def _initialise(
             f"run {run} has journal records on partitions {sorted(written)} and no offsets of group {group} on {lost}; "
             f"offsets were lost: commit them again with `rollstream group recover`"
         )
-    if _members(kafka, group):
+    if members(kafka, group):
         raise StateRefused(f"group {group} has members and no offsets; stop them before `rollstream topics apply`")
     topic_id = clients.topic_ids(kafka, [rollouts])[rollouts]
     records = [state.initial(p, partitions, topic_id, grouping) for p in range(partitions)]
@@ -97,7 +97,7 @@ def recover(
     end of the journal is not decided within `patience_s` (kafka.patience_s by default).
     """
     group = grouper.group_id(run)
-    if _members(kafka, group):
+    if members(kafka, group):
         raise StateRefused(
             f"group {group} has members; stop them, wait out kafka.session_timeout_s ({kafka.session_timeout_s:g} s), "
             f"and repeat `rollstream group recover`"
@@ -144,7 +144,7 @@ def _recover(
 
     def unchanged() -> None:
         # From here on no member sees an offset before this transaction is over; one that came before has written.
-        if _members(kafka, group) or clients.bounds(kafka, journal) != ends:
+        if members(kafka, group) or clients.bounds(kafka, journal) != ends:
             raise StateRefused(f"a process of group {group} started meanwhile; stop it, and repeat `group recover`")
 
     _commit(producer, kafka, run, group, last, unchanged)
@@ -180,7 +180,8 @@ def committed_offsets(kafka: KafkaConfig, group: str, topic: str, partitions: in
         consumer.close()
 
 
-def _members(kafka: KafkaConfig, group: str) -> int:
+def members(kafka: KafkaConfig, group: str) -> int:
+    """How many members a consumer group has."""
     client = clients.admin(kafka)
 
     def count() -> int:

@@ -6,13 +6,13 @@ A position that was lost, or that is of a topic since created again, is refused:
 import logging
 from dataclasses import dataclass
 
-from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka import KafkaException, Message, TopicPartition
 
 from consumers.grouping.bootstrap import committed_offsets
 from topics import clients
-from topics.catalogue import topic_name
+from topics.catalogue import name_in_run, topic_name
 from topics.config import KafkaConfig
-from topics.errors import StateRefused
+from topics.errors import RecordError, StateRefused
 from topics.headers import header
 from topics.logs import event
 from topics.transactional_ids import transactional_id
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 SOURCE = "rollstream.source"
 """Header of a labelled trajectory: partition and offset it has in `unlabelled`, joined by a colon."""
 _TIMEOUT_S = 30.0
+_PLACE = ("topic", "partition", "offset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,40 @@ class Progress:
         return cls(topic_id=topic_id, since=since, labelled=labelled, left_out=left_out, dead_lettered=dead_lettered)
 
 
+def source_of(message: Message) -> tuple[int, int] | None:
+    """Partition and offset in `unlabelled` of what a trajectory was made of; None where its worker knew its rewards.
+
+    Raises RecordError for a header that names no place.
+    """
+    source = dict(message.headers() or []).get(SOURCE)
+    if source is None:
+        return None
+    text = source.decode(errors="replace") if isinstance(source, bytes) else source
+    partition, _, offset = text.partition(":")
+    if not (partition + offset).isascii() or not (partition.isdecimal() and offset.isdecimal()):
+        raise RecordError(f"its header {SOURCE} is {text[:40]!r}, which names no place in unlabelled")
+    return int(partition), int(offset)
+
+
+def refused_of(message: Message) -> tuple[int, int] | None:
+    """Partition and offset in `unlabelled` of what a dead letter was; None for one of another topic.
+
+    Raises RecordError for headers that name no place.
+    """
+    headers = dict(message.headers() or [])
+    topic, partition, offset = (_text(headers.get(f"__streams.errors.{name}")) for name in _PLACE)
+    if name_in_run(topic) != "unlabelled":
+        return None
+    try:
+        return int(partition), int(offset)
+    except ValueError as error:
+        raise RecordError("names no partition and offset of unlabelled") from error
+
+
+def _text(header: str | bytes | None) -> str:
+    return header.decode(errors="replace") if isinstance(header, bytes) else header or ""
+
+
 def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
     """Commit where labelling begins unless it has begun; returns the id of `unlabelled`, which commits carry.
 
@@ -63,9 +98,8 @@ def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
         labelled = "what was pruned" if pruned else _labelled(kafka, run)
         if labelled:
             raise StateRefused(
-                f"group {group} has no positions in {topic}, but {labelled} was labelled: they were lost. Set them "
-                f"with Kafka's kafka-consumer-groups --reset-offsets, after the last sources that headers {SOURCE} of "
-                f"{topic_name(run, 'trajectories')} and headers of its dead letters name"
+                f"group {group} has no positions in {topic}, but {labelled} was labelled: they were lost. Commit "
+                f"them again with `rollstream label recover`"
             )
         try:
             begin = Progress(topic_id=topic_id).encode()
@@ -78,8 +112,8 @@ def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
     lost = [tp.partition for tp in committed if tp.offset < 0]
     if lost:
         raise StateRefused(
-            f"group {group} has no positions in partitions {lost} of {topic}; set them with Kafka's "
-            "kafka-consumer-groups --reset-offsets, after the last that was labelled"
+            f"group {group} has no positions in partitions {lost} of {topic}; commit them again with "
+            "`rollstream label recover`"
         )
     others = {Progress.decode(tp).topic_id for tp in committed} - {topic_id, ""}
     if others:

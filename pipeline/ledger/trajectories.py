@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from confluent_kafka import KafkaException, Message, TopicPartition
 
 from consumers.buffers.filling import filler_positions
-from consumers.labelling.positions import SOURCE, Progress
+from consumers.labelling.positions import Progress, refused_of, source_of
 from pipeline.ledger.book import PATIENCE_S, Ledger
 from pipeline.ledger.hidden import Hidden
 from pipeline.ledger.letters import REDRIVEN
 from pipeline.ledger.tail import Tail
 from topics import clients
-from topics.catalogue import name_in_run, topic_name
+from topics.catalogue import topic_name
 from topics.config import KafkaConfig
 from topics.errors import RecordError
 from topics.records import TrajectoryRecord
@@ -97,7 +97,7 @@ def check_trajectories(kafka: KafkaConfig, run: str, labeller: str, hidden: Hidd
             records[message.partition() or 0].append(message.offset() or 0)
             skipped.decode(TrajectoryRecord, message)
             with skipped.passing(message):
-                _count(_source(message), partitions, "labelled")
+                _count(source_of(message), partitions, "labelled")
         _note_letters(letters.messages(), partitions, skipped)
         if not any(part.differences() for part in partitions.values()) or time.monotonic() > deadline:
             break
@@ -132,39 +132,11 @@ def _partitions(kafka: KafkaConfig, run: str, labeller: str, hidden: Hidden, res
     return partitions
 
 
-def _source(message: Message) -> tuple[int, int] | None:
-    """Partition and offset in `unlabelled` of what a trajectory was made of; None where its worker knew its rewards.
-
-    Raises RecordError for a header that names no place.
-    """
-    source = dict(message.headers() or []).get(SOURCE)
-    if source is None:
-        return None
-    text = source.decode(errors="replace") if isinstance(source, bytes) else source
-    partition, _, offset = text.partition(":")
-    if not (partition + offset).isascii() or not (partition.isdecimal() and offset.isdecimal()):
-        raise RecordError(f"its header {SOURCE} is {text[:40]!r}, which names no place in unlabelled")
-    return int(partition), int(offset)
-
-
 def _note_letters(messages: Iterable[Message], partitions: dict[int, _Partition], skipped: SkippedRecords) -> None:
     for message in messages:
-        headers = dict(message.headers() or [])
-        topic, partition, offset = (
-            _text(headers.get(f"__streams.errors.{n}")) for n in ("topic", "partition", "offset")
-        )
-        if REDRIVEN in headers or name_in_run(topic) != "unlabelled":
-            continue
-        with skipped.passing(message):
-            try:
-                place = int(partition), int(offset)
-            except ValueError as error:
-                raise RecordError("names no partition and offset of unlabelled") from error
-            _count(place, partitions, "letters")
-
-
-def _text(header: str | bytes | None) -> str:
-    return header.decode(errors="replace") if isinstance(header, bytes) else header or ""
+        if REDRIVEN not in dict(message.headers() or []):
+            with skipped.passing(message):
+                _count(refused_of(message), partitions, "letters")
 
 
 def _count(place: tuple[int, int] | None, partitions: dict[int, _Partition], fate: str) -> None:
@@ -184,7 +156,7 @@ def _settle(partitions: dict[int, _Partition], hidden: Hidden, result: Ledger) -
     in_doubt: dict[int, set[int]] = {p: set() for p in partitions}
     for message in hidden.messages("trajectories"):
         with SkippedRecords(logged=False).passing(message):
-            place = _source(message)
+            place = source_of(message)
             if place is not None and place[0] in in_doubt:
                 in_doubt[place[0]].add(place[1])
     fates: Counter[str] = Counter(produced=0, labelled=0, left_out=0, dead_lettered=0, pending=0, undecided=0, pruned=0)

@@ -9,7 +9,9 @@ from pipeline.process import announce_ready, stop_on_signals
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Label trajectories until told to stop."""
+    """Label trajectories until told to stop; or commit lost positions again."""
+    if args.labeler == "recover":
+        return _recover(config)
     labeler = labeler_of(args.labeler)
     stop = stop_on_signals()
     run_labelling(
@@ -21,4 +23,12 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         stop=stop,
         on_ready=announce_ready,
     )
+    return 0
+
+
+def _recover(config: RunConfig) -> int:
+    from consumers.labelling.recovery import recover
+
+    for partition, position in sorted(recover(config.kafka, config.run, config.labelling).items()):
+        print(f"partition {partition}: labelling goes on at offset {position}")
     return 0

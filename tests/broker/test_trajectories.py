@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from confluent_kafka import Message, TopicPartition
+from confluent_kafka import KafkaException, Message, TopicPartition
 
 from consumers.buffers.filling import Place, TrajectoryFiller
 from consumers.buffers.slice_buffer import EpisodeSliceBuffer
 from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
-from consumers.grouping.bootstrap import committed_offsets
+from consumers.grouping.bootstrap import committed_offsets, members
 from consumers.labelling.config import LabellingConfig
 from consumers.labelling.positions import SOURCE, Progress, ensure_positions
+from consumers.labelling.recovery import recover
 from consumers.labelling.stage import LabellingProcess, Part
 from consumers.transactions import OwnershipLost
 from pipeline.ledger import ledger
@@ -38,6 +39,7 @@ from topics.errors import ConfigurationError, RecordError, RecordTooLarge, State
 from topics.keys import encode_key, partition_of
 from topics.records import NamedArray, RolloutMetadata, TrajectoryRecord, same
 from topics.trajectories import Trajectory, from_record, to_record
+from topics.transactional_ids import transactional_id
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = encode(
@@ -398,11 +400,54 @@ def test_labelling_begins_once_and_positions_that_are_lost_or_of_another_topic_a
     commit(group, "another-id")
     with pytest.raises(StateRefused, match=r"id another-id, which was deleted"):
         ensure_positions(run.kafka, run.name, group)
-    with pytest.raises(StateRefused, match=r"0:2 was labelled: they were lost.*reset-offsets"):
+    with pytest.raises(StateRefused, match=r"0:2 was labelled: they were lost.*label recover"):
         ensure_positions(run.kafka, run.name, f"{run.name}.never-began")
     commit(f"{run.name}.half", topic_id)
     with pytest.raises(StateRefused, match=r"no positions in partitions \[1\]"):
         ensure_positions(run.kafka, run.name, f"{run.name}.half")
+
+
+def test_lost_positions_of_labelling_are_committed_again_from_what_was_labelled(run: RealRun) -> None:
+    send(run, [numbered(number) for number in (11, 10, 12, 55, 20)], "unlabelled")
+    group, partition = f"{run.name}.labeller", partition_of(encode_key("cart", "w0"), run.topics.partitions)
+    first = run.start("label", "tests.trajectories:double", kafka__session_timeout_s=6)
+    eventually(lambda: position(run, "labeller", "unlabelled")[partition] == 5, 30, "all are judged")
+    with pytest.raises(StateRefused, match=r"has members; stop them"):
+        recover(run.kafka, run.name, LabellingConfig())
+    first.terminate()
+    assert first.wait(10) == 0
+    eventually(lambda: not members(run.kafka, group), 60, "it is no member any more")
+    client = clients.admin(run.kafka)
+    client.delete_consumer_groups([group])[group].result(30)
+    with pytest.raises(StateRefused, match=r"label recover"):
+        ensure_positions(run.kafka, run.name, group)
+
+    # A process that was paused in its transaction is fenced: what it would write later is no label any more.
+    paused = clients.transactional_producer(run.kafka, transactional_id(run.name, "labeller", 0))
+    paused.init_transactions(30)
+    paused.begin_transaction()
+    headers: list[tuple[str, str | bytes | None]] = [(SOURCE, f"{partition}:4")]
+    paused.produce(run.topic("trajectories"), b"late", b"key", partition, headers=headers)
+    paused.flush(30)
+    told = subprocess.run(
+        run.command("label", "recover"),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=run.directory,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    assert f"partition {partition}: labelling goes on at offset 4" in told.stdout
+    with pytest.raises(KafkaException):
+        paused.commit_transaction(30)
+    send(run, [numbered(13)], "unlabelled")
+    run.start("label", "tests.trajectories:double")
+    eventually(lambda: len(labelled_of(run)) == 3, 30, "labelling goes on")
+    book = ledger(run.kafka, run.name)
+    fates = {"labelled": 3, "left_out": 2, "dead_lettered": 1, "pending": 0, "undecided": 0, "pruned": 0}
+    assert book.unlabelled == {"produced": 6, **fates}
+    assert book.balanced, book.problems
 
 
 def labelled_of(run: RealRun) -> list[str]:
