@@ -9,12 +9,12 @@ rest, training drifts away from it.
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from consumers.grouping.changes import BATCHED, DROPPED
 from topics.logs import event
-from topics.records import FateCount
+from topics.records import FateCount, TrainingBatch
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,9 @@ class Spread:
 
     def __add__(self, other: "Spread") -> "Spread":
         return Spread(self.count + other.count, self.total + other.total, self.squares + other.squares)
+
+    def __sub__(self, other: "Spread") -> "Spread":
+        return Spread(self.count - other.count, self.total - other.total, self.squares - other.squares)
 
     @property
     def mean(self) -> float | None:
@@ -72,6 +75,9 @@ class Kind:
 
     def __add__(self, other: "Kind") -> "Kind":
         return Kind(self.rollouts + other.rollouts, self.length + other.length, self.reward + other.reward)
+
+    def __sub__(self, other: "Kind") -> "Kind":
+        return Kind(self.rollouts - other.rollouts, self.length - other.length, self.reward - other.reward)
 
     @classmethod
     def of(cls, count: FateCount) -> "Kind":
@@ -167,6 +173,31 @@ def selections(counts: Iterable[FateCount]) -> dict[str, Selection]:
         kinds[kind] = kinds[kind] + Kind.of(count)
         found[count.environment] = Selection(count.environment, **kinds)
     return dict(sorted(found.items()))
+
+
+def measured(batch: TrainingBatch, rows: Iterable[int]) -> dict[str, Kind]:
+    """Rows of a batch, by environment."""
+    found: dict[str, Kind] = {}
+    for row in rows:
+        length = float(batch.loss_mask[batch.splits[row] : batch.splits[row + 1]].sum())
+        reward = float(batch.rewards[row])
+        one = Kind(1, Spread(1, length, length * length), Spread(1, reward, reward * reward))
+        environment = batch.groups[int(batch.group_index[row])].environment
+        found[environment] = found.get(environment, _NONE) + one
+    return found
+
+
+def with_skipped(found: Mapping[str, Selection], skipped: Mapping[str, Kind]) -> dict[str, Selection]:
+    """Selections in which what learners skipped, by environment, is lost instead of batched.
+
+    An environment stays as it is where the journal, begun by an earlier release, measured fewer rollouts than that.
+    """
+    return {
+        environment: replace(selection, batched=selection.batched - gone, lost=selection.lost + gone)
+        if (gone := skipped.get(environment, _NONE)).rollouts <= selection.batched.length.count
+        else selection
+        for environment, selection in found.items()
+    }
 
 
 def _kind(fate: str) -> str | None:

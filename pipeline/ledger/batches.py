@@ -2,9 +2,11 @@
 
 import time
 from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from consumers.grouping.changes import BATCHED
+from consumers.grouping.selection import Kind, measured
 from pipeline.journals import IN_FLIGHT, PartitionJournal
 from pipeline.ledger.book import PATIENCE_S, Ledger
 from pipeline.ledger.hidden import Hidden
@@ -23,6 +25,8 @@ class Batches:
     """By batch id."""
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Partition and offset by batch id."""
+    skipped: dict[str, Kind] = field(default_factory=dict)
+    """Lengths and rewards of what learners skipped, by environment."""
 
 
 def check_batches(
@@ -30,11 +34,12 @@ def check_batches(
     run: str,
     journals: dict[int, PartitionJournal],
     evals: set[str],
+    untrained: Mapping[str, Collection[int]],
     hidden: Hidden,
     result: Ledger,
 ) -> Batches:
     """Batches against the journal: the same batches, made of exactly the offsets it calls batched and of nothing that
-    was made for evaluation.
+    was made for evaluation. `untrained` are the rows that learners skipped, by batch id.
     """
     expected = {batch_id for journal in journals.values() for batch_id in journal.batch_ids}
     carried: dict[int, Counter[int]] = {p: Counter() for p in journals}
@@ -56,6 +61,13 @@ def check_batches(
             carried[batch.partition].update(batch.source_offsets.tolist())
         elif batch.number >= journal.base_batches:
             result.problem(f"batch {batch.batch_id} is in batches and not in the journal")
+        rows = [row for row in untrained.get(batch.batch_id, ()) if row < len(batch)]
+        try:
+            skipped_rows = measured(batch, rows)
+        except IndexError as error:
+            raise RecordError(f"batch {batch.batch_id} has rows without tokens, reward or group") from error
+        for environment, kind in skipped_rows.items():
+            found.skipped[environment] = found.skipped.get(environment, Kind()) + kind
 
     deadline = time.monotonic() + PATIENCE_S
     while True:

@@ -3,7 +3,7 @@ once, and moves past no batch that its record does not name.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pipeline.journals import PartitionJournal
 from pipeline.ledger.book import Ledger
@@ -91,6 +91,15 @@ def check_steps(
                     result.skipped_as[code] = result.skipped_as.get(code, 0) + use.rows
     result.trained = sum(row["trained"] for row in result.learners.values())
     result.skipped = sum(row["skipped"] for row in result.learners.values())
+
+
+def untrained_rows(steps: Iterable[LearnerStep], run: str) -> dict[str, set[int]]:
+    """Rows that a learner skipped and none trained on, by batch id."""
+    found: dict[str, dict[str, set[int]]] = {"skipped": {}, "trained": {}}
+    for step in steps:
+        for use in step.uses if step.input_run == run else ():
+            found[use.use].setdefault(use.batch_id, set()).update(use.row_numbers or range(use.rows))
+    return {batch_id: rows - found["trained"].get(batch_id, set()) for batch_id, rows in found["skipped"].items()}
 
 
 def check_positions(steps: Sequence[LearnerStep], entries: Entries, end: int, run: str, result: Ledger) -> None:

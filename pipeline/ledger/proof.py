@@ -14,7 +14,7 @@ from confluent_kafka import KafkaException, TopicPartition
 
 from consumers.grouping.changes import BATCHED, CONTROL, DEAD_LETTERED, DROPPED
 from consumers.grouping.config import GrouperConfig
-from consumers.grouping.selection import selections
+from consumers.grouping.selection import selections, with_skipped
 from consumers.grouping.state import CommitMetadata
 from consumers.labelling.config import LabellingConfig
 from pipeline.journals import IN_FLIGHT, READ, PartitionJournal, environments
@@ -23,7 +23,7 @@ from pipeline.ledger.book import PATIENCE_S, Ledger
 from pipeline.ledger.evaluations import read_evals
 from pipeline.ledger.hidden import Hidden
 from pipeline.ledger.index import check_index
-from pipeline.ledger.learners import check_positions, check_steps, read_steps
+from pipeline.ledger.learners import check_positions, check_steps, read_steps, untrained_rows
 from pipeline.ledger.letters import check_dead_letters
 from pipeline.ledger.rollouts import check_records
 from pipeline.ledger.tail import Tail
@@ -49,9 +49,10 @@ def ledger(kafka: KafkaConfig, run: str, group: str | None = None, labeller: str
     # Before the cut, as a janitor deletes up to where the group was then.
     begins = {p: begin for p, (begin, _end) in clients.bounds(kafka, topic_name(run, "rollouts")).items()}
     journals = _read_journals(kafka, run, group or GrouperConfig().group_id(run), hidden, result)
-    result.selection = selections(count for journal in journals.values() for count in journal.counts)
     evals = read_evals(kafka, run, result)
-    batches = check_batches(kafka, run, journals, evals, hidden, result)
+    batches = check_batches(kafka, run, journals, evals, untrained_rows(steps, run), hidden, result)
+    counts = (count for journal in journals.values() for count in journal.counts)
+    result.selection = with_skipped(selections(counts), batches.skipped)
     entries = check_index(kafka, run, journals, batches.places, index_end, hidden, result)
     check_dead_letters(kafka, run, journals, hidden, result)
     in_flight = check_records(kafka, run, journals, begins, hidden, result)

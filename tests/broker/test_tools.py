@@ -82,6 +82,10 @@ def test_the_ledger_tells_tokens_and_each_environment_apart(planted: Planted) ->
     assert book["tokens"]["batched"] == 6 * good
     assert book["produced"] == good + 7 + 1 + book["control"]
     assert (book["evals"], book["pruned"]) == (0, 0)
+    # Of two groups too small and four stale, and of the batch that the learner skipped.
+    assert book["skipped_as"] == {"stale_version": book["skipped"]}
+    assert book["selection"]["env"]["lost"]["rollouts"] == 6 + book["skipped"]
+    assert book["selection"]["env"]["batched"]["rollouts"] == good - book["skipped"]
     text = lines(planted, "ledger", "--by", "env")
     assert "  dropped: stale version          4" in text
     assert "evals, apart from all this: 0 rollouts" in text

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.journals import PartitionJournal
 from pipeline.ledger import Ledger
-from pipeline.ledger.learners import check_positions, check_steps
+from pipeline.ledger.learners import check_positions, check_steps, untrained_rows
 from pipeline.report import ledger_text
 from topics.records import BatchIndexEntry, BatchUse, LearnerStep
 
@@ -85,6 +85,14 @@ def test_what_learners_skip_is_counted_by_the_code_of_its_reason() -> None:
     assert found.as_dict()["skipped_as"] == {"old_step": 1, "other": 1, "too_long": 2}
     assert found.learners["l"]["skipped_as"] == found.skipped_as
     assert "      as too long " in ledger_text(found.as_dict())
+
+
+def test_rows_that_a_learner_skipped_and_none_trained_on_are_told() -> None:
+    steps = [
+        replace(stands(n, 0), uses=uses) for n, uses in enumerate([(use("skipped", 1, 3),), (use("trained", 0, 3),)])
+    ]
+    assert untrained_rows(steps, "run") == {"0-0": {1}}
+    assert untrained_rows(steps, "another") == {}
 
 
 def entries(*offsets: int) -> dict[int, BatchIndexEntry]:

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable
+from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from consumers.grouping import state
 from consumers.grouping.config import GroupingConfig
 from consumers.grouping.counts import Counts
-from consumers.grouping.selection import DEPENDENT, Selection, selections
+from consumers.grouping.selection import DEPENDENT, Kind, Selection, measured, selections, with_skipped
 from consumers.grouping.testing import GroupingTestDriver, example_rollout
 from pipeline.report import selection_text
+from tests.batches import random_batch
 from topics.records import FateCount
 
 Sample = list[tuple[int, float]]
@@ -201,3 +203,27 @@ def test_a_deadline_that_cuts_long_answers_off_is_seen_in_what_the_fold_counts()
     assert found.lost.rollouts > 500
     assert "length" in found.alerts()
     assert found.shift("length") < 0
+
+
+def test_what_learners_skip_is_lost_and_raises_the_alert_that_grouping_cannot() -> None:
+    batches = [random_batch(number, answers=(1, 60)) for number in range(40)]
+    lengths = [
+        [int(batch.loss_mask[begin:end].sum()) for begin, end in pairwise(batch.splits.tolist())] for batch in batches
+    ]
+    samples = [list(zip(of, batch.rewards.tolist(), strict=True)) for of, batch in zip(lengths, batches, strict=True)]
+    before = selections(counts(batched=[pair for sample in samples for pair in sample]))
+    assert before["env"].alerts() == ()
+    skipped = Kind()
+    for of, batch in zip(lengths, batches, strict=True):
+        skipped += measured(batch, [row for row, length in enumerate(of) if length > 40]).get("env", Kind())
+    found = with_skipped(before, {"env": skipped})["env"]
+    long = [length for of in lengths for length in of if length > 40]
+    assert (found.lost.rollouts, found.batched.rollouts) == (len(long), 640 - len(long))
+    assert found.lost.length.mean == pytest.approx(statistics.mean(long))
+    assert found.produced.length.mean == pytest.approx(statistics.mean(length for of in lengths for length in of))
+    assert found.alerts() == ("length",)
+
+
+def test_what_the_journal_did_not_measure_is_not_taken_from_what_was_batched() -> None:
+    before = selections(counts(batched=[(4, 1.0)]))
+    assert with_skipped(before, measured(random_batch(0), range(2))) == before
