@@ -76,7 +76,7 @@ def learners_text(found: Mapping[str, Any]) -> str:
             row["step"],
             row["trained"],
             row["skipped"],
-            row.get("waiting", f"(run {row['input_run']})"),
+            "(retired)" if row.get("retired") else row.get("waiting", f"(run {row['input_run']})"),
         )
         for name, row in found.items()
     ]

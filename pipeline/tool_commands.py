@@ -91,6 +91,7 @@ def add_tools(commands: "Commands") -> None:
     _add_groups(commands)
     _add_dlq(commands)
     _add_exclude(commands)
+    _add_learner(commands)
     _add_cat(commands)
     _add_trajectories(commands)
     top = add_command(
@@ -344,6 +345,21 @@ def _add_exclude(commands: "Commands") -> None:
         metavar="S",
         help="seconds to wait for the grouping processes (default: %(default)g)",
     )
+
+
+def _add_learner(commands: "Commands") -> None:
+    learner = add_command(
+        commands,
+        "learner",
+        "pipeline.tools.learner:change_learner",
+        "retire a learner that trains no more, so that nothing is kept for it; or let it train again",
+        example="rollstream learner retire old --run main --reason 'replaced by new'",
+    )
+    learner.add_argument(
+        "action", choices=("retire", "resume"), help="retire: it trains no more; resume: it does again"
+    )
+    learner.add_argument("learner", metavar="NAME", help="its name, as steps of --run have it")
+    learner.add_argument("--reason", default="", help="why it is retired; whoever starts it is told")
 
 
 def _add_cat(commands: "Commands") -> None:

@@ -7,7 +7,7 @@ the index had been consumed before.
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from topics.records import BatchIndexEntry, LearnerStep, batch_numbers
@@ -44,7 +44,7 @@ class _Learner:
 
 
 class Consumption:
-    """What the learner that wrote last into `steps` of a run has consumed."""
+    """What the learner that wrote last into `steps` of a run, and is not retired, has consumed."""
 
     def __init__(self, run: str, *, pruned: bool) -> None:
         """`pruned` says that the index no longer begins where it began."""
@@ -53,7 +53,10 @@ class Consumption:
         self._sums = array("q")
         """Rollouts of the entries up to each."""
         self._learners: dict[str, _Learner] = {}
-        self._newest = ""
+        self._writers: dict[str, None] = {}
+        """Learners in the order of their newest steps."""
+        self.retired: Container[str] = ()
+        """Learners that train no more: where they stand counts for nothing."""
         self._pruned = pruned
         self._journal: dict[int, tuple[int, int]] = {}
         """By partition, batches and rollouts in them as the journal told first; until compared with the index."""
@@ -98,13 +101,15 @@ class Consumption:
     def step(self, record: LearnerStep) -> None:
         """Take note of a step; one made of another run's batches consumes nothing here."""
         if record.input_run in ("", self._run):
-            self._newest = record.learner
+            self._writers.pop(record.learner, None)
+            self._writers[record.learner] = None
             self._learners.setdefault(record.learner, _Learner()).take(record)
 
     @property
     def consumed(self) -> int:
         """Rollouts trained on or skipped since the start of the run, whoever did so."""
-        learner = self._learners.get(self._newest, _Learner())
+        newest = next((name for name in reversed(self._writers) if name not in self.retired), "")
+        learner = self._learners.get(newest, _Learner())
         return self._before + self._since(learner)
 
     @property

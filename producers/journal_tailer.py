@@ -23,7 +23,8 @@ from topics.config import KafkaConfig
 from topics.errors import DeadlineExceeded
 from topics.following import TopicFollower
 from topics.journal_counts import JournalCounts, holds_all
-from topics.records import BatchIndexEntry, JournalRecord, LearnerStep
+from topics.records import BatchIndexEntry, JournalRecord, LearnerStep, RetiredLearner
+from topics.retired import note_retired
 from topics.skipped import SkippedRecords
 
 _FIRST_LOOK_BACK = 16
@@ -36,6 +37,8 @@ class JournalTailer:
         """`on_progress` is called in the tailer's thread after each change. Raises as clients.partitions_of does."""
         self._journal, self._steps = topic_name(run, "journal"), topic_name(run, "steps")
         self._rollouts, self._index = topic_name(run, "rollouts"), topic_name(run, "batch-index")
+        self._control = topic_name(run, "control")
+        self._retired: dict[str, RetiredLearner] = {}
         self._name = run
         self._kafka = kafka
         self._partitions = clients.partitions_of(kafka, self._journal)
@@ -96,7 +99,8 @@ class JournalTailer:
         first, _end = clients.bounds(self._kafka, self._index)[0]
         self._consumption = Consumption(self._name, pruned=first > 0)
         start = [self._after_last(p, *bounds) for p, bounds in clients.bounds(self._kafka, self._journal).items()]
-        start += [TopicPartition(topic, 0, OFFSET_BEGINNING) for topic in (self._index, self._steps)]
+        self._consumption.retired = self._retired
+        start += [TopicPartition(topic, 0, OFFSET_BEGINNING) for topic in (self._index, self._steps, self._control)]
         with closing(TopicFollower(self._kafka, start)) as follower:
             behind = {(place.topic, place.partition) for place in start}
             while not self._stop.is_set():
@@ -148,6 +152,8 @@ class JournalTailer:
             if entry is not None:
                 with self.skipped.passing(message):
                     self._consumption.entry(message.offset() or 0, entry)
+        elif message.topic() == self._control:
+            note_retired(self._retired, message, self.skipped)
         else:
             step = self.skipped.decode(LearnerStep, message)
             if step is not None:

@@ -188,12 +188,12 @@ CATALOGUE: tuple[TopicSpec, ...] = (
     TopicSpec(
         name="control",
         key="what, which",
-        values=("ExcludedBatch", "SkippedOffset"),
+        values=("ExcludedBatch", "SkippedOffset", "RetiredLearner"),
         partitions="1",
         cleanup="compact",
         writers=("tools",),
-        readers=("group", "learn", "tools"),
-        doc="What was decided about a run while it goes on: batches that learners leave out, records grouping skips.",
+        readers=("env", "group", "learn", "tools"),
+        doc="What was decided about a run while it goes on: batches learners leave out, records skipped, who retired.",
     ),
 )
 _BY_NAME = {spec.name: spec for spec in CATALOGUE}

@@ -36,6 +36,7 @@ RECORD_TYPES: tuple[type, ...] = (
     records.Metrics,
     records.ExcludedBatch,
     records.SkippedOffset,
+    records.RetiredLearner,
     records.RolloutBatch,
     records.TrajectoryRecord,
 )

@@ -434,6 +434,15 @@ class SkippedOffset:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RetiredLearner:
+    """A learner that trains no more; nothing is kept for it."""
+
+    learner: str
+    reason: str = ""
+    wall_time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class EpisodeSpan:
     """Rows `start` to `stop` of column `column` of a trajectory, which belong to one episode."""
 

@@ -21,6 +21,7 @@ from topics.errors import BrokerUnavailable, Fenced, StateRefused
 from topics.keys import encode_key
 from topics.logs import event
 from topics.records import LearnerStep
+from topics.retired import retired_learners
 from topics.skipped import SkippedRecords
 from topics.transactional_ids import earlier_id, fence, transactional_id
 
@@ -43,6 +44,14 @@ def _all_steps(kafka: KafkaConfig, run: str, start: int = OFFSET_BEGINNING) -> I
     return (record for _message, record in SkippedRecords("learner").records(LearnerStep, messages))
 
 
+def read_learners(kafka: KafkaConfig, run: str) -> dict[str, float]:
+    """Learners on record in a run, each with the time of its newest record."""
+    found: dict[str, float] = {}
+    for record in _all_steps(kafka, run):
+        found[record.learner] = max(found.get(record.learner, 0.0), record.timestamp)
+    return found
+
+
 class Publication(NamedTuple):
     """One record of a run that a learner wrote."""
 
@@ -56,12 +65,17 @@ class StepLog:
     """Commits records of one learner atomically."""
 
     def __init__(self, kafka: KafkaConfig, run: str, learner: str, *, take_over: bool = False) -> None:
-        """Become the publisher of a run. Raises StateRefused where another learner was it last, unless `take_over`."""
+        """Become the publisher of a run.
+
+        Raises StateRefused where this learner is retired; and, unless `take_over`, where another that is not retired
+        published last.
+        """
         self._learner = learner
         self._run = run
         self._steps_topic, self._policies_topic = topic_name(run, "steps"), topic_name(run, "policies")
         ends = {topic: clients.bounds(kafka, topic)[0][1] for topic in (self._steps_topic, self._policies_topic)}
         # Asked before, so that a learner that is refused fences nobody; and after, when what is there is final.
+        self._retired = retired_learners(kafka, run)
         before = self._publications(kafka, {})
         self._refuse_a_second(before, take_over)
         for name in sorted({learner, *(publication.learner for publication in before)}):
@@ -80,7 +94,14 @@ class StepLog:
         return found + [Publication(manifest.created, manifest.learner, manifest.version) for manifest in manifests]
 
     def _refuse_a_second(self, publications: Sequence[Publication], take_over: bool) -> None:
-        newest = max(publications, default=None)
+        if self._learner in self._retired:
+            reason = self._retired[self._learner].reason
+            raise StateRefused(
+                f"learner {self._learner!r} of run {self._run} is retired{f' ({reason})' if reason else ''}, and what "
+                f"it would read may be gone; start one of another name, or let it train again with `rollstream learner "
+                f"resume {self._learner} --run {self._run}`"
+            )
+        newest = max((p for p in publications if p.learner not in self._retired), default=None)
         if newest is None or newest.learner == self._learner or take_over:
             return
         version = max(publication.version for publication in publications)

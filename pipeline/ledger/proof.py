@@ -33,6 +33,7 @@ from topics.catalogue import topic_name
 from topics.config import KafkaConfig
 from topics.errors import StateRefused
 from topics.records import JournalRecord
+from topics.retired import retired_learners
 from topics.skipped import SkippedRecords
 
 
@@ -59,6 +60,9 @@ def ledger(kafka: KafkaConfig, run: str, group: str | None = None, labeller: str
     _sum_up(journals, in_flight, result)
     check_steps(steps, batches.rows, journals, run, result)
     check_positions(steps, entries, index_end, run, result)
+    for name in retired_learners(kafka, run).keys() & result.learners.keys():
+        result.learners[name]["retired"] = True
+        result.learners[name].pop("waiting", None)
     check_trajectories(kafka, run, labeller or LabellingConfig().group_id(run), hidden, result)
     return result
 

@@ -50,6 +50,7 @@ from topics.catalogue import topic_name
 from topics.config import KafkaConfig
 from topics.errors import BrokerUnavailable, ConfigurationError, StateRefused
 from topics.records import BatchIndexEntry, JournalRecord, LearnerStep, batch_numbers
+from topics.retired import retired_learners
 from topics.skipped import SkippedRecords
 from topics.validation import entry_problems
 
@@ -134,7 +135,7 @@ def plan_text(
             at = time_text(int(last.time * 1000)) if math.isfinite(last.time) else "no time"
             lines.append(
                 f"{name}: its last step is {last.step}, of {at}, and learner {last.replaced_by} has published into run "
-                f"{last.run} since; what it would read again is kept all the same"
+                f"{last.run} since; what it would read again is kept all the same until `rollstream learner retire`"
             )
     lines += [
         f"{why}: has not read beyond it; delete the group if it is over" for why in met if why.startswith("group")
@@ -284,10 +285,14 @@ def _learners(
             known = newest.get((of, step.learner))
             if step.input_run == run and (known is None or known.step <= step.step):
                 newest[of, step.learner] = step
-    if not newest:
-        return {"no learner on record": 0}, {}
+    retired = {of: retired_learners(kafka, of) for of, _learner in newest}
+    gone = {(of, learner) for of, learner in newest if learner in retired[of]}
+    if newest.keys() == gone:
+        return {"no learner on record" if not gone else "no learner but retired ones": 0}, {}
     found, last_steps = {}, {}
     for (of, learner), step in newest.items():
+        if (of, learner) in gone:
+            continue
         name = f"learner {learner}" if of == run else f"learner {of}/{learner}"
         needed = step.position if step.oldest < 0 else step.oldest
         if step.resumes_at >= 0:

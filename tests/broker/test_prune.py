@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -16,16 +17,19 @@ from confluent_kafka import TopicPartition
 
 from consumers.batch_reader import BatchReader
 from consumers.grouping.config import GrouperConfig, GroupingConfig
+from consumers.learner.step_log import StepLog, read_steps
 from pipeline.ledger import Ledger, ledger
 from pipeline.pruning import Deletion, plan
 from pipeline.tools.prune import delete, read_positions
 from pipeline.tools.replay import replay
 from pipeline.verify import index_of, verify
+from producers.journal_tailer import JournalTailer
 from tests.batches import random_batch, send_batches
 from tests.runs import RealRun, rollout
 from tests.waiting import eventually
 from topics import clients, provisioning
 from topics.codec import encode
+from topics.errors import Fenced, StateRefused
 from topics.keys import encode_key
 from topics.records import BatchUse, LearnerStep
 
@@ -132,6 +136,43 @@ def test_junk_stops_no_plan_and_a_learner_that_another_has_replaced_is_named(rea
     assert "learner gone: its last step is 1, of 2001-09-09T01:46:40.000Z" in text
     assert f"learner main has published into run {run.name} since" in text
     assert "records could not be read and count for nothing, the first: " in text
+
+
+def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(8)])
+    learn(run, "main", 6, at=1e9)
+    learn(run, "gone", 2, at=2e9)
+    sums = [sum(entry.rollouts for entry in list(index_of(run.kafka, run.name).values())[:n]) for n in range(9)]
+
+    def held() -> dict[str, int]:
+        positions = read_positions(run.kafka, run.name, run.grouper.group_id(run.name), None)
+        return dict(positions.learners)
+
+    before = held()
+    assert before["learner gone"] < before["learner main"]
+    with closing(StepLog(run.kafka, run.name, "gone")) as log, JournalTailer(run.kafka, run.name) as tailer:
+        assert tailer.progress.consumed == sums[2]
+        unknown = rollstream(run, "learner", "retire", "nobody")
+        assert (unknown.returncode, "those on record: gone, main" in unknown.stderr) == (2, True), unknown.stderr
+        done = rollstream(run, "learner", "retire", "gone", "--reason", "it diverged")
+        assert done.returncode == 0, done.stderr
+        assert held() == {"learner main": before["learner main"]}
+        eventually(lambda: tailer.progress.consumed == sums[6], 30, "the retired learner left out")
+        with pytest.raises(Fenced):
+            log.commit([log.record(read_steps(run.kafka, run.name, "gone")[1])])
+    with pytest.raises(StateRefused, match=r"is retired \(it diverged\).*rollstream learner resume gone"):
+        StepLog(run.kafka, run.name, "gone", take_over=True)
+    learners = ledger(run.kafka, run.name).learners
+    assert (learners["gone"]["retired"], "waiting" in learners["gone"]) == (True, False)
+    assert ("retired" in learners["main"], learners["main"]["waiting"]) == (False, 2)
+    assert "(retired)" in rollstream(run, "ledger").stdout
+    # The other takes its place without being told to.
+    StepLog(run.kafka, run.name, "main").close()
+
+    assert rollstream(run, "learner", "resume", "gone").returncode == 0
+    assert held() == before
+    StepLog(run.kafka, run.name, "gone", take_over=True).close()
 
 
 @pytest.mark.long
