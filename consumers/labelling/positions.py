@@ -13,7 +13,7 @@ from topics import clients
 from topics.catalogue import name_in_run, topic_name
 from topics.config import KafkaConfig
 from topics.errors import RecordError, StateRefused
-from topics.headers import header
+from topics.headers import header, header_pairs
 from topics.logs import event
 from topics.transactional_ids import transactional_id
 
@@ -55,7 +55,7 @@ def source_of(message: Message) -> tuple[int, int] | None:
 
     Raises RecordError for a header that names no place.
     """
-    source = dict(message.headers() or []).get(SOURCE)
+    source = dict(header_pairs(message)).get(SOURCE)
     if source is None:
         return None
     text = source.decode(errors="replace") if isinstance(source, bytes) else source
@@ -70,7 +70,7 @@ def refused_of(message: Message) -> tuple[int, int] | None:
 
     Raises RecordError for headers that name no place.
     """
-    headers = dict(message.headers() or [])
+    headers = dict(header_pairs(message))
     topic, partition, offset = (_text(headers.get(f"__streams.errors.{name}")) for name in _PLACE)
     if name_in_run(topic) != "unlabelled":
         return None

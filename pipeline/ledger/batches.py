@@ -43,7 +43,7 @@ def check_batches(
     """
     expected = {batch_id for journal in journals.values() for batch_id in journal.batch_ids}
     carried: dict[int, Counter[int]] = {p: Counter() for p in journals}
-    found, tail, skipped = Batches(), Tail(kafka, run, "batches"), SkippedRecords("ledger")
+    found, tail, skipped = Batches(), Tail(kafka, run, "batches"), SkippedRecords("ledger", logged=False)
 
     def read(batch: TrainingBatch, place: tuple[int, int]) -> None:
         journal = journals.get(batch.partition)
@@ -79,7 +79,7 @@ def check_batches(
             break
         time.sleep(0.1)
     result.note_skipped(skipped)
-    for message, batch in SkippedRecords("ledger").records(
+    for message, batch in SkippedRecords("ledger", logged=False).records(
         TrainingBatch, hidden.messages("batches") if missing else ()
     ):
         if batch.batch_id in missing:

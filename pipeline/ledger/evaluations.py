@@ -22,7 +22,7 @@ def read_evals(kafka: KafkaConfig, run: str, result: Ledger) -> set[str]:
     What is no sound rollout, as grouping judges them, counts for nothing and is named.
     """
     newest: dict[str, Rollout] = {}
-    skipped = SkippedRecords("ledger")
+    skipped = SkippedRecords("ledger", logged=False)
     for message, rollout in skipped.records(Rollout, clients.read_to_end(kafka, topic_name(run, "evals"))):
         with skipped.passing(message):
             check(rollout)

@@ -34,7 +34,7 @@ def check_index(
     """The index against the batches found at `places`. What lay before offset `cut` of it was committed before the
     journal was read, and must be told of there. Returns what the index holds.
     """
-    tail, skipped = Tail(kafka, run, "batch-index"), SkippedRecords("ledger")
+    tail, skipped = Tail(kafka, run, "batch-index"), SkippedRecords("ledger", logged=False)
     entries: dict[int, BatchIndexEntry] = {}
     deadline = time.monotonic() + PATIENCE_S
     while True:
@@ -103,4 +103,4 @@ def check_entries(
 
 def _hidden_entries(hidden: Hidden) -> list[BatchIndexEntry]:
     messages = hidden.messages("batch-index")
-    return [entry for _message, entry in SkippedRecords("ledger").records(BatchIndexEntry, messages)]
+    return [entry for _message, entry in SkippedRecords("ledger", logged=False).records(BatchIndexEntry, messages)]

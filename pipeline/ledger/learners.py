@@ -20,7 +20,7 @@ from topics.skipped import SkippedRecords
 def read_steps(kafka: KafkaConfig, run: str, result: Ledger) -> list[LearnerStep]:
     """The newest record of each step, in order."""
     newest: dict[tuple[str, int], LearnerStep] = {}
-    skipped = SkippedRecords("ledger")
+    skipped = SkippedRecords("ledger", logged=False)
     for message, step in skipped.records(LearnerStep, clients.read_to_end(kafka, topic_name(run, "steps"))):
         with skipped.passing(message):
             for use in step.uses:

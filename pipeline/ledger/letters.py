@@ -15,6 +15,7 @@ from pipeline.ledger.tail import Tail
 from topics.catalogue import name_in_run
 from topics.config import KafkaConfig
 from topics.errors import RecordError
+from topics.headers import header_pairs
 from topics.skipped import SkippedRecords
 
 REDRIVEN = "rollstream.redriven"
@@ -30,7 +31,7 @@ def check_dead_letters(
 
     A letter tells by its headers where it was: in older runs all partitions share one of dead letters.
     """
-    tail, skipped = Tail(kafka, run, "dead-letters"), SkippedRecords("ledger")
+    tail, skipped = Tail(kafka, run, "dead-letters"), SkippedRecords("ledger", logged=False)
     letters: Letters = {p: Counter() for p in journals}
     deadline = time.monotonic() + PATIENCE_S
     while True:
@@ -42,7 +43,7 @@ def check_dead_letters(
     result.note_skipped(skipped)
     if missing:
         later: Letters = {p: Counter() for p in journals}
-        _take(hidden.messages("dead-letters"), journals, later, SkippedRecords("ledger"))
+        _take(hidden.messages("dead-letters"), journals, later, SkippedRecords("ledger", logged=False))
         for number in sorted(missing):
             found = set(later[number]) - set(letters[number])
             # Of those of before the journal begins no offset is known.
@@ -89,12 +90,12 @@ def _take(
 ) -> None:
     """Count the letters of records up to the position of their partition."""
     for message in messages:
-        headers: dict[str, Any] = dict(message.headers() or [])
-        if REDRIVEN in headers:
-            continue  # A note that a letter was sent again, which is another record of rollouts.
-        if not of_rollouts(headers):
-            continue  # Of trajectories that could not be labelled.
         with skipped.passing(message):
+            headers: dict[str, Any] = dict(header_pairs(message))
+            if REDRIVEN in headers:
+                continue  # A note that a letter was sent again, which is another record of rollouts.
+            if not of_rollouts(headers):
+                continue  # Of trajectories that could not be labelled.
             try:
                 number = int(headers["__streams.errors.partition"])
                 offset = int(headers["__streams.errors.offset"])

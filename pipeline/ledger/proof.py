@@ -75,7 +75,7 @@ def _read_journals(
     partitions = clients.partitions_of(kafka, topic_name(run, "rollouts"))
     cut = _cut(kafka, run, group, partitions)
     journals = {p: PartitionJournal(p, result.problem) for p in range(partitions)}
-    tail, skipped = Tail(kafka, run, "journal"), SkippedRecords("ledger")
+    tail, skipped = Tail(kafka, run, "journal"), SkippedRecords("ledger", logged=False)
     deadline = time.monotonic() + PATIENCE_S
     while True:
         for message, record in skipped.records(JournalRecord, tail.messages()):

@@ -22,6 +22,7 @@ from topics import clients
 from topics.catalogue import topic_name
 from topics.config import KafkaConfig
 from topics.errors import RecordError
+from topics.headers import header_pairs
 from topics.records import TrajectoryRecord
 from topics.skipped import SkippedRecords
 
@@ -134,8 +135,8 @@ def _partitions(kafka: KafkaConfig, run: str, labeller: str, hidden: Hidden, res
 
 def _note_letters(messages: Iterable[Message], partitions: dict[int, _Partition], skipped: SkippedRecords) -> None:
     for message in messages:
-        if REDRIVEN not in dict(message.headers() or []):
-            with skipped.passing(message):
+        with skipped.passing(message):
+            if REDRIVEN not in dict(header_pairs(message)):
                 _count(refused_of(message), partitions, "letters")
 
 

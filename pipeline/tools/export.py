@@ -1,4 +1,5 @@
-"""`rollstream export`: the newest policy version of a run as a Hugging Face checkpoint, for engines and evaluations.
+"""`rollstream export`: the newest policy version that the log holds whole, as a Hugging Face checkpoint, for engines
+and evaluations. Newer ones that cannot be had are named on standard error.
 
 Tokenizer and generation settings are copied from `learner.pretrained` where the run started from a checkpoint.
 """
@@ -6,17 +7,22 @@ Tokenizer and generation settings are copied from `learner.pretrained` where the
 import argparse
 import json
 import shutil
+import sys
+from contextlib import closing
 from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
 
 from consumers.models import huggingface
 from consumers.models.config import DecoderConfig
-from consumers.weights.follower import WeightsFollower
+from consumers.weights.fetcher import ChunkFetcher, ChunksGone, ChunksLate
+from consumers.weights.layout import WeightsRefused, assemble
 from consumers.weights.publisher import read_manifests
 from pipeline.config import RunConfig
 from topics import clients
-from topics.errors import ConfigurationError
+from topics.errors import ConfigurationError, TopicError
 
-_TIMEOUT_S = 600.0
 _COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -39,22 +45,36 @@ def show_export(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def export(config: RunConfig, directory: Path, dtype: str | None) -> int:
-    """Write the newest version; returns its number.
+    """Write the newest version that can be had; returns its number.
 
-    Raises ConfigurationError where none is published or no family of Hugging Face's has such a model,
-    CheckpointRefused where the directory holds a model already.
+    Raises ConfigurationError where none is published or no family of Hugging Face's has such a model, TopicError where
+    none can be had, CheckpointRefused where the directory holds a model already.
     """
     clients.check_broker(config.kafka)
-    published = read_manifests(config.kafka, config.run)
-    if not published:
-        raise ConfigurationError(f"run {config.run} has no policy version yet; is the learner running?")
-    with WeightsFollower(config.kafka, config.run, config=config.learner.weights) as follower:
-        version, arrays = follower.wait_for(max(published), _TIMEOUT_S)
-    # Of all versions of a run alike.
-    model = DecoderConfig(**json.loads(published[max(published)].model))
+    version, model, arrays = _newest(config)
     huggingface.save(directory, model, arrays, dtype=dtype)
     for name in _COPIED:
         source = Path(config.learner.pretrained) / name
         if config.learner.pretrained and source.exists():
             shutil.copyfile(source, directory / name)
     return version
+
+
+def _newest(config: RunConfig) -> tuple[int, DecoderConfig, dict[str, NDArray[Any]]]:
+    tried: set[int] = set()
+    with closing(ChunkFetcher(config.kafka, config.run)) as fetcher:
+        # Read again each time: while one is fetched, its learner may replace it.
+        while untried := (published := read_manifests(config.kafka, config.run)).keys() - tried:
+            manifest = published[max(untried)]
+            tried.add(manifest.version)
+            try:
+                if manifest.kind == "external":
+                    raise WeightsRefused("its weights are not on the log")
+                model = DecoderConfig(**json.loads(manifest.model))
+                chunks = fetcher.fetch(manifest, timeout_s=config.learner.weights.fetch_timeout_s)
+                return manifest.version, model, assemble(manifest, chunks)
+            except (ChunksGone, ChunksLate, WeightsRefused, TypeError, ValueError) as error:
+                print(f"passed over policy version {manifest.version}: {error}", file=sys.stderr)
+    if not tried:
+        raise ConfigurationError(f"run {config.run} has no policy version yet; is the learner running?")
+    raise TopicError(f"run {config.run} has no policy version that can be exported; see why above")

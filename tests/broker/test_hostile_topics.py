@@ -4,6 +4,7 @@ programs is JSON, and what was passed over is named with how many and which was 
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,6 +103,8 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "exclude": ("exclude --env env --dry-run", ("batches", *VIEW)),
     "migrate": (f"migrate topic:{RUN}.evals run:other --dry-run", ()),
     "groups": ("groups --batches", ()),
+    "ledger": ("ledger", ()),
+    "ledger --by env": ("ledger --by env", ()),
     "runs": ("runs", ()),
     "topics describe": ("topics describe", ()),
 }
@@ -115,7 +118,7 @@ def test_a_command_answers_and_names_what_it_passed_over(
     words, topics = COMMANDS[name]
     code = call(run, *words.split(), *flags)
     out, err = capfd.readouterr()
-    assert code == (1 if name in ("dlq redrive", "migrate") else 0), err
+    assert code == (1 if name in ("dlq redrive", "migrate", "ledger", "ledger --by env") else 0), err
     assert out
     assert "Traceback" not in err
     said = passed_over(err)
@@ -136,6 +139,31 @@ def test_a_command_answers_and_names_what_it_passed_over(
 def sound(topic: str) -> set[bytes]:
     """What a record of the topic begins with."""
     return {frame for name in spec_of(topic).values for frame in frames(name)}
+
+
+def test_the_ledger_counts_what_it_could_not_read_in_its_answer(
+    run: Planted, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert call(run, "ledger", "--json") == 1
+    book = strict(capfd.readouterr().out)
+    assert book["records_skipped"] >= 6 * 5, "in steps, journal, batches, batch-index, dead-letters, evals"
+    assert len(book["unreadable"]) == 20
+    assert call(run, "ledger") == 1
+    assert "records could not be read and count for nothing, the first:" in capfd.readouterr().out
+
+
+def test_an_export_names_the_versions_that_cannot_be_had_and_ends(
+    run: Planted, capfd: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    assert call(run, "export", str(run.run.directory / "exported"), "--json") == 2
+    out, err = capfd.readouterr()
+    assert time.monotonic() - began < 60, "not the ten minutes of a version that may yet come"
+    assert out == ""
+    assert f"passed over policy version {hostile.HUGE}: " in err
+    assert f"passed over policy version {-hostile.HUGE}: " in err
+    assert "has no policy version that can be exported" in err
+    assert "Traceback" not in err
 
 
 def test_verify_of_the_newest_names_entries_that_the_journal_does_not_know(
