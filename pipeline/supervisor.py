@@ -318,6 +318,8 @@ def _since(start: float) -> float:
 
 
 def _name_exit(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "signal SIGKILL, which the system sends where memory ran out"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
 
 
