@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.report import ledger_text, verification_text
-from pipeline.tables import clipped, table
+from pipeline.tables import clipped, printable, table
 from pipeline.tools.plain import compact, tell
 from topics.errors import ConfigurationError
 
@@ -33,7 +33,7 @@ def show_ledger(config: RunConfig, args: argparse.Namespace) -> int:
         book = ledger(
             config.kafka, config.run, config.grouper.group_id(config.run), config.labelling.group_id(config.run)
         ).as_dict()
-        print(compact(book) if args.json else book_text(book, by_environment=args.by == "env"), flush=True)
+        print(compact(book) if args.json else printable(book_text(book, by_environment=args.by == "env")), flush=True)
         if args.watch is None:
             return 1 if not book["balanced"] else _UNDECIDED if book["undecided"] else 0
         time.sleep(args.watch)

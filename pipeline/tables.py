@@ -2,7 +2,19 @@
 
 import shlex
 import sys
+import unicodedata
 from collections.abc import Sequence
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """A text that does nothing to a terminal: control characters and those that change the direction or are not seen
+    are spelt out, as \\u001b, but for `keep`."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if c in keep or unicodedata.category(c) not in _UNSEEN else f"\\u{ord(c):04x}" for c in text)
+
+
+_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -53,4 +65,4 @@ def _cell(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    return f"{value:.3f}" if isinstance(value, float) else printable(str(value), keep="")

@@ -15,6 +15,7 @@ from typing import Any
 from confluent_kafka import OFFSET_END, Consumer, KafkaError, Message, TopicPartition
 
 from pipeline.config import RunConfig
+from pipeline.tables import printable
 from pipeline.tools.plain import compact, decoded, key_text, plain, time_text
 from topics import clients
 from topics.catalogue import CATALOGUE, topic_name
@@ -58,7 +59,8 @@ def cat(config: RunConfig, args: argparse.Namespace) -> int:
         record = decoded(message.value())
         if not wanted(record):
             continue
-        sys.stdout.write(show(message, record))
+        text = show(message, record)
+        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
         if args.follow:
             sys.stdout.flush()
         left = None if left is None else left - 1

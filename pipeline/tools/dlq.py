@@ -17,7 +17,7 @@ from confluent_kafka import KafkaError, KafkaException, Message
 
 from pipeline.config import RunConfig
 from pipeline.ledger import REDRIVEN
-from pipeline.tables import clipped, table
+from pipeline.tables import clipped, printable, table
 from pipeline.tools.plain import compact, decoded, key_text, plain, tell, time_text
 from topics import clients
 from topics.catalogue import name_in_run, topic_name
@@ -176,10 +176,10 @@ def _show(letters: Sequence[Letter], args: argparse.Namespace) -> int:
             print(compact(told))
             continue
         print(f"letter {letter.name}, of {letter.topic}[{letter.partition}] offset {letter.source}, {told['time']}")
-        print(f"reason: {letter.reason}")
+        print(printable(f"reason: {letter.reason}"))
         for name, value in letter.headers.items():
-            print(f"  {name}: {value}")
-        print(f"key: {told['key']}")
+            print(printable(f"  {name}: {value}"))
+        print(printable(f"key: {told['key']}"))
         print(_dump(letter.value or b"") if isinstance(decoded(letter.value), bytes) else compact(told["value"]))
         print()
     return 0
@@ -221,7 +221,7 @@ def _redrive(config: RunConfig, letters: Sequence[Letter], args: argparse.Namesp
         verb = "would be sent" if args.dry_run else "sent"
         print(f"{len(ready)} of {len(letters)} dead letters {verb} again")
         for letter, why in refused:
-            print(f"  left {letter.name}: {why}", file=sys.stderr)
+            print(printable(f"  left {letter.name}: {why}"), file=sys.stderr)
     return 1 if refused else 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.tables import printable
 from topics import codec
 from topics.errors import RecordError
 from topics.skipped import SkippedRecords
@@ -75,17 +76,18 @@ def key_text(key: bytes | None) -> str:
 
 
 def compact(value: Any) -> str:
-    """JSON on one line; what JSON has no number for is spelt as `plain` does."""
+    """JSON on one line; what JSON has no number for is spelt as `plain` does, what a terminal would obey as \\u001b."""
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:
-        return json.dumps(plain(value), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(plain(value), ensure_ascii=False, allow_nan=False)
+    return printable(text)
 
 
 def tell(skipped: SkippedRecords) -> None:
     """Say on stderr what a tool passed over."""
     for line in skipped.lines():
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
 
 
 def time_text(milliseconds: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from consumers.grouping.changes import BATCHED
 from pipeline.config import RunConfig
-from pipeline.tables import table
+from pipeline.tables import printable, table
 from pipeline.tools.lineage import Node, fate_node, place_of
 from pipeline.tools.plain import compact, decoded, plain, tell, time_text
 from pipeline.tools.view import Place, View
@@ -94,31 +94,36 @@ def _as_dict(shown: Shown, full: bool) -> dict[str, Any]:
 
 
 def _print(console: Any, shown: Shown, full: bool) -> None:
-    from rich.text import Text
-
     r = shown.rollout
-    console.print(Text(f"rollout {r.uid}", "bold"))
+    console.print(_text(f"rollout {r.uid}", "bold"))
     versions = f"version {r.policy_version}"
     if r.lowest_version != r.highest_version:
         versions += f" (tokens by {r.lowest_version} to {r.highest_version})"
     console.print(
-        Text(f"{r.environment}/{r.example_id}, {versions}, rollouts {shown.place}, {time_text(shown.appended_ms)}")
+        _text(f"{r.environment}/{r.example_id}, {versions}, rollouts {shown.place}, {time_text(shown.appended_ms)}")
     )
     parts = [f"{name} {value:g}" for name, value in r.reward_components.items()]
     told = f"reward {r.reward:g}" + (f" ({', '.join(parts)})" if parts else "")
     told += "" if shown.advantage is None else f", advantage {shown.advantage:+.4g}"
-    console.print(Text(told + (", truncated" if r.truncated else "")))
+    console.print(_text(told + (", truncated" if r.truncated else "")))
     for turn in r.turns:
-        console.print(Text(f"\n{turn.role}", "bold"), Text(turn.text), sep="\n")
+        console.print(_text(f"\n{turn.role}", "bold"), _text(turn.text), sep="\n")
     console.print(
-        Text(f"\n{len(r.tokens)} tokens, {int(r.loss_mask.sum())} sampled: id, below it its log-probability", "bold")
+        _text(f"\n{len(r.tokens)} tokens, {int(r.loss_mask.sum())} sampled: id, below it its log-probability", "bold")
     )
     console.print(_tokens(shown, None if full else 400))
     if shown.group:
-        console.print(Text("\ngroup", "bold"))
+        console.print(_text("\ngroup", "bold"))
         rows = [("> " + uid if uid == r.uid else "  " + uid, reward, a) for uid, reward, a in shown.group]
-        console.print(Text(table(("  uid", "reward", "advantage"), rows)))
-    console.print(Text("\n" + "\n".join(shown.fate.lines())))
+        console.print(_text(table(("  uid", "reward", "advantage"), rows)))
+    console.print(_text("\n" + "\n".join(shown.fate.lines())))
+
+
+def _text(text: str, style: str = "") -> Any:
+    """A record's words, none of which a terminal obeys."""
+    from rich.text import Text
+
+    return Text(printable(text), style)
 
 
 def _tokens(shown: Shown, most: int | None) -> Any:

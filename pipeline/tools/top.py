@@ -18,6 +18,7 @@ from rich.text import Text
 from pipeline.config import RunConfig
 from pipeline.flow import Snapshot
 from pipeline.observer import RunObserver
+from pipeline.tables import printable
 from pipeline.tools.plain import compact, tell
 from topics import clients
 
@@ -216,7 +217,7 @@ def _staleness(s: Snapshot, width: int) -> list[str]:
 def _drops(s: Snapshot, width: int) -> list[str]:
     """The most frequent reasons, the rest as one."""
     found = sorted(s.dropped.items(), key=lambda item: (-item[1], item[0]))
-    rows = [(reason.replace("_", " "), count) for reason, count in found]
+    rows = [(printable(reason.replace("_", " "), keep=""), count) for reason, count in found]
     if len(rows) > _ROWS:
         rows[_ROWS - 1 :] = [("others", sum(count for _reason, count in rows[_ROWS - 1 :]))]
     lines = _bars(rows, width) if rows else ["nothing"]

@@ -3,9 +3,14 @@ programs is JSON, and what was passed over is named with how many and which was 
 """
 
 import json
+import os
+import pty
 import re
+import subprocess
 import time
+import unicodedata
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +27,8 @@ from topics.errors import RecordError
 from topics.headers import header, header_pairs
 
 RUN = "hostile"
+COLOUR = re.compile(r"\x1b\[(0|1|2|3[23456]|1;3[23456]|48;[\d;]+)m")
+"""What the tools themselves send."""
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +171,39 @@ def test_an_export_names_the_versions_that_cannot_be_had_and_ends(
     assert f"passed over policy version {-hostile.HUGE}: " in err
     assert "has no policy version that can be exported" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("show hostile8-0", "show hostile11-0", "dlq ls", "dlq show", "top --once", "ledger --by env"),
+        *("cat rollouts", "cat rollouts --json", "cat dead-letters -f %k:%h:%s\\n", "cat metrics"),
+    ],
+)
+def test_nothing_in_a_record_is_obeyed_by_a_terminal(run: Planted, words: str) -> None:
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(run.run.command(*words.split()), stdout=theirs, stderr=subprocess.PIPE) as process:
+        os.close(theirs)
+        shown = b"".join(iter(partial(read_terminal, ours), b""))
+        os.close(ours)
+        assert process.stderr is not None
+        errors = process.stderr.read().decode()
+    assert process.returncode in (0, 1), errors
+    text = COLOUR.sub("", shown.decode())
+    assert text.strip()
+    obeyed = [c for c in text + errors if c not in "\r\n\t" and unicodedata.category(c) in ("Cc", "Cf")]
+    assert obeyed == []
+    assert "\x1b[31m" not in shown.decode()
+    if words.startswith(("show hostile", "cat rollouts", "cat metrics")):
+        assert r"\u001b[31m\u202e" in text, "it is spelt out"
+
+
+def read_terminal(terminal: int) -> bytes:
+    """What a terminal was sent, b"" once its last writer is gone."""
+    try:
+        return os.read(terminal, 65536)
+    except OSError:
+        return b""
 
 
 def test_verify_of_the_newest_names_entries_that_the_journal_does_not_know(
