@@ -103,7 +103,7 @@ printf '%s\n' "${COMPREPLY[@]}"
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("le", {"learn", "ledger"}),
+        ("le", {"learn", "learner", "ledger"}),
         ("topics ", {"plan", "apply", "describe", "-h", "--help"}),
         ("ledger --b", {"--bootstrap-servers", "--by"}),
         ("ledger --set grouping.batch_", {"grouping.batch_rollouts=", "grouping.batch_bytes="}),
