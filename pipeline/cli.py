@@ -156,11 +156,28 @@ def _add_roles(commands: "Commands") -> None:
     )
     label.add_argument(
         "labeler",
+        nargs="?",
         metavar="MODULE:FUNCTION",
-        help="takes a Trajectory, returns it labelled, or None; recover: commit lost positions again, and exit",
+        help="takes a Trajectory, returns it labelled, or None (default: labelling.labeler); recover: commit lost "
+        "positions again, and exit",
     )
     label.add_argument("--ordinal", type=int, default=0, help="number of this labeller, from 0 (default: %(default)s)")
-    for role in (infer, env, evaluator, group, learn, label):
+    collect = add_command(
+        commands,
+        "collect",
+        "pipeline.roles.collect:run",
+        "play a control task and publish trajectories",
+        example="rollstream collect --run robot --set collect.player=cell.arm:play",
+    )
+    collect.add_argument("--ordinal", type=int, default=0, help="number of this process, from 0 (default: %(default)s)")
+    filler = add_command(
+        commands,
+        "fill",
+        "pipeline.roles.fill:run",
+        "fill a trajectory buffer on disk from the log",
+        example="rollstream fill --run robot --set fill.directory=windows",
+    )
+    for role in (infer, env, evaluator, group, learn, label, collect, filler):
         role.set_defaults(role=True)
 
 
@@ -169,7 +186,7 @@ def _add_runs(commands: "Commands") -> None:
         commands,
         "run",
         "pipeline.run:run",
-        "run all roles under one supervisor until interrupted or the learner finishes",
+        "run all roles under one supervisor until interrupted or their work is done",
         example="rollstream run run.toml",
     )
     run.set_defaults(role=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from consumers.buffers.fill_config import FillConfig
 from consumers.grouping.config import GrouperConfig, GroupingConfig, check_batch_bytes
 from consumers.labelling.config import LabellingConfig
 from consumers.learner.config import LearnerConfig
@@ -26,7 +27,7 @@ from pipeline.settings import (
 )
 from pipeline.toml import render
 from producers.capacity import check_capacity
-from producers.config import CapacityConfig, EvaluationConfig, InferenceConfig, TasksConfig, WorkerConfig
+from producers.config import CapacityConfig, CollectConfig, EvaluationConfig, InferenceConfig, TasksConfig, WorkerConfig
 from topics.config import KafkaConfig, TopicsConfig
 from topics.errors import ConfigurationError
 from topics.secrets import is_secret, reference
@@ -79,7 +80,9 @@ class RunConfig:
     grouping: GroupingConfig = field(default_factory=GroupingConfig)
     grouper: GrouperConfig = field(default_factory=GrouperConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    collect: CollectConfig = field(default_factory=CollectConfig)
     labelling: LabellingConfig = field(default_factory=LabellingConfig)
+    fill: FillConfig = field(default_factory=FillConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
 
     def __post_init__(self) -> None:
@@ -101,6 +104,11 @@ class RunConfig:
                 f"{self.kafka.max_record_bytes}: lower the one or raise the other"
             )
         check_capacity(self.capacity)
+
+    @property
+    def is_control(self) -> bool:
+        """Whether the run is one of a control task: it has roles collect, label or fill, and no others."""
+        return bool(self.collect.processes or self.labelling.processes or self.fill.directory)
 
     @property
     def capacity(self) -> CapacityConfig:
@@ -163,7 +171,7 @@ def by_reference(layer: Layer, key: str, value: Any) -> Any:
 def _derived(config: RunConfig, origins: Mapping[Keys, Layer]) -> RunConfig:
     """What nobody set follows from what is: seeds from seed, paths from data_dir and run, an address from its port,
     learning rates from whether there is a checkpoint to start from."""
-    for name in ("inference", "worker", "evaluation", "grouping", "learner"):
+    for name in ("inference", "worker", "evaluation", "grouping", "learner", "collect", "fill"):
         if (name, "seed") not in origins:
             config = replace(config, **{name: replace(getattr(config, name), seed=config.seed)})
     if ("learner", "checkpoint", "directory") not in origins:

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pipeline.config import RunConfig, inference_url, secret_variables, to_toml
@@ -36,6 +37,21 @@ class RunPlan:
         return (self.learn, *self.followers, self.infer, *self.groupers)
 
 
+@dataclass(frozen=True)
+class ControlPlan:
+    """The roles of a run of a control task, in the order they start."""
+
+    fillers: tuple[RoleSpec, ...]
+    """One, where a buffer is to be filled."""
+    labellers: tuple[RoleSpec, ...]
+    collectors: tuple[RoleSpec, ...]
+
+    @property
+    def consumers(self) -> tuple[RoleSpec, ...]:
+        """Everything that must be ready before a trajectory is produced."""
+        return (*self.fillers, *self.labellers)
+
+
 def settle(config: RunConfig) -> RunConfig:
     """The configuration with every choice made that processes must agree on: ports of this machine."""
     if config.learner.processes > 1 and not config.learner.coordinator:
@@ -61,17 +77,7 @@ def write(config: RunConfig) -> Path:
 
 def plan(config: RunConfig, path: Path) -> RunPlan:
     """The roles of a run whose configuration lies at `path`."""
-
-    def spec(name: str, command: str, *flags: str, finishes: bool = False) -> RoleSpec:
-        return RoleSpec(
-            name=name,
-            arguments=("-P", "-m", "pipeline", command, "--config", str(path), *flags),
-            finishes=finishes,
-            ready_timeout_s=config.supervisor.ready_timeout_s,
-            stop_timeout_s=config.supervisor.stop_timeout_s,
-            restarts=config.supervisor.restarts,
-            backoff_s=config.supervisor.backoff_s,
-        )
+    spec = partial(_spec, config, path)
 
     return RunPlan(
         learn=spec(LEARN, "learn", finishes=True),
@@ -83,6 +89,30 @@ def plan(config: RunConfig, path: Path) -> RunPlan:
         groupers=tuple(spec(f"group-{n}", "group", "--ordinal", str(n)) for n in range(config.grouper.processes)),
         workers=tuple(spec(f"env-{n}", "env", "--ordinal", str(n)) for n in range(config.supervisor.workers)),
         evaluators=(spec("eval", "eval"),) if config.evaluation.every_versions else (),
+    )
+
+
+def control_plan(config: RunConfig, path: Path) -> ControlPlan:
+    """The roles of a run of a control task whose configuration lies at `path`."""
+    spec = partial(_spec, config, path)
+    return ControlPlan(
+        fillers=(spec("fill", "fill"),) if config.fill.directory else (),
+        labellers=tuple(spec(f"label-{n}", "label", "--ordinal", str(n)) for n in range(config.labelling.processes)),
+        collectors=tuple(
+            spec(f"collect-{n}", "collect", "--ordinal", str(n), finishes=True) for n in range(config.collect.processes)
+        ),
+    )
+
+
+def _spec(config: RunConfig, path: Path, name: str, command: str, *flags: str, finishes: bool = False) -> RoleSpec:
+    return RoleSpec(
+        name=name,
+        arguments=("-P", "-m", "pipeline", command, "--config", str(path), *flags),
+        finishes=finishes,
+        ready_timeout_s=config.supervisor.ready_timeout_s,
+        stop_timeout_s=config.supervisor.stop_timeout_s,
+        restarts=config.supervisor.restarts,
+        backoff_s=config.supervisor.backoff_s,
     )
 
 

@@ -1,4 +1,4 @@
-"""`rollstream run`: every role of a run under one supervisor, until it is told to stop or the learner finishes.
+"""`rollstream run`: every role of a run under one supervisor, until it is told to stop or has done its work.
 
 The broker is not part of it: it must be there. Ending, for whatever reason, stops producers first, then drains what
 they wrote, then the learner; nothing it started is left.
@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import ExitStack, closing
 
+from pipeline import control_run
 from pipeline import plan as plans
 from pipeline.config import RunConfig
 from pipeline.display import Display
@@ -34,28 +35,41 @@ _LINE_S = 10.0
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Run until SIGTERM (0), Ctrl-C (130), the learner's last step (0) or a role that keeps failing (1)."""
-    require_jax()
-    check_lengths(config, create_task(config.task, config.tasks))
+    """Run until SIGTERM (0), Ctrl-C (130), the end of its work (0) or a role that keeps failing (1)."""
+    if not config.is_control:
+        require_jax()
+        check_lengths(config, create_task(config.task, config.tasks))
     interrupts = Interrupts()
     interrupts.install()
     try:
         provision(config)
         config = plans.settle(config)
-        roles = plans.plan(config, plans.write(config))
+        path = plans.write(config)
         log_dir = config.run_dir / "logs"
         with Supervisor(log_dir, interrupts=interrupts, environment=plans.child_environment(config)) as supervisor:
             interrupts.kill_now = supervisor.kill_now
-            start(supervisor, roles)
-            print(f"run {config.run}: {len(supervisor.pids)} processes are ready; their logs: {log_dir}", flush=True)
-            announce_ready()
-            watch(config, supervisor, interrupts)
-            print(f"run {config.run}: the learner has made its last step", flush=True)
+            if config.is_control:
+                control = plans.control_plan(config, path)
+                control_run.start(supervisor, control)
+                _say_ready(config, supervisor)
+                control_run.watch(config, supervisor, control)
+                print(f"run {config.run}: what was collected is on the log, labelled and filled in", flush=True)
+            else:
+                start(supervisor, plans.plan(config, path))
+                _say_ready(config, supervisor)
+                watch(config, supervisor, interrupts)
+                print(f"run {config.run}: the learner has made its last step", flush=True)
     except Interrupted as interrupted:
         if interrupted.signal_number != signal.SIGTERM:
             raise
         event(logger, "stopped", signal="SIGTERM")
     return 0
+
+
+def _say_ready(config: RunConfig, supervisor: Supervisor) -> None:
+    logs = supervisor.log_dir
+    print(f"run {config.run}: {len(supervisor.pids)} processes are ready; their logs: {logs}", flush=True)
+    announce_ready()
 
 
 def start(supervisor: Supervisor, roles: RunPlan) -> None:

@@ -54,6 +54,40 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CollectConfig:
+    """Processes that play control tasks and write trajectories. A run that has some has none of the token roles."""
+
+    processes: int = 0
+    """Collecting processes that `rollstream run` starts."""
+    player: str = ""
+    """Generator function that plays, package.module:function: it is given a Seat, and yields chunk steps."""
+    environment: str = "control"
+    """Name of the environment, on every trajectory."""
+    steps: int = 80
+    """Chunk steps of a trajectory, or as many as a record has room for."""
+    max_episode_length: int = 0
+    """Most steps of an episode, as trajectories tell it; 0 is no limit."""
+    trajectories: int = 0
+    """Trajectories that one process sends before it ends; 0 means until the player returns or it is stopped."""
+    seed: int = 0
+    """Given to the player; the same in all processes."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Given to the player."""
+
+    def __post_init__(self) -> None:
+        if self.processes < 0 or self.trajectories < 0 or self.steps < 1:
+            raise ConfigurationError(
+                f"collect.processes {self.processes} and collect.trajectories {self.trajectories} must be at least 0, "
+                f"and collect.steps {self.steps} at least 1"
+            )
+        if self.processes and not self.player:
+            raise ConfigurationError(
+                f"collect.processes is {self.processes}, and no player is named; set collect.player to "
+                "package.module:function"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """Answers to held-out prompts while a run goes on, onto `evals`. worker.inference_urls says who is asked."""
 

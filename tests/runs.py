@@ -56,6 +56,8 @@ class RealRun:
     topics: TopicsConfig = field(default_factory=lambda: TopicsConfig(partitions=2))
     grouping: GroupingConfig = field(default_factory=lambda: GroupingConfig(batch_rollouts=16, max_batch_age_s=2.0))
     grouper: GrouperConfig = field(default_factory=GrouperConfig)
+    python_path: tuple[Path, ...] = ()
+    """Where a test keeps modules that its processes import."""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def prepare(self) -> "RealRun":
@@ -144,7 +146,7 @@ class RealRun:
 
     def _env(self) -> dict[str, str]:
         root = Path(__file__).parent.parent
-        return {**os.environ, "PYTHONPATH": str(root)}
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (root, *self.python_path)))}
 
     def log_of(self, process: subprocess.Popen[bytes]) -> str:
         """What a process started here has logged so far."""

@@ -9,6 +9,10 @@ from topics.errors import ConfigurationError
 class LabellingConfig:
     """How labelling processes run."""
 
+    processes: int = 0
+    """Labelling processes that `rollstream run` starts; a run that has some has none of the token roles."""
+    labeler: str = ""
+    """Function that labels, package.module:function, where the command line names none."""
     group: str = "labeller"
     """Consumer group, prefixed with the run's name."""
     max_poll_records: int = 16
@@ -23,6 +27,14 @@ class LabellingConfig:
             raise ConfigurationError(
                 f"max_poll_records {self.max_poll_records} must be at least 1, and commit_interval_s "
                 f"{self.commit_interval_s:g} above 0"
+            )
+
+        if self.processes < 0:
+            raise ConfigurationError(f"labelling.processes is {self.processes}; it must be at least 0")
+        if self.processes and not self.labeler:
+            raise ConfigurationError(
+                f"labelling.processes is {self.processes}, and no labeler is named; set labelling.labeler to "
+                "package.module:function"
             )
 
     def group_id(self, run: str) -> str:

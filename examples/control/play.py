@@ -1,34 +1,28 @@
-"""A worker: plays environments side by side by the newest weights, and writes trajectories to the log.
+"""The player of a collecting process: plays environments side by side by the newest weights.
 
-Every fourth episode is taken over by the expert, who stands for a human. Worker 0 knows its rewards; the others leave
-them to the labeler.
+Every fourth episode is taken over by the expert, who stands for a human. Process 0 knows its rewards; the others
+leave them to the labeler.
 """
 
-import argparse
-import time
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from policy import Parameters, values
-from reach import MAX_STEPS, MOVES, Observation, Reach, expert
+from reach import MOVES, Observation, Reach, expert
 
 from consumers.weights.state_manager import StateManager
-from pipeline.process import announce_ready, stop_on_signals, watch_lifeline
-from producers.trajectories.collector import TrajectoryCollector
-from producers.trajectories.producer import TrajectoryProducer
+from producers.trajectories.collecting import Seat
 from producers.trajectories.steps import ChunkStepResult
-from topics.config import KafkaConfig
 
 WIDTH = 4
 """Environments side by side."""
-STEPS = 20
-"""Steps of a trajectory."""
 EXPLORE = 0.1
 TAKEN_OVER = 4
 """Of so many episodes the expert plays one."""
 AHEAD = 6
-"""Trajectories of one policy version: then the worker waits for the next, so that it does not outrun the learner."""
+"""Trajectories of one policy version: then the player waits for the next, so that it does not outrun the learner."""
 
 
 class Players:
@@ -74,47 +68,18 @@ def _stacked(seen: list[Observation]) -> Observation:
     return {name: np.stack([one[name] for one in seen]) for name in seen[0]}
 
 
-def main() -> None:
-    """Play until told to stop."""
-    watch_lifeline()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("bootstrap_servers")
-    parser.add_argument("run")
-    parser.add_argument("--ordinal", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--image", action="store_true")
-    args = parser.parse_args()
-    stop = stop_on_signals()
-    kafka = KafkaConfig(bootstrap_servers=args.bootstrap_servers)
-    knows_rewards = args.ordinal == 0
-    players = Players(args.seed, args.ordinal, image=args.image, knows_rewards=knows_rewards)
-    with (
-        StateManager(kafka, args.run) as weights,
-        TrajectoryProducer(kafka, args.run, topic="trajectories" if knows_rewards else "unlabelled") as producer,
-    ):
-        collector = TrajectoryCollector(
-            "reach",
-            WIDTH,
-            worker_id=f"play-{args.ordinal}",
-            steps=STEPS,
-            max_bytes=producer.limit_bytes,
-            max_episode_length=MAX_STEPS,
-        )
-        announce_ready()
-        version, sent = -1, 0
-        parameters: Parameters = {}
-        while not stop.is_set():
+def play(seat: Seat) -> Generator[ChunkStepResult | None]:
+    """Play until told to stop; a step of all environments at a time, or None while the next version is waited for."""
+    image = seat.options.get("image") == "true"
+    players = Players(seat.seed, seat.ordinal, image=image, knows_rewards=seat.ordinal == 0)
+    version, played = -1, 0
+    parameters: Parameters = {}
+    with StateManager(seat.kafka, seat.run) as weights:
+        while True:
             if (state := weights.get_state(version)) is not None:
-                (version, parameters), sent = state, 0
-            if version < 0 or sent == AHEAD:
-                producer.poll()
-                time.sleep(0.005)
-            elif (trajectory := collector.add(players.step(version, parameters))) is not None:
-                producer.send(trajectory)
-                sent += 1
-        if (rest := collector.finish()) is not None:
-            producer.send(rest)
-
-
-if __name__ == "__main__":
-    main()
+                (version, parameters), played = state, 0
+            if version < 0 or played == AHEAD * seat.steps:
+                yield None
+            else:
+                yield players.step(version, parameters)
+                played += 1

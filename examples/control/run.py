@@ -1,7 +1,7 @@
 """The example: `python -P examples/control/run.py --seed 0` plays, labels, learns, and prints what came of it.
 
-Starts a broker where none is given, two workers, a labeler and a learner, each a process of its own, and stops all of
-them. What it wrote stays in --data, and on the broker where that was given.
+Starts a broker where none is given, two collecting processes and a labeller as `rollstream run` would, and the learner
+beside them, and stops all of them. What it wrote stays in --data, and on the broker where that was given.
 """
 
 import argparse
@@ -12,15 +12,18 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from consumers.labelling.config import LabellingConfig
 from infra.broker import open_broker
 from infra.config import BrokerConfig
+from pipeline import plan
+from pipeline.config import RunConfig
 from pipeline.supervisor import RoleSpec, Supervisor
+from producers.config import CollectConfig
 from topics import logs, provisioning
 from topics.config import KafkaConfig, TopicsConfig
 from topics.errors import RollstreamError
 
 HERE = Path(__file__).resolve().parent
-WORKERS = 2
 
 
 def main() -> int:
@@ -49,40 +52,51 @@ def play(args: argparse.Namespace) -> dict[str, Any]:
     run = f"control-{uuid.uuid4().hex[:8]}"
     data = (args.data / run).resolve()
     with open_broker(BrokerConfig(data_dir=args.data.resolve() / "broker")) as broker:
-        kafka = KafkaConfig(bootstrap_servers=broker.bootstrap_servers)
-        provisioning.apply(kafka, TopicsConfig(partitions=2), run)
-        with Supervisor(data / "logs") as supervisor:
-            label, learn, *workers = roles(args, kafka, run, data)
-            supervisor.start(label, learn)
-            supervisor.wait_ready((label.name, learn.name))
-            supervisor.start(*workers)
+        config = configuration(args, KafkaConfig(bootstrap_servers=broker.bootstrap_servers), run, data)
+        provisioning.apply(config.kafka, config.topics, run)
+        roles, learn = plan.control_plan(config, plan.write(config)), learner(args, config)
+        with Supervisor(data / "logs", environment=environment()) as supervisor:
+            supervisor.start(*roles.consumers, learn)
+            supervisor.wait_ready(spec.name for spec in (*roles.consumers, learn))
+            supervisor.start(*roles.collectors)
             while not supervisor.finished(learn.name):
                 supervisor.poll(0.2)
     report: dict[str, Any] = json.loads((data / "report.json").read_text())
     return {"run": run, "seed": args.seed, "observations": "image" if args.image else "state", **report}
 
 
-def roles(args: argparse.Namespace, kafka: KafkaConfig, run: str, data: Path) -> list[RoleSpec]:
-    """The labeler, the learner, and the workers."""
-    where = (kafka.bootstrap_servers, run)
-    drawn = ("--seed", str(args.seed), *(("--image",) if args.image else ()))
-    # Modules of the example find each other, and the labeler is found, by this path alone.
-    path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-    environment = {"PYTHONPATH": path, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")}
-
-    def script(name: str, *arguments: str) -> tuple[str, ...]:
-        return "-P", str(HERE / f"{name}.py"), *where, *drawn, *arguments
-
-    labelling = ("-P", "-m", "pipeline", "label", "reach:judge", "-b", kafka.bootstrap_servers, "--run", run)
-    learning = script("learn", "--versions", str(args.versions), "--data", str(data))
-    return [
-        RoleSpec(name="label-0", arguments=labelling, environment=environment),
-        RoleSpec(name="learn", arguments=learning, environment=environment, finishes=True, restarts=0),
-        *(
-            RoleSpec(name=f"play-{i}", arguments=script("play", "--ordinal", str(i)), environment=environment)
-            for i in range(WORKERS)
+def configuration(args: argparse.Namespace, kafka: KafkaConfig, run: str, data: Path) -> RunConfig:
+    """What a file for `rollstream run` would say. The learner fills buffers of its own, so no other process does."""
+    return RunConfig(
+        run=run,
+        data_dir=data,
+        kafka=kafka,
+        topics=TopicsConfig(partitions=2),
+        collect=CollectConfig(
+            processes=2,
+            player="play:play",
+            environment="reach",
+            steps=20,
+            max_episode_length=24,  # reach.MAX_STEPS
+            seed=args.seed,
+            options={"image": "true"} if args.image else {},
         ),
-    ]
+        labelling=LabellingConfig(processes=1, labeler="reach:judge"),
+    )
+
+
+def learner(args: argparse.Namespace, config: RunConfig) -> RoleSpec:
+    """The learner, a script beside this one."""
+    drawn = ("--seed", str(args.seed), *(("--image",) if args.image else ()))
+    where = (config.kafka.bootstrap_servers, config.run, "--data", str(config.data_dir))
+    arguments = ("-P", str(HERE / "learn.py"), *where, *drawn, "--versions", str(args.versions))
+    return RoleSpec(name="learn", arguments=arguments, finishes=True, restarts=0)
+
+
+def environment() -> dict[str, str]:
+    """Variables of all processes: modules of the example are found by PYTHONPATH alone."""
+    path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+    return {"JAX_PLATFORMS": "cpu", **os.environ, "PYTHONPATH": path}
 
 
 def text(report: dict[str, Any]) -> str:

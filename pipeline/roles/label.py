@@ -6,13 +6,17 @@ from consumers.labelling.labels import labeler_of
 from consumers.labelling.stage import run_labelling
 from pipeline.config import RunConfig
 from pipeline.process import announce_ready, stop_on_signals
+from topics.errors import ConfigurationError
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Label trajectories until told to stop; or commit lost positions again."""
     if args.labeler == "recover":
         return _recover(config)
-    labeler = labeler_of(args.labeler)
+    name = args.labeler or config.labelling.labeler
+    if not name:
+        raise ConfigurationError("no labeler is named; give package.module:function, or set labelling.labeler")
+    labeler = labeler_of(name)
     stop = stop_on_signals()
     run_labelling(
         labeler,

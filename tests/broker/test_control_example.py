@@ -92,7 +92,7 @@ def test_rewards_are_the_environments_or_the_labelers_and_are_the_same(play: Pla
             human = arrays["intervene_flags"][span.start : span.stop, span.column]
             assert (human == (span.control_mode == 1)).all()
             modes.add(span.control_mode)
-    assert labelled == {"play-0": {False}, "play-1": {True}}
+    assert labelled == {"collect-0": {False}, "collect-1": {True}}
     assert modes == {0, 1}
     assert versions == {-1, *read_manifests(kafka, report["run"])}, "every version that was published was played"
 

@@ -50,6 +50,10 @@ def assert_one_line(process: subprocess.Popen[str], *says: str) -> None:
         (["learn"], {"ROLLSTREAM__LEARNER__STEPS": "1"}, ["ROLLSTREAM__LEARNER__STEPS", "unknown key learner.steps"]),
         (["demo", "--steps", "many"], {}, ["learner.max_steps expects a whole number, got 'many'"]),
         (["demo", "--task", "dsort5"], {}, ["no task is called 'dsort5'", "dsort3"]),
+        (["collect"], {}, ["collect.player is ''", "named package.module:function"]),
+        (["collect", "--set", "collect.player=os:sep"], {}, ["collect.player is 'os:sep', a str"]),
+        (["label"], {}, ["no labeler is named", "set labelling.labeler"]),
+        (["fill"], {}, ["fill.directory is empty"]),
         (["topics", "plan", "-X", "no.such.key=1"], {}, ['No such configuration property: "no.such.key"']),
     ],
 )

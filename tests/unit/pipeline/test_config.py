@@ -285,3 +285,35 @@ def test_a_configuration_is_written_for_its_owner_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.chmod(0o644)
     assert stat.S_IMODE(plan.write(config).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("collect.processes=1", "collect.processes is 1, and no player is named; set collect.player"),
+        ("collect.processes=-1", "collect.processes -1"),
+        ("collect.steps=0", "collect.steps 0 at least 1"),
+        ("labelling.processes=2", "labelling.processes is 2, and no labeler is named; set labelling.labeler"),
+        ("labelling.processes=-1", "labelling.processes is -1; it must be at least 0"),
+        ("fill.max_bytes=-1", "fill.max_bytes -1 must be at least 0"),
+    ],
+)
+def test_a_control_task_that_cannot_run_is_refused_with_its_setting(flag: str, says: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        load(flags=[flag])
+    assert says in str(refused.value)
+
+
+def test_a_run_has_the_roles_of_a_control_task_that_are_configured_and_by_default_none(tmp_path: Path) -> None:
+    assert not load().is_control
+    assert plan.control_plan(load(), tmp_path) == plan.ControlPlan((), (), ())
+    flags = ["collect.processes=2", "collect.player=a:b", "labelling.processes=1", "labelling.labeler=a:c", "seed=3"]
+    config = load(flags=[*flags, "fill.directory=windows"])
+    roles = plan.control_plan(config, tmp_path / "run.toml")
+    assert config.is_control
+    assert [spec.name for spec in roles.consumers] == ["fill", "label-0"]
+    assert [spec.name for spec in roles.collectors] == ["collect-0", "collect-1"]
+    assert all(spec.finishes for spec in roles.collectors)
+    assert (config.collect.seed, config.fill.seed) == (3, 3)
+    for flag in ("fill.directory=windows", "labelling.processes=1", "collect.processes=1"):
+        assert load(flags=["collect.player=a:b", "labelling.labeler=a:c", flag]).is_control
