@@ -208,12 +208,13 @@ class Engine:
             for pending in batch:
                 pending.future.set_exception(error)
             return
+        # Before the answers: whoever has one finds it in the statistics.
+        self._count(requests, rows, time.monotonic() - began)
         start = 0
         for pending in batch:
             stop = start + len(pending.request.prompts)
             pending.future.set_result(Answer(self.version, rows[start:stop]))
             start = stop
-        self._count(requests, rows, time.monotonic() - began)
 
     def _count(self, requests: list[Request], rows: Sequence[Generated], elapsed_s: float) -> None:
         self.statistics.requests += len(requests)
