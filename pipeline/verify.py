@@ -149,6 +149,9 @@ def _settled(job: _Job, patience_s: float = 10.0) -> tuple[_Job, list[JournalRec
     """
     began = time.monotonic()
     while True:
+        waited_s = time.monotonic() - began
+        # Asked before the index is read: where nothing is hidden any more, what is read next is all there is.
+        hidden = waited_s < job.kafka.patience_s and undecided(job.kafka, topic_name(job.run, "batch-index"))
         skipped = SkippedRecords(logged=False)
         journal = journal_of(job.kafka, job.run, job.partition, skipped)
         begin = next(iter(beginnings(journal, job.log_begin)), None)
@@ -162,8 +165,6 @@ def _settled(job: _Job, patience_s: float = 10.0) -> tuple[_Job, list[JournalRec
             job = replace(job, index={name: e for name, e in index.items() if e.partition == job.partition})
         if journaled <= job.index.keys() and wanted <= journaled:
             return job, journal, skipped
-        waited_s = time.monotonic() - began
-        hidden = waited_s < job.kafka.patience_s and undecided(job.kafka, topic_name(job.run, "batch-index"))
         if waited_s > patience_s and not hidden:
             return job, journal, skipped
         time.sleep(0.1)

@@ -25,8 +25,17 @@ class Batches:
     """By batch id."""
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Partition and offset by batch id."""
-    skipped: dict[str, Kind] = field(default_factory=dict)
-    """Lengths and rewards of what learners skipped, by environment."""
+    skipped_in: dict[str, dict[str, Kind]] = field(default_factory=dict)
+    """Lengths and rewards of what learners skipped, by batch and environment."""
+
+    @property
+    def skipped(self) -> dict[str, Kind]:
+        """The same by environment; a sum of floats that does not depend on which partition was read first."""
+        found: dict[str, Kind] = {}
+        for _batch_id, kinds in sorted(self.skipped_in.items()):
+            for environment, kind in kinds.items():
+                found[environment] = found.get(environment, Kind()) + kind
+        return found
 
 
 def check_batches(
@@ -66,8 +75,8 @@ def check_batches(
             skipped_rows = measured(batch, rows)
         except IndexError as error:
             raise RecordError(f"batch {batch.batch_id} has rows without tokens, reward or group") from error
-        for environment, kind in skipped_rows.items():
-            found.skipped[environment] = found.skipped.get(environment, Kind()) + kind
+        if skipped_rows:
+            found.skipped_in[batch.batch_id] = skipped_rows
 
     deadline = time.monotonic() + PATIENCE_S
     while True:

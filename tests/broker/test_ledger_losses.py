@@ -152,7 +152,7 @@ def test_a_position_past_what_the_steps_name_is_told(run: RealRun) -> None:
     book = ledger(run.kafka, run.name)
     assert book.problems == []
     row = {"step": 1, "steps": 1, "trained": 16, "skipped": 0, "position": entries[3][0] + 1, "waiting": 17}
-    assert book.learners == {"main": {**row, "input_run": ""}}
+    assert book.learners == {"main": {**row, "skipped_as": {}, "input_run": ""}}
     step(run, 2, dict(entries[6:8]), entries[7][0] + 1)
     step(run, 3, {}, 10_000)
     assert problems(run) == [

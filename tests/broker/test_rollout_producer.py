@@ -1,10 +1,7 @@
 """Writing rollouts to a real Kafka: where they land, what is refused, how failures come to light."""
 
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,7 +27,6 @@ from topics.records import GroupCancelled, Rollout, SamplingParams, same
 from topics.validation import cancellation_problems
 
 PARTITIONS = 2
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "produce.py"
 
 
 @pytest.fixture
@@ -198,12 +194,3 @@ def test_an_error_in_the_block_is_not_hidden_and_what_was_sent_is_written(kafka:
     with pytest.raises(ZeroDivisionError):
         fail_after_sending()
     assert len(list(clients.read_to_end(kafka, topic_name(run_name, "rollouts")))) == 1
-
-
-def test_the_example_of_foreign_code_runs_and_is_short(kafka: KafkaConfig, run_name: str) -> None:
-    assert len(EXAMPLE.read_text().splitlines()) <= 30
-    subprocess.run([sys.executable, "-P", str(EXAMPLE), kafka.bootstrap_servers, run_name], check=True, timeout=60)
-    rollouts = [decode_as(Rollout, m.value()) for m in clients.read_to_end(kafka, topic_name(run_name, "rollouts"))]
-    groups = Counter(rollout.example_id for rollout in rollouts)
-    assert groups == {f"number-{group}": 4 for group in range(8)}
-    assert {rollout.reward for rollout in rollouts} == {0.0, 1.0}

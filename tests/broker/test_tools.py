@@ -424,6 +424,19 @@ def test_dead_letters_are_listed_and_shown(planted: Planted) -> None:
     assert "by PARTITION:OFFSET" in rollstream(planted, "dlq", "show", "0").stderr
 
 
+def test_groups_of_a_run_are_files_each_once(planted: Planted, tmp_path: Path) -> None:
+    found = answer(planted, "groups", str(tmp_path / "store"), "--batches")
+    # Half of the slow group never came; the producer's size rules, so that it waits.
+    stats = found["environments"]["env"]
+    assert (stats["groups"], stats["open_groups"], stats["open_rollouts"]) == (len(GOOD) + 3, 1, 2)
+    assert found["left_out"] == 1
+    assert len(list(tmp_path.glob("store/*/part-*.parquet"))) == len(GOOD) + 3
+    assert len(list(tmp_path.glob("store/batches/*.parquet"))) == len(planted.batches)
+    again = answer(planted, "groups", str(tmp_path / "store"), "--batches")
+    assert (again["records"], again["batch_records"], again["environments"]["env"]["groups"]) == (0, 0, len(GOOD) + 3)
+    assert "0 records are new" in "\n".join(lines(planted, "groups", str(tmp_path / "store")))
+
+
 def test_a_dead_letter_is_redriven_once_mended_and_on_record(planted: Planted, tmp_path: Path) -> None:
     [letter] = answer(planted, "dlq", "ls")
     as_it_is = rollstream(planted, "dlq", "redrive", "--json")
@@ -468,19 +481,6 @@ def test_top_counts_what_the_ledger_proves(planted: Planted) -> None:
     assert (found["step"], found["policy_version"], found["waiting"]) == (1, 6, len(planted.batches) - 2)
     assert 0 < found["reward"] < 1
     assert len(found["rewards"]) > 0
-
-
-def test_groups_of_a_run_are_files_each_once(planted: Planted, tmp_path: Path) -> None:
-    found = answer(planted, "groups", str(tmp_path / "store"), "--batches")
-    # Half of the slow group never came; the producer's size rules, so that it waits.
-    stats = found["environments"]["env"]
-    assert (stats["groups"], stats["open_groups"], stats["open_rollouts"]) == (len(GOOD) + 3, 1, 2)
-    assert found["left_out"] == 1
-    assert len(list(tmp_path.glob("store/*/part-*.parquet"))) == len(GOOD) + 3
-    assert len(list(tmp_path.glob("store/batches/*.parquet"))) == len(planted.batches)
-    again = answer(planted, "groups", str(tmp_path / "store"), "--batches")
-    assert (again["records"], again["batch_records"], again["environments"]["env"]["groups"]) == (0, 0, len(GOOD) + 3)
-    assert "0 records are new" in "\n".join(lines(planted, "groups", str(tmp_path / "store")))
 
 
 def test_top_shows_a_run_that_is_over_on_one_screen(planted: Planted) -> None:
