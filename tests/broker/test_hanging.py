@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,9 +125,8 @@ def test_a_run_whose_journal_and_offsets_hang_is_mended_and_goes_on(run: RealRun
     assert book.balanced, book.problems
 
 
-def test_what_its_coordinator_counts_as_committed_is_committed(run: RealRun) -> None:
-    topic = run.topic("batches")
-    name = f"{run.name}/grouper/0"
+def commit_one(run: RealRun, topic: str, name: str) -> Any:
+    """Commit a transaction of one record under a transactional id; what its coordinator says of it then."""
     producer = clients.transactional_producer(run.kafka, name)
     producer.init_transactions(30)
     producer.begin_transaction()
@@ -134,7 +134,12 @@ def test_what_its_coordinator_counts_as_committed_is_committed(run: RealRun) -> 
     producer.flush(30)
     producer.commit_transaction(30)
     with hanging._client(run.kafka) as client:
-        told = client.describe_transactions([name])[name]
+        return client.describe_transactions([name])[name]
+
+
+def test_what_its_coordinator_counts_as_committed_is_committed(run: RealRun) -> None:
+    topic, name = run.topic("batches"), f"{run.name}/grouper/0"
+    told = commit_one(run, topic, name)
     # As if the marker of the transaction had been lost on this partition.
     of = (told.producer_id, told.producer_epoch)
     began_s = told.transaction_start_time_ms / 1000
@@ -151,16 +156,8 @@ def test_what_its_coordinator_counts_as_committed_is_committed(run: RealRun) -> 
 
 
 def test_what_its_coordinator_aborted_is_aborted_though_a_later_one_was_committed(run: RealRun) -> None:
-    topic = run.topic("batches")
-    name = f"{run.name}/grouper/0"
-    producer = clients.transactional_producer(run.kafka, name)
-    producer.init_transactions(30)
-    producer.begin_transaction()
-    producer.produce(topic, b"seen", partition=0)
-    producer.flush(30)
-    producer.commit_transaction(30)
-    with hanging._client(run.kafka) as client:
-        told = client.describe_transactions([name])[name]
+    topic, name = run.topic("batches"), f"{run.name}/grouper/0"
+    told = commit_one(run, topic, name)
     of = (told.producer_id, told.producer_epoch)
     hang(run.kafka, topic, 1, producer=of, written_at_s=told.transaction_start_time_ms / 1000 - 60)
     [found] = hanging.hanging(run.kafka, run.name)
