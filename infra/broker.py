@@ -1,7 +1,7 @@
-"""A real Kafka broker on this machine: started when `start` returns, gone when `stop` returns, its data kept.
+"""A real Kafka broker on this machine: it answers once `start` returns, has ended once `stop` returns, keeps its data.
 
-For tests, the demo and `rollstream broker`; several run side by side. broker.json in its data directory says what it is
-and where, so that another process finds it; `bound_to_parent` ends it with the process that asked, however that ends.
+For tests, the demo and `rollstream broker`; several run side by side. broker.json in its data directory describes it,
+so that another process finds it. `bound_to_parent` ends it with the process that started it, however that one ends.
 """
 
 import dataclasses
@@ -9,23 +9,23 @@ import logging
 import signal
 import subprocess
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from infra.config import BrokerConfig, Layout
-from infra.ports import choose_port, free_port
-from infra.probe import broker_answers
-from infra.processes import ProcessIdentity, await_end, is_running, send
-from infra.providers import choose_local, external
-from infra.starting import Place, Started, reap, start_together, with_ports
-from infra.state import BrokerState, find, read, read_cluster
-from topics.errors import BrokerUnavailable
-from topics.logs import event
+from rollstream.infra.broker_start import PlannedBroker, StartedBroker, reap, retry_taken_ports, start_together
+from rollstream.infra.broker_state import BrokerState, find, read, read_cluster
+from rollstream.infra.config import BrokerConfig, BrokerLayout
+from rollstream.infra.ports import choose_port, free_port
+from rollstream.infra.probe import broker_answers
+from rollstream.infra.process_identity import ProcessIdentity, await_end, is_running, send
+from rollstream.infra.providers import choose_local, external_kafka
+from rollstream.infra.stopping import Stopping
+from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 
 
-class LocalBroker:
+class LocalBroker(Stopping):
     """A broker started by this process (`start`) or found in a data directory (`find`)."""
 
     def __init__(self, config: BrokerConfig, state: BrokerState, child: subprocess.Popen[bytes] | None) -> None:
@@ -42,9 +42,9 @@ class LocalBroker:
         config: BrokerConfig | None = None,
         bound_to_parent: bool = False,
     ) -> Self:
-        """Start a broker and return when it answers. `data_dir` and `port` win over those of `config`.
+        """Start a broker and return when it answers. `data_dir` and `port` override those of `config`.
 
-        Raises BrokerUnavailable: one already runs on this data, the port is in use, no provider works, or it did not
+        Raises BrokerUnavailable if one already runs on this data, the port is in use, no provider works, or it did not
         start (with the tail of its log).
         """
         config = config or BrokerConfig()
@@ -52,7 +52,7 @@ class LocalBroker:
             config = dataclasses.replace(config, data_dir=Path(data_dir))
         if port is not None:
             config = dataclasses.replace(config, port=port)
-        cluster = read_cluster(Layout(root=config.data_dir))
+        cluster = read_cluster(BrokerLayout(root=config.data_dir))
         if cluster:
             raise BrokerUnavailable(
                 f"{config.data_dir} holds a cluster of {cluster.nodes} nodes: start those, or give another --data"
@@ -68,7 +68,10 @@ class LocalBroker:
 
     @classmethod
     def find(cls, data_dir: Path | str, *, config: BrokerConfig | None = None) -> Self | None:
-        """The broker that runs on `data_dir`, whoever started it; None where none does. `config` is for its restart."""
+        """Return the broker that runs on `data_dir`, started by any process; None if none runs.
+
+        `config` applies to its restart.
+        """
         state = find(Path(data_dir))
         if state is None:
             return None
@@ -101,24 +104,24 @@ class LocalBroker:
 
     @property
     def log(self) -> Path:
-        return Layout(root=self._config.data_dir).log
+        return BrokerLayout(root=self._config.data_dir).log
 
     @property
     def running(self) -> bool:
         return is_running(self._state.process)
 
     def answers(self) -> bool:
-        """Whether it serves requests now."""
+        """Return whether it serves requests now."""
         return broker_answers(self._state.host, self._state.port)
 
     def stop(self) -> None:
-        """End it in order (SIGTERM), after `stop_timeout_s` by force. Does nothing where it ended already."""
+        """End it in order (SIGTERM), after `stop_timeout_s` by force. Does nothing if it has ended."""
         if send(self._state.process, signal.SIGTERM) and not await_end(
             self._state.process, self._config.stop_timeout_s
         ):
             event(logger, "broker_killed", level=logging.WARNING, pid=self.pid, after_s=self._config.stop_timeout_s)
             self.kill()
-        self._ended("broker_stopped")
+        self._forget("broker_stopped")
 
     def kill(self) -> None:
         """End it at once (SIGKILL), as a crash would."""
@@ -128,7 +131,7 @@ class LocalBroker:
             send(self._state.process, signal.SIGKILL)
         if not await_end(self._state.process, self._config.stop_timeout_s):
             raise BrokerUnavailable(f"broker pid {self.pid} does not end; see {self.log}")
-        self._ended("broker_killed")
+        self._forget("broker_killed")
 
     def restart(self) -> None:
         """Start it again on the same port and data, stopping it first if it runs."""
@@ -137,58 +140,42 @@ class LocalBroker:
         started = _start(dataclasses.replace(self._config, port=self.port), bound_to_parent=bound)
         self._state, self._child = started.state, started.child
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def _ended(self, how: str) -> None:
+    def _forget(self, log_event: str) -> None:
         if self._child is not None:
             reap(self._child, self._config.stop_timeout_s)
-        path = Layout(root=self._config.data_dir).state
+        path = BrokerLayout(root=self._config.data_dir).state
         if read(path) == self._state:
             path.unlink(missing_ok=True)
-            event(logger, how, pid=self.pid, bootstrap_servers=self.bootstrap_servers)
+            event(logger, log_event, pid=self.pid, bootstrap_servers=self.bootstrap_servers)
 
 
-class ExternalBroker:
-    """A broker that is not ours: it has an address, and nothing to stop."""
+class ExternalBroker(Stopping):
+    """A broker that this process does not own: only its address is known."""
 
     def __init__(self, bootstrap_servers: str) -> None:
         self.bootstrap_servers = bootstrap_servers
 
     def stop(self) -> None:
-        """Leave it as it is."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
+        """Leave the broker running."""
 
 
 def open_broker(config: BrokerConfig, *, bound_to_parent: bool = True) -> LocalBroker | ExternalBroker:
-    """The broker of KAFKA_BOOTSTRAP_SERVERS if that is set, else a new local one: the whole provider chain."""
-    given = external()
+    """Return the broker of KAFKA_BOOTSTRAP_SERVERS if that is set, else a new local one."""
+    given = external_kafka()
     if given:
         return ExternalBroker(given.bootstrap_servers)
     return LocalBroker.start(config=config, bound_to_parent=bound_to_parent)
 
 
-def _start(config: BrokerConfig, *, bound_to_parent: bool) -> Started:
+def _start(config: BrokerConfig, *, bound_to_parent: bool) -> StartedBroker:
     provider = choose_local(config.provider)
-    layout = Layout(root=config.data_dir)
+    layout = BrokerLayout(root=config.data_dir)
 
-    def attempt() -> Started:
+    def attempt() -> StartedBroker:
         controller_port = (
             config.node.controller_ports[config.node.node_id - 1] if config.node else free_port("127.0.0.1")
         )
-        place = Place(config, choose_port(config, layout), controller_port)
-        return start_together(provider, [place], bound_to_parent=bound_to_parent)[0]
+        planned = PlannedBroker(config, choose_port(config, layout), controller_port)
+        return start_together(provider, [planned], bound_to_parent=bound_to_parent)[0]
 
-    return with_ports(attempt)
+    return retry_taken_ports(attempt)

@@ -1,7 +1,8 @@
-"""Several Kafka nodes on this machine as one cluster: what a fault test breaks, and what a careful run stands on.
+"""Several Kafka nodes on this machine as one cluster, for fault tests and for runs that must survive a node.
 
-Combined nodes (broker and controller) under one data directory, three copies of every topic, two in step. Each node is
-a LocalBroker: killed, restarted, found again. Indices count from 0; node ids, in logs, from 1.
+Combined nodes (broker and controller) under one data directory; three replicas of every topic, of which two must be in
+sync. Each node is a LocalBroker, which can be killed, restarted and found. Indices count from 0; node ids, in logs,
+from 1.
 """
 
 import dataclasses
@@ -10,26 +11,26 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
-from infra import topology
-from infra.broker import LocalBroker
-from infra.config import BrokerConfig, ClusterNode, Layout
-from infra.launch import new_cluster_id
-from infra.ports import free_ports, is_free, port_before, port_in_use
-from infra.processes import send
-from infra.providers import choose_local
-from infra.starting import Place, start_together, with_ports
-from infra.state import ClusterState, read_cluster, write_cluster
-from topics.errors import BrokerUnavailable, ConfigurationError, DeadlineExceeded
-from topics.logs import event
+from rollstream.infra import topology
+from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker_start import PlannedBroker, retry_taken_ports, start_together
+from rollstream.infra.broker_state import ClusterState, read_cluster, write_cluster
+from rollstream.infra.config import BrokerConfig, BrokerLayout, ClusterNode
+from rollstream.infra.launch_commands import new_cluster_id
+from rollstream.infra.ports import free_ports, is_free, port_before, port_in_use
+from rollstream.infra.process_identity import send
+from rollstream.infra.providers import choose_local
+from rollstream.infra.stopping import Stopping
+from rollstream.topics.errors import BrokerUnavailable, ConfigurationError, DeadlineExceeded
+from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class LocalCluster:
+class LocalCluster(Stopping):
     """A cluster started by this process (`start`) or found in a data directory (`find`)."""
 
     def __init__(self, data_dir: Path, nodes: Iterable[LocalBroker | None], configs: list[BrokerConfig]) -> None:
@@ -46,28 +47,28 @@ class LocalCluster:
         config: BrokerConfig | None = None,
         bound_to_parent: bool = False,
     ) -> Self:
-        """Start every node and return when all see all. `config` holds for each, but for its data and its port:
-        a port is that of the first node, the others take those that follow; 0 means any that are free.
+        """Start every node and return when each sees all. `config` applies to each node, except data_dir and port.
 
-        Raises BrokerUnavailable: nodes run already, the data holds another number of nodes, no Java is here, or one
-        did not start (then none is left).
+        `config.port` is the port of the first node, and the others take the ports that follow; 0 takes free ones.
+        Raises BrokerUnavailable if nodes run already, the data holds another number of nodes, there is no Java, or a
+        node did not start (then none is left running).
         """
         root = Path(data_dir)
         config = config or BrokerConfig()
         _check(root, nodes, config)
         provider = choose_local("java")
-        state = read_cluster(Layout(root=root)) or ClusterState(new_cluster_id(), (0,) * nodes)
+        state = read_cluster(BrokerLayout(root=root)) or ClusterState(new_cluster_id(), (0,) * nodes)
 
         def attempt() -> tuple[list[BrokerConfig], list[LocalBroker]]:
-            places = _places(root, state, config)
-            started = start_together(provider, places, bound_to_parent=bound_to_parent)
-            configs = [dataclasses.replace(place.config, port=place.port) for place in places]
+            planned = _plan_brokers(root, state, config)
+            started = start_together(provider, planned, bound_to_parent=bound_to_parent)
+            configs = [dataclasses.replace(broker.config, port=broker.port) for broker in planned]
             return configs, [LocalBroker(c, s.state, s.child) for c, s in zip(configs, started, strict=True)]
 
-        configs, brokers = with_ports(attempt)
+        configs, brokers = retry_taken_ports(attempt)
         cluster = cls(root, brokers, configs)
         try:
-            write_cluster(Layout(root=root), _state_of(configs))
+            write_cluster(BrokerLayout(root=root), _state_of(configs))
             cluster.await_live(range(nodes))
         except BaseException:
             cluster.stop()
@@ -77,17 +78,17 @@ class LocalCluster:
 
     @classmethod
     def find(cls, data_dir: Path | str) -> Self | None:
-        """The cluster of which at least one node runs on `data_dir`, whoever started it; None where none does."""
+        """Return the cluster on `data_dir`, started by any process; None if none of its nodes runs."""
         root = Path(data_dir)
-        state = read_cluster(Layout(root=root))
+        state = read_cluster(BrokerLayout(root=root))
         if state is None:
             return None
         configs = [
-            dataclasses.replace(config, port=port_before(Layout(root=config.data_dir)) or 0)
+            dataclasses.replace(config, port=port_before(BrokerLayout(root=config.data_dir)) or 0)
             for config in _configs(root, state, BrokerConfig())
         ]
-        found = [LocalBroker.find(config.data_dir, config=config) for config in configs]
-        return cls(root, found, configs) if any(found) else None
+        nodes = [LocalBroker.find(config.data_dir, config=config) for config in configs]
+        return cls(root, nodes, configs) if any(nodes) else None
 
     @property
     def bootstrap_servers(self) -> str:
@@ -96,7 +97,7 @@ class LocalCluster:
 
     @property
     def nodes(self) -> list[LocalBroker | None]:
-        """The nodes; None in a place where none was found running."""
+        """The nodes; None for a node that was not found running."""
         return list(self._nodes)
 
     @property
@@ -105,7 +106,7 @@ class LocalCluster:
         return [index for index, node in enumerate(self._nodes) if node is not None and node.running]
 
     def answers(self) -> list[int]:
-        """Indices of the nodes that serve requests now."""
+        """Return the indices of the nodes that serve requests now."""
         return [index for index in self.running if (node := self._nodes[index]) is not None and node.answers()]
 
     def kill(self, index: int) -> None:
@@ -113,33 +114,31 @@ class LocalCluster:
         self._node(index).kill()
 
     def restart(self, index: int, *, timeout_s: float = 60.0) -> None:
-        """Start a node again on its port and data, and return when the others see it."""
+        """Start a node again on its port and data, and return when all running nodes see it."""
         self._node(index).restart()
         self.await_live([index], timeout_s)
 
     def stop(self) -> None:
-        """End all nodes in order. All are told at once: the last ones would wait for a quorum that is gone."""
+        """End all nodes in order. Signals all at once, because the last ones would wait for a lost quorum."""
         present = [node for node in self._nodes if node is not None]
         for node in present:
             send(node.process, signal.SIGTERM)
         for node in present:
             node.stop()
 
-    # ------------------------------------------------------------------ who does what
-
     def leader(self, topic: str, partition: int = 0, *, timeout_s: float = 30.0) -> int:
-        """Index of the node that leads a partition."""
+        """Return the index of the node that leads a partition."""
 
         def ask(host: str, port: int) -> int:
-            for place in topology.topology(host, port).partitions:
-                if (place.topic, place.partition) == (topic, partition) and place.leader > 0:
-                    return place.leader - 1
+            for replicas in topology.topology(host, port).partitions:
+                if (replicas.topic, replicas.partition) == (topic, partition) and replicas.leader > 0:
+                    return replicas.leader - 1
             raise topology.NotKnownYet(f"{topic}[{partition}] has no leader")
 
         return self._ask(ask, f"the leader of {topic}[{partition}]", timeout_s)
 
     def group_coordinator(self, group: str, *, timeout_s: float = 30.0) -> int:
-        """Index of the node that coordinates a consumer group."""
+        """Return the index of the node that coordinates a consumer group."""
         return self._ask(
             lambda host, port: topology.group_coordinator(host, port, group) - 1,
             f"the coordinator of group {group}",
@@ -147,7 +146,7 @@ class LocalCluster:
         )
 
     def transaction_coordinator(self, transactional_id: str, *, timeout_s: float = 30.0) -> int:
-        """Index of the node that coordinates a transactional id."""
+        """Return the index of the node that coordinates a transactional id."""
         return self._ask(
             lambda host, port: topology.transaction_coordinator(host, port, transactional_id) - 1,
             f"the coordinator of transactional id {transactional_id}",
@@ -155,7 +154,7 @@ class LocalCluster:
         )
 
     def active_controller(self, *, timeout_s: float = 30.0) -> int:
-        """Index of the node that is the active controller."""
+        """Return the index of the active controller's node."""
         return self._ask(
             lambda host, port: topology.active_controller(host, port) - 1, "the active controller", timeout_s
         )
@@ -163,7 +162,7 @@ class LocalCluster:
     def await_live(self, indices: Iterable[int], timeout_s: float = 60.0) -> None:
         """Wait until every running node counts these nodes among the live ones. Raises DeadlineExceeded."""
         wanted = {index + 1 for index in indices}
-        for asked in self.running:
+        for node in self.running:
 
             def ask(host: str, port: int) -> bool:
                 missing = wanted - topology.topology(host, port).live
@@ -171,28 +170,29 @@ class LocalCluster:
                     raise topology.NotKnownYet(f"nodes {sorted(missing)} are not live")
                 return True
 
-            self._ask(ask, f"nodes {sorted(wanted)} live as node {asked + 1} sees it", timeout_s, [asked])
+            self._ask(ask, f"nodes {sorted(wanted)} live as node {node + 1} sees it", timeout_s, [node])
 
     def await_in_sync(self, timeout_s: float = 60.0) -> None:
-        """Wait until every replica of every partition is in step, so that the next loss costs nothing.
+        """Wait until every replica of every partition is in sync, so that the loss of a node loses no data.
 
         Raises DeadlineExceeded.
         """
 
         def ask(host: str, port: int) -> bool:
-            for place in topology.topology(host, port).partitions:
-                if set(place.in_step) != set(place.replicas):
+            for partition in topology.topology(host, port).partitions:
+                if set(partition.in_sync) != set(partition.replicas):
                     raise topology.NotKnownYet(
-                        f"{place.topic}[{place.partition}] is in step on {place.in_step} of {place.replicas}"
+                        f"{partition.topic}[{partition.partition}] is in sync on {partition.in_sync} of "
+                        f"{partition.replicas}"
                     )
             return True
 
-        self._ask(ask, "all replicas in step", timeout_s)
+        self._ask(ask, "the in-sync state of all replicas", timeout_s)
 
     def _ask(
-        self, question: Callable[[str, int], T], what: str, timeout_s: float, indices: list[int] | None = None
+        self, question: Callable[[str, int], T], subject: str, timeout_s: float, indices: list[int] | None = None
     ) -> T:
-        """Ask nodes in turn until one knows. Raises DeadlineExceeded with what was said last."""
+        """Ask nodes in turn until one knows the answer. Raises DeadlineExceeded with the last error."""
         deadline = time.monotonic() + timeout_s
         last: Exception | None = None
         while time.monotonic() < deadline:
@@ -203,21 +203,15 @@ class LocalCluster:
                 except (OSError, topology.NotKnownYet) as error:
                     last = error
             time.sleep(0.05)
-        raise DeadlineExceeded(f"{what} is not known within {timeout_s:g} s ({last}); see the logs in {self.data_dir}")
+        raise DeadlineExceeded(
+            f"{subject} is not known within {timeout_s:g} s ({last}); see the logs in {self.data_dir}"
+        )
 
     def _node(self, index: int) -> LocalBroker:
         node = self._nodes[index]
         if node is None:
             raise BrokerUnavailable(f"node {index + 1} of {self.data_dir} does not run; start the cluster again")
         return node
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 def _state_of(configs: list[BrokerConfig]) -> ClusterState:
@@ -228,13 +222,13 @@ def _state_of(configs: list[BrokerConfig]) -> ClusterState:
 
 def _check(root: Path, nodes: int, config: BrokerConfig) -> None:
     if nodes < 2 or nodes > 9:
-        raise ConfigurationError(f"a cluster of {nodes} nodes makes no sense here: give 2 to 9, better 3")
+        raise ConfigurationError(f"a cluster of {nodes} nodes is not supported: give 2 to 9, best 3")
     if config.provider == "docker":
         raise ConfigurationError("several nodes run in Java only: leave --provider, or start one node")
-    state = read_cluster(Layout(root=root))
+    state = read_cluster(BrokerLayout(root=root))
     if state and state.nodes != nodes:
         raise BrokerUnavailable(f"{root} holds a cluster of {state.nodes} nodes, not {nodes}; give another --data")
-    if Layout(root=root).formatted:
+    if BrokerLayout(root=root).formatted:
         raise BrokerUnavailable(f"{root} holds the data of a single broker; give another --data")
     running = LocalCluster.find(root)
     if running:
@@ -255,10 +249,10 @@ def _configs(root: Path, state: ClusterState, config: BrokerConfig) -> list[Brok
     ]
 
 
-def _places(root: Path, state: ClusterState, config: BrokerConfig) -> list[Place]:
-    """The nodes with their ports: those asked for, those they had before where all are free, else free ones."""
+def _plan_brokers(root: Path, state: ClusterState, config: BrokerConfig) -> list[PlannedBroker]:
+    """Return the nodes with their ports: the configured ones, else the previous ones if all are free, else others."""
     count = state.nodes
-    before = [port_before(Layout(root=root / f"node-{number}")) or 0 for number in range(1, count + 1)]
+    before = [port_before(BrokerLayout(root=root / f"node-{number}")) or 0 for number in range(1, count + 1)]
     fresh = free_ports(config.host, 2 * count)
     if config.port:
         ports = [config.port + index for index in range(count)]
@@ -269,8 +263,8 @@ def _places(root: Path, state: ClusterState, config: BrokerConfig) -> list[Place
         ports = before if all(port and is_free(config.host, port) for port in before) else fresh[:count]
     voters = tuple(fresh[count:])
     return [
-        # What was asked for is kept in the node's configuration, so that it is not exchanged for another.
-        Place(dataclasses.replace(node, port=config.port and port), port, voters[index])
+        # A node's configuration keeps a configured port, so that a new attempt does not replace it.
+        PlannedBroker(dataclasses.replace(node, port=config.port and port), port, voters[index])
         for index, (node, port) in enumerate(
             zip(_configs(root, ClusterState(state.cluster_id, voters), config), ports, strict=True)
         )

@@ -1,7 +1,7 @@
-"""`rollstream broker start|stop|status`: a local Kafka as a daemon, found again by its data directory.
+"""`rollstream broker start|stop|status`: a local Kafka as a daemon, identified by its data directory.
 
-Registered on the application's parser by `register`; each handler prints for people, or JSON with --json, and returns
-the exit status. `status` exits 0 where the broker, or every node of a cluster, answers and 1 where not.
+`register` adds them to the application's parser. Each handler prints a text, or JSON with --json, and returns the exit
+status. `status` exits 0 if the broker, or every node of a cluster, answers, else 1.
 """
 
 import argparse
@@ -10,24 +10,21 @@ import os
 from pathlib import Path
 from typing import Any
 
-from infra.broker import LocalBroker
-from infra.cluster import LocalCluster
-from infra.config import PROVIDERS, BrokerConfig, Layout
-from infra.providers import external
-from infra.state import read_cluster
+from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker_state import read_cluster
+from rollstream.infra.cluster import LocalCluster
+from rollstream.infra.config import PROVIDERS, BrokerConfig, BrokerLayout
+from rollstream.infra.providers import external_kafka
 
 DEFAULT_PORT = 9092
 DEFAULT_DATA_DIR = BrokerConfig().data_dir
 
 
-def register(
-    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",
-) -> "argparse._SubParsersAction[argparse.ArgumentParser]":
-    """Add `broker` and its commands. Each sets `run`, a function from the parsed arguments to the exit status.
+def register(broker: argparse.ArgumentParser) -> "argparse._SubParsersAction[Any]":
+    """Add the commands of `broker`. Each sets `run`, a function from the parsed arguments to the exit status.
 
-    Returns where more commands of `broker` are added.
+    Returns the group to which more commands of `broker` can be added.
     """
-    broker = subparsers.add_parser("broker", help="a local Kafka: start, stop, status; mend any Kafka")
     commands = broker.add_subparsers(dest="broker_command", metavar="COMMAND", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
@@ -43,10 +40,12 @@ def register(
         "--nodes",
         type=int,
         metavar="N",
-        help="nodes of a cluster, with three copies of every topic; they take the ports from --port on "
+        help="nodes of a cluster, with three replicas of every topic; they take the ports from --port on "
         "(default: as many as the data has, else 1)",
     )
-    start.add_argument("--provider", choices=PROVIDERS, default="auto", help="what runs it (default: %(default)s)")
+    start.add_argument(
+        "--provider", choices=PROVIDERS, default="auto", help="program that runs it (default: %(default)s)"
+    )
     start.set_defaults(run=run_start)
 
     stop = commands.add_parser("stop", parents=[common], help="stop the broker of a data directory; its data stays")
@@ -59,7 +58,7 @@ def register(
 
 def run_start(args: argparse.Namespace) -> int:
     """Start a broker, unless one already runs on this data or KAFKA_BOOTSTRAP_SERVERS names one."""
-    given = external()
+    given = external_kafka()
     if given:
         _print(
             args,
@@ -67,11 +66,11 @@ def run_start(args: argparse.Namespace) -> int:
             f"KAFKA_BOOTSTRAP_SERVERS is set: using {given.bootstrap_servers}, nothing to start",
         )
         return 0
-    kept = read_cluster(Layout(root=args.data))
-    nodes = args.nodes or (kept.nodes if kept else 1)
+    cluster = read_cluster(BrokerLayout(root=args.data))
+    nodes = args.nodes or (cluster.nodes if cluster else 1)
     config = BrokerConfig(data_dir=args.data, port=args.port, provider=args.provider)
     broker: LocalBroker | LocalCluster
-    if nodes > 1 or kept:
+    if nodes > 1 or cluster:
         broker = LocalCluster.start(args.data, nodes, config=config)
         fields = _cluster_fields(broker)
         pids = ", ".join(str(node["pid"]) for node in fields["nodes"])
@@ -87,7 +86,7 @@ def run_start(args: argparse.Namespace) -> int:
 
 
 def run_stop(args: argparse.Namespace) -> int:
-    """Stop the broker, or all nodes, of the data directory; none running is no error."""
+    """Stop the broker, or all nodes, of the data directory; it is no error if none runs."""
     cluster = LocalCluster.find(args.data)
     if cluster is not None:
         pids = [node.pid for node in cluster.nodes if node is not None]
@@ -109,7 +108,7 @@ def run_stop(args: argparse.Namespace) -> int:
 
 
 def run_status(args: argparse.Namespace) -> int:
-    """Say whether the broker of the data directory, or each of its nodes, runs and answers."""
+    """Print whether the broker of the data directory, or each of its nodes, runs and answers."""
     cluster = LocalCluster.find(args.data)
     if cluster is not None:
         fields = _cluster_fields(cluster)
@@ -126,8 +125,8 @@ def run_status(args: argparse.Namespace) -> int:
         return 1
     answers = broker.answers()
     fields = {**_fields(broker), "state": "running" if answers else "silent"}
-    what = "answers" if answers else f"runs but does not answer (log: {broker.log})"
-    _print(args, fields, f"{broker.bootstrap_servers} {what} (pid {broker.pid}, {broker.provider}, data {args.data})")
+    state = "answers" if answers else f"runs but does not answer (log: {broker.log})"
+    _print(args, fields, f"{broker.bootstrap_servers} {state} (pid {broker.pid}, {broker.provider}, data {args.data})")
     return 0 if answers else 1
 
 
@@ -144,7 +143,7 @@ def _fields(broker: LocalBroker) -> dict[str, Any]:
 
 
 def _cluster_fields(cluster: LocalCluster) -> dict[str, Any]:
-    """running: every node answers; degraded: some do; silent: none does."""
+    """Return the state of a cluster: running if every node answers, degraded if some do, silent if none does."""
     answering = cluster.answers()
     nodes = []
     for index, (node, address) in enumerate(zip(cluster.nodes, cluster.bootstrap_servers.split(","), strict=True)):

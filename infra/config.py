@@ -1,18 +1,18 @@
-"""Settings of a local broker, and the Kafka properties they stand for.
+"""Settings of a local broker, and the Kafka properties derived from them.
 
-Pure: the same settings always render the same properties. `infra.broker` promises that a broker runs by them.
+Pure: the same settings always render the same properties. `rollstream.infra.broker` runs brokers with them.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError
 
 NODE_ID = 1
 PROVIDERS = ("auto", "java", "docker")
 
-# Ours by construction: the address is how a broker is found again, the rest is what a single node needs.
+# Set by rollstream: the address identifies a broker, and the other keys define its role.
 RESERVED_KEYS = frozenset(
     {"node.id", "process.roles", "listeners", "advertised.listeners", "controller.quorum.voters", "log.dirs"}
 )
@@ -20,42 +20,42 @@ RESERVED_KEYS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterNode:
-    """A node's place in a cluster of several."""
+    """A node of a cluster."""
 
     node_id: int
-    """From 1 up; node i votes at controller_ports[i - 1]."""
+    """Number from 1 up; node i votes at controller_ports[i - 1]."""
     cluster_id: str
     """16 bytes in URL-safe base64, the same for every node."""
     controller_ports: tuple[int, ...]
-    """Ports of the quorum's voters: every node of the cluster is one."""
+    """Ports of the quorum's voters: every node of the cluster votes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BrokerConfig:
-    """A broker for one machine: KRaft combined mode, one node or one of a cluster's, small heap."""
+    """A broker for one machine: KRaft combined mode, one node or a node of a cluster, small heap."""
 
     data_dir: Path = Path(".rollstream/broker")
-    """Holds everything of the broker: log segments, settings, its own log, the state file."""
+    """Directory of all its files: log segments, settings, its own log, the state file."""
     host: str = "127.0.0.1"
-    """The address it listens on and advertises."""
+    """Address that it listens on and advertises."""
     port: int = 0
-    """Port for clients. 0 takes the port this data had before if that is free, else any free one."""
+    """Port for clients. 0 takes the previous port of this data if that is free, else any free one."""
     provider: str = "auto"
     """auto (Java, else Docker), java or docker."""
     image: str = "apache/kafka:4.2.1"
-    """The image of the Docker provider: the official one, or one that keeps its contract."""
+    """Image of the Docker provider: the official one, or one that keeps its contract."""
     heap_initial_mib: int = 96
-    """Heap of the broker at its start, MiB (Java provider)."""
+    """Initial heap of the broker, MiB (Java provider)."""
     heap_max_mib: int = 320
-    """Most heap it may take, MiB."""
+    """Maximum heap, MiB."""
     start_timeout_s: float = 60.0
-    """How long a broker may take until it answers."""
+    """Time within which a broker must answer."""
     stop_timeout_s: float = 15.0
-    """How long it may take to stop after SIGTERM; then it is killed."""
+    """Time to stop after SIGTERM; after that it is killed."""
     properties: Mapping[str, str] = field(default_factory=dict)
-    """Kafka's own keys, untouched, over those rendered here."""
+    """Kafka's own keys, passed unchanged; they override the properties rendered here."""
     node: ClusterNode | None = None
-    """Which node of a cluster it is; None for a broker on its own. Set by infra.cluster."""
+    """Its node of a cluster; None for a single broker. Set by rollstream.infra.cluster."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -66,7 +66,7 @@ class BrokerConfig:
             )
         if not 0 < self.heap_initial_mib <= self.heap_max_mib:
             raise ConfigurationError(
-                f"broker heap {self.heap_initial_mib} to {self.heap_max_mib} MiB makes no sense: "
+                f"broker heap {self.heap_initial_mib} to {self.heap_max_mib} MiB is invalid: "
                 "give 0 < heap_initial_mib <= heap_max_mib"
             )
         reserved = RESERVED_KEYS & self.properties.keys()
@@ -77,8 +77,8 @@ class BrokerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Where things lie in a broker's data directory."""
+class BrokerLayout:
+    """Paths in a broker's data directory."""
 
     root: Path
 
@@ -92,7 +92,7 @@ class Layout:
 
     @property
     def image_settings(self) -> Path:
-        """What the Docker image renders from `properties` and runs by."""
+        """Settings that the Docker image renders from `properties`."""
         return self.root / "image-settings"
 
     @property
@@ -109,7 +109,7 @@ class Layout:
 
     @property
     def cluster(self) -> Path:
-        """Where the nodes of a cluster lie beside it, each with a layout of its own."""
+        """State of a cluster; its nodes lie beside it, each with a layout of its own."""
         return self.root / "cluster.json"
 
     @property
@@ -120,7 +120,7 @@ class Layout:
 def server_properties(
     config: BrokerConfig, *, port: int, controller_port: int, log_dir: str, bind: str | None = None
 ) -> dict[str, str]:
-    """The complete properties of a node. `bind`: the address to listen on where it is not the advertised one."""
+    """Return the complete properties of a node. `bind` is the address to listen on, by default the advertised one."""
     bind = bind or config.host
     node = config.node or ClusterNode(node_id=NODE_ID, cluster_id="", controller_ports=(controller_port,))
     voters = (f"{number}@127.0.0.1:{voter}" for number, voter in enumerate(node.controller_ports, start=1))
@@ -141,44 +141,44 @@ def server_properties(
 
 
 def _replication(nodes: int) -> dict[str, str]:
-    """Three copies of everything, two of them in step, or as many as there are nodes."""
-    copies, in_step = str(min(3, nodes)), str(max(1, min(3, nodes) - 1))
+    """Three replicas of everything, two of them in sync, or fewer if there are fewer nodes."""
+    replicas, in_sync = str(min(3, nodes)), str(max(1, min(3, nodes) - 1))
     return {
-        "default.replication.factor": copies,
-        "min.insync.replicas": in_step,
-        "offsets.topic.replication.factor": copies,
-        "transaction.state.log.replication.factor": copies,
-        "transaction.state.log.min.isr": in_step,
-        "share.coordinator.state.topic.replication.factor": copies,
-        "share.coordinator.state.topic.min.isr": in_step,
+        "default.replication.factor": replicas,
+        "min.insync.replicas": in_sync,
+        "offsets.topic.replication.factor": replicas,
+        "transaction.state.log.replication.factor": replicas,
+        "transaction.state.log.min.isr": in_sync,
+        "share.coordinator.state.topic.replication.factor": replicas,
+        "share.coordinator.state.topic.min.isr": in_sync,
     }
 
 
 COMMON: Mapping[str, str] = {
-    # Few internal partitions: created in a moment at first use, loaded in a moment after a restart.
+    # Few internal partitions: quick to create at first use, quick to load after a restart.
     "num.partitions": "1",
     "offsets.topic.num.partitions": "8",
     "transaction.state.log.num.partitions": "8",
     "share.coordinator.state.topic.num.partitions": "4",
-    # Topics come from the catalogue alone: a mistyped name is an error, not a new topic.
+    # Only the catalogue creates topics: a mistyped name is an error, not a new topic.
     "auto.create.topics.enable": "false",
     # The default forgets the positions of a run that was idle for a week.
     "offsets.retention.minutes": "2147483647",
-    # Groups form at once, and a test may use a short session.
+    # Groups form at once, and tests may use short sessions.
     "group.initial.rebalance.delay.ms": "0",
     "group.min.session.timeout.ms": "1000",
     "group.consumer.min.session.timeout.ms": "1000",
     "group.consumer.min.heartbeat.interval.ms": "100",
-    # Under the consumer protocol (KIP-848) the broker decides them: by default 45 s until a killed member is missed.
+    # Under the consumer protocol (KIP-848) the broker sets them: by default it misses a killed member after 45 s.
     "group.consumer.session.timeout.ms": "6000",
     "group.consumer.heartbeat.interval.ms": "1000",
-    # Readers stall behind the open transaction of a killed producer until the broker aborts it (decision 0012: of two
-    # times ten kills none left a transaction hanging, at 1 s or at the default of 10; readers waited a third as long).
+    # Readers stall behind the open transaction of a killed producer until the broker aborts it. In ten kills each at
+    # 1 s and at the default of 10 s none left a transaction hanging; readers waited a third as long (decision 0012).
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
-    # After kill -9 the same node is refused until its old session ends: by default nine seconds.
+    # After kill -9 a node is refused until its old session ends, by default for nine seconds.
     "broker.heartbeat.interval.ms": "500",
     "broker.session.timeout.ms": "3000",
-    # Compacted topics shrink within seconds of becoming dirty; the buffer fits the small heap.
+    # Compacted topics shrink within seconds; the buffer fits the small heap.
     "log.cleaner.backoff.ms": "1000",
     "log.cleaner.dedupe.buffer.size": "16777216",
     "log.cleaner.threads": "1",
@@ -196,15 +196,15 @@ COMMON: Mapping[str, str] = {
 
 
 def render_properties(properties: Mapping[str, str]) -> str:
-    """A Java properties file, keys sorted. Backslashes in values are escaped, as the format wants."""
+    """Return a Java properties file with sorted keys. Backslashes in values are escaped, as the format requires."""
     escaped = ((key, value.replace("\\", "\\\\")) for key, value in sorted(properties.items()))
     return "".join(f"{key}={value}\n" for key, value in escaped)
 
 
 def image_environment(properties: Mapping[str, str]) -> dict[str, str]:
-    """The variables from which the official image renders `properties`.
+    """Return the variables from which the official image renders `properties`.
 
-    KAFKA_ and the key in capitals, `.` as `_`, `_` as `__`, `-` as `___`.
+    A variable is KAFKA_ and the key in capitals, with `.` as `_`, `_` as `__`, `-` as `___`.
     """
     return {
         "KAFKA_" + key.replace("_", "__").replace("-", "___").replace(".", "_").upper(): value

@@ -1,6 +1,6 @@
-"""The jars of a Kafka broker as locked: each one's Maven coordinates and digest. Whoever fetches them is held to it.
+"""The lock file of a Kafka broker's jars: Maven coordinates and digest of each. Downloaded jars must match it.
 
-`python -m infra.jar_lock` writes kafka-jars.lock again from pom.xml, with Maven: it decides what belongs together.
+`python -m rollstream.infra.jar_lock` writes kafka-jars.lock from pom.xml; Maven resolves the versions.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ LOCK = "kafka-jars.lock"
 
 @dataclass(frozen=True)
 class LockedJar:
-    """One jar: org.apache.kafka:kafka_2.13:4.2.1, say, and the SHA-256 of its file in hexadecimal."""
+    """One jar: coordinates such as org.apache.kafka:kafka_2.13:4.2.1, and the SHA-256 of its file in hexadecimal."""
 
     coordinates: str
     sha256: str
@@ -27,21 +27,21 @@ class LockedJar:
 
 
 def locked_jars() -> tuple[LockedJar, ...]:
-    """The jars of the lock that is shipped."""
-    lines = files("infra").joinpath(LOCK).read_text().splitlines()
+    """Return the jars of the packaged lock file."""
+    lines = files("rollstream.infra").joinpath(LOCK).read_text().splitlines()
     return tuple(LockedJar(*line.split()) for line in lines if line and not line.startswith("#"))
 
 
 def first_difference(directory: Path, jars: tuple[LockedJar, ...]) -> str | None:
-    """Where a directory of jars differs from the lock; None where it holds those jars and no others."""
-    there = {path.name for path in directory.glob("*.jar")}
+    """Return how a directory of jars differs from the lock; None if it holds exactly those jars."""
+    present = {path.name for path in directory.glob("*.jar")}
     for jar in jars:
-        if jar.name not in there:
+        if jar.name not in present:
             return f"{jar.coordinates} is missing"
         if sha256(directory / jar.name) != jar.sha256:
             return f"{jar.coordinates} has not the digest that {LOCK} names"
-    more = there - {jar.name for jar in jars}
-    return f"{min(more)} is not in {LOCK}" if more else None
+    unlocked = present - {jar.name for jar in jars}
+    return f"{min(unlocked)} is not in {LOCK}" if unlocked else None
 
 
 def sha256(path: Path) -> str:
@@ -50,7 +50,7 @@ def sha256(path: Path) -> str:
 
 
 def main() -> None:
-    """Collect what pom.xml asks for, and write coordinates and digests beside it."""
+    """Collect the jars of pom.xml, and write their coordinates and digests beside it."""
     package = Path(__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder)
@@ -61,7 +61,9 @@ def main() -> None:
         for jar in sorted(repository.rglob("*.jar")):
             *group, artifact, version = jar.parent.relative_to(repository).parts
             lines.append(f"{'.'.join(group)}:{artifact}:{version} {sha256(jar)}\n")
-    header = "# The jars of the local broker: Maven coordinates and SHA-256. Written by python -m infra.jar_lock.\n"
+    header = (
+        "# Jars of the local broker: Maven coordinates and SHA-256. Written by python -m rollstream.infra.jar_lock.\n"
+    )
     (package / LOCK).write_text(header + "".join(lines))
 
 

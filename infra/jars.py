@@ -1,6 +1,6 @@
-"""Gets the jars of a Kafka broker: KAFKA_HOME, our cache, or Maven or its Python stand-in jgo, which fill the cache.
+"""Gets the jars of a Kafka broker from KAFKA_HOME or our cache, which Maven or its Python replacement jgo fills.
 
-A cache that exists is complete and holds what is locked: it is filled aside, compared, and renamed into place.
+An existing cache is complete and matches the lock file: it is filled aside, compared, and renamed into place.
 """
 
 import importlib.util
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from infra.jar_lock import LockedJar, first_difference, locked_jars
-from infra.java import JavaRuntime
+from rollstream.infra.jar_lock import LockedJar, first_difference, locked_jars
+from rollstream.infra.java import JavaRuntime
 
 KAFKA_VERSION = "4.2.1"
-"""4.3.0 and 4.3.1 lose transaction markers while a partition has no leader (KAFKA-20734): see decision 0012."""
+"""Not 4.3.0 or 4.3.1: they lose transaction markers while a partition has no leader (KAFKA-20734, decision 0012)."""
 REPOSITORY_VARIABLE = "ROLLSTREAM_MAVEN_REPOSITORY"
 MAVEN_TIMEOUT_S = 600.0
 _REQUEST_TIMEOUT_S = 30
@@ -27,7 +27,7 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Jars:
-    """A directory of jars, the Kafka version in it, and where it came from (KAFKA_HOME, cache, Maven or jgo)."""
+    """A directory of jars, its Kafka version, and its source (KAFKA_HOME, cache, Maven or jgo)."""
 
     directory: Path
     version: str
@@ -40,28 +40,28 @@ class Jars:
 
 @dataclass(frozen=True)
 class JarsSearch:
-    """The jars, if any, and why each other source will not do."""
+    """Result of a search: the jars, if any, and why each earlier source was refused."""
 
-    found: Jars | None
+    jars: Jars | None
     refused: tuple[str, ...]
 
 
 def cache_dir(environment: Mapping[str, str]) -> Path:
-    """Where the jars are cached: rollstream/kafka-<version> under XDG_CACHE_HOME, else ~/.cache."""
+    """Return the cache of the jars: rollstream/kafka-<version> under XDG_CACHE_HOME, else ~/.cache."""
     base = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or Path.home()) / ".cache"
     return Path(base) / "rollstream" / f"kafka-{KAFKA_VERSION}"
 
 
 def kafka_version(directory: Path) -> str | None:
-    """The version of the broker's jar in `directory`, or None where there is none."""
+    """Return the version of the broker's jar in `directory`; None if there is none."""
     names = sorted(jar.stem for jar in directory.glob("kafka_2.13-[0-9]*.jar"))
     return names[-1].removeprefix("kafka_2.13-") if names else None
 
 
 def find_jars(environment: Mapping[str, str], java: JavaRuntime) -> JarsSearch:
-    """Take the jars of KAFKA_HOME, else the cached ones, else fill the cache.
+    """Return the jars of KAFKA_HOME, else the cached ones, else fill the cache.
 
-    Maven fills it (with `java` if it has none), as it knows the mirrors of this machine; where it cannot, jgo does.
+    Maven fills it (with `java` if it has none), because it knows the mirrors of this machine; jgo if Maven fails.
     """
     refused: list[str] = []
     home = environment.get("KAFKA_HOME")
@@ -89,7 +89,7 @@ def find_jars(environment: Mapping[str, str], java: JavaRuntime) -> JarsSearch:
 
 
 def _fill(cache: Path, collect: Callable[[Path], str | None]) -> str | None:
-    """Let `collect` put the jars into a folder that becomes the cache; returns what went wrong, if anything."""
+    """Let `collect` put the jars into a folder that becomes the cache; return the problem, if any."""
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".filling-", dir=cache.parent) as aside:
@@ -109,13 +109,13 @@ def _fill(cache: Path, collect: Callable[[Path], str | None]) -> str | None:
 
 
 def _collect_by_maven(environment: Mapping[str, str], java: JavaRuntime, jars: Path) -> str | None:
-    """Let Maven copy the jars of pom.xml; returns what went wrong, if anything."""
+    """Let Maven copy the jars of pom.xml; return the problem, if any."""
     maven = shutil.which("mvn", path=environment.get("PATH", os.defpath))
     if maven is None:
         return "no Kafka jars: mvn is not on PATH"
     has_java = environment.get("JAVA_HOME") or shutil.which("java", path=environment.get("PATH", os.defpath))
     pom = jars.with_name("pom.xml")
-    pom.write_text(files("infra").joinpath("pom.xml").read_text())
+    pom.write_text(files("rollstream.infra").joinpath("pom.xml").read_text())
     try:
         maven_run = subprocess.run(
             [
@@ -137,10 +137,10 @@ def _collect_by_maven(environment: Mapping[str, str], java: JavaRuntime, jars: P
 
 
 def _collect_by_jgo(environment: Mapping[str, str], jars: Path) -> str | None:
-    """Let jgo, a Maven in Python, download the locked jars; returns what went wrong, if anything."""
+    """Let jgo, a Maven in Python, download the locked jars; return the problem, if any."""
     if importlib.util.find_spec("jgo") is None:
         return "the package jgo (our extra 'jre'), which fetches Kafka's jars without Maven, is not installed"
-    # Imported where it is needed: once for each version of Kafka.
+    # Not at the top: it is needed once for each version of Kafka.
     from jgo.maven import MavenContext
 
     repository = environment.get(REPOSITORY_VARIABLE)
@@ -151,14 +151,14 @@ def _collect_by_jgo(environment: Mapping[str, str], jars: Path) -> str | None:
     )
 
     def download(jar: LockedJar) -> None:
-        # Not resolved by it: what belongs together is in the lock, so nothing but the jars is asked for.
+        # jgo resolves no versions: the lock file has them all, so only the jars are downloaded.
         artifact = context.create_dependency(jar.coordinates).artifact
         for attempt in range(_ATTEMPTS):
             try:
                 artifact.resolve().replace(jars / jar.name)
                 return
             except Exception:
-                # It keeps what it has of a file whose download broke off, and would take that for the file.
+                # jgo keeps the part of a broken download and would take it for the file.
                 if artifact.cached_path:
                     artifact.cached_path.unlink(missing_ok=True)
                 if attempt == _ATTEMPTS - 1:
@@ -169,7 +169,7 @@ def _collect_by_jgo(environment: Mapping[str, str], jars: Path) -> str | None:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(download, locked_jars()))
     except Exception as error:
-        # Whatever it and its HTTP client raise: they have no common base, and the next source is asked.
+        # The errors of jgo and its HTTP client have no common base; the next source is tried.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return f"jgo could not get the Kafka jars: {reason[:300]} (a mirror can be named in {REPOSITORY_VARIABLE})"
     return None

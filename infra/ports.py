@@ -1,17 +1,17 @@
-"""Picks the port of a broker: the one asked for, the one its data had before, or any that is free.
+"""Chooses the port of a broker: the configured one, the previous one of its data, or a free one.
 
-Between the look and the broker's bind another may take it; who starts brokers tries again.
+Another process may take the port before the broker binds it; rollstream.infra.broker_start then tries again.
 """
 
 import contextlib
 import socket
 
-from infra.config import BrokerConfig, Layout
-from topics.errors import BrokerUnavailable
+from rollstream.infra.config import BrokerConfig, BrokerLayout
+from rollstream.topics.errors import BrokerUnavailable
 
 
-def choose_port(config: BrokerConfig, layout: Layout) -> int:
-    """The port to use: the configured one, or the one this data had before, or any free one."""
+def choose_port(config: BrokerConfig, layout: BrokerLayout) -> int:
+    """Return the configured port, or the previous port of this data, or a free one."""
     if config.port:
         if not is_free(config.host, config.port):
             raise port_in_use(config.host, config.port)
@@ -20,8 +20,8 @@ def choose_port(config: BrokerConfig, layout: Layout) -> int:
     return before if before and is_free(config.host, before) else free_port(config.host)
 
 
-def port_before(layout: Layout) -> int | None:
-    """The port this data was served on last; None for new data."""
+def port_before(layout: BrokerLayout) -> int | None:
+    """Return the port on which this data was last served; None for new data."""
     if not layout.properties.exists():
         return None
     for line in layout.properties.read_text().splitlines():
@@ -32,7 +32,7 @@ def port_before(layout: Layout) -> int | None:
 
 def is_free(host: str, port: int) -> bool:
     with socket.socket() as trial:
-        # As the broker binds: what lingers in TIME_WAIT is free, what listens is not.
+        # As the broker binds: a port in TIME_WAIT is free, a port with a listener is not.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind((host, port))
@@ -46,7 +46,7 @@ def free_port(host: str) -> int:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Different free ports: all are held before any is let go."""
+    """Return different free ports: all are held before any is released."""
     with contextlib.ExitStack() as held:
         trials = [held.enter_context(socket.socket()) for _ in range(count)]
         for trial in trials:

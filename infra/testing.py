@@ -1,9 +1,9 @@
-"""KafkaContainer: a real Kafka for tests that use testcontainers, by the official image or one with its contract.
+"""KafkaContainer: a real Kafka for tests that use testcontainers, with the official image or one with its contract.
 
     with KafkaContainer() as kafka:
         run_tests_against(kafka.bootstrap_servers)
 
-Needs the package testcontainers. Where Ryuk's image cannot be had, set TESTCONTAINERS_RYUK_DISABLED=true.
+Needs the package testcontainers. If Ryuk's image is not available, set TESTCONTAINERS_RYUK_DISABLED=true.
 """
 
 import io
@@ -15,10 +15,10 @@ from typing import Any, Self
 from docker.errors import DockerException, ImageNotFound
 from testcontainers.core.container import DockerContainer
 
-from infra.config import BrokerConfig, image_environment, server_properties
-from infra.launch import new_cluster_id
-from infra.probe import broker_answers
-from topics.errors import BrokerUnavailable
+from rollstream.infra.config import BrokerConfig, image_environment, server_properties
+from rollstream.infra.launch_commands import new_cluster_id
+from rollstream.infra.probe import broker_answers
+from rollstream.topics.errors import BrokerUnavailable
 
 OFFICIAL_IMAGE = BrokerConfig().image
 _PORT, _CONTROLLER_PORT = 9092, 9093
@@ -39,10 +39,10 @@ class KafkaContainer(DockerContainer):
         start_timeout_s: float = 60.0,
         **options: Any,
     ) -> None:
-        """`port` on this host, 0 for any free one; a test that kills and restarts the container fixes it. `properties`
-        are Kafka's own keys, over those of infra.config. `options` go to DockerContainer.
+        """`port` is on this host, 0 for any free one; a test that restarts the container must set it.
 
-        Raises BrokerUnavailable when no Docker engine answers.
+        `properties` are Kafka's own keys and override those of rollstream.infra.config. `options` go to
+        DockerContainer. Raises BrokerUnavailable if no Docker engine answers.
         """
         try:
             super().__init__(image, **options)
@@ -51,8 +51,8 @@ class KafkaContainer(DockerContainer):
         self._start_timeout_s = start_timeout_s
         self._properties = dict(properties or {})
         self._address: tuple[str, int] | None = None
-        # Without the mapped port nothing can be advertised, and it is known only once the container runs: so it starts
-        # by waiting for its script. The official image and ours have a shell and a `run`, and nothing more is asked.
+        # The broker advertises the mapped port, which is known only once the container runs. So the container first
+        # waits for its script. This needs only a shell and `run`, which the official image and ours have.
         waiting = f"while [ ! -f {_SCRIPT} ]; do sleep 0.1; done; exec sh {_SCRIPT}"
         self.with_command(["sh", "-c", waiting])
         self.with_bind_ports(_PORT, port or None)
@@ -60,7 +60,7 @@ class KafkaContainer(DockerContainer):
         self.with_env("KAFKA_HEAP_OPTS", f"-Xms96m -Xmx{heap_max_mib}m")
 
     def start(self) -> Self:
-        """Start it and return when it answers. Raises BrokerUnavailable with the end of its log when it does not."""
+        """Start it and return when it answers. Raises BrokerUnavailable with the end of its log if it does not."""
         self._ensure_image()
         began = time.monotonic()
         try:
@@ -88,7 +88,7 @@ class KafkaContainer(DockerContainer):
         return f"{host}:{port}"
 
     def get_bootstrap_server(self) -> str:
-        """The same under the name other Kafka containers give it."""
+        """Return `bootstrap_servers`, under the name that other Kafka containers use."""
         return self.bootstrap_servers
 
     def _ensure_image(self) -> None:
@@ -101,18 +101,18 @@ class KafkaContainer(DockerContainer):
             except DockerException as error:
                 reason = getattr(error, "explanation", None) or error
                 raise BrokerUnavailable(
-                    f"image {self.image} is not here and cannot be pulled ({reason}); `python -m infra.image build` "
-                    f"makes one with its contract"
+                    f"image {self.image} is not here and cannot be pulled ({reason}); "
+                    f"`python -m rollstream.infra.image build` makes one with its contract"
                 ) from None
 
     def _mapped_address(self) -> tuple[str, int]:
         host = self.get_container_host_ip()
-        # The engine maps IPv4 ports for sure, and localhost may be ::1 first.
+        # The engine always maps IPv4 ports, and localhost may resolve to ::1 first.
         return "127.0.0.1" if host == "localhost" else host, self._get_exposed_port(_PORT)
 
     def _put_script(self, host: str, port: int) -> None:
         config = BrokerConfig(host=host, properties=self._properties)
-        # Any KAFKA_ property replaces the image's own file: the full set is given.
+        # Any KAFKA_ property replaces the image's own file, so this sets all of them.
         properties = server_properties(
             config, port=_PORT, controller_port=_CONTROLLER_PORT, log_dir=_DATA, bind="0.0.0.0"
         ) | {"advertised.listeners": f"PLAINTEXT://{host}:{port}"}

@@ -1,1 +1,1 @@
-"""What runs the parts: configuration, supervisor, command line, ledger, verification, demo."""
+"""Runs rollstream: configuration, supervisor, command line, ledger, verification, demo."""

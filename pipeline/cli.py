@@ -1,59 +1,111 @@
 """The command `rollstream`: parses arguments, loads the configuration, calls one handler, turns errors into one line.
 
-Handlers import what they need when they run, so that --help answers at once. Exit codes: 0 done, 1 the answer is no
-(or a run failed), 2 something is wrong that the message says how to mend, 3 fenced, 130 interrupted.
+Each command is a module that adds its flags and holds its handler, imported when the command is chosen, so that --help
+answers at once. Exit codes: 0 success, 1 a negative result (or a failed run), 2 an error with a remedy in its message,
+3 fenced, 130 interrupted.
 """
 
 import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
-from infra import commands as broker_commands
-from pipeline import interruption
-from pipeline.commands import Parser, Setting, add_command
-from pipeline.process import watch_lifeline
-from pipeline.tool_commands import add_mend, add_tools
-from topics.errors import RollstreamError
-
-if TYPE_CHECKING:
-    from pipeline.commands import Commands
+from rollstream.pipeline import interruption
+from rollstream.pipeline.command_parser import Parser, add_command
+from rollstream.pipeline.run.role_process import watch_lifeline
+from rollstream.topics.errors import RollstreamError
 
 _BROKEN_PIPE = 128 + 13
+COMMANDS = {
+    "broker": ("tools.broker", "a local Kafka: start, stop, status; mend any Kafka"),
+    "topics": ("tools.topics", "the topics of a run: plan, apply, describe"),
+    "infer": ("roles.infer", "serve completions from the newest policy version"),
+    "env": ("roles.env", "play the environment and publish rollouts"),
+    "gateway": ("roles.gateway", "capture the model calls of any agent, and write them as rollouts"),
+    "eval": ("roles.eval", "evaluate the held-out split at every so many policy versions"),
+    "group": ("roles.group", "group rollouts into training batches, exactly once"),
+    "learn": ("roles.learn", "train on the batches and publish policy versions"),
+    "label": (
+        "roles.label",
+        "label trajectories that wait for their rewards, exactly once",
+    ),
+    "collect": ("roles.collect", "play a control task and publish trajectories"),
+    "fill": ("roles.fill", "fill a trajectory buffer on disk from the log"),
+    "run": ("run.command", "run all roles under one supervisor until interrupted or their work is done"),
+    "runs": ("tools.runs", "list the runs that are on the brokers"),
+    "demo": ("run.demo", "train a small model through a local Kafka and print a report"),
+    "ledger": ("tools.ledger", "prove from the topics alone that every record is in exactly one place"),
+    "verify": ("tools.verify", "compute batches again from the log and compare them bit for bit"),
+    "lineage": ("tools.lineage", "show where something came from and what became of it"),
+    "replay": ("tools.replay", "fold the recorded log again, as it was or under another configuration"),
+    "show": ("tools.show", "show one rollout as a person reads it, with its group and its fate"),
+    "retrain": (
+        "tools.retrain",
+        "execute recorded steps again from a checkpoint and the log, and compare parameters",
+    ),
+    "fork": ("tools.fork", "start another learner where one stood, with other settings, on the same batches"),
+    "export": ("tools.export", "write the newest policy version as a Hugging Face checkpoint"),
+    "fit": ("tools.fit", "compile the training step for TPUs that are elsewhere, and show what memory it takes"),
+    "migrate": (
+        "tools.migrate",
+        "bring rollouts of the old form, with metadata on the batch, into a run or new files",
+    ),
+    "prune": ("tools.prune", "delete what recovery, verification and learners no longer need"),
+    "archive": ("tools.archive", "copy new records of the run's topics into Parquet files, each once"),
+    "restore": ("tools.restore", "fill the topics of a new run from an archive, every record at the offset it had"),
+    "sql": ("tools.sql", "query the archive with DuckDB; without a query, show its tables"),
+    "groups": ("tools.groups", "write new groups of the run into Parquet files, in a group store"),
+    "dlq": ("tools.dlq", "dead letters: ls, show, redrive"),
+    "exclude": (
+        "tools.exclude",
+        "quarantine rollouts: those not yet batched are dropped, learners leave out the rest",
+    ),
+    "learner": (
+        "tools.learner",
+        "retire a learner, so that nothing is kept for it, or let it train again",
+    ),
+    "cat": ("tools.cat", "print the records of a topic, decoded, one a line"),
+    "trajectories": ("tools.trajectories", "saved trajectory buffers: show, merge, split"),
+    "top": ("tools.top", "show how a run goes, on one screen"),
+    "completion": ("tools.completion", "print the script that lets a shell complete commands and flags"),
+}
+"""Module, below rollstream.pipeline, and summary of each command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     watch_lifeline()
-    parser = build_parser()
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
+    if "_ARGCOMPLETE" in os.environ:  # a shell requests completions
         import argcomplete
 
-        argcomplete.autocomplete(parser)
-    args = parser.parse_args(arguments)
+        argcomplete.autocomplete(build_parser(load=os.environ["COMP_LINE"].split()))
+    debug = False
     try:
+        args = build_parser().parse_args(arguments)
+        debug = args.debug
         code: int = args.run(args)
         sys.stdout.flush()
         return code
     except RollstreamError as error:
-        if args.debug or interruption.received():
+        if debug or interruption.received():
             raise
         print(f"rollstream: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         return 128 + int(getattr(interrupt, "signal_number", signal.SIGINT))
     except BrokenPipeError:
-        # Whoever read our output has seen enough; keep the interpreter from complaining about it at exit.
+        # The reader of our output is gone; keep the interpreter from reporting that at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line. Each command sets `run`, a function from the parsed arguments to the exit code."""
-    parser: argparse.ArgumentParser = Parser(
+def build_parser(load: Collection[str] = ()) -> Parser:
+    """Return the whole command line, the commands named in `load` with their flags.
+
+    A command sets `run`, a function from the parsed arguments to the exit code.
+    """
+    parser = Parser(
         prog="rollstream",
         description="Reinforcement learning of language models over a log: every rollout in exactly one place.",
         epilog="Start with `rollstream demo`. Every command answers --help.",
@@ -61,164 +113,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    add_mend(broker_commands.register(commands))
-    _add_topics(commands)
-    _add_roles(commands)
-    _add_runs(commands)
-    add_tools(commands)
-    completion = commands.add_parser("completion", help="print what makes a shell complete commands and flags")
-    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="which shell")
-    completion.set_defaults(run=_show_completion)
+    for name, (module, summary) in COMMANDS.items():
+        command = add_command(commands, name, summary, f"rollstream.pipeline.{module}")
+        if name in load:
+            command.load()
     return parser
 
 
 class _Version(argparse.Action):
-    """Prints the version and exits; asks for it only then."""
+    """Prints the version, which it looks up only then, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
 
         print(f"rollstream {version('rollstream')}")
         parser.exit()
-
-
-def _show_completion(args: argparse.Namespace) -> int:
-    from argcomplete.shell_integration import shellcode
-
-    print(shellcode(["rollstream"], shell=args.shell))
-    return 0
-
-
-def _add_topics(commands: "Commands") -> None:
-    topics = commands.add_parser("topics", help="the topics of a run: plan, apply, describe")
-    actions = topics.add_subparsers(dest="topics_command", metavar="COMMAND", required=True)
-    where = "pipeline.provision"
-    add_command(actions, "plan", f"{where}:plan", "show what apply would create or change", json=True)
-    add_command(actions, "apply", f"{where}:apply", "create and mend the run's topics; safe to repeat", json=True)
-    add_command(actions, "describe", f"{where}:describe", "show the run's topics as they are on the broker", json=True)
-
-
-def _add_roles(commands: "Commands") -> None:
-    infer = add_command(
-        commands, "infer", "pipeline.roles.infer:run", "serve completions from the newest policy version"
-    )
-    env = add_command(commands, "env", "pipeline.roles.env:run", "play the environment and publish rollouts")
-    env.add_argument("--ordinal", type=int, default=0, help="number of this worker, from 0 (default: %(default)s)")
-    env.add_argument(
-        "--workers",
-        dest="supervisor.workers=",
-        action=Setting,
-        metavar="N",
-        help="workers that share the work (default: 2)",
-    )
-    evaluator = add_command(
-        commands, "eval", "pipeline.roles.eval:run", "evaluate the held-out split at every so many policy versions"
-    )
-    evaluator.add_argument(
-        "--every",
-        dest="evaluation.every_versions=",
-        action=Setting,
-        metavar="K",
-        help="versions that K divides (default: none)",
-    )
-    group = add_command(
-        commands, "group", "pipeline.roles.group:run", "group rollouts into training batches, exactly once"
-    )
-    group.add_argument("--ordinal", type=int, default=0, help="number of this consumer, from 0 (default: %(default)s)")
-    group.add_argument(
-        "action",
-        nargs="?",
-        choices=("recover", "adopt", "skip"),
-        help="recover: commit lost positions again from the journal, and exit; adopt: the same for a run restored from "
-        "an archive; skip: have a record left out unread",
-    )
-    group.add_argument("record", nargs="?", metavar="PARTITION:OFFSET", help="record to skip, as the error names it")
-    group.add_argument("--reason", default="", help="why it is skipped; stays in the journal")
-    learn = add_command(
-        commands, "learn", "pipeline.roles.learn:run", "train on the batches and publish policy versions"
-    )
-    learn.add_argument(
-        "--process", type=int, default=0, metavar="I", help="number of this process of learner.processes (default: 0)"
-    )
-    learn.add_argument(
-        "--warm-start",
-        dest="learner.warm_start.file=",
-        action=Setting,
-        metavar="FILE",
-        help="supervised examples before version 0",
-    )
-    label = add_command(
-        commands,
-        "label",
-        "pipeline.roles.label:run",
-        "give trajectories that wait for their rewards what a labeler makes of them, exactly once",
-        example="rollstream label rewards.grasping:judge --run robot",
-    )
-    label.add_argument(
-        "labeler",
-        nargs="?",
-        metavar="MODULE:FUNCTION",
-        help="takes a Trajectory, returns it labelled, or None (default: labelling.labeler); recover: commit lost "
-        "positions again, and exit",
-    )
-    label.add_argument("--ordinal", type=int, default=0, help="number of this labeller, from 0 (default: %(default)s)")
-    collect = add_command(
-        commands,
-        "collect",
-        "pipeline.roles.collect:run",
-        "play a control task and publish trajectories",
-        example="rollstream collect --run robot --set collect.player=cell.arm:play",
-    )
-    collect.add_argument("--ordinal", type=int, default=0, help="number of this process, from 0 (default: %(default)s)")
-    filler = add_command(
-        commands,
-        "fill",
-        "pipeline.roles.fill:run",
-        "fill a trajectory buffer on disk from the log",
-        example="rollstream fill --run robot --set fill.directory=windows",
-    )
-    for role in (infer, env, evaluator, group, learn, label, collect, filler):
-        role.set_defaults(role=True)
-
-
-def _add_runs(commands: "Commands") -> None:
-    run = add_command(
-        commands,
-        "run",
-        "pipeline.run:run",
-        "run all roles under one supervisor until interrupted or their work is done",
-        example="rollstream run run.toml",
-    )
-    run.set_defaults(role=True)
-    add_command(commands, "runs", "pipeline.runs:show_runs", "list the runs that are on the brokers", json=True)
-    run.add_argument("file", type=Path, nargs="?", metavar="run.toml", help="the same as --config")
-    demo = add_command(
-        commands,
-        "demo",
-        "pipeline.demo:run",
-        "train a small model through a local Kafka and print a report",
-        example="rollstream demo --seed 1 --task add",
-        json=True,
-    )
-    demo.add_argument(
-        "--seed", dest="seed=", action=Setting, metavar="N", help="of everything that is drawn (default: 0)"
-    )
-    demo.add_argument(
-        "--task", dest="task=", action=Setting, metavar="NAME", help="dsort3 (the default), dsort4 or add"
-    )
-    demo.add_argument(
-        "--steps", dest="learner.max_steps=", action=Setting, metavar="N", help="stop after this many learner steps"
-    )
-    demo.add_argument(
-        "--data",
-        dest="data_dir=",
-        action=Setting,
-        metavar="DIR",
-        help="where its data lies (default: .rollstream/demo)",
-    )
-    demo.add_argument("--keep", action="store_true", help="keep the broker's data, to ask it more afterwards")
-    demo.add_argument("--no-faults", action="store_true", help="kill nothing on the way")
-    demo.add_argument(
-        "--compare", action="store_true", help="train the same recipe in one process, too, and show what the log costs"
-    )
-    demo.set_defaults(default_config=Path(__file__).with_name("demo.toml"))

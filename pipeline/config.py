@@ -1,7 +1,7 @@
 """The one configuration of a run: a typed tree, from TOML, then the environment, then flags.
 
-Every package owns the settings of its own parts; this module composes them and promises that a key nobody knows, a
-value of the wrong type or two settings that contradict each other is one error that says where it stands.
+Every package owns the settings of its own parts; this module composes them. An unknown key, a value of the wrong type
+or settings that contradict each other are errors that name the place of the setting.
 """
 
 import re
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from consumers.buffers.fill_config import FillConfig
-from consumers.grouping.config import GrouperConfig, GroupingConfig, check_batch_bytes
-from consumers.labelling.config import LabellingConfig
-from consumers.learner.config import LearnerConfig
-from infra.config import BrokerConfig
-from pipeline.settings import (
+from rollstream.consumers.buffers.trajectories.fill_config import FillConfig
+from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig, check_batch_bytes
+from rollstream.consumers.labeling.config import LabelingConfig
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.infra.config import BrokerConfig
+from rollstream.pipeline.settings import (
     ENVIRONMENT_PREFIX,
     Keys,
     Layer,
@@ -25,17 +25,29 @@ from pipeline.settings import (
     flag_layers,
     plain,
 )
-from pipeline.toml import render
-from producers.capacity import check_capacity
-from producers.config import CapacityConfig, CollectConfig, EvaluationConfig, InferenceConfig, TasksConfig, WorkerConfig
-from topics.config import KafkaConfig, TopicsConfig
-from topics.errors import ConfigurationError
-from topics.secrets import is_secret, reference
+from rollstream.pipeline.toml import render
+from rollstream.producers.config import (
+    CapacityConfig,
+    CollectConfig,
+    CurriculumConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    InferenceConfig,
+    TasksConfig,
+    WorkerConfig,
+)
+from rollstream.producers.flow_control import check_capacity
+from rollstream.producers.gateway.config import GatewayConfig
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.secrets import is_secret, reference
 
 _RECORD_OVERHEAD = 4096
 PRETRAINED_LEARNING_RATE = 1e-6
 PRETRAINED_WARM_START_RATE = 1e-5
-"""Of a learner that starts from a checkpoint, where none is set: usual for language models."""
+"""Default of a learner that starts from a checkpoint; a usual value for language models."""
+_UNREAD_FACTOR = 4
+"""A worker may have this many times the rollouts that it plays at once on their way to grouping."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -46,9 +58,9 @@ class SupervisorConfig:
     workers: int = 2
     """Environment workers; grouping processes are counted by grouper.processes."""
     ready_timeout_s: float = 120.0
-    """How long a role may take from its start, or from its last word of progress, until it is ready."""
+    """How long a role may take from its start, or from its last progress report, until it is ready."""
     stop_timeout_s: float = 20.0
-    """How long a role may take from SIGTERM until it has exited; then it is killed."""
+    """How long a role may take from SIGTERM until it exits; then it is killed."""
     restarts: int = 3
     """How often one role may exit unexpectedly and be started again before the run fails."""
     backoff_s: float = 0.5
@@ -57,18 +69,20 @@ class SupervisorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything about a run."""
+    """The whole configuration of a run."""
 
     run: str = "main"
     """Name of the run; its topics are called {run}.{topic}."""
     seed: int = 0
-    """Of everything that is drawn: the seed of each part that has none of its own."""
+    """Seed of each part that has none of its own."""
     task: str = "dsort3"
-    """Environment that is played, one of producers.tasks."""
+    """Environment that workers play, in the form of environments.0.use; unused if environments are listed."""
+    environments: tuple[EnvironmentConfig, ...] = ()
+    """Environments that workers play as a mixture; empty plays the one that task names."""
     tasks: TasksConfig = field(default_factory=TasksConfig)
-    """Settings of the tasks that have some."""
+    """Settings of individual tasks."""
     data_dir: Path = Path(".rollstream")
-    """Where logs, checkpoints, caches and the local broker's data lie."""
+    """Directory of logs, checkpoints, caches and the local broker's data."""
     log_level: str = "info"
     """debug, info, warning or error."""
     kafka: KafkaConfig = field(default_factory=KafkaConfig)
@@ -76,12 +90,14 @@ class RunConfig:
     broker: BrokerConfig = field(default_factory=BrokerConfig)
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     worker: WorkerConfig = field(default_factory=WorkerConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     grouping: GroupingConfig = field(default_factory=GroupingConfig)
     grouper: GrouperConfig = field(default_factory=GrouperConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     collect: CollectConfig = field(default_factory=CollectConfig)
-    labelling: LabellingConfig = field(default_factory=LabellingConfig)
+    labeling: LabelingConfig = field(default_factory=LabelingConfig)
     fill: FillConfig = field(default_factory=FillConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
 
@@ -103,28 +119,43 @@ class RunConfig:
                 f"learner.weights.chunk_bytes {chunk_bytes} leaves no room in kafka.max_record_bytes "
                 f"{self.kafka.max_record_bytes}: lower the one or raise the other"
             )
+        if not self.task and not self.environments:
+            raise ConfigurationError("task is empty and no environment is listed; set task, or add [[environments]]")
+        idle = all(0 < entry.workers < self.supervisor.workers for entry in self.mixture)
+        if idle:
+            raise ConfigurationError(
+                f"every entry of environments has fewer workers than supervisor.workers {self.supervisor.workers}, so "
+                "the last worker has nothing to play: let one entry be played by all (workers = 0)"
+            )
         check_capacity(self.capacity)
 
     @property
     def is_control(self) -> bool:
-        """Whether the run is one of a control task: it has roles collect, label or fill, and no others."""
-        return bool(self.collect.processes or self.labelling.processes or self.fill.directory)
+        """Whether the run is of a control task: it has roles collect, label or fill, and no others."""
+        return bool(self.collect.processes or self.labeling.processes or self.fill.directory)
+
+    @property
+    def mixture(self) -> tuple[EnvironmentConfig, ...]:
+        """The environments that workers play: those listed, or the one that `task` names."""
+        return self.environments or (EnvironmentConfig(use=self.task),)
 
     @property
     def capacity(self) -> CapacityConfig:
-        """The producers' flow control, from the settings of every role it depends on."""
+        """Settings of the producers' flow control, from those of every role it depends on."""
         return CapacityConfig(
             max_policy_lag=self.learner.max_policy_lag,
             rollouts_per_step=self.learner.rollouts_per_step,
             partitions=self.topics.partitions,
             batch_rollouts=self.grouping.batch_rollouts,
-            group_size=self.worker.group_size,
-            workers=self.supervisor.workers,
+            group_size=max(entry.group_size or self.worker.group_size for entry in self.mixture),
+            # The gateways of a run share what they know of each other, so they count as one worker.
+            workers=self.supervisor.workers + (1 if self.gateway.port else 0),
+            in_flight=_UNREAD_FACTOR * self.worker.concurrency * self.worker.group_size,
         )
 
     @property
     def run_dir(self) -> Path:
-        """Where what belongs to this run alone lies: logs, the configuration its processes use."""
+        """Directory of this run's own files: logs, and the configuration its processes use."""
         return self.data_dir / "runs" / self.run
 
 
@@ -136,9 +167,9 @@ def load(
     client_flags: Sequence[str] = (),
     options: Sequence[tuple[str, str]] = (),
 ) -> RunConfig:
-    """The configuration of a TOML file, overridden by `environment`, then by flags like `grouping.batch_rollouts=64`.
+    """Load a TOML file, overridden by `environment`, then by flags like `grouping.batch_rollouts=64`.
 
-    `options` are flags with a name of their own, before the others: `("--steps", "learner.max_steps=3")`.
+    `options` are named flags, applied before the others: `("--steps", "learner.max_steps=3")`.
     `client_flags` are librdkafka's own keys, `key=value`. Raises ConfigurationError naming the line of the file, the
     variable or the flag, the key, and the remedy.
     """
@@ -148,17 +179,17 @@ def load(
 
 
 def by_reference(layer: Layer, key: str, value: Any) -> Any:
-    """The value of a setting, of a secret a reference to it: what is configured is written down, and shown.
+    """Return the value of a setting, or for a secret a reference to it, because configurations are written and shown.
 
-    Raises ConfigurationError for a secret that stands in a file or a flag itself.
+    Raises ConfigurationError for a secret written into a file or a flag.
     """
     if not is_secret(key) or not isinstance(value, str) or not value:
         return value
-    found = reference(value)
-    if found is not None:
-        kind, name = found
+    parts = reference(value)
+    if parts is not None:
+        kind, name = parts
         return f"file:{Path(name).absolute()}" if kind == "file" else value
-    # A variable of its own; that of a whole table would stand for more.
+    # The variable must hold this setting alone, not a whole table.
     own = ".".join(layer.path).replace("_", ".") == key.replace("_", ".")
     if own and layer.origin.startswith(ENVIRONMENT_PREFIX):
         return f"env:{layer.origin}"
@@ -169,26 +200,33 @@ def by_reference(layer: Layer, key: str, value: Any) -> Any:
 
 
 def _derived(config: RunConfig, origins: Mapping[Keys, Layer]) -> RunConfig:
-    """What nobody set follows from what is: seeds from seed, paths from data_dir and run, an address from its port,
-    learning rates from whether there is a checkpoint to start from."""
+    """Derive settings that are not set: seeds from seed, paths from data_dir and run, an address from its port,
+    the length of a context from the learner's rows, learning rates for a learner that starts from a checkpoint."""
     for name in ("inference", "worker", "evaluation", "grouping", "learner", "collect", "fill"):
         if (name, "seed") not in origins:
             config = replace(config, **{name: replace(getattr(config, name), seed=config.seed)})
     if ("learner", "checkpoint", "directory") not in origins:
         checkpoint = replace(config.learner.checkpoint, directory=str(config.run_dir / "checkpoints"))
         config = replace(config, learner=replace(config.learner, checkpoint=checkpoint))
+    if ("inference", "max_model_len") not in origins:
+        length = max(2, config.learner.sequence_length)
+        config = replace(config, inference=replace(config.inference, max_model_len=length))
     if config.learner.pretrained:
         config = replace(config, learner=_fine_tuned(config.learner, origins))
     if ("broker", "data_dir") not in origins:
         config = replace(config, broker=replace(config.broker, data_dir=config.data_dir / "broker"))
-    if ("worker", "inference_urls") not in origins and config.inference.port:
-        config = replace(config, worker=replace(config.worker, inference_urls=(inference_url(config.inference),)))
+    if ("worker", "inference_urls") not in origins:
+        if config.inference.port and config.inference.replicas:
+            config = replace(config, worker=replace(config.worker, inference_urls=inference_urls(config.inference)))
+    elif not {("inference", "replicas"), ("inference", "port")} & origins.keys():
+        config = replace(config, inference=replace(config.inference, replicas=0))
+    if ("worker", "api_key") not in origins and config.inference.api_key:
+        config = replace(config, worker=replace(config.worker, api_key=config.inference.api_key))
     return config
 
 
 def _fine_tuned(learner: LearnerConfig, origins: Mapping[Keys, Layer]) -> LearnerConfig:
-    """The settings with learning rates for a trained model where nobody set them: those of a small one that begins at
-    random would undo it."""
+    """Return the settings with default learning rates for a trained model: those for a random one would ruin it."""
     optimizer, warm_start = learner.optimizer, learner.warm_start
     if ("learner", "optimizer", "learning_rate") not in origins:
         optimizer = replace(optimizer, learning_rate=PRETRAINED_LEARNING_RATE)
@@ -200,17 +238,23 @@ def _fine_tuned(learner: LearnerConfig, origins: Mapping[Keys, Layer]) -> Learne
 
 
 def secret_variables(config: RunConfig) -> frozenset[str]:
-    """Variables of the environment that secrets of this configuration are in."""
-    values = {"worker.api_key": config.worker.api_key, **config.kafka.client}
-    found = (reference(value) for key, value in values.items() if is_secret(key))
-    return frozenset(name for kind, name in filter(None, found) if kind == "env")
+    """Environment variables that hold secrets of this configuration."""
+    keys = {
+        "worker.api_key": config.worker.api_key,
+        "inference.api_key": config.inference.api_key,
+        "gateway.api_key": config.gateway.api_key,
+        "labeling.judge.api_key": config.labeling.judge.api_key,
+    }
+    values = {**keys, **config.kafka.client}
+    references = (reference(value) for key, value in values.items() if is_secret(key))
+    return frozenset(name for kind, name in filter(None, references) if kind == "env")
 
 
-def inference_url(config: InferenceConfig) -> str:
-    """Where the workers of this machine reach an inference server of these settings."""
-    return f"http://{config.host}:{config.port}/v1"
+def inference_urls(config: InferenceConfig) -> tuple[str, ...]:
+    """URLs at which workers of this machine reach the inference servers with these settings."""
+    return tuple(f"http://{config.host}:{config.port + ordinal}/v1" for ordinal in range(config.replicas))
 
 
 def to_toml(config: object) -> str:
-    """The configuration as TOML that loads to an equal one."""
+    """Write a configuration as TOML that loads to an equal one."""
     return render(plain(config))

@@ -1,8 +1,9 @@
 """Ctrl-C ends a command within two seconds with one line, whatever the command is doing.
 
-The main thread is interrupted, and so cleans up, as soon as it executes Python. A thread of its own ends the process
-where that takes too long: while a client waits for a broker, a pipe is full, or the exception was lost in a callback.
-Nothing is lost by that: the log survives a kill -9 of everything. Standard library only: this is the first import.
+The main thread is interrupted, and so cleans up, as soon as it executes Python. A second thread ends the process if
+that takes too long, for example because a client waits for a broker, a pipe is full, or a callback swallowed the
+exception. This loses no data: the log survives kill -9 of every process. Standard library only, because this is the
+first import.
 """
 
 import os
@@ -21,19 +22,19 @@ GRACE_S = 1.5
 INTERRUPTED = 128 + signal.SIGINT
 
 last_acts: list[Callable[[], None]] = []
-"""Called before the process is ended by force: what must not outlive it, or must be given back."""
+"""Functions called before the process is ended by force, e.g. to kill children or to restore the terminal."""
 _ACT_S = 0.3
-"""How long one of them is waited for."""
+"""How long to wait for each of these functions."""
 
 _received: list[int] = []
-_said = threading.Lock()
+_reported = threading.Lock()
 
 
 def take_over() -> None:
-    """Answer for SIGINT from here on. Called once, before anything slow is imported."""
+    """Handle SIGINT from here on. Call it once, before anything slow is imported."""
     read, write = os.pipe()
     os.set_blocking(write, False)
-    # Written by the C handler at once, whatever the main thread does; a handler in Python waits for its next bytecode.
+    # The C handler writes at once, whatever the main thread does; a Python handler waits for the next bytecode.
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _report_unless_interrupted
@@ -41,27 +42,27 @@ def take_over() -> None:
 
 
 def never_raise() -> None:
-    """End the process at the signal itself from here on: with JAX below, an exception out of nowhere may crash it."""
+    """End the process at the signal itself from here on: an exception at any point inside JAX may crash it."""
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, lambda _number, _frame: end())
 
 
 def note() -> None:
-    """Remember that Ctrl-C came; for a handler that takes the place of ours and raises nothing."""
+    """Remember that Ctrl-C arrived; for handlers that replace ours and do not raise."""
     _received.append(signal.SIGINT)
 
 
 def received() -> bool:
-    """Whether Ctrl-C came."""
+    """Whether Ctrl-C arrived."""
     return bool(_received)
 
 
 def end() -> NoReturn:
-    """Say the line and end the process, without what waits for threads and pipes at exit."""
+    """Print the line and end the process, without waiting for threads and pipes."""
     note()
-    _say()
-    with suppress(OSError, ValueError, RuntimeError):  # the last where a signal met a write
-        sys.stdout.flush()  # `_watch` ends a wait for a reader that is not there
+    _report()
+    with suppress(OSError, ValueError, RuntimeError):  # RuntimeError: the signal interrupted a write
+        sys.stdout.flush()  # if nobody reads the pipe, `_watch` ends the process
     os._exit(INTERRUPTED)
 
 
@@ -78,18 +79,18 @@ def _watch(read: int) -> None:
     while (left := deadline - time.monotonic()) > 0:
         ready, _, _ = select.select([read], [], [], left)
         if ready and signal.SIGINT in os.read(read, 64):
-            break  # asked twice
+            break  # pressed twice
     for act in last_acts:
         acting = threading.Thread(target=act, daemon=True)
         acting.start()
         acting.join(_ACT_S)
-    _say()
+    _report()
     os._exit(INTERRUPTED)
 
 
-def _say() -> None:
-    """One line on standard error, once, where somebody can take it now."""
-    if not _said.acquire(blocking=False):
+def _report() -> None:
+    """Print one line to standard error, once, if that does not block."""
+    if not _reported.acquire(blocking=False):
         return
     with suppress(OSError, ValueError):
         error = sys.__stderr__.fileno() if sys.__stderr__ is not None else 2
@@ -98,6 +99,6 @@ def _say() -> None:
 
 
 def _report_unless_interrupted(unraisable: Any) -> None:
-    """Without a word where Ctrl-C met a callback: the interruption is said in one line, and the watch ends us."""
+    """Ignore KeyboardInterrupt in a callback after Ctrl-C: `_watch` prints the line and ends the process."""
     if not (_received and issubclass(unraisable.exc_type, KeyboardInterrupt)):
         sys.__unraisablehook__(unraisable)

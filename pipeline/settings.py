@@ -1,11 +1,12 @@
 """Typed settings from layers: a tree of frozen dataclasses, filled from a file, then the environment, then flags.
 
-Knows no setting by name. Whatever is wrong with a layer is a ConfigurationError that says in
-which file, variable or flag, at which key, and what would be right.
+This module knows no setting by name. An error in a layer is a ConfigurationError that names the file, variable or flag,
+the key, and the valid values.
 """
 
 import dataclasses
 import difflib
+import re
 import tomllib
 import types
 import typing
@@ -14,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from pipeline.toml import line_of
-from topics.errors import ConfigurationError
+from rollstream.pipeline.toml import line_of
+from rollstream.topics.errors import ConfigurationError
 
 ENVIRONMENT_PREFIX = "ROLLSTREAM__"
 BOOTSTRAP_VARIABLE = "KAFKA_BOOTSTRAP_SERVERS"
@@ -25,29 +26,29 @@ C = TypeVar("C")
 
 
 class Layer(NamedTuple):
-    """Settings of one origin, e.g. a file; strings of the environment and of flags are parsed by the field's type."""
+    """Settings of one origin, e.g. a file; strings of variables and flags are parsed by the field's type."""
 
     origin: str
     path: Keys
     value: Any
     textual: bool
     document: str = ""
-    """Text of the file, where it is one."""
+    """Text of the file; empty for other origins."""
 
     def place(self, key: str) -> str:
-        """Where a dotted key is set: a flag, a variable, or a file and its line."""
+        """Name the place where a dotted key is set: a flag, a variable, or a file and its line."""
         line = line_of(self.document, key)
         return self.origin if line is None else f"{self.origin}:{line}"
 
 
 Guard = Callable[[Layer, str, Any], Any]
-"""Given a layer, a dotted key and the value there: the value to take."""
+"""Function from a layer, a dotted key and its value to the value to use."""
 
 
 def fill(
     cls: type[C], layers: Sequence[Layer], guard: Guard = lambda _layer, _key, value: value
 ) -> tuple[C, Mapping[Keys, Layer]]:
-    """A `cls` with the settings of all layers, later ones winning, and the layer each that was set came from."""
+    """Return a `cls` with the settings of all layers, later ones winning, and the layer of each key that was set."""
     tree: dict[str, Any] = {}
     origins: dict[Keys, Layer] = {}
     for layer in layers:
@@ -59,7 +60,7 @@ def fill(
 
 
 def _place_of_fault(cls: type, tree: dict[str, Any], origins: Mapping[Keys, Layer], fault: str) -> str:
-    """Where the setting is without which there would be no such fault; of several the one that came last."""
+    """Name the place of the setting that causes a fault; of several, the one set last."""
     changing = []
     for path in reversed(list(origins)):
         try:
@@ -81,12 +82,12 @@ def _without(tree: dict[str, Any], path: Keys) -> dict[str, Any]:
 
 
 def known_keys(cls: type) -> tuple[str, ...]:
-    """Every key of a tree, dotted, e.g. `kafka.bootstrap_servers`; tables of free keys end in `.*`."""
+    """Return every key of a tree, dotted, e.g. `kafka.bootstrap_servers`; tables of free keys end in `.*`."""
     return tuple(_keys(cls, ()))
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses as nested dicts, paths as strings, without what is None: ready to be written as TOML."""
+    """Convert dataclasses to nested dicts and paths to strings, without None values: ready to be written as TOML."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         pairs = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init)
         return {name: plain(item) for name, item in pairs if item is not None}
@@ -98,7 +99,7 @@ def plain(value: Any) -> Any:
 
 
 def file_layers(path: Path | None) -> Iterator[Layer]:
-    """The whole of a TOML file, where one is given."""
+    """Yield the layer of a TOML file, if one is given."""
     if path is None:
         return
     try:
@@ -112,7 +113,7 @@ def file_layers(path: Path | None) -> Iterator[Layer]:
 
 
 def environment_layers(environment: Mapping[str, str]) -> Iterator[Layer]:
-    """ROLLSTREAM__SECTION__KEY variables, and the one every Kafka tool knows."""
+    """Yield the layers of ROLLSTREAM__SECTION__KEY variables and of KAFKA_BOOTSTRAP_SERVERS."""
     if environment.get(BOOTSTRAP_VARIABLE, "").strip():
         yield Layer(BOOTSTRAP_VARIABLE, ("kafka", "bootstrap_servers"), environment[BOOTSTRAP_VARIABLE].strip(), True)
     for name in sorted(environment):
@@ -124,7 +125,7 @@ def environment_layers(environment: Mapping[str, str]) -> Iterator[Layer]:
 def flag_layers(
     flags: Sequence[str], client_flags: Sequence[str], options: Sequence[tuple[str, str]] = ()
 ) -> Iterator[Layer]:
-    """`section.key=value` of our flags, `key=value` of librdkafka's; options come with the flag they were given as."""
+    """Yield the layers of --set flags `section.key=value`, of -X flags `key=value`, and of options with their flag."""
     for option, setting in options:
         key, _, value = setting.partition("=")
         yield Layer(option, tuple(key.split(".")), value, True)
@@ -144,31 +145,69 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
     """Check a layer's keys against the tree of dataclasses and merge its values, each parsed to its field's type."""
 
     def set_by_layer(path: Keys) -> None:
-        origins.pop(path, None)  # the last one that was set is the last one here
+        origins.pop(path, None)  # moves the key to the end of the order
         origins[path] = layer
 
-    def walk(cls: type, at: Keys, values: Mapping[str, Any], into: dict[str, Any]) -> None:
+    def walk(cls: type, parent: Keys, values: Mapping[str, Any], into: dict[str, Any]) -> None:
         for name, value in values.items():
-            here = (*at, name)
+            path = (*parent, name)
             hint = _hints(cls).get(name)
             if hint is None:
-                raise ConfigurationError(_unknown(root, layer.place(".".join(here)), here))
-            if dataclasses.is_dataclass(hint):
+                raise ConfigurationError(_unknown(root, layer.place(".".join(path)), path))
+            if entry := entry_type(hint):
+                walk_entries(entry, path, _parsed(layer, path, value, hint), into.setdefault(name, {}))
+            elif dataclasses.is_dataclass(hint):
                 if not isinstance(value, dict):
                     raise ConfigurationError(
-                        f"{layer.place('.'.join(here))}: {'.'.join(here)} is a table of settings, not {value!r}; "
+                        f"{layer.place('.'.join(path))}: {'.'.join(path)} is a table of settings, not {value!r}; "
                         f"set one of {', '.join(_hints(cast(type, hint)))} in it"
                     )
-                walk(cast(type, hint), here, value, into.setdefault(name, {}))
-            elif _is_table(hint) and isinstance(parsed := _parsed(layer, here, value, hint), dict):
-                dotted = ".".join(here)
+                walk(cast(type, hint), path, value, into.setdefault(name, {}))
+            elif _is_free_table(hint) and isinstance(parsed := _parsed(layer, path, value, hint), dict):
+                walk_free(path, parsed, into.setdefault(name, {}))
+            elif _is_table(hint) and isinstance(parsed := _parsed(layer, path, value, hint), dict):
+                dotted = ".".join(path)
                 flat = {key: guard(layer, f"{dotted}.{key}", item) for key, item in _flatten(parsed)}
-                into.setdefault(name, {}).update(_leaf(layer, here, flat, hint))
+                into.setdefault(name, {}).update(_leaf(layer, path, flat, hint))
                 for key in flat:
-                    set_by_layer((*here, key))
+                    set_by_layer((*path, key))
+            else:
+                guarded = guard(layer, ".".join(path), value)
+                into[name] = _leaf(layer, path, _parsed(layer, path, guarded, hint), hint)
+                set_by_layer(path)
+
+    def walk_entries(cls: type, path: Keys, value: Any, into: dict[str, Any]) -> None:
+        """Replace all entries by those of a list, or change the entries that a mapping names by number or name."""
+        dotted = ".".join(path)
+        if isinstance(value, list):
+            into.clear()
+            for key in [key for key in origins if key[: len(path)] == path]:
+                del origins[key]
+            tables = {str(number): table for number, table in enumerate(value)}
+        elif isinstance(value, dict):
+            tables = {_entry_number(cls, layer, dotted, label, into): table for label, table in value.items()}
+        else:
+            tables = {"": value}
+        for number, table in tables.items():
+            if isinstance(table, str) and layer.textual:
+                table = _parsed(layer, (*path, number), table, dict[str, Any])
+            if not isinstance(table, dict):
+                raise ConfigurationError(
+                    f"{layer.place(dotted)}: {dotted} is a list of tables, not {table!r}; write [[{dotted}]] above each"
+                )
+            set_by_layer((*path, number))
+            walk(cls, (*path, number), table, into.setdefault(number, {}))
+
+    def walk_free(path: Keys, values: Mapping[str, Any], into: dict[str, Any]) -> None:
+        for name, value in values.items():
+            here = (*path, name)
+            if isinstance(value, dict):
+                earlier = into.get(name)
+                into[name] = earlier if isinstance(earlier, dict) else {}
+                walk_free(here, value, into[name])
             else:
                 guarded = guard(layer, ".".join(here), value)
-                into[name] = _leaf(layer, here, _parsed(layer, here, guarded, hint), hint)
+                into[name] = _free_value(guarded) if layer.textual and isinstance(guarded, str) else guarded
                 set_by_layer(here)
 
     nested: Any = layer.value
@@ -180,7 +219,7 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
 
 
 def _rejoin_table_keys(root: type, nested: dict[str, Any], from_environment: bool) -> dict[str, Any]:
-    """Below a table of free keys the rest of the path is one dotted key; in variables `_` stands for the dot."""
+    """Join the path below a table of free keys to one dotted key; in variables `_` stands for the dot."""
     path = []
     value: Any = nested
     while isinstance(value, dict):
@@ -188,8 +227,11 @@ def _rejoin_table_keys(root: type, nested: dict[str, Any], from_environment: boo
         path.append(part)
     hint: Any = root
     for depth, part in enumerate(path):
+        if entry := entry_type(hint):
+            hint = entry  # this part is the entry's number or name
+            continue
         hint = _hints(cast(type, hint)).get(part) if dataclasses.is_dataclass(hint) else None
-        if hint is not None and _is_table(hint) and depth + 1 < len(path):
+        if hint is not None and _is_table(hint) and not _is_free_table(hint) and depth + 1 < len(path):
             key = ".".join(path[depth + 1 :])
             path[depth + 1 :] = [key.replace("_", ".") if from_environment else key]
             break
@@ -198,11 +240,11 @@ def _rejoin_table_keys(root: type, nested: dict[str, Any], from_environment: boo
     return cast(dict[str, Any], value)
 
 
-# msgspec is imported where a value is converted: a fifth of what importing the configuration costs.
+# msgspec is imported only to convert a value: it is a fifth of the cost of importing the configuration.
 
 
-def _parsed(layer: Layer, here: Keys, value: Any, hint: Any) -> Any:
-    """Text of a variable or flag as what its field holds: lists and tables are written as in TOML."""
+def _parsed(layer: Layer, path: Keys, value: Any, hint: Any) -> Any:
+    """Parse the text of a variable or flag to its field's type: lists and tables are written as in TOML."""
     import msgspec
 
     if not (layer.textual and isinstance(value, str)) or hint in (str, Path):
@@ -212,22 +254,55 @@ def _parsed(layer: Layer, here: Keys, value: Any, hint: Any) -> Any:
             return tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError as error:
             raise ConfigurationError(
-                f"{layer.origin}: {'.'.join(here)} expects {_describe(hint)} as in TOML, got {value!r}"
+                f"{layer.origin}: {'.'.join(path)} expects {_describe(hint)} as in TOML, got {value!r}"
             ) from error
     try:
-        # Numbers and booleans; a string where one may stand too stays as it is.
+        # Numbers and booleans; a field that may also be a string keeps the text.
         return msgspec.convert(value, hint, strict=False)
     except msgspec.ValidationError:
         return value
 
 
-def _leaf(layer: Layer, here: Keys, value: Any, hint: Any) -> Any:
+def _free_value(text: str) -> Any:
+    """Parse a value as TOML does; a text that is none stands for itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _entry_number(cls: type, layer: Layer, dotted: str, label: str, entries: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the number of the entry that a part of a key names: a number, or the value of a field that names entries.
+
+    Variables have neither upper case nor `-` or `.`; for them, these do not count.
+    """
+
+    def written(text: str) -> str:
+        return re.sub(r"\W", "_", text.lower()) if layer.origin.startswith(ENVIRONMENT_PREFIX) else text
+
+    if label.isdecimal() and int(label) <= len(entries):
+        return str(int(label))
+    names: dict[str, str] = {}
+    for number, table in entries.items():
+        named_by = next((str(table[key]) for key in getattr(cls, "NAMED_BY", ()) if table.get(key)), number)
+        names.setdefault(written(named_by), number)
+    if label in names:
+        return names[label]
+    near = difflib.get_close_matches(label, names, 1)
+    hint = f"did you mean {near[0]}?" if near else f"the next new one is {dotted}.{len(entries)}"
+    known = ", ".join(names) if names else "none"
+    raise ConfigurationError(
+        f"{layer.place(f'{dotted}.{label}')}: no entry of {dotted} is called {label!r} (there are: {known}); {hint}"
+    )
+
+
+def _leaf(layer: Layer, path: Keys, value: Any, hint: Any) -> Any:
     import msgspec
 
     try:
         return msgspec.convert(value, hint, dec_hook=_path_hook)
     except msgspec.ValidationError as error:
-        key = ".".join(here)
+        key = ".".join(path)
         raise ConfigurationError(f"{layer.place(key)}: {key} expects {_describe(hint)}, got {value!r}") from error
 
 
@@ -236,11 +311,11 @@ def _path_hook(hint: type, value: Any) -> Any:
         return Path(value)
     import msgspec
 
-    raise msgspec.ValidationError(f"{value!r} is no {hint.__name__}")
+    raise msgspec.ValidationError(f"{value!r} is not a {hint.__name__}")
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys of a table, whether written `"a.b" = 1` or `a.b = 1`; values as librdkafka and Kafka spell them."""
+    """Yield dotted keys of a table, written `"a.b" = 1` or `a.b = 1`, with values as librdkafka spells them."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{key}.")
@@ -249,12 +324,15 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _build(cls: type, values: Mapping[str, Any], at: Keys) -> Any:
-    arguments = {
-        name: _build(cast(type, hint), values.get(name, {}), (*at, name)) if nested else values[name]
-        for name, hint in _hints(cls).items()
-        for nested in [dataclasses.is_dataclass(hint)]
-        if nested or name in values
-    }
+    arguments: dict[str, Any] = {}
+    for name, hint in _hints(cls).items():
+        if entry := entry_type(hint):
+            numbered = sorted(values.get(name, {}).items(), key=lambda item: int(item[0]))
+            arguments[name] = tuple(_build(entry, table, (*at, name, number)) for number, table in numbered)
+        elif dataclasses.is_dataclass(hint):
+            arguments[name] = _build(cast(type, hint), values.get(name, {}), (*at, name))
+        elif name in values:
+            arguments[name] = values[name]
     try:
         return cls(**arguments)
     except (ConfigurationError, ValueError) as error:
@@ -273,27 +351,49 @@ def _is_table(hint: Any) -> bool:
     return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
+def _is_free_table(hint: Any) -> bool:
+    """Whether a table's values may be of any type; those of other tables are strings."""
+    return _is_table(hint) and typing.get_args(hint)[1] is Any
+
+
+def entry_type(hint: Any) -> type | None:
+    """Return the dataclass of the entries if the hint is an array of tables, else None."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple and len(arguments) == 2 and dataclasses.is_dataclass(arguments[0]):
+        return cast(type, arguments[0])
+    return None
+
+
 def _keys(cls: type, at: Keys) -> Iterator[str]:
     for name, hint in _hints(cls).items():
-        if dataclasses.is_dataclass(hint):
+        if entry := entry_type(hint):
+            yield from _keys(entry, (*at, name, "0"))
+        elif dataclasses.is_dataclass(hint):
             yield from _keys(cast(type, hint), (*at, name))
         else:
             yield ".".join((*at, name)) + (".*" if _is_table(hint) else "")
 
 
 def _unknown(root: type, origin: str, path: Keys) -> str:
-    """Name the nearest key: spelled most alike, siblings before the same name in another section."""
+    """Write the error for an unknown key, with the most similar known one: siblings first, then other sections."""
     key = ".".join(path)
-    parent = ".".join(path[:-1])
+    # Known keys have the number of the first entry.
+    number = next((part for part in path if part.isdecimal()), "0")
+    like = tuple("0" if part.isdecimal() else part for part in path)
+    path, parent = like, ".".join(like[:-1])
     keys = known_keys(root)
     sections = {".".join(k.split(".")[:n]) for k in keys for n in range(1, k.count(".") + 1)}
     siblings = [k for k in (*keys, *sections) if k.rpartition(".")[0] == parent]
-    near = difflib.get_close_matches(key, siblings, 1, 0.75) or difflib.get_close_matches(
-        key, (*keys, *sections), 1, 0.6
+    near = difflib.get_close_matches(".".join(path), siblings, 1, 0.75) or difflib.get_close_matches(
+        ".".join(path), (*keys, *sections), 1, 0.6
     )
     if not near:
         near = [k for k in keys if k.rpartition(".")[2] == path[-1]][:1]
-    hint = f"did you mean {near[0].removesuffix('.*')}?" if near else f"sections and keys: {', '.join(_hints(root))}"
+    hint = (
+        f"did you mean {near[0].removesuffix('.*').replace('.0.', f'.{number}.')}?"
+        if near
+        else f"sections and keys: {', '.join(_hints(root))}"
+    )
     return f"{origin}: unknown key {key}; {hint}"
 
 
@@ -307,7 +407,7 @@ def _describe(hint: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_describe(a) for a in typing.get_args(hint) if a is not type(None))
     if _is_table(hint):
-        return "a table of strings"
+        return "a table" if _is_free_table(hint) else "a table of strings"
     if origin is not None and typing.get_args(hint):
         return f"a list, each item {_describe(typing.get_args(hint)[0])}"
     return getattr(hint, "__name__", str(hint))

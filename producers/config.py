@@ -1,9 +1,11 @@
-"""Settings of who writes rollouts: the environment worker, its flow control, and the inference server it asks."""
+"""Settings of the environment worker, its flow control, evaluation, and the inference server."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
-from topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,13 +13,19 @@ class WorkerConfig:
     """One environment worker."""
 
     worker_id: str = "env-0"
-    """Name of the worker, unique within the run; part of every uid."""
+    """Name of the worker, unique within the run; part of every uid. The ordinal follows it if a run has several."""
     inference_urls: tuple[str, ...] = ("http://127.0.0.1:8000/v1",)
-    """OpenAI-compatible servers that return token ids, asked in turn; where one does not answer the next is tried."""
+    """Servers of one model: ours, vLLM or SGLang. A group stays with one while that answers; then another is asked."""
+    engine: Literal["auto", "rollstream", "vllm", "sglang"] = "auto"
+    """Kind of the servers; auto asks them. rollstream is also any server of OpenAI's completions that returns token
+    ids."""
+    max_version_skew: int = 2
+    """Policy versions that a server may be behind the newest of the others; one further behind gets no requests until
+    it has caught up. Negative is no limit."""
     model: str = "policy"
-    """Model name sent to them."""
+    """Model name sent to the servers."""
     api_key: str = ""
-    """Bearer token sent to them, as a reference: env:NAME or file:PATH; none when empty."""
+    """Bearer token sent to the servers, as a reference: env:NAME or file:PATH; none if empty."""
     group_size: int = 16
     """Rollouts of one prompt whose rewards are compared."""
     concurrency: int = 4
@@ -25,24 +33,32 @@ class WorkerConfig:
     temperature: float = 1.0
     """Sampling temperature."""
     seed: int = 0
-    """Seed of the prompts drawn and of sampling; different for each worker by its id."""
+    """Seed for the choice of prompts and for sampling; the worker's id makes it different for each worker."""
     logprobs_mode: Literal["raw", "processed"] = "processed"
-    """What the server's logprobs are of: the model (raw), or the distribution sampled from (processed; ours)."""
+    """Distribution of the server's logprobs: the model's (raw), or the one sampled from (processed; ours)."""
     assume_version: int = -1
     """Policy version of a server that reports none, e.g. a fixed model; -1 refuses such a server."""
     request_timeout_s: float = 60.0
-    """Time for one request, retries included; then the group is cancelled."""
+    """Time for one request, retries included; after that the worker cancels the group."""
+    episode_timeout_s: float = 600.0
+    """Time for one episode, its verifier included; after that the worker cancels the member."""
+    episode_attempts: int = 2
+    """How often an episode is tried if its environment or verifier fails; after that the worker cancels the member."""
     drain_timeout_s: float = 10.0
-    """Time for groups in flight to finish after SIGTERM; then they are cancelled on the log."""
+    """Time for groups in flight to finish after SIGTERM; after that the worker cancels them on the log."""
     groups: int = 0
-    """Groups to produce before stopping; 0 means until stopped."""
+    """Groups to produce before stopping; 0 is no limit."""
+    metrics_interval_s: float = 5.0
+    """Time between two records of the worker on the metrics topic; 0 writes none."""
     dual_write_topic: str = ""
-    """Full name of a topic that gets every group in the old form (RolloutBatch) too, for old readers; empty: none."""
+    """Full name of a topic to which every group is also written in the old form (RolloutBatch); empty: none."""
 
     def __post_init__(self) -> None:
-        for name in ("group_size", "concurrency"):
+        for name in ("group_size", "concurrency", "episode_attempts"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"worker.{name} is {getattr(self, name)}; it must be at least 1")
+        if not self.episode_timeout_s > 0:
+            raise ConfigurationError(f"worker.episode_timeout_s is {self.episode_timeout_s}; it must be above 0")
         if not self.inference_urls:
             raise ConfigurationError(
                 "worker.inference_urls is empty; name at least one server, e.g. http://host:8000/v1"
@@ -54,25 +70,109 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """One environment of the mixture that workers play: an entry `[[environments]]`."""
+
+    NAMED_BY: ClassVar[tuple[str, ...]] = ("name", "use")
+
+    use: str = ""
+    """Environment: a built-in name, package.module:Class, path/to/file.py:Class, or the name of an entry point of the
+    group rollstream.environments."""
+    name: str = ""
+    """Name in every record; empty takes the environment's own. It never changes within a run."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the class, as keywords."""
+    weight: float = 1.0
+    """Share of the groups started, relative to the other weights."""
+    quota: float = 1.0
+    """Most of the flow control's capacity that its unfinished rollouts may take, from 0 to 1."""
+    workers: int = 0
+    """Number of workers, from the first, that play it; 0 is all."""
+    group_size: int = 0
+    """Rollouts of a group; 0 takes worker.group_size."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 takes worker.temperature."""
+    max_tokens: int = 0
+    """Most tokens of a reply; 0 takes the environment's own limit."""
+    evaluate: bool = True
+    """Whether evaluations answer its held-out prompts."""
+    max_prompts: int = 0
+    """Number of held-out prompts to evaluate, from the first; 0 takes evaluation.max_prompts."""
+
+    after: tuple[str, ...] = ()
+    """Names of environments that unlock this one once each has reached `unlock_at`; empty: it is played from the start.
+    """
+    unlock_at: float = 0.5
+    """Success rate of each environment of `after`, from 0 to 1, that unlocks this one."""
+
+    def __post_init__(self) -> None:
+        if not self.use:
+            raise ConfigurationError(
+                'use is missing: name the environment, e.g. use = "dsort3" or use = "my_game.py:Game"'
+            )
+        for name in ("workers", "group_size", "temperature", "max_tokens", "max_prompts"):
+            if not getattr(self, name) >= 0:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if not 0 < self.weight < math.inf:
+            raise ConfigurationError(f"weight is {self.weight}; it must be above 0; remove an entry that is not played")
+        if not 0 < self.quota <= 1:
+            raise ConfigurationError(f"quota is {self.quota}; it must be above 0 and at most 1")
+        if not 0 <= self.unlock_at <= 1:
+            raise ConfigurationError(f"unlock_at is {self.unlock_at}; it must be from 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurriculumConfig:
+    """How the weights of environments follow their success rates. A group's success is the mean of its members' `exact`
+    where they have it, else of their rewards, each limited to 0 to 1."""
+
+    enabled: bool = False
+    """Whether the weight of an environment with success rate r is multiplied by 4 r (1 - r)."""
+    floor: float = 0.1
+    """Least value of that factor, so that what is mastered or hopeless is still played."""
+    window_groups: int = 64
+    """Groups of a worker over which a success rate is measured; older ones fade."""
+    min_groups: int = 8
+    """Groups that must be measured before a success rate counts."""
+    state_interval_s: float = 5.0
+    """Interval at which a worker records its place in the prompts and its success rates on `control`."""
+
+    def __post_init__(self) -> None:
+        for name in ("window_groups", "min_groups"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"curriculum.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.min_groups > self.window_groups:
+            raise ConfigurationError(
+                f"curriculum.min_groups {self.min_groups} is never reached in a window of {self.window_groups} groups; "
+                "lower it, or raise curriculum.window_groups"
+            )
+        if not 0 < self.floor <= 1:
+            raise ConfigurationError(f"curriculum.floor is {self.floor}; it must be above 0 and at most 1")
+        if not self.state_interval_s > 0:
+            raise ConfigurationError(f"curriculum.state_interval_s is {self.state_interval_s}; it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CollectConfig:
-    """Processes that play control tasks and write trajectories. A run that has some has none of the token roles."""
+    """Processes that play control tasks and write trajectories. A run with such processes has no token roles."""
 
     processes: int = 0
     """Collecting processes that `rollstream run` starts."""
     player: str = ""
-    """Generator function that plays, package.module:function: it is given a Seat, and yields chunk steps."""
+    """Generator function that plays, package.module:function or path/to/file.py:function. It takes a Seat and yields
+    chunk steps."""
     environment: str = "control"
-    """Name of the environment, on every trajectory."""
+    """Name of the environment, in every trajectory."""
     steps: int = 80
-    """Chunk steps of a trajectory, or as many as a record has room for."""
+    """Chunk steps of a trajectory, or as many as fit into a record."""
     max_episode_length: int = 0
-    """Most steps of an episode, as trajectories tell it; 0 is no limit."""
+    """Most steps of an episode, recorded in trajectories; 0 is no limit."""
     trajectories: int = 0
-    """Trajectories that one process sends before it ends; 0 means until the player returns or it is stopped."""
+    """Trajectories that one process sends before it ends; 0 is no limit."""
     seed: int = 0
-    """Given to the player; the same in all processes."""
+    """Seed passed to the player; the same in all processes."""
     options: dict[str, str] = field(default_factory=dict)
-    """Given to the player."""
+    """Options passed to the player."""
 
     def __post_init__(self) -> None:
         if self.processes < 0 or self.trajectories < 0 or self.steps < 1:
@@ -89,18 +189,20 @@ class CollectConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Answers to held-out prompts while a run goes on, onto `evals`. worker.inference_urls says who is asked."""
+    """Evaluation on held-out prompts during a run, written to `evals`. It asks the servers of worker.inference_urls."""
 
     every_versions: int = 0
-    """Evaluate each policy version that this divides, 0 included; 0 evaluates none."""
+    """Evaluate each policy version divisible by this number, version 0 included; 0 evaluates none."""
     max_prompts: int = 0
-    """Take the first so many prompts of the held-out split; 0 takes all."""
+    """Number of prompts of the held-out split to evaluate, from the first; 0 is all."""
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
     concurrency: int = 64
     """Prompts in flight at once."""
     seed: int = 0
-    """Of sampling above temperature 0."""
+    """Seed for sampling above temperature 0."""
+    metrics_interval_s: float = 5.0
+    """Time between two records of the evaluator's progress on the metrics topic; 0 writes none."""
 
     def __post_init__(self) -> None:
         for name, least in (("every_versions", 0), ("max_prompts", 0), ("temperature", 0), ("concurrency", 1)):
@@ -110,22 +212,22 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Gsm8kConfig:
-    """The task gsm8k: arithmetic in words (arXiv:2110.14168), from files of one JSON object with question and answer
-    a line."""
+    """The task gsm8k: arithmetic in words (arXiv:2110.14168), from files with one JSON object a line, which has
+    question and answer."""
 
     train_file: str = ""
-    """Problems to train on, as GSM8K's train.jsonl."""
+    """Problems to train on, such as GSM8K's train.jsonl."""
     heldout_file: str = ""
-    """Problems to evaluate on, as GSM8K's test.jsonl; empty holds out every fifth of train_file."""
+    """Problems to evaluate on, such as GSM8K's test.jsonl; empty holds out every fifth of train_file."""
     prompt: Literal["plain", "chatml"] = "chatml"
-    """How a problem is put: to a model tuned to chat as Qwen's are, or as plain text that a base model continues."""
+    """Prompt template: chatml for a chat model such as Qwen's, plain for a base model that continues text."""
     max_tokens: int = 320
     """Most tokens of an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TasksConfig:
-    """Settings of the tasks that have some, by task."""
+    """Settings of tasks, by task."""
 
     gsm8k: Gsm8kConfig = field(default_factory=Gsm8kConfig)
     """Arithmetic in words."""
@@ -133,10 +235,10 @@ class TasksConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityConfig:
-    """How far producers may run ahead of the learner; every number but `workers` comes from another role's settings."""
+    """Limit on how far producers run ahead of the learner; all numbers except `workers` are other roles' settings."""
 
     max_policy_lag: int = 4
-    """Steps a rollout may be ahead of its training."""
+    """Most steps between the production of a rollout and its training."""
     rollouts_per_step: int = 256
     """Rollouts of one learner step."""
     partitions: int = 4
@@ -147,47 +249,136 @@ class CapacityConfig:
     """Rollouts of one group."""
     workers: int = 1
     """Workers that share the capacity."""
+    in_flight: int = 0
+    """Rollouts that one worker can have started before grouping reads them, by its concurrency; 0 if unknown."""
+    quotas: Mapping[str, float] = field(default_factory=dict)
+    """Largest part of the outstanding rollouts, by environment, between 0 and 1; an environment without one may have
+    them all. A quota holds only while the learner has a whole step waiting."""
 
     @property
-    def limit(self) -> int:
-        """Most rollouts produced and neither trained on, skipped nor dropped."""
+    def fresh(self) -> int:
+        """Rollouts that the learner takes before a rollout started now is too stale, if it takes them in order."""
         return (self.max_policy_lag + 1) * self.rollouts_per_step
 
     @property
+    def resting(self) -> int:
+        """Rollouts that can rest on the partitions: an incomplete batch and an incomplete group on each."""
+        return self.partitions * (self.batch_rollouts - 1 + self.group_size)
+
+    @property
     def floor(self) -> int:
-        """Rollouts that may lie in the pipeline without moving until more come: an incomplete step, and on each
-        partition an incomplete batch and an incomplete group."""
-        return self.rollouts_per_step + self.partitions * (self.batch_rollouts - 1 + self.group_size)
+        """Rollouts that can rest in the pipeline until more arrive: those on the partitions and an incomplete step."""
+        return self.rollouts_per_step + self.resting
+
+    @property
+    def needed(self) -> int:
+        """Fewest outstanding rollouts with which a step is always completed: a group in flight for each worker above
+        the floor."""
+        return self.floor + self.workers * self.group_size
+
+    @property
+    def limit(self) -> int:
+        """Most rollouts that are produced and not yet trained on, skipped or dropped.
+
+        Rollouts that rest on a partition are overtaken by those of other partitions, so they are kept off `fresh` as
+        far as the steps can do without.
+        """
+        return min(self.fresh, max(self.needed, self.fresh - self.resting))
 
     @property
     def share(self) -> int:
-        """Most rollouts of one worker that grouping has not read yet."""
-        return (self.limit - self.floor) // self.workers
+        """Most rollouts of one worker that grouping has not read yet.
+
+        A share beyond `in_flight` would be kept free for the worker in vain, and the others would fill the capacity in
+        bursts.
+        """
+        share = (self.limit - self.floor) // self.workers
+        return min(share, max(self.in_flight, self.group_size)) if self.in_flight else share
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
-    """One inference server."""
+    """Inference servers of a run."""
 
+    replicas: int = 1
+    """Servers that `rollstream run` starts, each with the whole model. 0 starts none: workers then ask the servers of
+    worker.inference_urls, as they do where that is set and neither this nor the port is."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 0
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 takes a free one. A further replica N listens on the port plus N."""
     model: str = "policy"
-    """Model name answered to."""
+    """Name of the model it serves; requests for another model are refused."""
     replica_id: str = "infer-0"
-    """Name of the server, reported with each answer."""
+    """Name of the server, reported in each response; a further replica N has this number in place of 0."""
+    max_model_len: int = 64
+    """Most tokens of a prompt and its answer together; learner.sequence_length if it is not set."""
+    chat_template: str = ""
+    """Template of chats: a renderer of the library renderers by name, such as qwen3 (extra chat), a file of a Jinja
+    template, or plain. If empty, the checkpoint's own template, or plain where there is none."""
+    api_key: str = ""
+    """Bearer token that requests must hold, as a reference: env:NAME or file:PATH; none if empty. It is also the
+    worker's if worker.api_key is not set."""
     max_rows: int = 256
-    """Most sequences decoded together; a request's n times its prompts must fit."""
+    """Sequences decoded side by side, each in a slot of the cache; a request's n times its prompts must fit."""
+    decode_steps: int = 8
+    """Tokens of each sequence that are decoded before others can join, leave or see new weights."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the parameters, activations and cached keys and values."""
+    devices: int = 1
+    """Local devices to use; each holds the parameters and an equal share of the sequences. 0 uses all."""
+    max_cache_mib: int = 4096
+    """Most memory of the cache of keys and values; the server does not start if max_rows sequences of max_model_len
+    tokens need more."""
+    swap: Literal["between_steps", "between_requests"] = "between_steps"
+    """When new weights are loaded: at once, so that one sequence may have tokens of several policy versions; or when
+    the requests that decode have ended, which new requests wait for."""
     gather_ms: float = 3.0
-    """How long a batch waits for more requests."""
+    """Time for which an idle server waits for more requests after the first."""
     refresh_ms: float = 20.0
-    """How often an idle server looks for new weights; a busy one looks between batches."""
+    """Interval at which an idle server looks for new weights."""
+    max_waiting_requests: int = 1024
+    """Requests that may wait to be decoded; further ones are refused with status 429."""
+    max_body_bytes: int = 64 * 1024 * 1024
+    """Largest body of a request, in bytes; larger ones are refused with status 413."""
+    drain_timeout_s: float = 10.0
+    """Time for requests in flight to be answered after SIGTERM; new ones are refused with status 503."""
+    truncated_sampling: bool = False
+    """Whether requests may ask for top_p, top_k or min_p. Logprobs are then those of the truncated distribution, which
+    a learner does not compute again: for evaluation and agents in use, not for rollouts to train on."""
+    conversation_cache_tokens: int = 4_000_000
+    """Tokens of recent conversations that the server keeps, 4 bytes each, to continue them as they were sampled."""
     seed: int = 0
-    """Seed of requests that bring none."""
+    """Seed of requests without one."""
+    metrics_interval_s: float = 5.0
+    """Time between two records of the server on the metrics topic; 0 writes none."""
 
     def __post_init__(self) -> None:
-        if self.max_rows < 1:
-            raise ConfigurationError(f"inference.max_rows is {self.max_rows}; it must be at least 1")
-        if not 0 <= self.port <= 65535:
-            raise ConfigurationError(f"inference.port is {self.port}; it must be between 0 and 65535 (0: a free one)")
+        for name, least in (
+            ("max_model_len", 2),
+            ("max_rows", 1),
+            ("decode_steps", 1),
+            ("devices", 0),
+            ("max_waiting_requests", 1),
+            ("max_body_bytes", 1),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigurationError(f"inference.{name} is {getattr(self, name)}; it must be at least {least}")
+        for name in ("drain_timeout_s", "conversation_cache_tokens"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"inference.{name} is {getattr(self, name)}; it must be at least 0")
+        if self.replicas < 0:
+            raise ConfigurationError(f"inference.replicas is {self.replicas}; it must be at least 0")
+        if not 0 <= self.port <= 65535 or self.port + max(0, self.replicas - 1) > 65535:
+            raise ConfigurationError(
+                f"inference.port is {self.port}; it must be between 0 and 65535 (0: a free one), and so must the port "
+                f"of the last of {self.replicas} inference.replicas"
+            )
+
+    def replica(self, ordinal: int) -> "InferenceConfig":
+        """Return the settings of one of the servers, from 0 on: a port and a name of its own."""
+        if not ordinal:
+            return self
+        port = self.port + ordinal if self.port else 0
+        name = f"{self.replica_id.removesuffix('-0')}-{ordinal}"
+        return replace(self, port=port, replica_id=name, replicas=1)

@@ -1,46 +1,45 @@
-"""During a transition: groups written a second time, in the old form, for readers that know no other.
+"""Writes groups a second time in the old form, for old readers during a transition.
 
-Rollouts go to the run as always, by whoever has them; this writes the same groups as RolloutBatches, metadata on the
-batch and on each rollout, to a topic of the old readers'. The two are not one transaction: old readers may lack a
-group that a crash came between.
+A RolloutProducer writes the rollouts to the run as usual. This writes the same groups as RolloutBatches, with metadata
+on the batch and on each rollout, to a topic of the old readers. The two writes are not one transaction: after a crash
+between them, old readers lack a group.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from producers.sending import RecordSender
-from topics.config import KafkaConfig
-from topics.keys import encode_key
-from topics.records import OldMetadata, Rollout
-from topics.upcast import downcast
+from rollstream.producers.record_sender import RecordSender
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import OldMetadata, Rollout
+from rollstream.topics.rollout_batch_upcast import downcast, old_metadata
 
 
 class DualWriter(RecordSender):
-    """Writes groups in the old form to a topic that exists."""
+    """Writes groups in the old form to an existing topic."""
 
     too_large = "write fewer groups at a time"
-    not_delivered = "old readers lack it; write it again once the cause is mended"
+    not_delivered = "old readers lack it; remove the cause, then write it again"
 
     def __init__(self, kafka: KafkaConfig, topic: str) -> None:
-        """`topic` is a full name. Raises TopicError when it is missing, BrokerUnavailable when nobody answers."""
+        """`topic` is a full name. Raises TopicError if it is missing, BrokerUnavailable if no broker answers."""
         super().__init__(kafka, topic, send_timeout_s=30.0)
 
     def write(self, groups: Sequence[Sequence[Rollout]], metadata: OldMetadata | None = None) -> None:
-        """Queue groups as one RolloutBatch; nothing where there is no rollout.
+        """Queue groups as one RolloutBatch; empty groups are left out, and no rollouts make no batch.
 
-        Its metadata is what is given, else that of the first rollout. A weight step that a rollout does not know is
-        its policy version. Raises RecordTooLarge, DeadlineExceeded when the queue stayed full, and DeliveryError when
-        an earlier one was not delivered.
+        `metadata` defaults to that of the first rollout. The policy version of a rollout stands in for an unknown
+        weight step. Raises RecordTooLarge, DeadlineExceeded if the queue stays full, and DeliveryError if an earlier
+        batch was not delivered.
         """
-        known = [[_with_step(rollout) for rollout in group] for group in groups if group]
-        if not known:
+        stepped = [[_with_step(rollout) for rollout in group] for group in groups if group]
+        if not stepped:
             self.poll()
             return
-        first = known[0][0]
-        of = first.metadata
-        own = OldMetadata(worker_id=of.worker_id, timestamp=of.timestamp, weight_step=of.weight_step)
+        first = stepped[0][0]
+        default = old_metadata(first.metadata)
         key = encode_key(first.environment, first.example_id)
-        self._send(f"a batch of {sum(map(len, known))} rollouts", key, downcast(known, metadata or own), None)
+        self._send(f"a batch of {sum(map(len, stepped))} rollouts", key, downcast(stepped, metadata or default), None)
 
 
 def _with_step(rollout: Rollout) -> Rollout:

@@ -1,13 +1,14 @@
-"""What an environment is: prompts with stable ids, and episodes scored by a verifier.
+"""The environment protocol: prompts with stable ids, and episodes scored by a verifier.
 
-Environments know text and rewards only. Tokens, policy versions, groups and Kafka are the worker's business, so any
-library of tasks fits behind this protocol. `run` is the general form; most environments are a `SingleTurn`.
+Environments handle text and rewards only. The worker handles tokens, policy versions, groups and Kafka, so any library
+of tasks fits behind this protocol. It has two forms: an `Environment` exchanges texts with the policy, an
+`AgentEnvironment` runs a program that calls the policy over HTTP. Most environments are a `SingleTurn`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
@@ -18,13 +19,13 @@ class Prompt:
     """One problem of an environment."""
 
     example_id: str
-    """Stable name within the environment: the same problem has it in every process and every run."""
+    """Name within the environment: the same for this problem in every process and every run."""
     text: str
-    """What the policy is shown."""
+    """Text shown to the policy."""
     answer: str = ""
-    """What the verifier compares with; empty where it needs none."""
+    """Answer for the verifier to compare with; empty if it needs none."""
     extra: Mapping[str, str] = field(default_factory=dict)
-    """Whatever else the verifier needs."""
+    """Further data for the verifier."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,43 +33,43 @@ class Score:
     """A verifier's judgement."""
 
     reward: float
-    """What is trained on."""
+    """Reward used for training."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """Parts and companions of the reward by name; `exact` (1.0 or 0.0) where the environment knows success."""
+    """Parts and companions of the reward by name; `exact` (1.0 or 0.0) if the environment can tell success."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Something said to the policy: by the user, the system or a tool."""
+    """A message to the policy from the user, the system or a tool."""
 
     role: Literal["system", "user", "tool"]
     text: str
 
 
 class Reply(Protocol):
-    """What `generate` returns. It carries more than this (tokens, logprobs, versions) for the worker to read."""
+    """The policy's reply, as `generate` returns it. It also carries data for the worker: tokens, logprobs, versions."""
 
     @property
     def text(self) -> str:
-        """The policy's words, without the end token or stop string."""
+        """Text of the reply, without the end token or stop string."""
 
     @property
     def truncated(self) -> bool:
-        """Whether a token limit cut it off."""
+        """Whether a token limit cut the reply off."""
 
 
 class Generate(Protocol):
-    """Says something to the policy and returns its reply. All that was said before stays in the policy's context."""
+    """Sends a text to the policy and returns its reply. All earlier turns stay in the policy's context."""
 
     async def __call__(self, text: str) -> Reply: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """One finished interaction: what was said, in order, and what it was worth.
+    """One finished interaction: its turns in order, and its score.
 
-    The replies in `turns` are the objects `generate` returned, all of them: an episode is one sequence of tokens, and
-    each call of `generate` appends to it.
+    `turns` holds every object that `generate` returned: an episode is one sequence of tokens, and each call of
+    `generate` appends to it.
     """
 
     turns: tuple[Message | Reply, ...]
@@ -77,15 +78,15 @@ class Episode:
 
 
 class Environment(Protocol):
-    """What the worker needs of an environment."""
+    """The interface between a worker and an environment."""
 
     @property
     def name(self) -> str:
-        """Part of every record's key; never changes within a run."""
+        """Name in every record's key; it never changes within a run."""
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens the policy may say in one turn."""
+        """Most tokens of the policy's reply in one turn."""
 
     @property
     def stop(self) -> Sequence[str]:
@@ -98,8 +99,52 @@ class Environment(Protocol):
         """Play one episode. `generate` may be awaited any number of times, one after the other."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """An OpenAI-compatible address of the policy for one episode; every call there becomes part of the episode."""
+
+    base_url: str
+    """URL that ends in /v1, as OpenAI's clients take it."""
+    api_key: str = field(repr=False)
+    """Key of this episode."""
+    model: str
+    """Model name to send."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """The beginning of a chat, and the policy's next turn: an example that teaches a form."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """Messages as OpenAI's protocol has them."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    turn: str
+    """The policy's turn, as it writes it: with tool calls in the form of its chat template."""
+
+
+class AgentEnvironment(Protocol):
+    """An environment that calls the policy itself, through an agent or a library of any kind.
+
+    The tokens of its calls are recorded as they were sampled; it returns only the score.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in every record's key; it never changes within a run."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of one reply that its calls ask for."""
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        """The problems of a split, in an order that is the same in every process."""
+
+    async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
+        """Play one episode with calls to `endpoint`, and score it."""
+
+
 class SingleTurn(ABC):
-    """An environment of one prompt and one response: subclasses give prompts and a score."""
+    """An environment of one prompt and one response: subclasses define prompts and a score."""
 
     name: str
     max_tokens: int
@@ -111,10 +156,10 @@ class SingleTurn(ABC):
 
     @abstractmethod
     def score(self, prompt: Prompt, response_text: str, truncated: bool) -> Score:
-        """Judge a response; `truncated` says that a limit cut it off."""
+        """Score a response; `truncated` is True if a limit cut it off."""
 
     async def run(self, prompt: Prompt, generate: Generate) -> Episode:
-        """One question, one answer, one score."""
+        """Run a single-turn episode: one prompt, one response, one score."""
         reply = await generate(prompt.text)
         return Episode(
             turns=(Message(role="user", text=prompt.text), reply),

@@ -1,4 +1,4 @@
-"""Evaluation of a split at a policy version, onto `evals`: never trained on, and on record like the rest."""
+"""Evaluates a split at a policy version and writes the rollouts to `evals`; they are never trained on."""
 
 import asyncio
 import time
@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from producers.assembly import Stamp, rollout_of
-from producers.environment import Environment, Prompt, Split
-from producers.inference.batching import row_seed
-from producers.inference.client import CompletionsClient, InferenceRefused, InferenceUnavailable
-from producers.rollout_producer import RolloutProducer
-from producers.sampling import GroupSampler, Sampling
-from topics.records import Rollout
+from rollstream.producers.environment import Environment, Prompt, Split
+from rollstream.producers.inference.client import CompletionsClient
+from rollstream.producers.inference.decoding import row_seed
+from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
+from rollstream.producers.rollout_assembly import GroupStamp, rollout_of
+from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.producers.sampling import GroupSampler, GroupSampling
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.records import Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +22,9 @@ class Evaluation:
     """Means over the prompts of a split."""
 
     version: int
-    """The version asked for."""
+    """Version requested."""
     lowest_version: int
-    """Lowest version that answered; it differs from `version` only where that was allowed."""
+    """Lowest version that answered; it differs from `version` only if the caller allowed that."""
     highest_version: int
     prompts: int
     reward: float
@@ -30,7 +32,7 @@ class Evaluation:
 
     @property
     def exact(self) -> float:
-        """Fraction answered exactly; NaN where the environment does not know."""
+        """Fraction answered exactly; NaN if the environment cannot tell."""
         return self.components.get("exact", float("nan"))
 
 
@@ -51,19 +53,24 @@ async def evaluate(
 ) -> Evaluation:
     """Answer each prompt of a split once, with the given policy version.
 
-    Waits for the servers to have the version, no longer than the client's timeout. Rollouts carry the version asked
-    for as their policy_version and those that answered as lowest and highest, and extra "split", "phase" and
-    "prompts", how many the evaluation has; nothing is sent before all are answered. `producer` must write to `evals`.
-    `max_prompts` takes the first so many, 0 all. Raises InferenceUnavailable when the version does not come,
-    InferenceRefused when another one answered; without `exactly` a newer one may.
+    Waits up to the client's timeout for the servers to have the version. Rollouts carry the requested version as
+    policy_version, the versions that answered as lowest and highest, and in extra "split", "phase" and "prompts", the
+    number of prompts in the evaluation. Nothing is sent before all prompts are answered. `producer` must write to
+    `evals`. `max_prompts` limits the prompts to the first ones; 0 is no limit. Raises InferenceUnavailable if the
+    version does not arrive, InferenceRefused if another version answered; a newer one is allowed without `exactly`.
     """
-    await _wait_for(client, version)
+    await _await_version(client, version)
     prompts = environment.prompts(split)[: max_prompts or None]
+    if not prompts:
+        raise ConfigurationError(
+            f"environment {environment.name} has no prompts in split {split}; add some, or set its entry's evaluate to "
+            "false"
+        )
     slots = asyncio.Semaphore(concurrency)
 
-    async def one(prompt: Prompt) -> Rollout:
+    async def answer(prompt: Prompt) -> Rollout:
         group_id = f"{worker_id}.{phase}.{version}.{prompt.example_id}"
-        stamp = Stamp(
+        stamp = GroupStamp(
             environment=environment.name,
             group_id=group_id,
             group_size=1,
@@ -72,7 +79,7 @@ async def evaluate(
             logprobs_mode="processed",
             worker_id=worker_id,
         )
-        sampling = Sampling(
+        sampling = GroupSampling(
             group_size=1, temperature=temperature, seed=row_seed(seed, group_id) >> 1, assume_version=version
         )
         async with slots:
@@ -82,9 +89,9 @@ async def evaluate(
             finally:
                 sampler.close()
         extra = {"split": split, "phase": phase, "prompts": str(len(prompts))}
-        return rollout_of(episode, prompt, stamp, uid=group_id, timestamp=time.time(), extra=extra)
+        return rollout_of(episode, prompt, stamp, uid=group_id, extra=extra)
 
-    rollouts = await asyncio.gather(*map(one, prompts))
+    rollouts = await asyncio.gather(*map(answer, prompts))
     for rollout in rollouts:
         if exactly and (rollout.lowest_version, rollout.highest_version) != (version, version):
             raise InferenceRefused(
@@ -107,9 +114,9 @@ async def evaluate(
     )
 
 
-async def _wait_for(client: CompletionsClient, version: int) -> None:
+async def _await_version(client: CompletionsClient, version: int) -> None:
     deadline = time.monotonic() + client.timeout_s
-    # A server that names no version (-1) is taken at the caller's word.
+    # If a server reports no version (-1), the caller vouches for it.
     while 0 <= (now := await client.version()) < version:
         if time.monotonic() > deadline:
             raise InferenceUnavailable(

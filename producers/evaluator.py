@@ -1,43 +1,45 @@
-"""Evaluates the held-out split at every so many policy versions while a run goes on, onto `evals`.
+"""Evaluates the held-out split during a run, at policy versions in regular distances, and writes to `evals`.
 
-Each version that is due is evaluated once, whoever restarts in between; one that a later due version overtook first is
-passed by, which is logged. Servers move on meanwhile: what answered is on each rollout.
+Each due version is evaluated once, also across restarts. A version overtaken by a later due version is skipped, and the
+log says so. Servers may swap versions meanwhile: each rollout names the versions that answered.
 """
 
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
-from typing import Any
 
-from confluent_kafka import OFFSET_BEGINNING, TopicPartition
-
-from producers.config import EvaluationConfig, WorkerConfig
-from producers.environment import Environment
-from producers.evaluation import Evaluation, evaluate
-from producers.inference.client import CompletionsClient, InferenceRefused, InferenceUnavailable
-from producers.rollout_producer import RolloutProducer
-from topics import clients
-from topics.catalogue import topic_name
-from topics.config import KafkaConfig
-from topics.following import TopicFollower
-from topics.logs import event
-from topics.metrics import MetricsWriter
-from topics.records import PolicyManifest, Rollout
-from topics.skipped import SkippedRecords
+from rollstream.producers.config import EvaluationConfig, WorkerConfig
+from rollstream.producers.environment_loading import LoadedEnvironment
+from rollstream.producers.evaluation import Evaluation, evaluate
+from rollstream.producers.graceful_stop import finish_or_stop
+from rollstream.producers.inference.client import client_of
+from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
+from rollstream.producers.metrics_publisher import MetricsPublisher
+from rollstream.producers.policy_versions import PolicyFollower
+from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.logs import event
+from rollstream.topics.metrics import MetricsWriter
+from rollstream.topics.records import Rollout
 
 logger = logging.getLogger(__name__)
 
 PHASE = "periodic"
 COMPONENT = "eval"
+PROGRESS_COMPONENT = "evaluator"
+"""Component of the regular records on progress; those of `COMPONENT` hold one evaluation each."""
 _LOOK_EVERY_S = 0.2
 
 
-def due(published: Iterable[int], every: int, settled: Iterable[int]) -> tuple[int | None, list[int]]:
-    """The version to evaluate now, None where there is none, and those that it, or one settled, overtook.
+def due_version(published: Iterable[int], every: int, settled: Iterable[int]) -> tuple[int | None, list[int]]:
+    """Return the version to evaluate now, None if there is none, and the overtaken versions to skip.
 
-    `published` are the versions on record, `settled` those evaluated or passed by.
+    `published` are the versions on record, `settled` those evaluated or skipped.
     """
     known = set(settled)
     newest = max((v for v in known if v % every == 0), default=-1)
@@ -47,34 +49,34 @@ def due(published: Iterable[int], every: int, settled: Iterable[int]) -> tuple[i
     return None, waiting
 
 
-def evaluated(rollouts: Iterable[Rollout], environment: str) -> set[int]:
-    """The versions of which all answers are there. An evaluation that a crash cut short is none."""
+def evaluated_versions(rollouts: Iterable[Rollout], environment: str) -> set[int]:
+    """Return the versions whose answers are complete. An evaluation that a crash cut short is not."""
     answers: dict[int, set[str]] = defaultdict(set)
     prompts: dict[int, int] = {}
     for rollout in rollouts:
-        asked = rollout.extra.get("prompts", "")
-        # Whoever else writes to `evals` may have put anything there.
-        whole = asked.isdecimal() and len(asked) < 10
-        if whole and rollout.environment == environment and rollout.extra.get("phase") == PHASE:
+        count = rollout.extra.get("prompts", "")
+        # Other programs may write anything to `evals`.
+        valid = count.isdecimal() and len(count) < 10
+        if valid and rollout.environment == environment and rollout.extra.get("phase") == PHASE:
             answers[rollout.policy_version].add(rollout.uid)
-            prompts[rollout.policy_version] = int(asked)
+            prompts[rollout.policy_version] = int(count)
     return {version for version, uids in answers.items() if len(uids) >= prompts[version]}
 
 
-def figures(found: Evaluation) -> dict[str, float]:
-    """What is told on `metrics` of an evaluation."""
+def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """Return the metrics of an evaluation for the topic `metrics`."""
     return {
-        "eval/version": float(found.version),
-        "eval/lowest_version": float(found.lowest_version),
-        "eval/highest_version": float(found.highest_version),
-        "eval/prompts": float(found.prompts),
-        "eval/reward": found.reward,
-        **{f"eval/{name}": value for name, value in found.components.items()},
+        "eval/version": float(evaluation.version),
+        "eval/lowest_version": float(evaluation.lowest_version),
+        "eval/highest_version": float(evaluation.highest_version),
+        "eval/prompts": float(evaluation.prompts),
+        "eval/reward": evaluation.reward,
+        **{f"eval/{name}": value for name, value in evaluation.components.items()},
     }
 
 
 async def run_evaluator(
-    environment: Environment,
+    environments: Sequence[LoadedEnvironment],
     kafka: KafkaConfig,
     run: str,
     config: EvaluationConfig,
@@ -83,91 +85,77 @@ async def run_evaluator(
     stop: asyncio.Event,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Evaluate what is due until `stop` is set; then what is due still, within worker.drain_timeout_s.
+    """Evaluate due versions on each environment until `stop` is set, then the last one within worker.drain_timeout_s.
 
-    `worker` says where and how servers are asked. Raises TopicError, BrokerUnavailable, DeliveryError.
+    `worker` has the settings of the servers. Raises TopicError, BrokerUnavailable, DeliveryError.
     """
     skipped = SkippedRecords(COMPONENT)
     with ExitStack() as stack:
-        manifests = stack.enter_context(closing(_Manifests(kafka, run, skipped)))
+        policies = stack.enter_context(PolicyFollower(kafka, run))
         producer = stack.enter_context(RolloutProducer(kafka, run, topic="evals"))
         metrics = stack.enter_context(closing(MetricsWriter(kafka, run, COMPONENT)))
-        past = clients.read_to_end(kafka, topic_name(run, "evals"))
-        settled = evaluated((rollout for _message, rollout in skipped.records(Rollout, past)), environment.name)
-        event(logger, "evaluator_started", every_versions=config.every_versions, evaluated=sorted(settled))
-        client = CompletionsClient(
-            worker.inference_urls, model=worker.model, api_key=worker.api_key, timeout_s=worker.request_timeout_s
+        messages = read_to_end(kafka, topic_name(run, "evals"))
+        past = [rollout for _message, rollout in skipped.records(Rollout, messages)]
+        settled = {environment.name: evaluated_versions(past, environment.name) for environment in environments}
+        del messages, past
+        event(
+            logger,
+            "evaluator_started",
+            every_versions=config.every_versions,
+            evaluated={name: sorted(versions) for name, versions in settled.items()},
         )
-        async with client:
+        progress = {"evaluations_total": 0.0, "prompts_total": 0.0, "failed_total": 0.0, "policy_version": -1.0}
+        publisher = MetricsPublisher(
+            kafka, run, PROGRESS_COMPONENT, "eval", lambda: progress, interval_s=config.metrics_interval_s
+        )
+        async with client_of(worker, policies) as client, publisher:
             on_ready()
             while True:
                 stopping = stop.is_set()
-                version, passed = due(await asyncio.to_thread(manifests.read), config.every_versions, settled)
+                complete = set.intersection(*settled.values())
+                published = await asyncio.to_thread(policies.read, _LOOK_EVERY_S)
+                version, passed = due_version(published.steps, config.every_versions, complete)
                 if passed:
                     event(logger, "evaluations_passed_by", versions=passed)
-                    settled.update(passed)
-                if version is None:
-                    if stopping:
-                        return
-                    continue
-                settled.add(version)
-                asked = evaluate(
-                    environment,
-                    client,
-                    producer,
-                    version=version,
-                    phase=PHASE,
-                    max_prompts=config.max_prompts,
-                    concurrency=config.concurrency,
-                    temperature=config.temperature,
-                    seed=config.seed,
-                    exactly=False,
-                )
-                try:
-                    found = await _within(asked, stop, worker.drain_timeout_s)
-                except (InferenceRefused, InferenceUnavailable, TimeoutError) as error:
-                    reason = str(error) or f"not done {worker.drain_timeout_s:g} s after it was told to stop"
-                    event(logger, "evaluation_failed", level=logging.WARNING, version=version, error=reason)
-                    continue
-                told = {**figures(found), "records_skipped_total": float(skipped.total)}
-                metrics.write(
-                    told, {"environment": environment.name, "split": "heldout"}, step=manifests.steps[version]
-                )
-                event(logger, "evaluated", figures={name: round(value, 4) for name, value in told.items()})
-
-
-async def _within(asked: Coroutine[Any, Any, Evaluation], stop: asyncio.Event, drain_timeout_s: float) -> Evaluation:
-    """Wait for an evaluation; once `stop` is set no longer than that. Raises TimeoutError then."""
-    task = asyncio.ensure_future(asked)
-    stopping = asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        return await asyncio.wait_for(task, drain_timeout_s)
-    finally:
-        task.cancel()
-        stopping.cancel()
-        await asyncio.gather(task, stopping, return_exceptions=True)
-
-
-class _Manifests:
-    """The policy versions of a run, as they are published."""
-
-    def __init__(self, kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> None:
-        self._skipped = skipped
-        self._place = topic_name(run, "policies"), 0
-        self._follower = TopicFollower(kafka, [TopicPartition(*self._place, OFFSET_BEGINNING)])
-        self.steps: dict[int, int] = {}
-        """Learner step of each version."""
-
-    def read(self) -> Mapping[int, int]:
-        """Read on to the end, or wait a moment where it is reached; everything so far."""
-        while messages := self._follower.poll(500, _LOOK_EVERY_S):
-            for _message, manifest in self._skipped.records(PolicyManifest, messages):
-                self.steps[manifest.version] = manifest.step
-            # A learner may publish faster than we wait: the end is where it was, not where nothing comes.
-            if self._place in self._follower.ends:
-                break
-        return self.steps
-
-    def close(self) -> None:
-        self._follower.close()
+                for environment in environments:
+                    settled[environment.name].update(passed)
+                    if version is None or version in settled[environment.name]:
+                        continue
+                    settled[environment.name].add(version)
+                    progress["policy_version"] = float(version)
+                    evaluating = evaluate(
+                        environment,
+                        client,
+                        producer,
+                        version=version,
+                        phase=PHASE,
+                        max_prompts=environment.entry.max_prompts or config.max_prompts,
+                        concurrency=config.concurrency,
+                        temperature=config.temperature,
+                        seed=config.seed,
+                        exactly=False,
+                    )
+                    try:
+                        evaluation = await finish_or_stop(evaluating, stop, grace_s=worker.drain_timeout_s)
+                    except (InferenceRefused, InferenceUnavailable, TimeoutError) as error:
+                        reason = str(error) or f"not finished {worker.drain_timeout_s:g} s after the request to stop"
+                        progress["failed_total"] += 1
+                        event(
+                            logger,
+                            "evaluation_failed",
+                            level=logging.WARNING,
+                            environment=environment.name,
+                            version=version,
+                            error=reason,
+                        )
+                        continue
+                    progress["evaluations_total"] += 1
+                    progress["prompts_total"] += evaluation.prompts
+                    records_skipped = skipped.total + policies.skipped.total
+                    values = {**evaluation_metrics(evaluation), "records_skipped_total": float(records_skipped)}
+                    labels = {"environment": environment.name, "split": "heldout"}
+                    metrics.write(values, labels, step=published.steps[version])
+                    event(logger, "evaluated", figures={name: round(value, 4) for name, value in values.items()})
+                # A learner that still publishes makes further versions due for ever.
+                if stopping:
+                    return

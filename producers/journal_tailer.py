@@ -1,8 +1,7 @@
-"""Follows `journal`, `batch-index` and `steps` of a run in a thread of its own, for flow control: `progress` is the
-newest seen.
+"""Follows `journal`, `batch-index`, `steps` and `control` of a run in a thread of its own, for flow control.
 
-At start it reads each journal partition from the last record on that holds every count, not the topic; the other two
-it reads from the beginning.
+At start it reads each journal partition from the last record that holds every count, and the other topics from the
+beginning.
 """
 
 import threading
@@ -13,19 +12,20 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from confluent_kafka import OFFSET_BEGINNING, Message, TopicPartition
-
-from producers.capacity import PartitionCounts, Progress
-from producers.consumption import Consumption
-from topics import clients
-from topics.catalogue import topic_name
-from topics.config import KafkaConfig
-from topics.errors import DeadlineExceeded
-from topics.following import TopicFollower
-from topics.journal_counts import JournalCounts, holds_all
-from topics.records import BatchIndexEntry, JournalRecord, LearnerStep, RetiredLearner
-from topics.retired import note_retired
-from topics.skipped import SkippedRecords
+from rollstream.producers.environment_counts import EnvironmentCounts
+from rollstream.producers.flow_control import PartitionProgress, RunProgress
+from rollstream.producers.learner_consumption import LearnerConsumption
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import DeadlineExceeded
+from rollstream.topics.journal_counts import JournalCounts, holds_all
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerStep, RetiredLearner
+from rollstream.topics.retired_learners import note_retired
 
 _FIRST_LOOK_BACK = 16
 
@@ -34,28 +34,29 @@ class JournalTailer:
     """Keeps `progress` up to date between `start` and `close`; use it as a context manager."""
 
     def __init__(self, kafka: KafkaConfig, run: str, *, on_progress: Callable[[], None] = lambda: None) -> None:
-        """`on_progress` is called in the tailer's thread after each change. Raises as clients.partitions_of does."""
+        """`on_progress` is called in the tailer's thread after each change. Raises as `partitions_of` does."""
         self._journal, self._steps = topic_name(run, "journal"), topic_name(run, "steps")
         self._rollouts, self._index = topic_name(run, "rollouts"), topic_name(run, "batch-index")
         self._control = topic_name(run, "control")
         self._retired: dict[str, RetiredLearner] = {}
         self._name = run
         self._kafka = kafka
-        self._partitions = clients.partitions_of(kafka, self._journal)
+        self._partitions = topic_admin.partitions_of(kafka, self._journal)
         self._on_progress = on_progress
         self._stop = threading.Event()
         self._caught_up = threading.Event()
         self._error: Exception | None = None
-        self._progress = Progress()
+        self._progress = RunProgress()
         self._counts: defaultdict[int, JournalCounts] = defaultdict(JournalCounts)
+        self._environments = EnvironmentCounts()
         self._thread = threading.Thread(target=self._run, name="journal-tailer", daemon=True)
         self.skipped = SkippedRecords("journal-tailer")
-        """Records that could not be read: progress is what the others say."""
+        """Records that could not be read; progress comes from the others."""
         self.rollout_ends: dict[int, int] = {}
         """End of each partition of rollouts when the tailer started."""
 
     def start(self) -> None:
-        """Start the thread and wait until both topics were read to where they ended."""
+        """Start the thread and wait until the topics were read to their ends at the start."""
         self._thread.start()
         if not self._caught_up.wait(self._kafka.patience_s):
             raise DeadlineExceeded(
@@ -66,8 +67,8 @@ class JournalTailer:
             raise self._error
 
     @property
-    def progress(self) -> Progress:
-        """The newest progress seen. Raises what stopped the thread, if anything did."""
+    def progress(self) -> RunProgress:
+        """The newest progress. Raises the error that stopped the thread, if one did."""
         if self._error is not None:
             raise self._error
         return self._progress
@@ -88,50 +89,55 @@ class JournalTailer:
     def _run(self) -> None:
         try:
             self._follow()
-        except Exception as error:  # handed to whoever asks for `progress`, in its own thread
+        except Exception as error:  # `progress` raises it in the caller's thread
             self._error = error
         finally:
             self._caught_up.set()
             self._on_progress()
 
     def _follow(self) -> None:
-        self.rollout_ends = {p: end for p, (_low, end) in clients.bounds(self._kafka, self._rollouts).items()}
-        first, _end = clients.bounds(self._kafka, self._index)[0]
-        self._consumption = Consumption(self._name, pruned=first > 0)
-        start = [self._after_last(p, *bounds) for p, bounds in clients.bounds(self._kafka, self._journal).items()]
+        self.rollout_ends = {p: end for p, (_low, end) in topic_admin.bounds(self._kafka, self._rollouts).items()}
+        first, _end = topic_admin.bounds(self._kafka, self._index)[0]
+        self._consumption = LearnerConsumption(self._name, pruned=first > 0)
+        bounds = topic_admin.bounds(self._kafka, self._journal)
+        start = {(self._journal, p): self._after_last(p, begin, end) for p, (begin, end) in bounds.items()}
         self._consumption.retired = self._retired
-        start += [TopicPartition(topic, 0, OFFSET_BEGINNING) for topic in (self._index, self._steps, self._control)]
+        start |= {(topic, 0): BEGINNING for topic in (self._index, self._steps, self._control)}
         with closing(TopicFollower(self._kafka, start)) as follower:
-            behind = {(place.topic, place.partition) for place in start}
+            behind = set(start)
             while not self._stop.is_set():
                 messages = follower.poll(500, 0.02)
                 for message in messages:
-                    self._take(message)
+                    self._apply(message)
                 if (self._index, 0) in follower.ends:
-                    self._consumption.reached_end()
+                    self._consumption.end_index()
                 behind.difference_update(follower.ends)
                 if messages or not (behind or self._caught_up.is_set()):
                     consumed, skipped = self._consumption.consumed, self.skipped.total
-                    self._progress = replace(self._progress, consumed=consumed, skipped=skipped)
+                    self._progress = replace(
+                        self._progress,
+                        consumed=consumed,
+                        skipped=skipped,
+                        by_environment=self._environments.outstanding(consumed),
+                    )
                     self._on_progress()
                 if not behind:
                     self._caught_up.set()
 
-    def _after_last(self, partition: int, low: int, high: int) -> TopicPartition:
-        """Take the journal of a partition from the last record on that holds every count, and return the position
-        after those seen.
+    def _after_last(self, partition: int, low: int, high: int) -> int:
+        """Apply the journal of a partition from the last record that holds every count; return the position after it.
 
-        That record is looked for at growing distances from the end.
+        The search for that record goes back from the end in growing distances.
         """
         resume, stop, distance = low, high, _FIRST_LOOK_BACK
         records: list[JournalRecord] = []
         while stop > low and not any(map(holds_all, records)):
             start = max(low, stop - distance)
             earlier = []
-            reading = clients.read_to_end(self._kafka, self._journal, partitions=[partition], start={partition: start})
+            reading = read_to_end(self._kafka, self._journal, partitions=[partition], start={partition: start})
             with closing(reading) as messages:
                 for message in messages:
-                    if (offset := message.offset() or 0) >= stop:
+                    if (offset := message.offset) >= stop:
                         break
                     resume = max(resume, offset + 1)
                     if (record := self.skipped.decode(JournalRecord, message)) is not None:
@@ -139,30 +145,31 @@ class JournalTailer:
             records = earlier + records
             stop, distance = start, distance * 16
         if records:
-            self._grouped(partition, *records)
-        return TopicPartition(self._journal, partition, resume)
+            self._apply_journal(partition, *records)
+        return resume
 
-    def _take(self, message: Message) -> None:
-        if message.topic() == self._journal:
+    def _apply(self, message: KafkaRecord) -> None:
+        if message.topic == self._journal:
             record = self.skipped.decode(JournalRecord, message)
             if record is not None:
-                self._grouped(message.partition() or 0, record)
-        elif message.topic() == self._index:
+                self._apply_journal(message.partition, record)
+        elif message.topic == self._index:
             entry = self.skipped.decode(BatchIndexEntry, message)
             if entry is not None:
                 with self.skipped.passing(message):
-                    self._consumption.entry(message.offset() or 0, entry)
-        elif message.topic() == self._control:
+                    self._consumption.add_entry(message.offset, entry)
+        elif message.topic == self._control:
             note_retired(self._retired, message, self.skipped)
         else:
             step = self.skipped.decode(LearnerStep, message)
             if step is not None:
-                self._consumption.step(step)
+                self._consumption.add_step(step)
 
-    def _grouped(self, partition: int, *records: JournalRecord) -> None:
+    def _apply_journal(self, partition: int, *records: JournalRecord) -> None:
         for record in records:
             self._counts[partition].add(record)
+            self._environments.add(partition, self._counts[partition])
         newest = records[-1]
-        counts = PartitionCounts.of(newest.position, self._counts[partition])
-        self._consumption.grouped(partition, newest.batch_number, counts.batched)
+        counts = PartitionProgress.of(newest.position, self._counts[partition])
+        self._consumption.add_journal(partition, newest.batch_number, counts.batched)
         self._progress = replace(self._progress, partitions={**self._progress.partitions, partition: counts})

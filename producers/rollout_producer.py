@@ -1,54 +1,58 @@
-"""Writes rollouts to the log, for our worker and for anyone else's code: idempotent, acks=all, whole or not at all.
+"""Writes rollouts to the log, for our worker and for other programs: idempotent, acks=all, whole or not at all.
 
-What `send` accepted is on the log once `flush` returns; what is senseless, too large or not delivered is an error that
-names the rollout. Memory is bounded: when the queue is full `send` waits, then raises.
+Rollouts that `send` accepted are on the log once `flush` returns. An error names each rollout that is invalid, too
+large or not delivered. Memory is bounded: `send` waits while the queue is full, then raises.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from producers.sending import Delivery, RecordSender
-from topics.catalogue import topic_name
-from topics.config import KafkaConfig
-from topics.errors import ConfigurationError, RecordError
-from topics.keys import encode_key
-from topics.records import GroupCancelled, Rollout
-from topics.validation import UIDS_LIMIT, cancellation_problems, problems
+from rollstream.producers.record_sender import RecordSender, RolloutDelivery
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import GroupCancelled, Rollout
+from rollstream.topics.validation import UIDS_LIMIT, cancellation_problems, problems
 
 
 class RolloutProducer(RecordSender):
     """Sends rollouts and cancellations of one run.
 
-    Raises BrokerUnavailable or TopicError at once when there is nothing to write to.
+    Raises BrokerUnavailable or TopicError at once if there is no topic to write to.
     """
 
     too_large = "shorten the episode, drop token_arrays"
-    not_delivered = "send it again under the same uid once the cause is mended, a repeated uid is dropped"
+    not_delivered = "remove the cause, then send it again under the same uid: a repeated uid is dropped"
 
     def __init__(
         self,
         kafka: KafkaConfig,
         run: str,
         *,
-        topic: Literal["rollouts", "evals"] = "rollouts",
-        on_delivery: Callable[[Delivery], None] | None = None,
+        topic: Literal["rollouts", "evals", "unlabelled"] = "rollouts",
+        on_delivery: Callable[[RolloutDelivery], None] | None = None,
         send_timeout_s: float = 30.0,
         allow_filtered_sampling: bool = False,
         **overrides: Any,
     ) -> None:
-        """`on_delivery` is called for each rollout the broker acknowledged; `overrides` are librdkafka keys."""
+        """`on_delivery` is called for each acknowledged rollout; `overrides` are librdkafka keys.
+
+        Rollouts sent to `unlabelled` get their reward from a labeler, which passes them on to `rollouts`.
+        """
         super().__init__(kafka, topic_name(run, topic), send_timeout_s=send_timeout_s, **overrides)
-        self._trains = topic == "rollouts"
+        self._trains = topic != "evals"
+        self._takes_cancellations = topic == "rollouts"
         self._allow_filtered = allow_filtered_sampling
         self._on_delivery = on_delivery
 
     def send(self, rollout: Rollout, *, timeout_s: float | None = None) -> None:
         """Queue a rollout; it is written in the background and acknowledged in `poll` or `flush`.
 
-        Raises RecordError when it is senseless, RecordTooLarge beyond the record limit, DeadlineExceeded when the
-        queue stayed full for `timeout_s` (default: send_timeout_s), DeliveryError when an earlier one was not
-        delivered. In each of these cases this rollout was not sent.
+        Raises RecordError if it is invalid, RecordTooLarge beyond the record limit, DeadlineExceeded if the queue stays
+        full for `timeout_s` (default: send_timeout_s), DeliveryError if an earlier rollout was not delivered. In each
+        of these cases this rollout was not sent.
         """
         wrong = problems(rollout)
         if self._trains and rollout.sampling.filtered and not self._allow_filtered:
@@ -61,7 +65,7 @@ class RolloutProducer(RecordSender):
 
         def delivered(partition: int, offset: int) -> None:
             if self._on_delivery:
-                self._on_delivery(Delivery(rollout.uid, partition, offset))
+                self._on_delivery(RolloutDelivery(rollout.uid, partition, offset, rollout.environment))
 
         key = encode_key(rollout.environment, rollout.example_id)
         self._send(f"rollout {rollout.uid}", key, rollout, timeout_s, delivered)
@@ -69,14 +73,14 @@ class RolloutProducer(RecordSender):
     def cancel(self, cancelled: GroupCancelled, *, timeout_s: float | None = None) -> None:
         """Queue a cancellation: its rollouts will never come, and the group shrinks. Raises as `send` does.
 
-        More uids than fit into one record go out as several, so that some may be out when it raises: call it again.
+        More uids than fit into one record make several records. If it raises, some may be sent: call it again.
         """
         name = f"cancellation of group {cancelled.group_id or cancelled.example_id}"
-        if not self._trains:
+        if not self._takes_cancellations:
             raise ConfigurationError(f"{name}: {self.topic} takes rollouts only; send it with topic='rollouts'")
         if wrong := cancellation_problems(cancelled, bounded=False):
             raise RecordError(f"{name} was not sent: {'; '.join(wrong)}")
         key = encode_key(cancelled.environment, cancelled.example_id)
         for start in range(0, len(cancelled.uids), UIDS_LIMIT):
-            some = replace(cancelled, uids=cancelled.uids[start : start + UIDS_LIMIT])
-            self._send(name, key, some, timeout_s)
+            chunk = replace(cancelled, uids=cancelled.uids[start : start + UIDS_LIMIT])
+            self._send(name, key, chunk, timeout_s)

@@ -1,21 +1,25 @@
-"""How the members of a group get their samples: the prompt they share is one request with n samples.
+"""Samples the members of a group: their common prompt is one request with n samples.
 
-Later turns, where every context is its own, are requests of their own: the tokens so far, as they were sampled, and
-those of the new text. A sample always has a policy version.
+In later turns each member has its own context and its own request: the tokens so far, as they were sampled, and those
+of the new text. A sample always has a policy version.
 """
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from producers.environment import Environment
-from producers.inference.batching import row_seed
-from producers.inference.client import Completion, CompletionsClient, InferenceRefused
+import numpy as np
+
+from rollstream.producers.environment import Environment
+from rollstream.producers.inference.client import Completion
+from rollstream.producers.inference.decoding import row_seed
+from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How a group is sampled."""
+class GroupSampling:
+    """Sampling parameters of a group."""
 
     group_size: int
     temperature: float
@@ -24,82 +28,127 @@ class Sampling:
     """Policy version of a server that reports none; -1 refuses such a server."""
 
 
-class GroupSampler:
-    """Asks for the samples of one group."""
+class SamplingClient(Protocol):
+    """The part of a CompletionsClient that sampling needs."""
 
-    def __init__(self, client: CompletionsClient, environment: Environment, sampling: Sampling) -> None:
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        stop: Sequence[str],
+        session: str,
+    ) -> list[Completion]:
+        """Return `n` samples after a prompt."""
+
+    async def tokenize(self, text: str, *, session: str) -> list[int]:
+        """Return the token ids of a text."""
+
+
+class GroupSampler:
+    """Requests the samples of one group."""
+
+    def __init__(self, client: SamplingClient, environment: Environment, sampling: GroupSampling) -> None:
         self.sampling = sampling
         self._client = client
         self._environment = environment
+        # One server prefills the prompt of a group once, and keeps its members' contexts.
+        self._session = f"{sampling.seed:x}"
         self._shared_text: str | None = None
         self._shared: asyncio.Task[list[Completion]] | None = None
 
     def member(self, index: int) -> "MemberSampler":
-        """The `generate` given to one member's episode."""
+        """Return the `generate` of one member's episode."""
         return MemberSampler(self, index)
 
     async def first(self, text: str, index: int) -> Completion:
-        """A member's sample after the text it begins with, normally the same text for all."""
+        """Return a member's sample after its first text, normally the same text for all members."""
         if self._shared is None:
             self._shared_text = text
             request = self._complete(text, n=self.sampling.group_size, seed=self.sampling.seed)
             self._shared = asyncio.ensure_future(request)
         if text != self._shared_text:
             return await self._alone(text, index, 0)
-        # One member that gives up must not take the others' samples with it.
+        # A member that is cancelled must not cancel the others' samples.
         return (await asyncio.shield(self._shared))[index]
 
     async def later(self, before: Completion, text: str, index: int, turn: int) -> Completion:
-        """A member's sample after its sample `before` and a text said in reply."""
-        said = await self._client.tokenize(text)
-        return await self._alone([*before.prompt_tokens.tolist(), *before.tokens.tolist(), *said], index, turn)
+        """Return a member's sample after its sample `before` and the text that follows it."""
+        added = await self._client.tokenize(text, session=self._session)
+        return await self._alone([*before.prompt_tokens.tolist(), *before.tokens.tolist(), *added], index, turn)
 
     def close(self) -> None:
-        """Give up what was asked and not answered."""
+        """Cancel the request that is not yet answered."""
         if self._shared:
             self._shared.cancel()
 
     async def _alone(self, prompt: str | Sequence[int], index: int, turn: int) -> Completion:
-        # 63 bits, since servers take seeds as signed 64-bit integers.
+        # 63 bits, because servers take seeds as signed 64-bit integers.
         return (await self._complete(prompt, n=1, seed=row_seed(self.sampling.seed, index, turn) >> 1))[0]
 
     async def _complete(self, prompt: str | Sequence[int], *, n: int, seed: int) -> list[Completion]:
-        found = await self._client.complete(
+        completions = await self._client.complete(
             prompt,
             n=n,
             max_tokens=self._environment.max_tokens,
             temperature=self.sampling.temperature,
             seed=seed,
             stop=self._environment.stop,
+            session=self._session,
         )
-        return [with_version(completion, self.sampling.assume_version) for completion in found]
+        return [with_version(completion, self.sampling.assume_version) for completion in completions]
+
+
+@dataclass(frozen=True)
+class ContextFull:
+    """The reply where the model's context had no room for one: empty and truncated. It is not recorded."""
+
+    text: str = ""
+    truncated: bool = True
 
 
 class MemberSampler:
-    """`generate` for one member of a group."""
+    """The `generate` of one member of a group.
+
+    If the context is full, it returns one empty, truncated reply, so that the environment can score what was said.
+    """
 
     def __init__(self, group: GroupSampler, index: int) -> None:
         self._group = group
         self._index = index
         self._turns = 0
         self._last: Completion | None = None
+        self.full = False
+        """Whether the context had no room for a reply."""
 
-    async def __call__(self, text: str) -> Completion:
+    async def __call__(self, text: str) -> Completion | ContextFull:
+        """Raises ContextTooLong for a first text that is too long, and for any text after a full context."""
+        if self.full:
+            raise ContextTooLong(
+                "the environment went on after its context was full; end the episode at a reply that is truncated"
+            )
         if self._last is None:
             self._last = await self._group.first(text, self._index)
         else:
-            self._last = await self._group.later(self._last, text, self._index, self._turns)
+            try:
+                self._last = await self._group.later(self._last, text, self._index, self._turns)
+            except ContextTooLong:
+                self.full = True
+                return ContextFull()
         self._turns += 1
         return self._last
 
 
 def with_version(completion: Completion, assumed: int) -> Completion:
-    """The completion, with the version assumed where the server named none. Raises InferenceRefused without either."""
-    if completion.lowest_version >= 0:
+    """Return the completion, with the assumed version if it names none. Raises InferenceRefused without either."""
+    if completion.lowest_version >= 0 or not len(completion.tokens):
         return completion
     if assumed < 0:
         raise InferenceRefused(
-            f"{completion.replica_id} does not say which policy version sampled; for a model that never changes set "
-            "worker.assume_version"
+            f"{completion.replica_id} does not say which policy version of the run sampled; for a model that never "
+            "changes set worker.assume_version"
         )
-    return replace(completion, lowest_version=assumed, highest_version=assumed)
+    return replace(completion, versions=np.where(completion.versions < 0, assumed, completion.versions))

@@ -1,48 +1,62 @@
-"""The environment worker: groups in flight, scored and written whole, within the capacity rule.
+"""The environment worker: plays groups of a mixture concurrently and writes them whole, within the capacity rule.
 
-A group gets its id and policy version once, when its generation begins. Members that will never come, by a fault or a
-shutdown, are cancelled on the log, so that no consumer waits for them.
+A group gets its id and policy version once, when its generation begins. The worker cancels on the log the members that
+a fault or a shutdown prevents, so that no consumer waits for them.
 """
 
 import asyncio
 import contextlib
-import hashlib
 import logging
-import random
+import os
 import signal
+import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, field, replace
 
-from producers.assembly import Stamp, rollout_of, uids_of
-from producers.capacity import FlowControl, Progress
-from producers.config import CapacityConfig, WorkerConfig
-from producers.dual_writer import DualWriter
-from producers.environment import Environment, Episode, Prompt
-from producers.inference.batching import row_seed
-from producers.inference.client import CompletionsClient, InferenceUnavailable
-from producers.journal_tailer import JournalTailer
-from producers.rollout_producer import RolloutProducer
-from producers.sampling import GroupSampler, Sampling
-from producers.sending import Delivery
-from topics.config import KafkaConfig
-from topics.errors import DeadlineExceeded, RecordError, RollstreamError
-from topics.logs import event
-from topics.records import GroupCancelled, Rollout, RolloutMetadata
+from rollstream.producers.agent_player import PlayedEpisode, play_agents
+from rollstream.producers.config import CapacityConfig, CurriculumConfig, WorkerConfig
+from rollstream.producers.curriculum import success_of
+from rollstream.producers.dual_writer import DualWriter
+from rollstream.producers.environment import Episode, Prompt
+from rollstream.producers.environment_loading import LoadedEnvironment
+from rollstream.producers.flow_control import FlowControl, RunProgress
+from rollstream.producers.gateway.worker_capture import WorkerCapture
+from rollstream.producers.graceful_stop import finish_or_stop
+from rollstream.producers.group_player import EpisodeFailed, EpisodeLimits, play_group
+from rollstream.producers.inference.client import CompletionsClient, client_of
+from rollstream.producers.inference.decoding import row_seed
+from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused, InferenceUnavailable
+from rollstream.producers.journal_tailer import JournalTailer
+from rollstream.producers.metrics_publisher import MetricsPublisher
+from rollstream.producers.mixture import Mixture
+from rollstream.producers.mixture_states import MixtureStates
+from rollstream.producers.policy_versions import PolicyFollower
+from rollstream.producers.record_sender import RolloutDelivery
+from rollstream.producers.rollout_assembly import GroupStamp, rollout_of, uids_of
+from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.producers.sampling import GroupSampling
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import DeadlineExceeded, RecordError, RollstreamError
+from rollstream.topics.logs import event
+from rollstream.topics.records import GroupCancelled, Rollout, RolloutMetadata
 
 logger = logging.getLogger(__name__)
 _TICK_S = 0.01
 _LEAST_FLUSH_S = 5.0
 _REPORT_EVERY_S = 10.0
-_PASSING = (InferenceUnavailable, RecordError)
-"""Errors that cost a group its members; any other ends the worker."""
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+"""Pause of an environment of which whole groups fail in a row: it doubles with each of them."""
+_PASSING = (InferenceUnavailable, RecordError, EpisodeFailed, ContextTooLong)
+"""Errors that cancel members of a group; any other ends the worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReport:
-    """What a worker did; means are over the rollouts sent."""
+    """Totals of a worker; means are over the rollouts sent."""
 
     groups: int = 0
     rollouts: int = 0
@@ -52,22 +66,36 @@ class WorkerReport:
 
 
 async def run_worker(
-    environment: Environment,
+    environments: Sequence[LoadedEnvironment],
     kafka: KafkaConfig,
     run: str,
     config: WorkerConfig,
     *,
     incarnation: str,
+    ordinal: int = 0,
+    workers: int = 1,
+    curriculum: CurriculumConfig | None = None,
     capacity: CapacityConfig | None = None,
     stop: asyncio.Event | None = None,
 ) -> WorkerReport:
-    """Run one worker with all it needs until `stop` is set, or SIGTERM or SIGINT arrives where none is given.
+    """Run one worker with its clients until `stop` is set; without `stop`, until SIGTERM or SIGINT arrives.
 
-    `incarnation` must differ at each start of a worker: it keeps uids unique. Without `capacity` nothing holds it back.
-    Raises ConfigurationError, TopicError, BrokerUnavailable, InferenceUnavailable, InferenceRefused, DeliveryError.
+    `incarnation` must differ at each start of a worker: it keeps uids unique. `ordinal` is its number of `workers`,
+    which share the prompts. Without `capacity` there is no limit. Raises ConfigurationError, TopicError,
+    BrokerUnavailable, InferenceUnavailable, InferenceRefused, DeliveryError.
     """
+    curriculum = curriculum or CurriculumConfig()
     stop = stop or _stop_on_signals()
     with ExitStack() as stack:
+        states = stack.enter_context(await asyncio.to_thread(MixtureStates, kafka, run, config.worker_id))
+        mixture = Mixture(
+            environments,
+            seed=config.seed,
+            worker=ordinal,
+            workers=workers,
+            curriculum=curriculum,
+            state=states.own,
+        )
         flow, read_progress = None, None
         if capacity is not None:
             tailer = JournalTailer(kafka, run)
@@ -76,26 +104,56 @@ async def run_worker(
             flow = FlowControl(capacity, tailer.rollout_ends)
             read_progress = lambda: tailer.progress  # noqa: E731
 
-        def delivered(delivery: Delivery) -> None:
+        undelivered: set[str] = set()
+
+        def delivered(delivery: RolloutDelivery) -> None:
+            undelivered.discard(delivery.uid)
             if flow is not None:
-                flow.delivered(delivery.partition, delivery.offset)
+                flow.note_delivery(delivery.partition, delivery.offset, delivery.environment)
 
         producer = stack.enter_context(RolloutProducer(kafka, run, on_delivery=delivered))
-        async with CompletionsClient(
-            config.inference_urls, model=config.model, api_key=config.api_key, timeout_s=config.request_timeout_s
-        ) as client:
+        policies = stack.enter_context(PolicyFollower(kafka, run))
+        async with client_of(config, policies) as client, AsyncExitStack() as opened:
+            captures = {}
+            for environment in environments:
+                if environment.agent is not None:
+                    settings = replace(config, temperature=environment.temperature)
+                    capture = WorkerCapture(
+                        kafka, run, settings, policies=policies, author=f"{config.worker_id}.{incarnation}"
+                    )
+                    captures[environment.name] = await opened.enter_async_context(capture)
             topic = config.dual_write_topic
             worker = Worker(
-                environment,
+                mixture,
                 client,
                 producer,
                 config,
                 incarnation=incarnation,
                 flow=flow,
+                captures=captures,
+                undelivered=undelivered,
                 read_progress=read_progress,
                 dual=stack.enter_context(DualWriter(kafka, topic)) if topic else None,
             )
-            return await worker.run(stop)
+            publisher = MetricsPublisher(
+                kafka, run, config.worker_id, "env", worker.metrics, interval_s=config.metrics_interval_s
+            )
+            async with publisher:
+                keeping = asyncio.create_task(_keep_states(mixture, states, curriculum.state_interval_s))
+                try:
+                    return await worker.run(stop)
+                finally:
+                    keeping.cancel()
+                    await asyncio.gather(keeping, return_exceptions=True)
+                    await asyncio.to_thread(states.write, mixture.states())
+
+
+async def _keep_states(mixture: Mixture, states: MixtureStates, interval_s: float) -> None:
+    """Write the mixture's state and take over the other workers' at regular intervals."""
+    while True:
+        mixture.curriculum.note_others(await asyncio.to_thread(states.others))
+        await asyncio.sleep(interval_s)
+        await asyncio.to_thread(states.write, mixture.states())
 
 
 def _stop_on_signals() -> asyncio.Event:
@@ -106,45 +164,56 @@ def _stop_on_signals() -> asyncio.Event:
 
 
 class Worker:
-    """Plays an environment and writes its rollouts."""
+    """Plays a mixture of environments and writes its rollouts."""
 
     def __init__(
         self,
-        environment: Environment,
+        mixture: Mixture,
         client: CompletionsClient,
         producer: RolloutProducer,
         config: WorkerConfig,
         *,
         incarnation: str,
+        captures: Mapping[str, WorkerCapture],
+        undelivered: set[str],
         flow: FlowControl | None = None,
-        read_progress: Callable[[], Progress] | None = None,
+        read_progress: Callable[[], RunProgress] | None = None,
         dual: DualWriter | None = None,
     ) -> None:
-        """With `flow`, deliveries of the producer must reach it, and `read_progress` gives the newest progress.
+        """With `flow`, the producer's deliveries must reach it, and `read_progress` returns the newest progress.
 
-        `dual` gets each group in the old form, too.
+        `captures` are the endpoints of environments that call the policy themselves; deliveries must take their uids
+        out of `undelivered`. `dual` also writes each group in the old form.
         """
-        self._environment = environment
+        self._captures = captures
+        self._undelivered = undelivered
+        self._mixture = mixture
         self._client = client
         self._producer = producer
         self._config = config
         self._name = f"{config.worker_id}.{incarnation}"
+        self._origin = {"host": socket.gethostname(), "process": str(os.getpid())}
         self._flow = flow
         self._read_progress = read_progress
         self._dual = dual
-        self._prompts = environment.prompts("train")
-        seed = hashlib.sha256(f"{config.seed}/{self._name}".encode()).digest()
-        self._random = random.Random(seed)
+        self._failed_groups: Counter[str] = Counter()
+        """Groups in a row of which every member failed, by environment."""
+        self._paused_until_s: dict[str, float] = {}
         self._started = 0
         self._sent = 0
         self._cancelled = 0
+        self._failed = 0
+        self._tokens = 0
+        self._in_flight = 0
+        self._waited_s = 0.0
+        self._waiting_since_s: float | None = None
         self._reward = 0.0
         self._components: Counter[str] = Counter()
         self._reported = time.monotonic()
 
     @property
     def report(self) -> WorkerReport:
-        """What was done so far."""
+        """Totals so far."""
         sent = max(self._sent, 1)
         return WorkerReport(
             groups=self._started,
@@ -154,6 +223,27 @@ class Worker:
             components={name: total / sent for name, total in sorted(self._components.items())},
         )
 
+    def metrics(self) -> dict[str, float]:
+        """Metrics by name: totals since the start, which end in _total, and the state now."""
+        waiting = self._waiting_since_s is not None
+        now_s = time.monotonic()
+        values: dict[str, float] = {
+            "groups_total": self._started,
+            "rollouts_total": self._sent,
+            "tokens_total": self._tokens,
+            "cancelled_total": self._cancelled,
+            "failed_total": self._failed,
+            "capacity_wait_seconds_total": self._waited_s + (now_s - (self._waiting_since_s or now_s)),
+            "waiting_for_capacity": waiting,
+            "groups_in_flight": self._in_flight,
+            "reward_mean": self.report.reward,
+            "policy_version": self._client.newest_version,
+        }
+        if self._flow is not None:
+            values |= {"outstanding": self._flow.outstanding, "mine_unseen": self._flow.mine_unseen}
+            values["records_skipped_total"] = self._flow.records_skipped
+        return values
+
     async def run(self, stop: asyncio.Event) -> WorkerReport:
         """Start groups until `stop` is set or config.groups are started; finish those in flight; flush."""
         tasks: set[asyncio.Task[None]] = set()
@@ -161,19 +251,23 @@ class Worker:
             if await self._knows_a_version(stop):
                 while not stop.is_set() and not self._all_started:
                     tasks = self._reap(tasks)
-                    while len(tasks) < self._config.concurrency and not self._all_started and self._has_room():
-                        tasks.add(asyncio.create_task(self._group(self._started)))
+                    while len(tasks) < self._config.concurrency and not self._all_started:
+                        environment = self._next()
+                        if environment is None:
+                            break
+                        prompt = self._mixture.start(environment)
+                        tasks.add(asyncio.create_task(self._group(self._started, environment, prompt)))
                         self._started += 1
                     await self._pause(tasks)
             deadline = time.monotonic() + self._config.drain_timeout_s
-            # Without a signal there is no hurry: only a shutdown has a deadline.
+            # Only a shutdown has a deadline.
             while tasks and (not stop.is_set() or time.monotonic() < deadline):
                 await self._pause(tasks)
                 tasks = self._reap(tasks)
         finally:
             for task in tasks:
                 task.cancel()
-            # Their errors are second to the one under way; each has cancelled its group on the log.
+            # Their errors matter less than the one being raised; each task has cancelled its group on the log.
             await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(self._producer.flush, max(_LEAST_FLUSH_S, deadline - time.monotonic()))
         self._log("worker_stopped")
@@ -183,19 +277,33 @@ class Worker:
     def _all_started(self) -> bool:
         return 0 < self._config.groups <= self._started
 
-    def _has_room(self) -> bool:
-        if self._flow is None or self._read_progress is None:
-            return True
-        self._flow.observe(self._read_progress())
-        return self._flow.start_group()
+    def _next(self) -> LoadedEnvironment | None:
+        """Return the environment that begins the next group, with room reserved for it; None if none may begin now."""
+        if self._flow is not None and self._read_progress is not None:
+            self._flow.observe(self._read_progress())
+        now_s = time.monotonic()
+        chosen = None
+        candidates = [e for e in self._mixture.candidates() if self._paused_until_s.get(e.name, now_s) <= now_s]
+        for environment in candidates:
+            if self._flow is None or self._flow.start_group(environment.name, environment.group_size):
+                chosen = environment
+                break
+            if environment.entry.quota == 1.0:
+                # The run has no room: smaller groups of other environments must not go before this one.
+                break
+        if self._waiting_since_s is not None:
+            self._waited_s += now_s - self._waiting_since_s
+        self._waiting_since_s = now_s if candidates and chosen is None else None
+        return chosen
 
     def _reap(self, tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-        """The tasks still running; raises what ended one. Delivery reports are served here too."""
+        """Return the tasks still running; raise the error that ended one. Delivery callbacks run here, too."""
         self._producer.poll()
         if time.monotonic() - self._reported > _REPORT_EVERY_S:
             self._reported = time.monotonic()
             self._log("worker_progress")
         running = {task for task in tasks if not task.done()}
+        self._in_flight = len(running)
         for task in tasks - running:
             task.result()
         return running
@@ -207,17 +315,12 @@ class Worker:
             await asyncio.sleep(_TICK_S)
 
     async def _knows_a_version(self, stop: asyncio.Event) -> bool:
-        """Wait until a server says its policy version; False when `stop` comes first."""
-        asking = asyncio.ensure_future(self._first_version())
-        stopping = asyncio.ensure_future(stop.wait())
+        """Wait until a server reports its policy version; return False if `stop` is set first."""
         try:
-            await asyncio.wait({asking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if asking.done():
-                asking.result()
-            return asking.done() and not stop.is_set()
-        finally:
-            asking.cancel()
-            stopping.cancel()
+            await finish_or_stop(self._first_version(), stop, grace_s=0.0)
+        except TimeoutError:
+            return False
+        return not stop.is_set()
 
     async def _first_version(self) -> None:
         deadline = time.monotonic() + self._config.request_timeout_s
@@ -229,62 +332,131 @@ class Worker:
                 )
             await asyncio.sleep(0.1)
 
-    async def _group(self, number: int) -> None:
-        """The group of that number, from its prompt to its records."""
+    async def _group(self, number: int, environment: LoadedEnvironment, prompt: Prompt) -> None:
+        """Play the group with this number, from its prompt to its records."""
         config = self._config
-        prompt = self._prompts[self._random.randrange(len(self._prompts))]
-        stamp = Stamp(
-            environment=self._environment.name,
+        stamp = GroupStamp(
+            environment=environment.name,
             group_id=f"{self._name}.{number}",
-            group_size=config.group_size,
-            policy_version=max(self._client.newest_version, config.assume_version),
-            temperature=config.temperature,
+            group_size=environment.group_size,
+            policy_version=max(self._newest_version(environment), config.assume_version),
+            temperature=environment.temperature,
             logprobs_mode=config.logprobs_mode,
             worker_id=config.worker_id,
+            origin=self._origin,
         )
-        unsent = list(uids_of(stamp.group_id, config.group_size))
+        consumed = self._flow.consumed if self._flow is not None else 0
+        unsent = list(uids_of(stamp.group_id, stamp.group_size))
         sent: list[Rollout] = []
         try:
-            episodes = await self._episodes(prompt, row_seed(config.seed, stamp.group_id) >> 1)
-            failures = [episode for episode in episodes if not isinstance(episode, Episode)]
+            episodes = await self._episodes(environment, prompt, stamp)
+            if self._flow is not None:
+                self._flow.note_end(consumed)
+            failures: list[BaseException] = []
+            written: list[PlayedEpisode] = []
             for uid, episode in zip(tuple(unsent), episodes, strict=True):
-                if isinstance(episode, Episode):
-                    try:
-                        rollout = rollout_of(episode, prompt, stamp, uid=uid, timestamp=time.time())
-                        await self._send(rollout)
-                        unsent.remove(uid)
-                        sent.append(rollout)
-                    except RecordError as error:
-                        failures.append(error)
+                error = episode.error or await self._send_all(episode.rollouts)
+                if error is None:
+                    unsent.remove(uid)
+                    sent += episode.rollouts
+                    written.append(episode)
+                else:
+                    failures.append(error)
+                if episode.capture is not None and error is not None:
+                    await episode.capture.cancelled(str(error))
+            await self._note_written(written)
             if self._dual is not None:
                 self._dual.write([sent])
+            self._judge(environment, sent, failures)
             if failures:
-                raise next((f for f in failures if not isinstance(f, _PASSING)), failures[0])
-        except _PASSING as error:
+                raise next((f for f in failures if not self._passes(f)), failures[0])
+        except Exception as error:
+            if not self._passes(error):
+                self._give_up(prompt, stamp, unsent, repr(error))
+                raise
             event(logger, "group_failed", level=logging.WARNING, group_id=stamp.group_id, error=str(error))
+            self._failed += len(unsent)
             self._cancel(prompt, stamp, unsent, str(error))
-        except BaseException as error:
-            reason = "the worker is stopping" if isinstance(error, asyncio.CancelledError) else repr(error)
-            # Best effort: the error under way is what counts.
-            with contextlib.suppress(RollstreamError):
-                self._cancel(prompt, stamp, unsent, reason)
+        except BaseException:
+            self._give_up(prompt, stamp, unsent, "the worker is stopping")
             raise
 
-    async def _episodes(self, prompt: Prompt, seed: int) -> Sequence[Episode | BaseException]:
-        sampling = Sampling(
-            group_size=self._config.group_size,
-            temperature=self._config.temperature,
-            seed=seed,
-            assume_version=self._config.assume_version,
+    def _passes(self, error: BaseException) -> bool:
+        """Whether an error cancels members only. A refusal is an error of the settings if nothing was ever sampled."""
+        return isinstance(error, _PASSING) or (isinstance(error, InferenceRefused) and self._sent > 0)
+
+    def _give_up(self, prompt: Prompt, stamp: GroupStamp, uids: Sequence[str], reason: str) -> None:
+        # Best effort: the error being raised matters more.
+        with contextlib.suppress(RollstreamError):
+            self._cancel(prompt, stamp, uids, reason)
+
+    def _newest_version(self, environment: LoadedEnvironment) -> int:
+        capture = self._captures.get(environment.name)
+        return max(self._client.newest_version, capture.newest_version if capture else -1)
+
+    async def _episodes(
+        self, environment: LoadedEnvironment, prompt: Prompt, stamp: GroupStamp
+    ) -> Sequence[PlayedEpisode]:
+        config = self._config
+        if environment.agent is not None:
+            capture = self._captures[environment.name]
+            return await play_agents(environment.agent, capture, prompt, stamp, config.episode_timeout_s)
+        sampling = GroupSampling(
+            group_size=stamp.group_size,
+            temperature=stamp.temperature,
+            seed=row_seed(config.seed, stamp.group_id) >> 1,
+            assume_version=config.assume_version,
         )
-        sampler = GroupSampler(self._client, self._environment, sampling)
+        limits = EpisodeLimits(timeout_s=config.episode_timeout_s, attempts=config.episode_attempts)
+        episodes = await play_group(environment, self._client, prompt, sampling, limits)
+        uids = uids_of(stamp.group_id, stamp.group_size)
+        return [_played(episode, prompt, stamp, uid) for uid, episode in zip(uids, episodes, strict=True)]
+
+    async def _send_all(self, rollouts: Sequence[Rollout]) -> RecordError | None:
+        """Send the rollouts of an episode; return the error of one that cannot be recorded."""
+        if rollouts and rollouts[0].environment in self._captures:
+            self._undelivered.update(rollout.uid for rollout in rollouts)
         try:
-            return await asyncio.gather(
-                *(self._environment.run(prompt, sampler.member(i)) for i in range(sampling.group_size)),
-                return_exceptions=True,
-            )
-        finally:
-            sampler.close()
+            for number, rollout in enumerate(rollouts):
+                if number and self._flow is not None:
+                    # Room was reserved for one rollout of each member.
+                    self._flow.release(-1, rollout.environment)
+                await self._send(rollout)
+        except RecordError as error:
+            self._undelivered.difference_update(rollout.uid for rollout in rollouts)
+            return error
+        return None
+
+    async def _note_written(self, episodes: Iterable[PlayedEpisode]) -> None:
+        """Tell the sessions of episodes that their rollouts are on the log, once they are."""
+        for episode in episodes:
+            if episode.capture is not None:
+                while not self._undelivered.isdisjoint(rollout.uid for rollout in episode.rollouts):
+                    await asyncio.sleep(_TICK_S)
+                await episode.capture.written(episode.rollouts)
+
+    def _judge(
+        self, environment: LoadedEnvironment, sent: Sequence[Rollout], failures: Sequence[BaseException]
+    ) -> None:
+        """Note the success of a group; pause an environment that keeps failing, so that others are played instead."""
+        name = environment.name
+        if any(isinstance(failure, InferenceUnavailable) for failure in failures):
+            return
+        if sent:
+            self._mixture.curriculum.note_group(name, success_of(sent))
+            del self._failed_groups[name]
+            return
+        self._failed_groups[name] += 1
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (self._failed_groups[name] - 1))
+        self._paused_until_s[name] = time.monotonic() + pause_s
+        event(
+            logger,
+            "environment_paused",
+            level=logging.WARNING,
+            environment=name,
+            groups_failed=self._failed_groups[name],
+            seconds=pause_s,
+        )
 
     async def _send(self, rollout: Rollout) -> None:
         deadline = time.monotonic() + self._producer.send_timeout_s
@@ -293,19 +465,20 @@ class Worker:
                 self._producer.send(rollout, timeout_s=0.0)
                 break
             except DeadlineExceeded:
-                # The queue is full: let other groups go on while the broker catches up.
+                # The queue is full: let other groups continue while the broker catches up.
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(_TICK_S)
         self._sent += 1
+        self._tokens += int(rollout.loss_mask.sum())
         self._reward += rollout.reward
         self._components.update(rollout.reward_components)
 
-    def _cancel(self, prompt: Prompt, stamp: Stamp, uids: Sequence[str], reason: str) -> None:
+    def _cancel(self, prompt: Prompt, stamp: GroupStamp, uids: Sequence[str], reason: str) -> None:
         if not uids:
             return
         if self._flow is not None:
-            self._flow.given_up(len(uids))
+            self._flow.release(len(uids), stamp.environment)
         self._cancelled += len(uids)
         self._producer.cancel(
             GroupCancelled(
@@ -333,7 +506,17 @@ class Worker:
             "version": self._client.newest_version,
         }
         if self._flow is not None:
-            # What to look at when a worker produces nothing: it waits for these to fall.
+            # A worker that produces nothing waits for these to fall.
             fields |= {"outstanding": self._flow.outstanding, "mine_unseen": self._flow.mine_unseen}
             fields["records_skipped"] = self._flow.records_skipped
         event(logger, name, totals=fields)
+
+
+def _played(episode: Episode | BaseException, prompt: Prompt, stamp: GroupStamp, uid: str) -> PlayedEpisode:
+    """Return an episode of texts with its rollout, or with the error that prevents one."""
+    if not isinstance(episode, Episode):
+        return PlayedEpisode(error=episode)
+    try:
+        return PlayedEpisode(rollouts=(rollout_of(episode, prompt, stamp, uid=uid),))
+    except RecordError as error:
+        return PlayedEpisode(error=error)

@@ -1,4 +1,4 @@
-"""What every test may ask for: a real Kafka broker, a name of its own for a run, marks by location.
+"""Fixtures of every test: a real Kafka broker, a name of its own for a run, marks by location.
 
 Without a broker the tests that need one fail; none is ever skipped.
 """
@@ -20,7 +20,7 @@ MARKED_BY_LOCATION = ("unit", "broker", "containers", "faults", "browser", "benc
 # On CI the same examples every time; at a developer's desk new ones, with the blob that repeats a failure.
 hypothesis.settings.register_profile("desk", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
-# For an evening: HYPOTHESIS_PROFILE=long pytest --timeout=0 tests/unit/consumers/grouping/test_fold_properties.py
+# For an evening: HYPOTHESIS_PROFILE=long pytest --timeout=0 tests/unit/consumers/grouping/core/test_fold_properties.py
 hypothesis.settings.register_profile("long", deadline=None, print_blob=True, max_examples=5000)
 HYPOTHESIS_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "desk")
 hypothesis.settings.load_profile(HYPOTHESIS_PROFILE)
@@ -85,13 +85,13 @@ def broker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return
     if provider == "container":
         image = request.getfixturevalue("kafka_image")
-        from infra.testing import KafkaContainer
+        from rollstream.infra.testing import KafkaContainer
 
         with KafkaContainer(image) as container:
             yield container.bootstrap_servers
         return
-    from infra.broker import LocalBroker
-    from infra.config import BrokerConfig
+    from rollstream.infra.broker import LocalBroker
+    from rollstream.infra.config import BrokerConfig
 
     config = BrokerConfig(data_dir=tmp_path_factory.mktemp("broker"), provider=provider or "auto")
     with LocalBroker.start(config=config, bound_to_parent=True) as local:

@@ -8,17 +8,22 @@ import ast
 import dataclasses
 import inspect
 import re
+import subprocess
 import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.cli import build_parser
-from pipeline.config import RunConfig
-from topics.catalogue import CATALOGUE, TopicSpec
+import rollstream
+from rollstream.pipeline.cli import COMMANDS, build_parser
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.settings import entry_type
+from rollstream.topics.catalogue import CATALOGUE, TopicSpec
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
+FOLDERS = ("topics", "producers", "consumers", "pipeline", "infra")
+"""Folders of the code, in the order that pages show them."""
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -84,11 +89,16 @@ def _sections(cls: type, path: tuple[str, ...]) -> Iterator[str]:
     plain, nested = [], []
     for field in dataclasses.fields(cls):
         here = (*path, field.name)
-        if dataclasses.is_dataclass(hints[field.name]):
+        if entry := entry_type(hints[field.name]):
+            plain.append((f"`{'.'.join(here)}`", "`[]`", documented[field.name]))
+            nested.append((entry, (*here, "0")))
+        elif dataclasses.is_dataclass(hints[field.name]):
             nested.append((hints[field.name], here))
         elif field.init and not (field.default is None and _has_table(hints[field.name])):
             plain.append((f"`{'.'.join(here)}`", f"`{_default(field)}`", documented[field.name]))
     title = f"`[{'.'.join(path)}]`" if path else "The run"
+    if path and path[-1].isdecimal():
+        title = f"`[[{'.'.join(path[:-1])}]]`"
     about = " ".join(inspect.cleandoc(cls.__doc__ or "").split())
     yield f"### {title}\n\n{about}\n\n{table(('key', 'default', 'meaning'), plain)}"
     for kind, here in nested:
@@ -135,12 +145,12 @@ def _toml(value: Any) -> str:
 
 def commands() -> dict[str, argparse.ArgumentParser]:
     """Every command that does something, e.g. `topics apply`, with its parser."""
-    return dict(_leaves(build_parser(), ()))
+    return dict(_leaves(build_parser(load=COMMANDS), ()))
 
 
 def _leaves(parser: argparse.ArgumentParser, path: tuple[str, ...]) -> Iterator[tuple[str, argparse.ArgumentParser]]:
     below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    if not below:
+    if not below or parser.get_default("run"):
         yield " ".join(path), parser
     for action in below:
         for name, child in action.choices.items():
@@ -177,7 +187,7 @@ def _shown(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 def command_reference() -> str:
     """Flags all commands share, then each command with its own."""
-    leaves, summaries = commands(), dict(_summaries(build_parser()))
+    leaves, summaries = commands(), dict(_summaries(build_parser(load=COMMANDS)))
     shared = {_flag(p, a): None for p in leaves.values() for a in _shown(p) if _is_common(p, a)}
     parts = [
         "### Flags of every command that takes a configuration\n\n" + table(("flag", "meaning"), list(shared)),
@@ -193,7 +203,63 @@ def command_reference() -> str:
     return "\n\n".join(parts)
 
 
+# ------------------------------------------------------------------ code map
+
+
+def _first_paragraph(documented: str | None) -> str:
+    return " ".join((documented or "").split("\n\n")[0].split())
+
+
+def code_map() -> str:
+    """One line a module, from its docstring, a table for each folder."""
+    folders: dict[str, list[tuple[str, ...]]] = {}
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", *(f"{name}/*.py" for name in FOLDERS)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in sorted(listed.stdout.split()):
+        path = Path(name)
+        if (ROOT / path).exists():
+            about = _first_paragraph(ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))))
+            row = (f"[{path.name}](../{path})", about)
+            folders.setdefault(str(path.parent), []).append(row)
+    order = sorted(folders, key=lambda folder: (FOLDERS.index(folder.split("/")[0]), folder))
+    return "\n\n".join(f"### {folder}\n\n{table(('module', 'what it is'), folders[folder])}" for folder in order)
+
+
+# ------------------------------------------------------------------ public names
+
+
+def api_reference() -> str:
+    """Every public name of `rollstream`, with its signature, in a table for each module it comes from."""
+    modules: dict[str, list[tuple[str, ...]]] = {}
+    for name in rollstream.__all__:
+        public = getattr(rollstream, name)
+        if name.startswith("__"):
+            continue
+        signature = ""
+        if not (isinstance(public, type) and issubclass(public, Exception)):
+            parameters = inspect.signature(public).parameters.values()
+            given = [p for p in parameters if p.name != "self"]
+            signature = f"({', '.join(_parameter(p) for p in given)})"
+        row = (f"`{name}`", f"`{signature}`" if signature else "", _first_paragraph(inspect.getdoc(public)))
+        modules.setdefault(public.__module__, []).append(row)
+    order = sorted(modules, key=lambda module: (FOLDERS.index(module.split(".")[1]), module))
+    header = ("name", "parameters", "what it is")
+    return "\n\n".join(f"### {module}\n\n{table(header, modules[module])}" for module in order)
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    star = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    return f"{star}{parameter.name}{'' if parameter.default is parameter.empty else '=...'}"
+
+
 GENERATED: dict[str, Callable[[], str]] = {
+    "api": api_reference,
+    "code-map": code_map,
     "topics": topics_table,
     "configuration": configuration_tables,
     "commands": command_reference,

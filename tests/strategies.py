@@ -1,4 +1,4 @@
-"""What hypothesis draws: records of every type, and logs of one partition of `rollouts` where all goes wrong.
+"""Strategies of hypothesis: records of every type, and logs of one partition of `rollouts` where all goes wrong.
 
 Logs come from few environments, examples, versions and uids, so that groups complete, repeat and collide often.
 """
@@ -12,13 +12,13 @@ from typing import Any, Literal
 import numpy as np
 from hypothesis import strategies as st
 
-from consumers.grouping.changes import Record
-from consumers.grouping.config import GroupingConfig
-from consumers.grouping.testing import example_rollout
-from topics import codec, records
-from topics.codec import encode
-from topics.keys import encode_key, partition_of
-from topics.records import GroupCancelled, Mark, Rollout, RolloutMetadata, SamplingParams
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core.effects import InputRecord
+from rollstream.consumers.grouping.testing import example_rollout
+from rollstream.topics import codec, records
+from rollstream.topics.codec import encode
+from rollstream.topics.keys import encode_key, partition_of
+from rollstream.topics.records import GroupCancelled, Mark, Rollout, RolloutMetadata, SamplingParams
 
 # ---------------------------------------------------------------------- records, from their schemas
 
@@ -224,13 +224,13 @@ class Log:
         then = tuple(after for together, after in steps for _event in together)
         return cls(config, events, then, policy_version)
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[InputRecord]:
         """The log as the broker would hold it."""
         found, offset, now = [], -1, 1_000
         for event in self.events:
             offset += 1 + event.gap
             now = max(0, now + event.wait_ms)
-            found.append(Record(offset, now, *_record(event.what)))
+            found.append(InputRecord(offset, now, *_record(event.what)))
         return found
 
 
@@ -255,7 +255,7 @@ _TIGHT: dict[str, Sequence[Any]] = {
     "exclude_workers": (("bad",),),
     "exclude_offsets": (("0:0-9",), ("0:5", "0:20-40"), ("1:3-30",)),
     "estimator": ("grpo", "opo", "reinforce_pp"),
-    "core_version": (1, 2),
+    "core_version": (1, 2, 3),
     "seed": (1,),
 }
 """Settings so narrow that they trigger within tens of records; a configuration has a few of them."""

@@ -1,7 +1,7 @@
-"""What an array is called and how its bytes lie, on the wire and on disk: little-endian, in C order (numpy only).
+"""Names of dtypes and layout of array bytes, on the wire and on disk: little-endian, in C order (numpy only).
 
-Extension types (bfloat16, float8) go by their names; objects and structures are refused, as no reader could prove what
-they are.
+Extension types (bfloat16, float8) go by their names. Objects and structures are refused because no reader could prove
+what they are.
 """
 
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from topics.errors import RecordError
+from rollstream.topics.errors import RecordError
 
 _KINDS = "biufcSUmM"
 
 RANK_LIMIT = 32
-"""Most dimensions of an array: what every release of numpy can hold."""
+"""Most dimensions of an array: every release of numpy can hold this many."""
 
 SIZE_LIMIT = 2**31 - 1
-"""Most bytes of an array, empty dimensions counted as one: what any process can index, whatever it makes of them."""
+"""Most bytes of an array, empty dimensions counted as one: any process can index this many."""
 
 
 def shape_problem(shape: Sequence[int], itemsize: int, size_bytes: int) -> str:
-    """Why no array of such a shape lies in so many bytes; "" where one does."""
+    """Return why an array of this shape cannot lie in `size_bytes`; "" if it can."""
     if len(shape) > RANK_LIMIT:
         return f"it has {len(shape)} dimensions, and may have {RANK_LIMIT}"
     if min(shape, default=0) < 0:
@@ -38,7 +38,7 @@ def shape_problem(shape: Sequence[int], itemsize: int, size_bytes: int) -> str:
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """numpy's little-endian dtype string, or the name where the type is an extension (bfloat16).
+    """Return numpy's little-endian dtype string, or the name of an extension type (bfloat16).
 
     Raises RecordError for objects and structures.
     """
@@ -52,17 +52,17 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The dtype of a name. Raises RecordError for one that `dtype_name` gives to nothing."""
+    """Return the dtype of a name. Raises RecordError for a name that `dtype_name` never returns."""
     if name.startswith(("<", "|")):
         try:
             dtype = np.dtype(name)
-        except Exception:  # numpy parses names of many forms, and fails in as many
+        except Exception:  # numpy parses names of many forms and raises as many kinds of errors
             dtype = np.dtype(object)
         if dtype.kind in _KINDS and dtype.itemsize:
             return dtype
         raise RecordError(f"{name!r} is no dtype of arrays that are written")
     try:
-        import ml_dtypes  # Teaches numpy bfloat16 and float8; comes with JAX, and only such arrays need it.
+        import ml_dtypes  # Adds bfloat16 and float8 to numpy. It comes with JAX, and only such arrays need it.
     except ImportError as error:
         raise RecordError(f"arrays of dtype {name!r} need ml_dtypes; install rollstream[learner]") from error
     extension = getattr(ml_dtypes, name, None)
@@ -73,7 +73,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def little_endian_bytes(array: NDArray[Any]) -> bytes:
-    """The array's bytes, little-endian and in C order."""
+    """Return the array's bytes, little-endian and in C order."""
     if array.dtype.kind != "V":
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     return array.tobytes()

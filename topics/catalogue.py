@@ -1,13 +1,13 @@
-"""The one catalogue of a run's topics: key, value, partitions, cleanup, who writes and who reads.
+"""The catalogue of a run's topics: key, value, partitions, cleanup, writers and readers.
 
-Provisioning, documentation and access rules are generated from it; nothing else names a topic's settings.
+Provisioning, documentation and access rules are generated from it. Settings of a topic stand nowhere else.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from topics.config import KafkaConfig, TopicsConfig
-from topics.errors import ConfigurationError
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.errors import ConfigurationError
 
 _KEEP = {"cleanup.policy": "delete", "retention.ms": "-1", "retention.bytes": "-1"}
 _COMPACT = {
@@ -26,9 +26,9 @@ class TopicSpec:
 
     name: str
     key: str
-    """What the parts of the key are."""
+    """Names of the key's parts."""
     values: tuple[str, ...]
-    """Records its values hold; empty where they are raw bytes."""
+    """Record types of its values; empty for raw bytes."""
     partitions: Literal["P", "W", "1"]
     cleanup: Literal["none", "compact"]
     writers: tuple[str, ...]
@@ -37,22 +37,22 @@ class TopicSpec:
     append_time: bool = False
     """Whether the broker stamps records (LogAppendTime) instead of the producer."""
     or_one: bool = False
-    """Whether one partition does as well: runs that an earlier release made have one, and keep it."""
+    """Whether a topic with one partition is valid too: runs made by an earlier release have one, and keep it."""
 
     def partition_count(self, config: TopicsConfig) -> int:
-        """Partitions of the topic in a run of these settings."""
+        """Return the number of partitions of the topic in a run with these settings."""
         return {"P": config.partitions, "W": config.weights_partitions, "1": 1}[self.partitions]
 
     def settings(self, config: TopicsConfig, kafka: KafkaConfig) -> dict[str, str]:
-        """The topic's Kafka configuration."""
+        """Return the topic's Kafka configuration."""
         settings = dict(_KEEP if self.cleanup == "none" else _COMPACT)
         settings["max.message.bytes"] = str(kafka.max_record_bytes)
         settings["min.insync.replicas"] = str(config.min_insync_replicas)
         if self.append_time:
             settings["message.timestamp.type"] = "LogAppendTime"
         if "env" in self.writers:
-            # The broker compresses again what comes otherwise. Clients bound what they decompress of zstd alone: of
-            # gzip a megabyte may be a gigabyte for whoever reads it.
+            # The broker recompresses records that arrive in another codec. Clients bound the decompressed size of zstd
+            # only: a megabyte of gzip may expand to a gigabyte in its readers.
             settings["compression.type"] = "zstd"
         return settings
 
@@ -66,7 +66,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         values=("Rollout", "GroupCancelled", "Mark"),
         partitions="P",
         cleanup="none",
-        writers=("env", "group", "tools"),
+        writers=("env", "group", "label", "tools"),
         readers=("group", "tools"),
         append_time=True,
         doc="Every rollout produced, and the marks grouping tasks leave for themselves.",
@@ -99,7 +99,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         cleanup="none",
         writers=("group",),
         readers=("group", "env", "tools"),
-        doc="What each transaction of each grouping task changed; snapshots now and then.",
+        doc="Changes made by each transaction of each grouping task; snapshots now and then.",
     ),
     TopicSpec(
         name="evals",
@@ -148,9 +148,9 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         values=("Metrics",),
         partitions="1",
         cleanup="none",
-        writers=_EVERYONE,
+        writers=(*_EVERYONE, "gateway"),
         readers=("tools",),
-        doc="Figures of every component.",
+        doc="Metrics of every component.",
     ),
     TopicSpec(
         name="dead-letters",
@@ -165,14 +165,14 @@ CATALOGUE: tuple[TopicSpec, ...] = (
     ),
     TopicSpec(
         name="unlabelled",
-        key="environment, worker",
-        values=("TrajectoryRecord",),
+        key="environment, worker; environment, example",
+        values=("TrajectoryRecord", "Rollout"),
         partitions="P",
         cleanup="none",
         writers=("env",),
         readers=("label", "tools"),
         append_time=True,
-        doc="Trajectories that wait for their rewards.",
+        doc="Trajectories and rollouts that wait for their rewards.",
     ),
     TopicSpec(
         name="trajectories",
@@ -183,40 +183,52 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         writers=("env", "label"),
         readers=("learn", "tools"),
         append_time=True,
-        doc="Arrays of control tasks; those of a worker lie in order, as episodes go on from one to the next.",
+        doc="Arrays of control tasks; a worker's trajectories lie in order because its episodes span several of them.",
+    ),
+    TopicSpec(
+        name="calls",
+        key="session",
+        values=("ModelCall", "SessionEvent"),
+        partitions="P",
+        cleanup="none",
+        writers=("gateway", "env"),
+        readers=("gateway", "tools"),
+        append_time=True,
+        doc="Every model call of a captured session, with the session's start, rewards and end; the sessions of a "
+        "group share a partition.",
     ),
     TopicSpec(
         name="control",
         key="what, which",
-        values=("ExcludedBatch", "SkippedOffset", "RetiredLearner"),
+        values=("ExcludedBatch", "SkippedOffset", "RetiredLearner", "MixtureState"),
         partitions="1",
         cleanup="compact",
-        writers=("tools",),
+        writers=("env", "tools"),
         readers=("env", "group", "learn", "tools"),
-        doc="What was decided about a run while it goes on: batches learners leave out, records skipped, who retired.",
+        doc="Decisions about a run: batches left out, skipped records, retired learners, states of mixtures.",
     ),
 )
 _BY_NAME = {spec.name: spec for spec in CATALOGUE}
 
 
 def spec_of(name: str) -> TopicSpec:
-    """The entry of a topic, by its name without the run. Raises ConfigurationError for an unknown name."""
+    """Return the entry of a topic, by its name without the run. Raises ConfigurationError for an unknown name."""
     if name not in _BY_NAME:
         raise ConfigurationError(f"no topic is called {name!r}; topics are {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
 
 
 def name_in_run(topic: str) -> str:
-    """Name in the catalogue of a topic given by its full name, of whatever run (a restored run names its first)."""
+    """Return the name of a topic in the catalogue, given its full name in any run."""
     return topic.rpartition(".")[2]
 
 
 def topic_name(run: str, name: str) -> str:
-    """Full name of a run's topic: `{run}.{name}`."""
+    """Return the full name of a run's topic: `{run}.{name}`."""
     return f"{run}.{spec_of(name).name}"
 
 
 def run_and_name(topic: str) -> tuple[str, str] | None:
-    """The run that a topic belongs to, and its name there; None for a topic of somebody else."""
+    """Return the run that a topic belongs to and its name in the catalogue; None for a foreign topic."""
     run, _, name = topic.rpartition(".")
     return (run, name) if run and any(spec.name == name for spec in CATALOGUE) else None

@@ -1,7 +1,7 @@
-"""Records to bytes and back: Avro, framed as single-object encoding (0xC3 0x01 and the schema's fingerprint).
+"""Encodes and decodes records: Avro in single-object encoding (0xC3 0x01 and the schema's fingerprint).
 
-Readers resolve older writers' schemas shipped in the package. Whatever bytes arrive, `decode` either returns a
-record or raises RecordError; arrays come back as read-only views of the bytes read.
+Readers resolve older writers' schemas, which the package contains. Given any bytes, `decode` either returns a record or
+raises RecordError; decoded arrays are read-only views of the bytes.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ import fastavro.write
 import numpy as np
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
-from topics import records
-from topics.errors import RecordError
-from topics.skip_codes import add_codes
+from rollstream.topics import records
+from rollstream.topics.errors import RecordError, brief
+from rollstream.topics.skip_reasons import add_codes
 
 MAGIC = b"\xc3\x01"
 HEADER_SIZE = len(MAGIC) + 8
@@ -37,16 +37,26 @@ RECORD_TYPES: tuple[type, ...] = (
     records.ExcludedBatch,
     records.SkippedOffset,
     records.RetiredLearner,
+    records.MixtureState,
     records.RolloutBatch,
     records.TrajectoryRecord,
+    records.ModelCall,
+    records.SessionEvent,
 )
-_UPCASTS: dict[str, Callable[[dict[str, Any]], None]] = {"LearnerStep": add_codes}
-"""What older versions of a record say otherwise, and no default can tell."""
+
+
+def _add_stamps(batch: dict[str, Any]) -> None:
+    """Give a batch of before core version 5 no stamps; Avro's default of an array is no array of numpy's."""
+    batch["weight_steps"], batch["timestamps"] = records.NO_OFFSETS, records.NO_TIMES
+
+
+_UPCASTS: dict[str, Callable[[dict[str, Any]], None]] = {"LearnerStep": add_codes, "TrainingBatch": _add_stamps}
+"""Repairs of records read from older schemas, for fields that a default cannot fill."""
 R = TypeVar("R")
 
 
 def _read_ndarray(data: bytes, schema: Any, _reader: object = None) -> Any:
-    # A byte that is neither 0 nor 1 makes a bool array that counts, indexes and hashes as no other.
+    # A bool array with a byte that is neither 0 nor 1 counts, indexes and hashes inconsistently.
     if schema["dtype"] == "|b1" and data.translate(None, b"\x00\x01"):
         raise RecordError("a byte that is neither 0 nor 1 stands where a bool belongs")
     return np.frombuffer(data, schema["dtype"])
@@ -68,7 +78,7 @@ fastavro.write.LOGICAL_WRITERS["bytes-ndarray"] = _write_ndarray
 
 
 class Schema(NamedTuple):
-    """One version of one record's schema."""
+    """One version of a record's schema."""
 
     record: str
     version: int
@@ -79,19 +89,19 @@ class Schema(NamedTuple):
 
 @cache
 def schemas() -> dict[str, tuple[Schema, ...]]:
-    """Every schema shipped, by record name, oldest version first."""
-    from importlib import resources  # here, as it costs a tenth of what importing the core may
+    """Return every schema in the package, by record name, oldest version first."""
+    from importlib import resources  # Not at the top: it takes a tenth of the time that importing the core may take.
 
-    found: dict[str, list[Schema]] = {}
-    for file in resources.files("topics").joinpath("schemas").iterdir():
+    by_name: dict[str, list[Schema]] = {}
+    for file in resources.files("rollstream.topics").joinpath("schemas").iterdir():
         if not file.name.endswith(".avsc"):
             continue
         source = json.loads(file.read_text(encoding="utf-8"))
         version = int(file.name.split(".")[-2].removeprefix("v"))
         digest = bytes.fromhex(fingerprint(to_parsing_canonical_form(source), "CRC-64-AVRO"))
         parsed = fastavro.parse_schema(source)
-        found.setdefault(source["name"], []).append(Schema(source["name"], version, source, parsed, digest))
-    return {name: tuple(sorted(versions, key=lambda s: s.version)) for name, versions in found.items()}
+        by_name.setdefault(source["name"], []).append(Schema(source["name"], version, source, parsed, digest))
+    return {name: tuple(sorted(versions, key=lambda s: s.version)) for name, versions in by_name.items()}
 
 
 @cache
@@ -118,7 +128,7 @@ def _mapping_of(item: Any) -> Callable[[Any], Any]:
 
 @cache
 def _builder(cls: type) -> Callable[[dict[str, Any]], Any]:
-    """A function from fastavro's dict to `cls`, converting only the fields that need it."""
+    """Return a function from fastavro's dict to `cls`; it converts only the fields that need it."""
     conversions: list[tuple[str, Callable[[Any], Any]]] = []
     for name, hint in typing.get_type_hints(cls).items():
         origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -132,8 +142,8 @@ def _builder(cls: type) -> Callable[[dict[str, Any]], Any]:
     def build(values: dict[str, Any]) -> Any:
         for name, convert in conversions:
             values[name] = convert(values[name])
-        # The schema has given every field, so __init__ of a frozen dataclass, which sets them one by one, adds nothing
-        # but five times the time.
+        # The schema provides every field. __init__ of a frozen dataclass would set them one by one, in five times the
+        # time.
         record: Any = object.__new__(cls)
         object.__setattr__(record, "__dict__", values)
         return record
@@ -141,11 +151,8 @@ def _builder(cls: type) -> Callable[[dict[str, Any]], Any]:
     return build
 
 
-Plan = Callable[[Any], Any]
-
-
-def _planned(hint: Any) -> Plan | None:
-    """How a value of a field becomes what fastavro takes; None where it is already."""
+def _field_flattener(hint: Any) -> Callable[[Any], Any] | None:
+    """Return a function from a field's value to the form fastavro takes; None if the value is in that form already."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _flattener(cast(type, hint))
@@ -159,14 +166,18 @@ def _planned(hint: Any) -> Plan | None:
 
 
 @cache
-def _flattener(cls: type) -> Plan:
-    """A function from a `cls` to fastavro's dict; arrays, strings and numbers stay what they are."""
-    plans = {name: plan for name, hint in typing.get_type_hints(cls).items() if (plan := _planned(hint)) is not None}
+def _flattener(cls: type) -> Callable[[Any], Any]:
+    """Return a function from a `cls` to fastavro's dict; arrays, strings and numbers stay as they are."""
+    flatteners = {
+        name: flatten_field
+        for name, hint in typing.get_type_hints(cls).items()
+        if (flatten_field := _field_flattener(hint)) is not None
+    }
 
     def flatten(record: Any) -> dict[str, Any]:
         values = dict(record.__dict__)
-        for name, plan in plans.items():
-            values[name] = plan(values[name])
+        for name, flatten_field in flatteners.items():
+            values[name] = flatten_field(values[name])
         return values
 
     return flatten
@@ -174,14 +185,14 @@ def _flattener(cls: type) -> Plan:
 
 @cache
 def frames(name: str) -> tuple[bytes, ...]:
-    """What an encoded record of that name begins with, in any version: tells its kind without decoding it."""
+    """Return the first bytes of an encoded record, for every version: they tell its type without decoding it."""
     return tuple(MAGIC + schema.fingerprint for schema in schemas()[name])
 
 
 def encode(record: object, *, version: int | None = None) -> bytes:
-    """Frame a record with its newest schema, or an older `version` of it.
+    """Encode a record with its newest schema, or an older `version` of it.
 
-    Raises RecordError when a value does not fit the schema (wrong dtype, missing field).
+    Raises RecordError if a value does not fit the schema (wrong dtype, missing field).
     """
     cls: Any = type(record)
     name = cls.__name__
@@ -199,13 +210,15 @@ def encode(record: object, *, version: int | None = None) -> bytes:
 
 
 def decode(data: bytes | None) -> Any:
-    """The record in a frame, as its newest dataclass.
+    """Decode a frame into the newest dataclass of its record.
 
-    Raises RecordError for anything else: no frame, a fingerprint not shipped here, bytes that do not parse, bytes left.
+    Raises RecordError for anything else: no frame, an unknown fingerprint, bytes that do not parse, trailing bytes.
     """
     if data is None or len(data) < HEADER_SIZE or data[:2] != MAGIC:
         start = data[:HEADER_SIZE].hex(" ") if data else repr(data)
-        raise RecordError(f"not an Avro single-object frame (starts with {start}); producers frame with topics.codec")
+        raise RecordError(
+            f"not an Avro single-object frame (starts with {start}); producers frame with rollstream.topics.codec"
+        )
     schema = _by_fingerprint().get(data[2:HEADER_SIZE])
     if schema is None:
         raise RecordError(
@@ -226,28 +239,26 @@ def decode(data: bytes | None) -> Any:
     except RecordError:
         raise
     except Exception as error:  # bytes of unknown origin can fail anywhere in the parser; all of it means one thing
-        # Not the error's repr: that of a UnicodeDecodeError holds all the bytes.
-        why = f"{type(error).__name__}: {error}"[:200]
-        raise RecordError(f"bytes do not parse as {schema.record} v{schema.version} ({why})") from error
+        raise RecordError(f"bytes do not parse as {schema.record} v{schema.version} ({brief(error)})") from error
 
 
 def values_of(record: object) -> dict[str, Any]:
-    """A record as fastavro's writers take it, for files with a schema of their own."""
+    """Return a record in the form fastavro's writers take, for files with a schema of their own."""
     cls: Any = type(record)
     return cast(dict[str, Any], _flattener(cls)(record))
 
 
 def record_of(cls: type[R], values: Any) -> R:
-    """A record from what fastavro's readers return, of the newest schema. Raises RecordError for anything else."""
+    """Return a record from the values of a fastavro reader with the newest schema. Raises RecordError otherwise."""
     try:
         fields = {field: values[field] for field in typing.get_type_hints(cls)}
         return cast(R, _builder(cast(Any, cls))(fields))
     except (KeyError, TypeError, AttributeError) as error:
-        raise RecordError(f"no {cls.__name__}: {type(error).__name__}: {error}"[:200]) from error
+        raise RecordError(f"no {cls.__name__}: {brief(error)}") from error
 
 
 def decode_as(cls: type[R], data: bytes | None) -> R:
-    """`decode`, and the record must be a `cls`. Raises RecordError otherwise."""
+    """Decode a frame that must hold a `cls`. Raises RecordError otherwise."""
     record = decode(data)
     if not isinstance(record, cls):
         raise RecordError(f"a {type(record).__name__} stands where a {cls.__name__} belongs")

@@ -1,11 +1,11 @@
-"""The errors people see: each names what was wrong, where, and the remedy, in one line.
+"""Errors shown to people: each names the fault, the place and the remedy in one line.
 
 Commands print the message and exit with `exit_code`; a traceback appears only with --debug.
 """
 
 
 class RollstreamError(Exception):
-    """Base of every error raised on purpose; `exit_code` is what a command exits with."""
+    """Base of every error raised on purpose; commands exit with `exit_code`."""
 
     exit_code = 2
 
@@ -19,15 +19,15 @@ class BrokerUnavailable(RollstreamError):
 
 
 class TopicError(RollstreamError):
-    """A topic is missing, was recreated, or differs from the catalogue in a way that cannot be mended."""
+    """A topic is missing, was recreated, or differs from the catalogue in a way that cannot be repaired."""
 
 
 class RecordError(RollstreamError):
-    """A record cannot be encoded, or the bytes read are not a record of ours."""
+    """A record cannot be encoded, or the bytes read are not one of our records."""
 
 
 class RecordTooLarge(RecordError):
-    """A value exceeds the record limit; refused where it is produced."""
+    """A record exceeds the size limit; its producer refuses it."""
 
 
 class DeliveryError(RollstreamError):
@@ -45,4 +45,10 @@ class Fenced(RollstreamError):
 
 
 class DeadlineExceeded(RollstreamError):
-    """Something awaited did not happen in time."""
+    """An awaited event did not happen in time."""
+
+
+def brief(error: BaseException) -> str:
+    """Return the class and message of an error, in at most 200 characters."""
+    # Not the error's repr: that of a UnicodeDecodeError holds all the bytes.
+    return f"{type(error).__name__}: {error}"[:200]

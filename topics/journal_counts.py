@@ -1,13 +1,13 @@
-"""The counts of one partition's journal, added up over its records.
+"""Sums the counts in the journal of one partition.
 
-A record holds the entries that changed, with their sums since the start of the run. Snapshots hold every entry, and so
-do records of core versions below 3.
+A record holds the entries that changed, with their sums since the start of the run. Snapshots and records of core
+versions below 3 hold every entry.
 """
 
-from topics.records import FateCount, JournalRecord
+from rollstream.topics.records import FateCount, JournalRecord
 
 CHANGES_SINCE = 3
-"""Core version whose records, but for snapshots, hold only the entries that changed."""
+"""First core version whose records, except snapshots, hold only the entries that changed."""
 
 
 def holds_all(record: JournalRecord) -> bool:
@@ -16,14 +16,14 @@ def holds_all(record: JournalRecord) -> bool:
 
 
 class JournalCounts:
-    """Counts as of the newest record added. They are whole once a record was added that holds every entry."""
+    """Counts as of the newest record added. They are complete once a record that holds every entry was added."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], FateCount] = {}
         self._produced: dict[tuple[str, str], FateCount] = {}
 
     def add(self, record: JournalRecord) -> None:
-        """Take in the next record; those of one partition come in order."""
+        """Add the next record of the partition."""
         for table, entries in ((self._counts, record.counts), (self._produced, record.produced)):
             if holds_all(record):
                 table.clear()
@@ -31,12 +31,12 @@ class JournalCounts:
 
     @property
     def counts(self) -> tuple[FateCount, ...]:
-        """Records that have their fate, by environment and fate."""
+        """Finished records, by environment and fate."""
         return _in_order(self._counts)
 
     @property
     def produced(self) -> tuple[FateCount, ...]:
-        """Records read that were meant as rollouts, by environment."""
+        """Records read that their producers meant as rollouts, by environment."""
         return _in_order(self._produced)
 
 

@@ -1,21 +1,21 @@
-"""Record keys: compact UTF-8 JSON arrays, placed on partitions as every Java client places them.
+"""Record keys: compact UTF-8 JSON arrays, partitioned as every Java client partitions them.
 
-`partition_of` lets a consumer prove that a record lies where its key belongs.
+A consumer checks with `partition_of` that a record lies on the partition of its key.
 """
 
 import json
 from functools import lru_cache
 
-from topics.errors import RecordError
+from rollstream.topics.errors import RecordError
 
 
 def encode_key(*parts: str | int) -> bytes:
-    """The key of a record, e.g. `encode_key("env", "example")` is `b'["env","example"]'`."""
+    """Return the key of a record: `encode_key("env", "example")` is `b'["env","example"]'`."""
     return json.dumps(parts, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def decode_key(key: bytes | None) -> tuple[str | int, ...]:
-    """The parts of a key. Raises RecordError when the bytes are no JSON array."""
+    """Return the parts of a key. Raises RecordError if the bytes are not a JSON array."""
     try:
         parts = json.loads(key or b"")
     except (ValueError, RecursionError) as error:
@@ -26,7 +26,7 @@ def decode_key(key: bytes | None) -> tuple[str | int, ...]:
 
 
 def murmur2(data: bytes) -> int:
-    """Kafka's 32-bit murmur2 (org.apache.kafka.common.utils.Utils.murmur2), as an unsigned integer."""
+    """Return Kafka's 32-bit murmur2 (org.apache.kafka.common.utils.Utils.murmur2), as an unsigned integer."""
     mask = 0xFFFFFFFF
     length = len(data)
     value = 0x9747B28C ^ length
@@ -43,5 +43,5 @@ def murmur2(data: bytes) -> int:
 
 @lru_cache(maxsize=65536)
 def partition_of(key: bytes, partitions: int) -> int:
-    """The partition the Java default partitioner (librdkafka: murmur2) gives a key."""
+    """Return the partition that the Java default partitioner (librdkafka: murmur2) assigns to a key."""
     return (murmur2(key) & 0x7FFFFFFF) % partitions

@@ -1,6 +1,6 @@
-"""Structured logs on stderr: one JSON object a line (event plus fields), for every role.
+"""Structured logs on stderr for every role: one JSON object a line, an event and its fields.
 
-`setup` is called once by a command; libraries only call `event`.
+A command calls `setup` once; libraries only call `event`.
 """
 
 import json
@@ -29,12 +29,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup(level: str = "info") -> None:
-    """Send our logs, and warnings of libraries, to stderr as JSON lines."""
+    """Write our logs and the warnings of libraries to stderr as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    for package in ("topics", "producers", "consumers", "pipeline", "infra"):
-        logging.getLogger(package).setLevel(level.upper())
+    logging.getLogger("rollstream").setLevel(level.upper())
 
 
 def event(logger: logging.Logger, name: str, *, level: int = logging.INFO, **fields: object) -> None:

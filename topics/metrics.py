@@ -1,36 +1,35 @@
-"""Writing figures to the `metrics` topic: what a component says of itself, now and then.
+"""Writes a component's metrics to the topic `metrics`.
 
-It never hurts the component: nothing waits, nothing is raised, and figures that cannot be written are lost, which is
-logged.
+Writing never disturbs the component: it does not wait or raise. Metrics that cannot be written are lost, and the loss
+is logged.
 """
 
 import logging
 import time
 from collections.abc import Mapping
 
-from confluent_kafka import KafkaError, KafkaException, Message
-
-from topics import clients
-from topics.catalogue import topic_name
-from topics.codec import encode
-from topics.config import KafkaConfig
-from topics.errors import RecordError
-from topics.keys import encode_key
-from topics.logs import event
-from topics.records import Metrics
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import encode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import DeadlineExceeded, DeliveryError, RecordError
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.sender import Sender
+from rollstream.topics.keys import encode_key
+from rollstream.topics.logs import event
+from rollstream.topics.records import Metrics
 
 logger = logging.getLogger(__name__)
-_SAY_AGAIN_AFTER_S = 60.0
+_LOG_EVERY_S = 60.0
 
 
 class MetricsWriter:
-    """Writes the figures of one component of a run."""
+    """Writes the metrics of one component of a run."""
 
     def __init__(self, kafka: KafkaConfig, run: str, component: str) -> None:
         self._component = component
         self._topic = topic_name(run, "metrics")
-        # One acknowledgement, no idempotence and a small queue: figures are replaced by the next ones.
-        self._producer = clients.producer(
+        # One acknowledgement, no idempotence and a small queue: the next record replaces these metrics.
+        producer = clients.producer(
             kafka,
             **{
                 "enable.idempotence": "false",
@@ -41,33 +40,27 @@ class MetricsWriter:
                 "delivery.timeout.ms": 20_000,
             },
         )
-        self._said_s = -_SAY_AGAIN_AFTER_S
+        self._sender = Sender(producer, on_failure=lambda failure: self._lose(failure.reason))
+        self._logged_s = -_LOG_EVERY_S
         self.lost = 0
         """Records that could not be written."""
 
     def write(self, values: Mapping[str, float], labels: Mapping[str, str] | None = None, *, step: int = -1) -> None:
-        """Send figures by name; `labels` say what they are about, `step` the learner step they belong to."""
+        """Send metrics by name; `labels` name their subject, `step` the learner step they belong to."""
         record = Metrics(
             component=self._component, timestamp=time.time(), step=step, values=dict(values), labels=dict(labels or {})
         )
         try:
-            self._producer.produce(
-                self._topic, encode(record), encode_key(self._component), on_delivery=self._delivered
-            )
-            self._producer.poll(0)
-        except (BufferError, KafkaException, RecordError) as error:
+            self._sender.send(self._topic, encode(record), encode_key(self._component), timeout_s=0.0)
+        except (DeliveryError, DeadlineExceeded, RecordError) as error:
             self._lose(str(error))
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Wait a moment for what was sent."""
-        self._producer.flush(timeout_s)
-
-    def _delivered(self, error: KafkaError | None, _message: Message) -> None:
-        if error is not None:
-            self._lose(error.str())
+        """Wait up to `timeout_s` for the metrics sent."""
+        self._sender.waiting(timeout_s)
 
     def _lose(self, why: str) -> None:
         self.lost += 1
-        if time.monotonic() - self._said_s >= _SAY_AGAIN_AFTER_S:
-            self._said_s = time.monotonic()
+        if time.monotonic() - self._logged_s >= _LOG_EVERY_S:
+            self._logged_s = time.monotonic()
             event(logger, "metrics_lost", level=logging.WARNING, component=self._component, lost=self.lost, error=why)

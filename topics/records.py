@@ -1,7 +1,7 @@
-"""The records on the wire, as frozen dataclasses. Field meanings are documented once, in schemas/*.avsc.
+"""The records on the wire, as frozen dataclasses. The files schemas/*.avsc document their fields.
 
-Arrays are one-dimensional numpy arrays, read-only when decoded. Equality of records with arrays is
-by content (`same`), since numpy arrays have no truth value.
+Arrays are one-dimensional numpy arrays, read-only when decoded. `same` compares records with arrays by content,
+because the comparison of numpy arrays has no truth value.
 """
 
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from topics.arrays import dtype_name, dtype_of, little_endian_bytes, shape_problem
-from topics.errors import RecordError
+from rollstream.topics.arrays import dtype_name, dtype_of, little_endian_bytes, shape_problem
+from rollstream.topics.errors import RecordError
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -29,11 +29,12 @@ def _empty(dtype: str) -> Any:
 
 NO_FLOATS: Float32 = _empty("<f4")
 NO_OFFSETS: Int64 = _empty("<i8")
+NO_TIMES: Float64 = _empty("<f8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutMetadata:
-    """Who made a rollout, and when."""
+    """Origin of a rollout: worker, server and time."""
 
     worker_id: str = ""
     replica_id: str = "unknown"
@@ -51,12 +52,15 @@ class NamedArray:
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> "NamedArray":
-        """Wrap an array; its bytes are stored little-endian and C-contiguous. Raises RecordError for objects."""
+        """Wrap an array; its bytes become little-endian and C-contiguous. Raises RecordError for objects."""
         return cls(dtype=dtype_name(array.dtype), shape=array.shape, data=little_endian_bytes(array))
 
     def array(self) -> NDArray[Any]:
-        """The array, as a read-only view. Raises RecordError where bytes, dtype and shape do not agree, or it is larger
-        or has more dimensions than an array may."""
+        """Return the array as a read-only view.
+
+        Raises RecordError if bytes, dtype and shape do not agree, or if the array exceeds the limits of
+        rollstream.topics.arrays.
+        """
         dtype = dtype_of(self.dtype)
         if problem := shape_problem(self.shape, dtype.itemsize, len(self.data)):
             size = f"{str(self.shape)[:200]} and {self.dtype[:64]} stands in {len(self.data)} bytes"
@@ -66,7 +70,7 @@ class NamedArray:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens were drawn from the policy's distribution."""
+    """Parameters by which tokens were sampled from the policy's distribution."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -75,13 +79,13 @@ class SamplingParams:
 
     @property
     def filtered(self) -> bool:
-        """Whether tokens were cut from the distribution, which makes logprobs unfit for importance ratios."""
+        """Whether some tokens were removed from the distribution, so that logprobs are unfit for importance ratios."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceMetadata:
-    """What an inference server says of a completion."""
+    """Data of an inference server about a completion."""
 
     model_version: int = -1
     sampling_params: Mapping[str, str] = field(default_factory=dict)
@@ -154,7 +158,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCancelled:
-    """Members of a group that will not come, for want of a sound machine."""
+    """Members of a group that will never come because of an infrastructure fault."""
 
     environment: str
     example_id: str
@@ -168,7 +172,7 @@ class GroupCancelled:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """What a grouping task tells itself on its own partition."""
+    """A message of a grouping task to itself on its own partition."""
 
     kind: Literal["deadline", "policy_version", "drain", "configuration"]
     policy_version: int = -1
@@ -192,8 +196,17 @@ class BatchGroup:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class BatchTokenArray:
+    """A named array over the tokens of those rows of a batch that carry it."""
+
+    name: str
+    array: NamedArray
+    rows: Int32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingBatch:
-    """Whole groups of rollouts; R rows, N tokens, see the schema for each array."""
+    """Whole groups of rollouts; R rows, N tokens. The schema gives the shape of each array."""
 
     batch_id: str
     partition: int
@@ -218,6 +231,9 @@ class TrainingBatch:
     temperatures: Float64
     logprobs_processed: Bool
     reference_logprobs: Float32 = field(default_factory=lambda: NO_FLOATS)
+    weight_steps: Int64 = field(default_factory=lambda: NO_OFFSETS)
+    timestamps: Float64 = field(default_factory=lambda: NO_TIMES)
+    token_arrays: tuple[BatchTokenArray, ...] = ()
     metadata: str = "{}"
     digest: str = ""
 
@@ -227,7 +243,7 @@ class TrainingBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchIndexEntry:
-    """Where a committed batch lies."""
+    """Place of a committed batch in `batches`."""
 
     batch_id: str
     partition: int
@@ -240,10 +256,26 @@ class BatchIndexEntry:
     size_bytes: int
     digest: str
 
+    @classmethod
+    def of(cls, batch: TrainingBatch, offset: int) -> "BatchIndexEntry":
+        """Return the index entry of a batch that lies at `offset` of its partition of `batches`."""
+        return cls(
+            batch_id=batch.batch_id,
+            partition=batch.partition,
+            offset=offset,
+            rollouts=len(batch),
+            tokens=len(batch.tokens),
+            trained_tokens=int(batch.loss_mask.sum()),
+            lowest_version=int(batch.lowest_versions.min()),
+            highest_version=int(batch.highest_versions.max()),
+            size_bytes=sum(array.nbytes for array in (batch.tokens, batch.loss_mask, batch.logprobs, batch.advantages)),
+            digest=batch.digest,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Drop:
-    """A record that left without being trained on, and why."""
+    """A record dropped before training, and the reason."""
 
     offset: int
     reason: str
@@ -258,7 +290,7 @@ class Drop:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedGroup:
-    """A group every record of which has its fate."""
+    """A group whose records all have their fate."""
 
     environment: str
     example_id: str
@@ -278,7 +310,7 @@ class FinishedOffsets:
 
 @dataclass(frozen=True, kw_only=True)
 class FateCount:
-    """How many rollouts of an environment met one fate, and sums over them."""
+    """Number of rollouts of an environment with one fate, and sums over them."""
 
     environment: str
     fate: str
@@ -293,7 +325,7 @@ class FateCount:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class JournalRecord:
-    """What one transaction of one grouping task changed."""
+    """Changes made by one transaction of one grouping task."""
 
     partition: int
     sequence: int
@@ -326,11 +358,12 @@ class JournalRecord:
     parts: int = 1
     skipped: tuple[int, ...] = ()
     leader_epoch: int = -1
+    hopped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchUse:
-    """What a step did with a batch."""
+    """Use of a batch by a step."""
 
     batch_id: str
     index_offset: int
@@ -344,7 +377,7 @@ class BatchUse:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerStep:
-    """One optimizer step: the batches it was made of, and what came of it."""
+    """One optimizer step: its batches, metrics and parameters' digest."""
 
     learner: str
     step: int
@@ -364,7 +397,7 @@ class LearnerStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """One tensor of a policy version and where its bytes are."""
+    """One tensor of a policy version and the place of its bytes."""
 
     name: str
     dtype: str
@@ -376,7 +409,7 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """One chunk of a policy version's bytes and where it lies."""
+    """One chunk of a policy version's bytes and its place in `weights`."""
 
     index: int
     partition: int
@@ -387,7 +420,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyManifest:
-    """A policy version: its commit point."""
+    """The commit point of a policy version."""
 
     version: int
     learner: str
@@ -404,7 +437,7 @@ class PolicyManifest:
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Figures of one component at one time."""
+    """Metrics of one component at one time."""
 
     component: str
     timestamp: float
@@ -415,7 +448,7 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True)
 class ExcludedBatch:
-    """A batch that learners leave out from now on."""
+    """A batch that learners leave out from the time of this record."""
 
     batch_id: str
     reason: str
@@ -425,17 +458,18 @@ class ExcludedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class SkippedOffset:
-    """A record of `rollouts` that grouping is asked to leave out unread."""
+    """Consecutive records of `rollouts`, from `offset` on, that grouping must leave out unread."""
 
     partition: int
     offset: int
     reason: str
     wall_time: float = 0.0
+    count: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetiredLearner:
-    """A learner that trains no more; nothing is kept for it."""
+    """A learner that has stopped for good; nothing is kept for it."""
 
     learner: str
     reason: str = ""
@@ -443,24 +477,48 @@ class RetiredLearner:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EnvironmentState:
+    """State of a worker in one environment."""
+
+    environment: str
+    drawn: int = 0
+    """Prompts that the worker has taken from its order."""
+    successes: float = 0.0
+    """Sum of the successes of its groups, each from 0 to 1; older ones faded."""
+    trials: float = 0.0
+    """Number of these groups, faded in the same way."""
+    unlocked: bool = True
+    """Whether the curriculum lets the environment be played."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureState:
+    """State of a worker's mixture, for its next process and for the other workers."""
+
+    worker_id: str
+    environments: tuple[EnvironmentState, ...]
+    wall_time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class EpisodeSpan:
-    """Rows `start` to `stop` of column `column` of a trajectory, which belong to one episode."""
+    """Rows `start` to `stop` of column `column` of a trajectory, all of one episode."""
 
     uid: str
     column: int
     start: int
     stop: int
     control_mode: int = 0
-    """Who acted: 0 the policy, 1 a human in the loop."""
+    """Actor: 0 the policy, 1 a human in the loop."""
     first: bool = True
-    """Whether the episode begins here; otherwise an earlier trajectory holds its beginning."""
+    """Whether the episode begins in this span; otherwise an earlier trajectory holds its beginning."""
     last: bool = True
-    """Whether the episode ends here, terminated or truncated; otherwise a later trajectory goes on with it."""
+    """Whether the episode ends in this span, terminated or truncated; otherwise a later trajectory continues it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrajectoryRecord:
-    """Arrays of a control task, by path; `topics.trajectories` nests them."""
+    """Arrays of a control task, by path; `rollstream.topics.trajectories` nests them."""
 
     uid: str
     environment: str
@@ -474,8 +532,82 @@ class TrajectoryRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnswerSpan:
+    """Tokens `start` to `stop` of an answer, sampled by one version of the weights."""
+
+    label: str
+    version: int = -1
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CallAnswer:
+    """One sampled answer of a model call; tokens and logprobs have shape [N]."""
+
+    tokens: Int32
+    logprobs: Float32
+    spans: tuple[AnswerSpan, ...] = ()
+    text: str = ""
+    finish_reason: str = "stop"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelCall:
+    """One model call of a session; its prompt is the parent's first `shared` tokens and `prompt`."""
+
+    session: str
+    uid: str
+    request: str
+    prompt: Int32
+    prompt_digest: str
+    answers: tuple[CallAnswer, ...]
+    number: int = 0
+    repetition: int = 0
+    route: str = "chat/completions"
+    parent: str = ""
+    parent_answer: int = 0
+    shared: int = 0
+    messages_shared: int = 0
+    messages: str = "[]"
+    body: str = "{}"
+    sampling: Mapping[str, str] = field(default_factory=dict)
+    replica_id: str = "unknown"
+    author: str = ""
+    began: float = 0.0
+    answered: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionEvent:
+    """One change of a session other than a model call."""
+
+    session: str
+    kind: Literal["start", "truncated", "reward", "failed", "end", "mark", "finishing", "finished"]
+    author: str = ""
+    wall_time: float = 0.0
+    request: str = ""
+    owner: Literal["gateway", "worker"] = "gateway"
+    environment: str = ""
+    example_id: str = ""
+    group_id: str = ""
+    group_size: int = 1
+    member: int = 0
+    policy_version: int = -1
+    idle_timeout_ms: int = -1
+    reward_timeout_ms: int = -1
+    scored: bool = False
+    reward: float = 0.0
+    components: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+    rollouts_end: int = -1
+    uids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class OldMetadata:
-    """Who made what a RolloutBatch holds, and when."""
+    """Origin of a RolloutBatch or of one of its rollouts."""
 
     worker_id: str = ""
     timestamp: float = 0.0
@@ -494,7 +626,7 @@ class OldRollout:
     token_rewards: Float32
     episode_reward: float
     metadata: tuple[OldMetadata, ...] = ()
-    """Its own, or nothing: no more than one."""
+    """Its own metadata: one entry or none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -506,15 +638,15 @@ class OldGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutBatch:
-    """Groups of rollouts whose metadata is the batch's: the old form, which topics/upcast.py reads."""
+    """Groups of rollouts with the metadata on the batch: the old form; topics/rollout_batch_upcast.py converts it."""
 
     groups: tuple[OldGroup, ...]
     metadata: tuple[OldMetadata, ...] = ()
-    """One, or nothing."""
+    """One entry or none."""
 
 
 def batch_numbers(batch_id: str) -> tuple[int, int]:
-    """Partition and number of a batch, which its id is made of. Raises RecordError where it is not."""
+    """Return the partition and number in a batch id. Raises RecordError if the id has another form."""
     partition, _, number = batch_id.partition("-")
     if not (partition.isdecimal() and number.isdecimal()):
         raise RecordError(f"batch id {batch_id[:100]!r} is not a partition and a number, such as 0-17")
@@ -522,7 +654,7 @@ def batch_numbers(batch_id: str) -> tuple[int, int]:
 
 
 def same(a: object, b: object) -> bool:
-    """Whether two records, or values within them, are equal: dtype, shape and bits of arrays included."""
+    """Return whether two records, or values within them, are equal: dtype, shape and bits of arrays included."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
             return False

@@ -1,7 +1,7 @@
-"""Secrets stay out of what is written: a setting names where a secret is, and whoever needs it asks for it there.
+"""Keeps secrets out of configurations, logs and records: a setting holds a reference, resolved where it is used.
 
-`env:NAME` is a variable of the environment, `file:PATH` a file. Configurations, and all that is made of them, hold
-these references; only what a client or a request is built from is resolved.
+`env:NAME` is an environment variable, `file:PATH` a file. Only the parameters of a client or a request hold the secret
+itself.
 """
 
 import os
@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError
 
 _SECRET = re.compile(r"(password|passphrase|secret|key\.pem|api_key)$")
 _REFERENCE = re.compile(r"(?P<kind>env|file):(?P<name>.+)", re.DOTALL)
@@ -21,20 +21,20 @@ def is_secret(key: str) -> bool:
 
 
 def reference(text: str) -> tuple[str, str] | None:
-    """Kind (env or file) and name of a reference; None where it is none."""
-    found = _REFERENCE.fullmatch(text)
-    return (found["kind"], found["name"]) if found else None
+    """Return the kind (env or file) and name of a reference; None if the text is not a reference."""
+    match = _REFERENCE.fullmatch(text)
+    return (match["kind"], match["name"]) if match else None
 
 
 def resolve(key: str, value: str, environment: Mapping[str, str] = os.environ) -> str:
-    """What a setting stands for: the secret where its value is a reference, else the value.
+    """Return the secret if the value of a secret setting is a reference, else the value.
 
-    Raises ConfigurationError where the variable is not set or the file cannot be read.
+    Raises ConfigurationError if the variable is not set or the file cannot be read.
     """
-    found = reference(value) if is_secret(key) else None
-    if found is None:
+    parsed = reference(value) if is_secret(key) else None
+    if parsed is None:
         return value
-    kind, name = found
+    kind, name = parsed
     if kind == "env":
         if name not in environment:
             raise ConfigurationError(f"{key} is {value}, and there is no such variable; export {name}")

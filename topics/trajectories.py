@@ -1,7 +1,7 @@
-"""Trajectories as they are used: [T, B, ...] arrays in nested dicts, and how they become records and arrays again.
+"""Trajectories: [T, B, ...] arrays in nested dicts, their validation, and their conversion to records and back.
 
-T chunk steps of B environments side by side; dones, terminations and truncations may have E more rows, one at the head
-of each of E parts: the flags before its first step. Pure; what is wrong with one is said in plain words.
+T chunk steps of B environments side by side. dones, terminations and truncations may have E more rows: one heads each
+of E equal parts of the steps and holds the flags before its first step. Pure.
 """
 
 import uuid
@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from topics.arrays import RANK_LIMIT
-from topics.errors import RecordError
-from topics.records import EpisodeSpan, NamedArray, RolloutMetadata, TrajectoryRecord
-from topics.validation import NAME_LIMIT
+from rollstream.topics.arrays import RANK_LIMIT
+from rollstream.topics.errors import RecordError, brief
+from rollstream.topics.records import EpisodeSpan, NamedArray, RolloutMetadata, TrajectoryRecord
+from rollstream.topics.validation import NAME_LIMIT
 
 Tree = Mapping[str, Any]
-"""Arrays by name, or mappings of them, to any depth."""
+"""Arrays by name, nested to any depth."""
 
 BOOTSTRAPPED = ("dones", "terminations", "truncations")
 """Arrays that may have bootstrap rows."""
@@ -29,16 +29,15 @@ ARRAYS_LIMIT = 4096
 """Most arrays of a trajectory."""
 _PLAIN_FIELDS = ("uid", "environment", "policy_version", "model_weights_id", "max_episode_length")
 CONTROL_MODES = (0, 1)
-"""The policy; a human in the loop."""
+"""0 the policy, 1 a human in the loop."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trajectory:
-    """What environments that run side by side went through: `arrays` are [T, B, ...].
+    """Steps of environments that run side by side: `arrays` are [T, B, ...].
 
-    Names of the field: actions, intervene_flags, rewards, terminations, truncations, dones, prev_logprobs, prev_values,
-    versions, and nested forward_inputs, curr_obs, next_obs; others are as welcome. None stands for an array that it
-    does not have.
+    Usual names: actions, intervene_flags, rewards, terminations, truncations, dones, prev_logprobs, prev_values,
+    versions, and nested forward_inputs, curr_obs, next_obs. Other names are allowed. None stands for an absent array.
     """
 
     arrays: Tree
@@ -53,31 +52,31 @@ class Trajectory:
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """(T, B): that of prev_logprobs, else of rewards; None where there is neither.
+        """(T, B) of prev_logprobs, else of rewards; None if it has neither.
 
-        Raises RecordError where that has fewer than two dimensions.
+        Raises RecordError if that array has fewer than two dimensions.
         """
         for name in ("prev_logprobs", "rewards"):
             array = self.arrays.get(name)
             if array is not None:
-                of = np.shape(array)
-                if len(of) < 2:
-                    raise RecordError(f"{name} has shape {of}, which must be [T, B, ...]")
-                return int(of[0]), int(of[1])
+                shape = np.shape(array)
+                if len(shape) < 2:
+                    raise RecordError(f"{name} has shape {shape}, which must be [T, B, ...]")
+                return int(shape[0]), int(shape[1])
         return None
 
     def problems(self) -> list[str]:
-        """Everything wrong with it; empty where it is sound."""
+        """Return everything wrong with it; empty if it is valid."""
         return examine(self)[1]
 
 
 def flatten(tree: Tree) -> dict[str, Any]:
-    """Leaves by path, in the tree's order. Raises RecordError for names that make no path."""
+    """Return the leaves by path, in the tree's order. Raises RecordError for names that make no path."""
     return dict(_leaves(tree, ""))
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of leaves by path. Raises RecordError where a path goes through a leaf."""
+    """Return the tree of leaves by path. Raises RecordError if a path goes through a leaf."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         if problem := _path_problem(path):
@@ -95,7 +94,7 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Tree) -> dict[str, Any]:
-    """The same tree with `function` of each leaf."""
+    """Return the same tree with `function` applied to each leaf."""
     return {
         name: map_leaves(function, value) if isinstance(value, Mapping) else function(value)
         for name, value in tree.items()
@@ -103,8 +102,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Tree) -> dict[str, Any]:
 
 
 def examine(trajectory: Trajectory) -> tuple[dict[str, Any], list[str]]:
-    """Its leaves by path, none where names make no path, and everything wrong with it."""
-    found = [
+    """Return its leaves by path, none if names make no path, and everything wrong with it."""
+    issues = [
         f"{name} has {len(value)} characters, which must be 1 to {NAME_LIMIT}"
         for name, value in (("uid", trajectory.uid), ("environment", trajectory.environment))
         if not 0 < len(value) <= NAME_LIMIT
@@ -112,37 +111,37 @@ def examine(trajectory: Trajectory) -> tuple[dict[str, Any], list[str]]:
     try:
         leaves = flatten(trajectory.arrays)
     except RecordError as error:
-        return {}, [*found, str(error)]
+        return {}, [*issues, str(error)]
     if len(leaves) > ARRAYS_LIMIT:
-        return {}, [*found, f"it has {len(leaves)} arrays, and may have {ARRAYS_LIMIT}"]
-    return leaves, found + _shape_problems(trajectory, leaves)
+        return {}, [*issues, f"it has {len(leaves)} arrays, and may have {ARRAYS_LIMIT}"]
+    return leaves, issues + _shape_problems(trajectory, leaves)
 
 
 def as_trajectory(item: Trajectory | Tree) -> Trajectory:
-    """A trajectory as it is; of a mapping, one whose fields and arrays are those of the mapping, by name.
+    """Return a trajectory unchanged, and a mapping as the trajectory with its fields and arrays, by name.
 
-    Raises RecordError for fields that are not of their types.
+    Raises RecordError if the item is neither, or has unknown fields.
     """
     if isinstance(item, Trajectory):
         return item
     if not isinstance(item, Mapping):
         raise RecordError(f"a {type(item).__name__} is no trajectory; give a Trajectory, or a dict of arrays by name")
     if isinstance(item.get("arrays"), Mapping):
-        said = dict(item)
+        fields = dict(item)
     else:
-        said = {name: item[name] for name in _PLAIN_FIELDS if item.get(name) is not None}
-        said["arrays"] = {name: value for name, value in item.items() if name not in _PLAIN_FIELDS}
+        fields = {name: item[name] for name in _PLAIN_FIELDS if item.get(name) is not None}
+        fields["arrays"] = {name: value for name, value in item.items() if name not in _PLAIN_FIELDS}
     try:
-        return Trajectory(**said)
+        return Trajectory(**fields)
     except TypeError as error:
         raise RecordError(f"a dict makes no trajectory ({error}); give its fields by their names") from error
 
 
 def to_record(trajectory: Trajectory) -> TrajectoryRecord:
-    """The record of a trajectory. Raises RecordError for one that is unsound, naming all that is wrong."""
-    leaves, found = examine(trajectory)
-    if found:
-        raise RecordError(f"trajectory {trajectory.uid!r} of {trajectory.environment!r}: {'; '.join(found)}")
+    """Return the record of a trajectory. Raises RecordError if it is invalid, naming everything wrong."""
+    leaves, issues = examine(trajectory)
+    if issues:
+        raise RecordError(f"trajectory {trajectory.uid!r} of {trajectory.environment!r}: {'; '.join(issues)}")
     return TrajectoryRecord(
         uid=trajectory.uid,
         environment=trajectory.environment,
@@ -157,16 +156,14 @@ def to_record(trajectory: Trajectory) -> TrajectoryRecord:
 
 
 def from_record(record: TrajectoryRecord) -> Trajectory:
-    """The trajectory of a record; its arrays are read-only views. Raises RecordError for one that is unsound."""
+    """Return the trajectory of a record; its arrays are read-only views. Raises RecordError if it is invalid."""
     try:
         return _from_record(record)
     except (RecordError, MemoryError):
         raise
     except Exception as error:
-        # What nobody foresaw is as wrong, and must not end whoever reads the log.
-        raise RecordError(
-            f"trajectory {record.uid!r} makes no arrays ({type(error).__name__}: {error})"[:200]
-        ) from error
+        # An unforeseen error makes the record invalid, too; it must not end the reader of the log.
+        raise RecordError(f"trajectory {record.uid!r} makes no arrays ({brief(error)})") from error
 
 
 def _from_record(record: TrajectoryRecord) -> Trajectory:
@@ -181,16 +178,16 @@ def _from_record(record: TrajectoryRecord) -> Trajectory:
         metadata=record.metadata,
         extra=record.extra,
     )
-    found = trajectory.problems()
-    if found:
-        raise RecordError(f"trajectory {record.uid!r} of {record.environment!r}: {'; '.join(found)}")
+    issues = trajectory.problems()
+    if issues:
+        raise RecordError(f"trajectory {record.uid!r} of {record.environment!r}: {'; '.join(issues)}")
     return trajectory
 
 
 def bootstrap_rows(rows: int, steps: int) -> int:
-    """How many of `rows` rows of a bootstrapped array are bootstrap rows, where T is `steps`.
+    """Return the number of bootstrap rows among `rows` rows of an array, where T is `steps`.
 
-    Raises RecordError where there are fewer than T, or T cannot be parted into as many equal parts.
+    Raises RecordError if there are fewer rows than T, or if T cannot be divided into that many equal parts.
     """
     extra = rows - steps
     if extra < 0 or (extra and steps % extra):
@@ -201,7 +198,10 @@ def bootstrap_rows(rows: int, steps: int) -> int:
 
 
 def aligned(array: NDArray[Any], steps: int) -> NDArray[Any]:
-    """A bootstrapped array [T + E, ...] without the first row of each part: [T, ...]. Raises RecordError."""
+    """Return a bootstrapped array [T + E, ...] without the first row of each part: [T, ...].
+
+    Raises RecordError as `bootstrap_rows` does.
+    """
     parts = bootstrap_rows(len(array), steps)
     if not parts:
         return array
@@ -209,7 +209,7 @@ def aligned(array: NDArray[Any], steps: int) -> NDArray[Any]:
 
 
 def _path_problem(path: str) -> str:
-    """What is wrong with a path; "" for a sound one."""
+    """Return what is wrong with a path; "" if it is valid."""
     names = path.split(SEPARATOR)
     if len(names) > DEPTH_LIMIT or max(map(len, names)) > NAME_LIMIT:
         return (
@@ -228,7 +228,7 @@ def _leaves(tree: Tree, above: str) -> Iterator[tuple[str, Any]]:
             raise RecordError(problem)
         if value is None:
             continue
-        # An array first: to ask whether something is a Mapping costs ten times as much.
+        # Test for an array first: the test for a Mapping costs ten times as much.
         if not isinstance(value, np.ndarray) and isinstance(value, Mapping):
             yield from _leaves(value, f"{path}{SEPARATOR}")
         else:
@@ -249,35 +249,36 @@ def _shape_problems(trajectory: Trajectory, leaves: Mapping[str, Any]) -> list[s
         if shape is None:
             return ["no array has a shape [T, B, ...]"]
     steps, width = shape
-    deep = [
-        f"{path} has {len(of)} dimensions, and may have {RANK_LIMIT}"
-        for path, of in shapes.items()
-        if len(of) > RANK_LIMIT
+    issues = [
+        f"{path} has {len(extent)} dimensions, and may have {RANK_LIMIT}"
+        for path, extent in shapes.items()
+        if len(extent) > RANK_LIMIT
     ]
-    found = [*deep, f"{steps} steps of {width} environments hold nothing"] if steps < 1 or width < 1 else deep
-    for path, of in shapes.items():
-        if len(of) < 2 or of[1] != width or (of[0] != steps and path not in BOOTSTRAPPED):
-            found.append(f"{path} has shape {of}, which must begin with [{steps}, {width}]")
-        elif of[0] != steps:
+    if steps < 1 or width < 1:
+        issues.append(f"{steps} steps of {width} environments hold nothing")
+    for path, extent in shapes.items():
+        if len(extent) < 2 or extent[1] != width or (extent[0] != steps and path not in BOOTSTRAPPED):
+            issues.append(f"{path} has shape {extent}, which must begin with [{steps}, {width}]")
+        elif extent[0] != steps:
             try:
-                bootstrap_rows(of[0], steps)
+                bootstrap_rows(extent[0], steps)
             except RecordError as error:
-                found.append(f"{path}: {error}")
-    return found + _episode_problems(trajectory.episodes, steps, width)
+                issues.append(f"{path}: {error}")
+    return issues + _episode_problems(trajectory.episodes, steps, width)
 
 
 def _episode_problems(episodes: tuple[EpisodeSpan, ...], steps: int, width: int) -> list[str]:
-    found = []
+    issues = []
     ends: dict[int, int] = {}
     for span in sorted(episodes, key=lambda span: (span.column, span.start)):
         place = f"episode {span.uid!r}, rows {span.start} to {span.stop} of column {span.column}"
         if not span.uid or len(span.uid) > NAME_LIMIT:
-            found.append(f"{place}: its uid must have 1 to {NAME_LIMIT} characters")
+            issues.append(f"{place}: its uid must have 1 to {NAME_LIMIT} characters")
         if not (0 <= span.column < width and 0 <= span.start < span.stop <= steps):
-            found.append(f"{place}, are not among {steps} rows of {width} columns")
+            issues.append(f"{place}, are not among {steps} rows of {width} columns")
         if span.start < ends.get(span.column, 0):
-            found.append(f"{place}, overlap with another's")
+            issues.append(f"{place}, overlap with another's")
         if span.control_mode not in CONTROL_MODES:
-            found.append(f"{place}, has control mode {span.control_mode}, which must be 0 (policy) or 1 (human)")
+            issues.append(f"{place}, has control mode {span.control_mode}, which must be 0 (policy) or 1 (human)")
         ends[span.column] = max(ends.get(span.column, 0), span.stop)
-    return found
+    return issues

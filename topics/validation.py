@@ -1,6 +1,6 @@
-"""What makes a rollout senseless though it decodes: the same checks where it is produced and where it is grouped.
+"""Validates decoded records: producers and grouping apply the same checks.
 
-Pure: a list of problems in plain words, empty when the rollout is sound.
+Pure: each check returns a list of problems, empty if the record is valid.
 """
 
 import math
@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from topics.arrays import shape_problem
-from topics.errors import RecordError
-from topics.examples import REFERENCE
-from topics.records import (
+from rollstream.topics.arrays import shape_problem
+from rollstream.topics.errors import RecordError
+from rollstream.topics.records import (
     BatchIndexEntry,
+    BatchTokenArray,
     GroupCancelled,
     NamedArray,
     Rollout,
@@ -22,83 +22,87 @@ from topics.records import (
     TrainingBatch,
     batch_numbers,
 )
+from rollstream.topics.rl_examples import REFERENCE
 
 LOGPROB_TOLERANCE = 1e-3
-"""Largest positive log-probability put down to rounding (float16 servers reach 5e-4)."""
+"""Largest positive log-probability that counts as a rounding error (float16 servers reach 5e-4)."""
 
 REWARD_LIMIT = 1e30
-"""Largest reward either way: advantages are float32, and sums of squares must stay finite in float64."""
+"""Largest absolute reward: advantages are float32, and sums of squares must stay finite in float64."""
 
 NAME_LIMIT = 512
-"""Most characters of a uid, an environment and the like: names are repeated in batches, drops and counts."""
+"""Most characters of a uid, environment or other name: batches, drops and counts repeat them."""
 
 ARRAYS_LIMIT = 256
 """Most named arrays of a rollout."""
 
 UIDS_LIMIT = 4096
-"""Most uids of one cancellation: who has more to cancel writes several."""
+"""Most uids of one cancellation; a producer with more writes several."""
 
 _INT_MAX = 2**31 - 1
 _DTYPE = re.compile(r"(<[iufc](2|4|8|16)|\|[biu]1)")
 _PORTABLE = re.compile(r"(<[iu][248]|<f[248]|<c(8|16)|\|[biu]1)")
-"""The same on every machine: there is no <f16 on many."""
+"""dtypes that exist on every machine: many have no <f16."""
 
 
 def problems(rollout: Rollout, *, bounded: bool = True) -> list[str]:
-    """Everything wrong with a rollout: lengths, numbers that are none, versions, group and branch counts, spans.
+    """Return everything wrong with a rollout: lengths, NaN, versions, group and branch counts, spans.
 
-    Named arrays are `bounded` in number, names, dimensions and extent since core version 3 of grouping.
+    `bounded` limits the number, names, dimensions and extent of named arrays, as grouping does since core version 3.
     """
-    found = _name_problems(rollout, "uid", "environment", "example_id")
+    issues = _name_problems(rollout, "uid", "environment", "example_id")
     for name in ("group_id", "episode_uid"):
         if len(getattr(rollout, name)) > NAME_LIMIT:
-            found.append(f"{name} is longer than {NAME_LIMIT} characters")
-    found += _token_problems(rollout)
+            issues.append(f"{name} is longer than {NAME_LIMIT} characters")
+    issues += _token_problems(rollout)
     if not abs(rollout.reward) <= REWARD_LIMIT:
-        found.append(f"reward is {rollout.reward:g}")
-    found += [f"reward component {k} is {v}" for k, v in rollout.reward_components.items() if not math.isfinite(v)]
+        issues.append(f"reward is {rollout.reward:g}")
+    issues += [f"reward component {k} is {v}" for k, v in rollout.reward_components.items() if not math.isfinite(v)]
     if rollout.policy_version < 0:
-        found.append(f"policy_version is {rollout.policy_version}")
+        issues.append(f"policy_version is {rollout.policy_version}")
     if not 0 <= rollout.lowest_version <= rollout.highest_version:
-        found.append(
+        issues.append(
             f"lowest_version {rollout.lowest_version} and highest_version {rollout.highest_version} are no range"
         )
     if not 0 < rollout.group_size <= _INT_MAX:
-        found.append(f"group_size is {rollout.group_size}")
+        issues.append(f"group_size is {rollout.group_size}")
     if not 0 <= rollout.branch < rollout.branches <= _INT_MAX:
-        found.append(f"branch {rollout.branch} is not among {rollout.branches} branches")
+        issues.append(f"branch {rollout.branch} is not among {rollout.branches} branches")
     if rollout.branches > 1 and not rollout.episode_uid:
-        found.append(f"one of {rollout.branches} branches, of no episode_uid")
-    found += _sampling_problems(rollout.sampling)
+        issues.append(f"one of {rollout.branches} branches, of no episode_uid")
+    issues += _sampling_problems(rollout.sampling)
     length = len(rollout.tokens)
     for i, turn in enumerate(rollout.turns):
         if not 0 <= turn.start <= turn.stop <= length:
-            found.append(f"turn {i} covers tokens {turn.start} to {turn.stop} of {length}")
-    return found + _arrays_problems(rollout.token_arrays, length, bounded)
+            issues.append(f"turn {i} covers tokens {turn.start} to {turn.stop} of {length}")
+    return issues + _arrays_problems(rollout.token_arrays, length, bounded)
 
 
 def cancellation_problems(cancelled: GroupCancelled, *, bounded: bool = True) -> list[str]:
-    """Everything wrong with a cancellation. Its uids are `bounded` in number since core version 3 of grouping."""
-    found = _name_problems(cancelled, "environment", "example_id")
+    """Return everything wrong with a cancellation.
+
+    `bounded` limits the number of its uids, as grouping does since core version 3.
+    """
+    issues = _name_problems(cancelled, "environment", "example_id")
     if len(cancelled.group_id) > NAME_LIMIT:
-        found.append(f"group_id is longer than {NAME_LIMIT} characters")
+        issues.append(f"group_id is longer than {NAME_LIMIT} characters")
     if cancelled.policy_version < 0:
-        found.append(f"policy_version is {cancelled.policy_version}")
+        issues.append(f"policy_version is {cancelled.policy_version}")
     if not 0 < cancelled.group_size <= _INT_MAX:
-        found.append(f"group_size is {cancelled.group_size}")
+        issues.append(f"group_size is {cancelled.group_size}")
     if not cancelled.uids or not all(cancelled.uids):
-        found.append("uids is empty, or holds an empty uid")
+        issues.append("uids is empty, or holds an empty uid")
     if any(len(uid) > NAME_LIMIT for uid in cancelled.uids):
-        found.append(f"uids holds one longer than {NAME_LIMIT} characters")
+        issues.append(f"uids holds one longer than {NAME_LIMIT} characters")
     if bounded and len(cancelled.uids) > UIDS_LIMIT:
-        found.append(f"uids holds {len(cancelled.uids)}, and may hold {UIDS_LIMIT}: cancel the others with another")
-    return found
+        issues.append(f"uids holds {len(cancelled.uids)}, and may hold {UIDS_LIMIT}: cancel the others with another")
+    return issues
 
 
 def batch_problems(batch: TrainingBatch) -> list[str]:
-    """What makes the rows of a batch no rows: arrays of other lengths, splits that do not ascend, groups not there."""
+    """Return everything wrong with a batch: arrays of other lengths, descending splits, missing groups."""
     rows, tokens = len(batch.uids), len(batch.tokens)
-    found = _id_problems(batch.batch_id, batch.partition)
+    issues = _id_problems(batch.batch_id, batch.partition)
     columns = ("group_index", "source_offsets", "rewards", "truncated", "lowest_versions", "highest_versions")
     for name, expected in (
         *((name, rows) for name in (*columns, "temperatures")),
@@ -107,84 +111,94 @@ def batch_problems(batch: TrainingBatch) -> list[str]:
     ):
         length = len(getattr(batch, name))
         if length != expected:
-            found.append(f"{name} has {length} entries for {rows} rows of {tokens} tokens")
-    if found:
-        return found
+            issues.append(f"{name} has {length} entries for {rows} rows of {tokens} tokens")
+    for name in ("weight_steps", "timestamps"):
+        if len(getattr(batch, name)) not in (0, rows):
+            issues.append(f"{name} has {len(getattr(batch, name))} entries for {rows} rows")
+    if issues:
+        return issues
     if batch.splits[0] != 0 or batch.splits[-1] != tokens or (np.diff(batch.splits) < 0).any():
-        found.append(f"splits do not divide {tokens} tokens")
+        issues.append(f"splits do not divide {tokens} tokens")
     if rows and not (batch.group_index.min() >= 0 and batch.group_index.max() < len(batch.groups)):
-        found.append(f"group_index names one that is not among {len(batch.groups)} groups")
-    return found
+        issues.append(f"group_index names one that is not among {len(batch.groups)} groups")
+    return issues + [problem for entry in batch.token_arrays if (problem := _batch_array_problem(entry, batch))]
+
+
+def _batch_array_problem(entry: BatchTokenArray, batch: TrainingBatch) -> str:
+    numbers = entry.rows
+    if len(numbers) and (numbers[0] < 0 or numbers[-1] >= len(batch) or (np.diff(numbers) <= 0).any()):
+        return f"token array {entry.name} names rows that are not {len(batch)} ascending rows"
+    return "; ".join(_array_problems(entry.name, entry.array, int(np.diff(batch.splits)[numbers].sum()), bounded=True))
 
 
 def entry_problems(entry: BatchIndexEntry) -> list[str]:
-    """What makes an entry of the index name no batch."""
-    found = _id_problems(entry.batch_id, entry.partition)
-    return [*found, f"offset is {entry.offset}"] if entry.offset < 0 else found
+    """Return why an entry of the index cannot name a batch."""
+    issues = _id_problems(entry.batch_id, entry.partition)
+    return [*issues, f"offset is {entry.offset}"] if entry.offset < 0 else issues
 
 
 def _id_problems(batch_id: str, partition: int) -> list[str]:
     try:
-        of = batch_numbers(batch_id)[0]
+        expected = batch_numbers(batch_id)[0]
     except RecordError as error:
         return [str(error)]
-    return [] if of == partition else [f"batch {batch_id} is said to be of partition {partition}"]
+    return [] if expected == partition else [f"batch {batch_id} names another partition than its field, {partition}"]
 
 
 def _name_problems(record: Rollout | GroupCancelled, *names: str) -> list[str]:
-    found = []
+    issues = []
     for name in names:
         length = len(getattr(record, name))
         if not 0 < length <= NAME_LIMIT:
-            found.append(f"{name} has {length} characters, which must be 1 to {NAME_LIMIT}")
-    return found
+            issues.append(f"{name} has {length} characters, which must be 1 to {NAME_LIMIT}")
+    return issues
 
 
 def _token_problems(rollout: Rollout) -> list[str]:
-    found: list[str] = []
+    issues: list[str] = []
     length = len(rollout.tokens)
     if length == 0:
-        found.append("tokens is empty")
+        issues.append("tokens is empty")
     for name, array in (("loss_mask", rollout.loss_mask), ("logprobs", rollout.logprobs)):
         if len(array) != length:
-            found.append(f"{name} has {len(array)} entries for {length} tokens")
+            issues.append(f"{name} has {len(array)} entries for {length} tokens")
     if len(rollout.token_rewards) not in (0, length):
-        found.append(f"token_rewards has {len(rollout.token_rewards)} entries for {length} tokens")
-    # The ufuncs' own reduce, as it costs half of what the arrays' min and max do.
+        issues.append(f"token_rewards has {len(rollout.token_rewards)} entries for {length} tokens")
+    # The ufuncs' own reduce costs half of the arrays' min and max.
     if length and np.minimum.reduce(rollout.tokens) < 0:
-        found.append("tokens holds a negative id")
+        issues.append("tokens holds a negative id")
     if len(rollout.logprobs):
         least, most = float(np.minimum.reduce(rollout.logprobs)), float(np.maximum.reduce(rollout.logprobs))
         if not (math.isfinite(least) and math.isfinite(most)):
-            found.append("logprobs holds NaN or infinity")
+            issues.append("logprobs holds NaN or infinity")
         elif most > LOGPROB_TOLERANCE:
-            found.append(f"logprobs holds {most:g}, above 0")
+            issues.append(f"logprobs holds {most:g}, above 0")
         elif len(rollout.logprobs) == len(rollout.loss_mask) and rollout.logprobs[~rollout.loss_mask].any():
-            found.append("logprobs is not 0 where loss_mask is false")
+            issues.append("logprobs is not 0 where loss_mask is false")
     if len(rollout.token_rewards) and not np.isfinite(rollout.token_rewards).all():
-        found.append("token_rewards holds NaN or infinity")
-    return found
+        issues.append("token_rewards holds NaN or infinity")
+    return issues
 
 
 def _sampling_problems(sampling: SamplingParams) -> list[str]:
-    found = []
+    issues = []
     if not 0.0 <= sampling.temperature < math.inf:
-        found.append(f"sampling temperature is {sampling.temperature}")
+        issues.append(f"sampling temperature is {sampling.temperature}")
     if not 0.0 <= sampling.top_p <= 1.0 or not 0.0 <= sampling.min_p <= 1.0:
-        found.append(f"sampling top_p is {sampling.top_p} and min_p {sampling.min_p}, which must be 0 to 1")
-    return found
+        issues.append(f"sampling top_p is {sampling.top_p} and min_p {sampling.min_p}, which must be 0 to 1")
+    return issues
 
 
 def _arrays_problems(arrays: Mapping[str, NamedArray], length: int, bounded: bool) -> list[str]:
     if bounded and len(arrays) > ARRAYS_LIMIT:
         return [f"it has {len(arrays)} token arrays, and may have {ARRAYS_LIMIT}"]
-    found = []
+    issues = []
     for name, extra in arrays.items():
         if bounded and not 0 < len(name) <= NAME_LIMIT:
-            found.append(f"a token array's name has {len(name)} characters, which must be 1 to {NAME_LIMIT}")
+            issues.append(f"a token array's name has {len(name)} characters, which must be 1 to {NAME_LIMIT}")
         else:
-            found += _array_problems(name, extra, length, bounded)
-    return found
+            issues += _array_problems(name, extra, length, bounded)
+    return issues
 
 
 def _array_problems(name: str, extra: NamedArray, length: int, bounded: bool) -> list[str]:
@@ -211,7 +225,7 @@ def _is_finite_row(extra: NamedArray, item: np.dtype[Any]) -> bool:
 
 
 def _fills(shape: Sequence[int], itemsize: int, size_bytes: int) -> bool:
-    """Whether a shape has exactly so many bytes. Stops as soon as it has more, however many dimensions follow."""
+    """Return whether a shape has exactly `size_bytes`. Stops at the dimension where it exceeds them."""
     if 0 in shape:
         return size_bytes == 0
     room = itemsize

@@ -1,1 +1,1 @@
-"""A run's topics as Parquet files, exactly once into the file set; and the way back into topics."""
+"""Archives of runs: topics as Parquet files, each record exactly once, and restoring them into topics."""

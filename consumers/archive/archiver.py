@@ -1,29 +1,29 @@
-"""Reads a run's topics from where its archive ends to where they end now, once or again and again.
+"""Archiver: reads the topics of a run from the archive's positions to their present ends, once or repeatedly.
 
-Topics are read in an order in which what is named lies in those read later, so that the archive of a live run is whole:
-what its journal and steps name is in it.
+Topics that refer to others are read first, so that the archive of a live run is complete: it holds every record that
+its journal and steps name.
 """
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
-from functools import partial
 
-from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
-
-from consumers.archive.manifest import Manifest
-from consumers.archive.store import Store
-from consumers.archive.tables import Entry
-from consumers.archive.writer import MOST_SMALL, ArchiveWriter, Place
-from consumers.closing import Closing
-from topics import clients
-from topics.catalogue import topic_name
-from topics.config import KafkaConfig
-from topics.errors import BrokerUnavailable
-from topics.headers import header_pairs
-from topics.logs import event
-from topics.skipped import SkippedRecords
+from rollstream.consumers.archive.manifest import ArchiveManifest
+from rollstream.consumers.archive.store import Store
+from rollstream.consumers.archive.tables import ArchivedRecord
+from rollstream.consumers.archive.writer import MOST_SMALL, ArchiveWriter, TopicPartitionKey
+from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.closing import Closing
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.kafka.skipping_reader import records_between
+from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 TOPICS = (
@@ -38,60 +38,69 @@ TOPICS = (
     "evals",
     "trajectories",
     "unlabelled",
+    "calls",
     "rollouts",
 )
-"""All but weights, which are for machines to load, gigabytes, and soon deleted; `rollstream export` keeps them."""
+"""All topics except `weights`, whose records are large and soon deleted; `rollstream export` keeps models."""
 PRUNED = ("rollouts", "journal", "batches", "batch-index")
-"""Topics of which positions are committed, too: what is not archived yet is not pruned."""
+"""Topics whose archived positions are committed, so that prune keeps records that are not archived yet."""
 FLUSH_BYTES = 64 * 1024 * 1024
 _TIMEOUT_S = 60.0
 
 
 def group_of(run: str) -> str:
-    """Consumer group under which an archiver commits how far it is, for `rollstream prune` to see."""
+    """Consumer group in which an archiver commits its positions, for `rollstream prune`."""
     return f"{run}.archive"
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What a pass did."""
+class ArchiveProgress:
+    """Result of one pass."""
 
     records: int
-    """Records that are new in the archive."""
-    manifest: Manifest
+    """Number of records added to the archive."""
+    manifest: ArchiveManifest
 
 
-class _Source:
-    """One topic, followed from the archive's positions."""
+class _TopicReader:
+    """Reads one topic from the archive's positions."""
 
     def __init__(self, kafka: KafkaConfig, run: str, topic: str, topic_id: str, writer: ArchiveWriter) -> None:
         self.topic = topic
         self._kafka, self._name = kafka, topic_name(run, topic)
-        self.consumer: Consumer = clients.reader(kafka, fetch_wait_ms=10, group=group_of(run))
-        partitions = range(clients.partitions_of(kafka, self._name, self.consumer))
-        self.position = writer.begin(topic, topic_id, {p: self._bounds(p)[0] for p in partitions})
-        """First offset that was not taken yet, by partition."""
-        self._fetched = dict(self.position)
-        self.consumer.assign([TopicPartition(self._name, p, at) for p, at in self.position.items()])
+        self.reader = Reader(kafka, fetch_wait_ms=10, group=group_of(run), doing="archiving")
+        begins = {p: begin for p, (begin, _end) in self.reader.bounds(self._name).items()}
+        self.position = writer.begin(topic, topic_id, begins)
+        """First offset that was not read yet, by partition."""
+        self._followed: set[int] = set()
+        """Partitions that the reader reads ahead."""
 
-    def read(self, take: Callable[[Message], None]) -> None:
-        """Give `take` every record up to where the topic ends now."""
-        ends = {p: self._bounds(p)[1] for p in self.position}
+    def read(self, take: Callable[[KafkaRecord], None], left_out: Mapping[int, Collection[int]]) -> None:
+        """Call `take` with every record up to the present end of the topic.
+
+        Offsets of `left_out`, by partition, are not fetched; the archive has a gap there.
+        """
+        ends = {p: end for p, (_begin, end) in self.reader.bounds(self._name, self.position).items()}
+        around = {p for p, offsets in left_out.items() if any(offset >= self.position[p] for offset in offsets)}
+        self._follow(self.position.keys() - around)
+        for p in sorted(around):
+            at = self.position[p]
+            for record in records_between(self._kafka, self._name, p, at, ends[p], left_out[p], wait=False):
+                if record is not None:
+                    self.position[p] = record.offset + 1
+                    take(record)
+            self.position[p] = max(self.position[p], ends[p])
         deadline = time.monotonic() + _TIMEOUT_S
         while any(self.position[p] < end for p, end in ends.items()):
-            messages = clients.with_unreadable(self.consumer, clients.at_hand(self.consumer, 500, 0.05), self._fetched)
-            for message in messages:
-                error, partition, offset = message.error(), message.partition() or 0, message.offset() or 0
-                if error is None:
-                    # Only now: `take` may commit positions, and what follows in `messages` was not taken yet.
-                    self.position[partition] = offset + 1
-                    take(message)
-                elif error.code() == KafkaError._PARTITION_EOF:
-                    # Past what is no record, too: ends of transactions, and what was aborted.
-                    self.position[partition] = max(self.position[partition], offset)
-                else:
-                    clients.raise_for(error, f"archiving {self._name}")
-            if messages:
+            polled = self.reader.poll(500, 0.05)
+            for record in polled.records:
+                # Advance only now: `take` may commit positions, and later records have not been read yet.
+                self.position[record.partition] = record.offset + 1
+                take(record)
+            for (_topic, partition), end in polled.ends.items():
+                # Also moves past ends of transactions and aborted records.
+                self.position[partition] = max(self.position[partition], end)
+            if polled.records or polled.ends:
                 deadline = time.monotonic() + _TIMEOUT_S
             elif time.monotonic() > deadline:
                 raise BrokerUnavailable(
@@ -99,96 +108,99 @@ class _Source:
                     f"{self._kafka.bootstrap_servers} up?"
                 )
 
-    def _bounds(self, partition: int) -> tuple[int, int]:
-        ask = partial(self.consumer.get_watermark_offsets, TopicPartition(self._name, partition), 10.0)
-        found: tuple[int, int] = clients.retrying(ask, f"asking where {self._name} begins and ends")
-        return found
+    def _follow(self, partitions: Set[int]) -> None:
+        """Have the reader read these partitions ahead, and no others."""
+        if partitions != self._followed:
+            self._followed = set(partitions)
+            self.reader.assign({(self._name, p): self.position[p] for p in partitions})
 
     def commit(self, position: Mapping[int, int]) -> None:
-        """Tell the broker how far the archive is."""
-        offsets = [TopicPartition(self._name, p, at) for p, at in position.items()]
-
-        def call() -> None:
-            self.consumer.commit(offsets=offsets, asynchronous=False)
-
-        clients.retrying(call, f"committing how far {self._name} is archived")
+        """Commit the positions of the archive to the broker."""
+        positions = [GroupPosition(self._name, p, at) for p, at in position.items()]
+        self.reader.commit(positions, f"committing the archived positions of {self._name}")
 
 
 class Archiver(Closing):
-    """Archives a run to a store. Raises StateRefused where archive and topics do not belong together."""
+    """Archives a run to a store. Raises StateRefused if archive and topics do not belong together."""
 
     def __init__(
         self, kafka: KafkaConfig, run: str, store: Store, *, arrays: bool = False, flush_bytes: int = FLUSH_BYTES
     ) -> None:
         clients.check_broker(kafka)
+        self._kafka, self._run = kafka, run
         self._flush_bytes = flush_bytes
         self.writer = ArchiveWriter(store, run, arrays=arrays)
-        self._sources: list[_Source] = []
+        self._sources: list[_TopicReader] = []
         try:
-            ids = clients.topic_ids(kafka, [topic_name(run, topic) for topic in TOPICS])
+            ids = topic_admin.topic_ids(kafka, [topic_name(run, topic) for topic in TOPICS])
             for topic in TOPICS:
-                self._sources.append(_Source(kafka, run, topic, ids[topic_name(run, topic)], self.writer))
+                self._sources.append(_TopicReader(kafka, run, topic, ids[topic_name(run, topic)], self.writer))
         except BaseException:
             self.close()
             raise
         event(logger, "archive_opened", run=run, store=store.url, swept=self.writer.swept)
 
     def close(self) -> None:
-        """Leave the broker; what was not committed does not count."""
+        """Close the consumers; records that were not committed are not in the archive."""
         self.writer.close()
         for source in self._sources:
-            source.consumer.close()
+            source.reader.close()
 
-    def once(self) -> Progress:
-        """Archive what there is. Raises Fenced where another process archives this run to the same place."""
+    def once(self) -> ArchiveProgress:
+        """Archive all present records. Raises Fenced if another process archives this run to the same place."""
         records = 0
 
         for source in self._sources:
 
-            def take(message: Message, topic: str = source.topic) -> None:
+            def take(message: KafkaRecord, topic: str = source.topic) -> None:
                 nonlocal records
                 records += 1
-                self.writer.add(entry_of(message, topic, self.writer.skipped))
+                self.writer.add(archived_record(message, topic, self.writer.skipped))
                 if self.writer.buffered_bytes >= self._flush_bytes:
-                    # Files are written while the next records are read.
+                    # Files are written while further records are read.
                     self.writer.start(self._positions())
-                    self._tell()
+                    self._commit_positions()
 
-            source.read(take)
+            rollouts = source.topic == "rollouts"
+            # Records that grouping may still read are archived, also if it is to leave them out.
+            source.read(take, never_fetched(self._kafka, self._run, ahead=False) if rollouts else {})
         if records or self._positions() != self._archived():
             self.writer.commit(self._positions())
-            self._tell()
+            self._commit_positions()
         self.writer.compact(at_least=MOST_SMALL)
-        return Progress(records, self.writer.manifest)
+        return ArchiveProgress(records, self.writer.manifest)
 
-    def _tell(self) -> None:
-        """Say how far the archive is."""
+    def _commit_positions(self) -> None:
+        """Commit and log the positions of the archive."""
         manifest = self.writer.manifest
         for source in self._sources:
             if source.topic in PRUNED:
                 source.commit(manifest.topics[source.topic].position)
         event(logger, "archived", generation=manifest.generation, files=len(manifest.files))
 
-    def _positions(self) -> dict[Place, int]:
+    def _positions(self) -> dict[TopicPartitionKey, int]:
         return {(source.topic, p): at for source in self._sources for p, at in source.position.items()}
 
-    def _archived(self) -> dict[Place, int]:
+    def _archived(self) -> dict[TopicPartitionKey, int]:
         topics = self.writer.manifest.topics
         return {(name, p): at for name, topic in topics.items() for p, at in topic.position.items()}
 
 
-def entry_of(message: Message, topic: str, skipped: SkippedRecords) -> Entry:
-    """A message as the archive keeps it. One that no client can decompress has neither key nor value, one whose headers
-    cannot be read has none; `skipped` names it."""
+def archived_record(message: KafkaRecord, topic: str, skipped: SkippedRecords) -> ArchivedRecord:
+    """Convert a message to a record of the archive.
+
+    A message that cannot be decompressed has no key and value, one with unreadable headers has no headers; `skipped`
+    names it.
+    """
     headers: tuple[tuple[str, bytes | None], ...] = ()
     with skipped.passing(message):
-        headers = header_pairs(message)
-    return Entry(
+        headers = message.header_pairs()
+    return ArchivedRecord(
         topic,
-        message.partition() or 0,
-        message.offset() or 0,
-        message.timestamp()[1],
-        message.key(),
-        message.value(),
+        message.partition,
+        message.offset,
+        message.timestamp_ms,
+        message.key,
+        message.value,
         headers or None,
     )

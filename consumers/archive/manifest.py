@@ -1,7 +1,7 @@
-"""The manifest: which files an archive of a run is made of, and which offsets of which topics each is bound to.
+"""The manifest of an archive: the files of a run, each bound to offsets of a topic.
 
-A new generation, created where none of its number is, is the commit point; a file counts only if the newest names it.
-Whoever begins to write takes the next generation first, so that a writer it displaced cannot commit any more.
+The exclusive creation of the next generation is the commit point; a file counts only if the newest manifest names it. A
+writer first takes a generation of its own, so that the previous writer can no longer commit.
 """
 
 import json
@@ -10,18 +10,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from consumers.archive.store import Store
-from topics.errors import Fenced, StateRefused
+from rollstream.consumers.archive.store import Store
+from rollstream.topics.errors import Fenced, StateRefused
 
 FORMAT = 1
 LOG = "log"
-"""Table of the records as they are; what archives are restored from."""
+"""Table of the unchanged records, from which archives are restored."""
 _KEPT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArchivedFile:
-    """A file, bound to what it was made of: offsets `begin` up to but not with `end` of a partition."""
+    """A file, made from offsets `begin` up to, not including, `end` of a partition."""
 
     path: str
     table: str
@@ -32,7 +32,7 @@ class ArchivedFile:
     begin: int
     end: int
     first: int
-    """Offset of the first record that has rows in it."""
+    """Offset of the first record with rows in the file."""
     last: int
     rows: int
     size_bytes: int
@@ -41,7 +41,7 @@ class ArchivedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class ArchivedTopic:
-    """How much of a topic is archived, by partition: from `begin` up to but not with `position`."""
+    """Archived offsets of a topic, by partition: from `begin` up to, not including, `position`."""
 
     topic_id: str
     begin: Mapping[int, int]
@@ -49,32 +49,34 @@ class ArchivedTopic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """One generation."""
+class ArchiveManifest:
+    """One generation of the manifest."""
 
     run: str
     generation: int = 0
     writer: str = ""
-    """Who may write the next generation."""
+    """Id of the writer that may write the next generation."""
     topics: Mapping[str, ArchivedTopic] = field(default_factory=dict)
     files: tuple[ArchivedFile, ...] = ()
 
-    def of(self, table: str) -> list[ArchivedFile]:
+    def files_of(self, table: str) -> list[ArchivedFile]:
         """Files of a table, by topic, partition and offset."""
-        found = (file for file in self.files if file.table == table)
-        return sorted(found, key=lambda f: (f.topic, f.partition, f.begin, f.first))
+        files = (file for file in self.files if file.table == table)
+        return sorted(files, key=lambda f: (f.topic, f.partition, f.begin, f.first))
 
     def rows(self, table: str) -> int:
         """Rows of a table."""
         return sum(file.rows for file in self.files if file.table == table)
 
-    def check(self) -> "Manifest":
-        """Raise StateRefused unless files have names of their own and the log's cover each partition without gap or
-        overlap from where it begins to its position: no record missing, none doubled."""
+    def check(self) -> "ArchiveManifest":
+        """Raise StateRefused unless file names are unique and files of the log cover each partition to its position.
+
+        They may neither overlap nor leave gaps: no record is missing or doubled.
+        """
         if len({file.path for file in self.files}) != len(self.files):
             raise StateRefused(f"generation {self.generation} of the archive of run {self.run} names a file twice")
         reached = {(name, p): at for name, topic in self.topics.items() for p, at in topic.begin.items()}
-        for file in self.of(LOG):
+        for file in self.files_of(LOG):
             place = (file.topic, file.partition)
             if reached.get(place) != file.begin or not file.begin <= file.first <= file.last < file.end:
                 raise StateRefused(
@@ -88,23 +90,23 @@ class Manifest:
         return self
 
     def to_json(self) -> bytes:
-        """As it is stored."""
+        """Encode for storage."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=0, sort_keys=True).encode()
 
     @classmethod
-    def from_json(cls, data: bytes) -> "Manifest":
-        """Read it back. Raises StateRefused for what is none, or of a newer format."""
+    def from_json(cls, data: bytes) -> "ArchiveManifest":
+        """Decode a stored manifest. Raises StateRefused if it is not a manifest, or has a newer format."""
         try:
             values: dict[str, Any] = json.loads(data)
             if values.pop("format") != FORMAT:
                 raise StateRefused("the archive was written by a newer release; upgrade rollstream")
             topics = {
                 name: ArchivedTopic(
-                    topic_id=of["topic_id"],
-                    begin={int(p): at for p, at in of["begin"].items()},
-                    position={int(p): at for p, at in of["position"].items()},
+                    topic_id=topic["topic_id"],
+                    begin={int(p): at for p, at in topic["begin"].items()},
+                    position={int(p): at for p, at in topic["position"].items()},
                 )
-                for name, of in values.pop("topics").items()
+                for name, topic in values.pop("topics").items()
             }
             files = tuple(ArchivedFile(**file) for file in values.pop("files"))
             return cls(**values, topics=topics, files=files)
@@ -113,12 +115,12 @@ class Manifest:
 
 
 def folder_of(run: str) -> str:
-    """Where files and manifests of a run lie within the archive."""
+    """Folder of a run's files and manifests within the archive."""
     return f"run={run}"
 
 
 def _manifests(run: str) -> str:
-    # Readers of partitioned data sets pass over names that begin with an underscore.
+    # Readers of partitioned data sets ignore names that begin with an underscore.
     return f"{folder_of(run)}/_manifests"
 
 
@@ -126,46 +128,46 @@ def _name(run: str, generation: int) -> str:
     return f"{_manifests(run)}/{generation:012d}.json"
 
 
-def newest(store: Store, run: str) -> Manifest | None:
-    """The current manifest of a run; None where there is no archive of it."""
+def newest(store: Store, run: str) -> ArchiveManifest | None:
+    """The current manifest of a run; None if it has no archive."""
     while True:
         names = [name for name in store.names(_manifests(run)) if name.endswith(".json")]
         if not names:
             return None
         try:
-            return Manifest.from_json(store.read(names[-1])).check()
-        except FileNotFoundError:  # It was the newest when it was listed, and is old enough to be gone by now.
+            return ArchiveManifest.from_json(store.read(names[-1])).check()
+        except FileNotFoundError:  # It was the newest when listed, and has been deleted since.
             continue
 
 
 def runs_of(store: Store) -> list[str]:
-    """Runs an archive holds."""
+    """Runs in an archive."""
     heads = {name.split("/")[0] for name in store.names("") if "/_manifests/" in name}
     return sorted(head.removeprefix("run=") for head in heads)
 
 
-def take_over(store: Store, run: str) -> Manifest:
-    """The current manifest as a new generation of a writer of its own: who wrote before can no longer commit."""
+def take_over(store: Store, run: str) -> ArchiveManifest:
+    """Take over the current manifest with a new generation: the previous writer can no longer commit."""
     writer = uuid.uuid4().hex[:12]
     while True:
-        before = newest(store, run) or Manifest(run=run)
+        before = newest(store, run) or ArchiveManifest(run=run)
         mine = replace(before, generation=before.generation + 1, writer=writer)
         if store.create(_name(run, mine.generation), mine.to_json()):
             return mine
 
 
-def commit(store: Store, manifest: Manifest) -> Manifest:
-    """Make `manifest`, changed since it was taken or committed, the newest. Returns it with its generation.
+def commit(store: Store, manifest: ArchiveManifest) -> ArchiveManifest:
+    """Commit a changed manifest as the next generation, and return it.
 
-    Raises Fenced where another writer took over.
+    Raises Fenced if another writer took over.
     """
     mine = replace(manifest, generation=manifest.generation + 1).check()
     data = mine.to_json()
     name = _name(mine.run, mine.generation)
-    # A store may have taken it and the answer got lost: then it was tried twice.
+    # If the response to a successful attempt was lost, a retry finds the same data.
     if not store.create(name, data) and store.read(name) != data:
         raise Fenced(
-            f"another process archives run {mine.run} to {store.url} now; nothing of this one's last part counts"
+            f"another process archives run {mine.run} to {store.url} now; the last files of this process do not count"
         )
     for old in store.names(_manifests(mine.run)):
         if old < _name(mine.run, mine.generation - _KEPT + 1):
@@ -173,8 +175,8 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
     return mine
 
 
-def sweep(store: Store, manifest: Manifest, also: Iterable[str] = ()) -> int:
-    """Delete files that no manifest names, left by a crash or replaced by compaction; returns how many."""
+def sweep(store: Store, manifest: ArchiveManifest, also: Iterable[str] = ()) -> int:
+    """Delete files that no manifest names, left by a crash or replaced by compaction; return their number."""
     named = {file.path for file in manifest.files}.union(also)
     left = [
         name

@@ -1,6 +1,6 @@
-"""SQL over an archive's current manifests: its tables, and ready views, in a DuckDB that can reach nothing else.
+"""SQL over the current manifests of an archive: its tables and predefined views, in an isolated DuckDB.
 
-Reads the files that the manifests name and no others; writes nothing, neither there nor anywhere.
+Queries read only files that the manifests name, and write nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from consumers.archive import manifest as manifests
-from consumers.archive.store import FsspecStore, LocalStore, Store
-from consumers.archive.tables import SCHEMAS
-from topics.errors import ConfigurationError
+from rollstream.consumers.archive import manifest as manifests
+from rollstream.consumers.archive.store import FsspecStore, LocalStore, Store
+from rollstream.consumers.archive.tables import SCHEMAS
+from rollstream.topics.errors import ConfigurationError
 
 VIEWS: Mapping[str, tuple[str, str]] = {
     "fates": (
@@ -70,22 +70,24 @@ VIEWS: Mapping[str, tuple[str, str]] = {
 
 
 _FIRST_MS, _LAST_MS = -62_135_596_800_000, 253_402_300_799_999
-"""The years 1 to 9999. Other times, which anybody may send, are null."""
+"""The years 1 to 9999; other times, which any producer may send, are null."""
 
 
 def times_of(table: str) -> Mapping[str, str]:
-    """Columns of type TIMESTAMP WITH TIME ZONE that a table has beside those of its files, by the number they tell:
-    `timestamp_at` of `timestamp_ms`, `created_at` of `created_s`."""
+    """Added columns of type TIMESTAMP WITH TIME ZONE of a table, by the numeric column they convert.
+
+    For example `timestamp_at` for `timestamp_ms`, `created_at` for `created_s`.
+    """
     names = SCHEMAS[table].names
     return {name: f"{name.rpartition('_')[0]}_at" for name in names if name in _TIMES}
 
 
 _TIMES = {"timestamp_ms": 1, "cut_ms": 1, "opened_ms": 1, "sealed_ms": 1, "finished_ms": 1, "created_s": 1000}
-"""Columns that are points in time since 1970, and milliseconds in their unit."""
+"""Columns with points in time since 1970, and the milliseconds in their unit."""
 
 
 def _with_times(table: str, stored: str) -> str:
-    """The query that gives a table, each number that is a time followed by that time."""
+    """The query for a table, with each numeric time followed by its timestamp."""
     times, columns = times_of(table), []
     for name in SCHEMAS[table].names:
         columns.append(f'"{name}"')
@@ -99,18 +101,17 @@ def _with_times(table: str, stored: str) -> str:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Rows of a query, with the names of their columns."""
+class QueryResult:
+    """Rows of a query, with the names of its columns."""
 
     columns: tuple[str, ...]
     rows: Sequence[tuple[Any, ...]]
 
 
-def query(store: Store, statement: str, runs: Sequence[str] | None = None) -> Answer:
-    """The answer to one SELECT over all runs of an archive, or some of them.
+def query(store: Store, statement: str, runs: Sequence[str] | None = None) -> QueryResult:
+    """Run one SELECT over all or some runs of an archive.
 
-    Raises ConfigurationError where DuckDB is missing, the archive is empty, or the statement is wrong or none that only
-    reads.
+    Raises ConfigurationError if DuckDB is missing, the archive is empty, or the statement is invalid or not read-only.
     """
     try:
         import duckdb
@@ -128,12 +129,12 @@ def query(store: Store, statement: str, runs: Sequence[str] | None = None) -> An
             connection.execute(f"create view {name} as {_with_times(name, f'{name}_stored')}")
         for name, (_about, text) in VIEWS.items():
             connection.execute(f"create view {name} as {text}")
-        # Nothing of this machine, nor settings, may be reached from the query.
+        # The query must reach neither files of this machine nor settings.
         connection.execute("set lock_configuration = true")
-        # By Arrow: DuckDB itself makes Python's times with pytz alone, which is not here.
-        found = connection.sql(statements[0]).to_arrow_table()
-        columns = [column.to_pylist(maps_as_pydicts="lossy") for column in found.columns]
-        return Answer(tuple(found.column_names), list(zip(*columns, strict=True)))
+        # Through Arrow, because DuckDB needs pytz to convert times to Python.
+        result = connection.sql(statements[0]).to_arrow_table()
+        columns = [column.to_pylist(maps_as_pydicts="lossy") for column in result.columns]
+        return QueryResult(tuple(result.column_names), list(zip(*columns, strict=True)))
     except duckdb.Error as error:
         raise ConfigurationError(f"the query cannot be answered: {' '.join(str(error).split())}") from error
     finally:
@@ -141,11 +142,12 @@ def query(store: Store, statement: str, runs: Sequence[str] | None = None) -> An
 
 
 def _tables(store: Store, runs: Sequence[str] | None) -> dict[str, Any]:
-    """Every table as an Arrow data set of the files that current manifests name."""
+    """Every table as an Arrow data set of the files in the current manifests."""
     from pyarrow import dataset, fs
 
     held = manifests.runs_of(store)
-    current = [one for run in held if runs is None or run in runs if (one := manifests.newest(store, run))]
+    chosen = (run for run in held if runs is None or run in runs)
+    current = [manifest for run in chosen if (manifest := manifests.newest(store, run))]
     if not current:
         raise ConfigurationError(
             f"{store.url} holds no archive of {'any run' if runs is None else ', '.join(runs)}; make one with "
@@ -157,13 +159,13 @@ def _tables(store: Store, runs: Sequence[str] | None) -> dict[str, Any]:
         assert isinstance(store, LocalStore)
         root = store.root
         files, place = fs.LocalFileSystem(), lambda name: str(root / name)
-    found: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     for name, schema in SCHEMAS.items():
-        paths = [place(file.path) for manifest in current for file in manifest.of(name)]
-        # Data sets infer columns from folders only where they are told to: files hold all of theirs.
-        found[name] = (
+        paths = [place(file.path) for manifest in current for file in manifest.files_of(name)]
+        # Files hold all columns; none is inferred from folders.
+        tables[name] = (
             dataset.dataset(paths, schema=schema, format="parquet", filesystem=files)
             if paths
             else pa.Table.from_batches([], schema=schema)
         )
-    return found
+    return tables

@@ -1,7 +1,7 @@
-"""Where an archive lies: a local directory, or any object store that fsspec knows by its URL.
+"""Stores of archives: a local directory, or any object store whose URL fsspec supports.
 
-Objects are written whole and never changed. `create` writes only where nothing is: what commits are made of, as object
-stores have no rename. What a store has accepted outlives a crash of this machine.
+Objects are written completely and never changed. `create` writes only new objects; commits use it because object stores
+have no rename. Accepted objects survive a crash of this machine.
 """
 
 import os
@@ -10,35 +10,35 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from consumers.buffers.files import UNFINISHED, StoreError, sync_directory, write_bytes
-from topics.errors import ConfigurationError, StateRefused
+from rollstream.consumers.files.atomic_files import UNFINISHED, StoreError, sync_directory, write_bytes
+from rollstream.topics.errors import ConfigurationError, StateRefused
 
 
 class Store(Protocol):
-    """Objects by name; names have slashes."""
+    """Objects by name; names contain slashes."""
 
     url: str
 
     def names(self, under: str) -> list[str]:
-        """Names of all objects below a folder, in order."""
+        """Names of all objects below a folder, sorted."""
 
     def read(self, name: str) -> bytes:
-        """An object whole. Raises FileNotFoundError where there is none."""
+        """Read an object. Raises FileNotFoundError if there is none."""
 
     def write(self, name: str, data: bytes) -> None:
-        """Store an object, whole or not at all. Raises StoreError, with the cause, where it cannot be."""
+        """Store an object atomically. Raises StoreError, with the cause, if it cannot be written."""
 
     def create(self, name: str, data: bytes) -> bool:
-        """Store an object where none is; False, and nothing is changed, where there is one already."""
+        """Store a new object; return False and change nothing if one exists."""
 
     def delete(self, name: str) -> None:
-        """Remove an object; no error where there is none."""
+        """Remove an object, if it exists."""
 
 
 def open_store(url: str) -> Store:
-    """The store at a path or URL. Raises ConfigurationError where fsspec is missing or knows no such URL."""
+    """Open the store at a path or URL. Raises ConfigurationError if fsspec is missing or does not support the URL."""
     parts = urlsplit(url)
-    if len(parts.scheme) < 2:  # None, or the drive of a path on Windows.
+    if len(parts.scheme) < 2:  # No scheme, or the drive letter of a Windows path.
         return LocalStore(Path(url))
     if parts.scheme == "file":
         return LocalStore(Path(parts.path))
@@ -46,7 +46,7 @@ def open_store(url: str) -> Store:
 
 
 class LocalStore:
-    """A directory. Files are on disk before they have their names."""
+    """A local directory. Files get their names only when their bytes are on disk."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
@@ -54,8 +54,8 @@ class LocalStore:
 
     def names(self, under: str) -> list[str]:
         folder = self.root / under
-        found = (path.relative_to(self.root) for path in folder.rglob("*") if path.is_file())
-        return sorted(path.as_posix() for path in found)
+        names = (path.relative_to(self.root) for path in folder.rglob("*") if path.is_file())
+        return sorted(path.as_posix() for path in names)
 
     def read(self, name: str) -> bytes:
         return (self.root / name).read_bytes()
@@ -68,7 +68,7 @@ class LocalStore:
         written = path.with_name(f".{uuid.uuid4().hex}{UNFINISHED}")
         write_bytes(written, data)
         try:
-            # Unlike a rename, a link is refused where there is a file.
+            # Unlike a rename, a link fails if the file exists.
             os.link(written, path)
         except FileExistsError:
             return False
@@ -87,15 +87,15 @@ class LocalStore:
         for folder in path.relative_to(self.root).parents[:-1]:
             try:
                 (self.root / folder).rmdir()
-            except OSError:  # It holds other files.
+            except OSError:  # The directory holds other files.
                 return
 
 
 class FsspecStore:
-    """A folder of a file system of fsspec's: s3://, gs://, memory:// and others.
+    """A folder of an fsspec file system: s3://, gs://, memory:// and others.
 
-    `create` is as exclusive as the file system's: s3fs, gcsfs and memory:// refuse where an object is; those that know
-    no such mode are asked first, which two archivers at the very same moment might both pass.
+    `create` is as exclusive as the file system: s3fs, gcsfs and memory:// refuse an existing object; for file systems
+    without that mode existence is checked first, which two archivers at the same moment might both pass.
     """
 
     def __init__(self, url: str) -> None:
@@ -106,14 +106,14 @@ class FsspecStore:
                 f'{url}: archives at URLs need fsspec: pip install "rollstream[archive]"'
             ) from error
         try:
-            # Another process may have written since: nothing is remembered.
+            # Another process may write: no caching of listings.
             self.files, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ValueError, ImportError, TypeError) as error:
             raise ConfigurationError(f"{url}: fsspec cannot open it: {error}") from error
         self.url = url.rstrip("/")
 
     def path(self, name: str) -> str:
-        """Where an object lies, as the file system calls it."""
+        """Path of an object in the file system."""
         return f"{self._root.rstrip('/')}/{name}"
 
     def names(self, under: str) -> list[str]:
@@ -149,7 +149,7 @@ class FsspecStore:
     def _put(self, name: str, data: bytes, **mode: Any) -> None:
         path = self.path(name)
         try:
-            # Object stores have no folders and take no notice.
+            # Object stores have no folders and ignore this.
             self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
             self.files.pipe_file(path, data, **mode)
         except FileExistsError:
@@ -159,7 +159,7 @@ class FsspecStore:
 
 
 def checked(store: Store, name: str, sha256: str) -> bytes:
-    """An object whose digest must be this. Raises StateRefused where it is missing or another."""
+    """Read an object with this digest. Raises StateRefused if it is missing or differs."""
     import hashlib
 
     try:
@@ -167,5 +167,5 @@ def checked(store: Store, name: str, sha256: str) -> bytes:
     except FileNotFoundError:
         raise StateRefused(f"{store.url}/{name} is missing, and the archive's manifest names it") from None
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise StateRefused(f"{store.url}/{name} is not what was archived: its SHA-256 differs from the manifest's")
+        raise StateRefused(f"{store.url}/{name} is not the archived file: its SHA-256 differs from the manifest's")
     return data

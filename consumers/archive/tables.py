@@ -1,7 +1,7 @@
-"""The tables of an archive and how records become their rows.
+"""The tables of an archive, and the conversion of records to their rows.
 
-`log` holds every record as it is, bytes and all; the others are what queries are about, decoded, one row a rollout,
-turn, member of a batch, group, drop, step or use. A record that cannot be decoded has a row in `log` alone.
+`log` holds every record unchanged; the other tables are for queries, with one row for each rollout, turn, member of a
+batch, group, drop, step or use. A record that cannot be decoded has a row in `log` alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from consumers.archive.manifest import LOG
-from topics import codec
-from topics.catalogue import spec_of
-from topics.errors import RecordError
-from topics.records import JournalRecord, LearnerStep, Rollout, TrainingBatch
-from topics.validation import batch_problems
+from rollstream.consumers.archive.manifest import LOG
+from rollstream.topics import codec
+from rollstream.topics.catalogue import spec_of
+from rollstream.topics.errors import RecordError
+from rollstream.topics.records import JournalRecord, LearnerStep, Rollout, TrainingBatch
+from rollstream.topics.validation import batch_problems
 
 
-class Entry(NamedTuple):
-    """A record as a topic holds it."""
+class ArchivedRecord(NamedTuple):
+    """A record of a topic."""
 
     topic: str
-    """Its name in the catalogue."""
+    """Name of the topic in the catalogue."""
     partition: int
     offset: int
     timestamp_ms: int
@@ -44,7 +44,7 @@ _PLACE = [
     ("offset", pa.int64()),
     ("timestamp_ms", pa.int64()),
 ]
-"""What every row begins with: of which record it is. `date` is that of the record's timestamp, UTC."""
+"""First columns of every row, which identify its record. `date` is that of the record's timestamp, UTC."""
 _GROUP = [("example_id", pa.string()), ("policy_version", pa.int64()), ("group_id", pa.string())]
 _ROLLOUT = [
     ("uid", pa.string()),
@@ -169,31 +169,31 @@ SCHEMAS: Mapping[str, pa.Schema] = {
     }.items()
 }
 _OWN_VALUES = ("offset", "timestamp_ms", "key", "value", "uid", "text")
-"""Columns of which no value comes again often enough for a dictionary."""
+"""Columns whose values repeat too rarely for a dictionary."""
 
 _LAST_DAY = 2_932_896
-"""9999-12-31, the last that dates have."""
+"""9999-12-31, the last valid date."""
 _ROW_GROUP_BYTES = 64 * 1024 * 1024
 
 Row = tuple[Any, ...]
-"""Values in the order of a table's schema, from `topic` on: run, environment and date are those of the file."""
+"""Values in the order of a table's schema, from `topic` on; run, environment and date come from the file."""
 Rows = Iterator[tuple[str, str, Row]]
 """Table, environment and row."""
 
 
 @cache
 def date_of(day: int) -> str:
-    """A day since 1970 as ISO 8601."""
+    """ISO 8601 date of a day, counted from 1970-01-01."""
     return datetime.fromtimestamp(day * 86400, UTC).date().isoformat()
 
 
 def date_at(timestamp_ms: int) -> str:
-    """The day of a record, UTC; the first or last there is for times before or after it."""
+    """The date of a record, UTC; the first or last valid date for times outside their range."""
     return date_of(min(max(timestamp_ms, 0) // 86_400_000, _LAST_DAY))
 
 
-def log_row(entry: Entry) -> Row:
-    """The row of `log`."""
+def log_row(entry: ArchivedRecord) -> Row:
+    """The row of a record in `log`."""
     headers = None if entry.headers is None else [{"name": name, "value": value} for name, value in entry.headers]
     return (*entry[:4], _kind(entry.value), entry.key, entry.value, headers)
 
@@ -207,8 +207,8 @@ def _kind(value: bytes | None) -> str | None:
     return None if value is None else _kinds().get(value[: codec.HEADER_SIZE])
 
 
-def rows_of(entry: Entry, *, arrays: bool) -> Rows:
-    """Rows of the decoded tables; none for what says nothing there. Raises RecordError for what makes no rows."""
+def rows_of(entry: ArchivedRecord, *, arrays: bool) -> Rows:
+    """Yield the rows of a record in the decoded tables, if any. Raises RecordError if it cannot be decoded."""
     kind, bytes_belong = _kind(entry.value), not spec_of(entry.topic).values
     if kind is None and entry.value is not None and not bytes_belong:
         raise RecordError("a record of no kind that is known here")
@@ -226,7 +226,7 @@ def rows_of(entry: Entry, *, arrays: bool) -> Rows:
     yield from make(entry, record, arrays)
 
 
-def _rollout(entry: Entry, r: Rollout, arrays: bool) -> Rows:
+def _rollout(entry: ArchivedRecord, r: Rollout, arrays: bool) -> Rows:
     place, environment, about = entry[:4], r.environment, r.metadata
     table = "evals" if entry.topic == "evals" else "rollouts"
     row = (
@@ -245,7 +245,7 @@ def _rollout(entry: Entry, r: Rollout, arrays: bool) -> Rows:
         list(r.reward_components.items()),
         r.truncated,
         len(r.tokens),
-        # Without numpy, which would let go of the interpreter for this, and wait to have it back.
+        # Avoid numpy, which would release the interpreter lock here and wait for it again.
         len(r.tokens) - r.loss_mask.tobytes().count(0),
         len(r.turns),
         about.worker_id,
@@ -262,7 +262,7 @@ def _rollout(entry: Entry, r: Rollout, arrays: bool) -> Rows:
     )
     yield table, environment, row
     for number, turn in enumerate(r.turns):
-        of = turn.inference
+        inference = turn.inference
         yield (
             "turns",
             environment,
@@ -279,14 +279,14 @@ def _rollout(entry: Entry, r: Rollout, arrays: bool) -> Rows:
                 turn.reward,
                 turn.has_logprobs,
                 turn.timestamp,
-                of.model_version,
-                list(of.sampling_params.items()),
-                of.inference_time_s,
+                inference.model_version,
+                list(inference.sampling_params.items()),
+                inference.inference_time_s,
             ),
         )
 
 
-def _batch(entry: Entry, b: TrainingBatch, arrays: bool) -> Rows:
+def _batch(entry: ArchivedRecord, b: TrainingBatch, arrays: bool) -> Rows:
     place, splits = entry[:4], b.splits.tolist()
     members: dict[int, list[int]] = {}
     for row, index in enumerate(b.group_index.tolist()):
@@ -310,7 +310,7 @@ def _batch(entry: Entry, b: TrainingBatch, arrays: bool) -> Rows:
                 int(b.source_offsets[row]),
                 b.uids[row],
                 float(b.rewards[row]),
-                # Of its first sampled token; estimators that give each rollout one advantage give all of them this.
+                # The advantage of the first sampled token; many estimators give all tokens of a rollout the same.
                 float(sampled[0]) if len(sampled) else None,
                 bool(b.truncated[row]),
                 int(b.lowest_versions[row]),
@@ -334,27 +334,27 @@ def _batch(entry: Entry, b: TrainingBatch, arrays: bool) -> Rows:
         yield "groups", group.environment, (*place, *about, *when, *figures, *which)
 
 
-def _journal(entry: Entry, j: JournalRecord, _arrays: bool) -> Rows:
+def _journal(entry: ArchivedRecord, j: JournalRecord, _arrays: bool) -> Rows:
     place = entry[:4]
     for drop in j.drops:
-        said = (drop.offset, drop.reason, drop.detail, drop.uid)
+        cause = (drop.offset, drop.reason, drop.detail, drop.uid)
         figures = (drop.policy_version, drop.lowest_version, drop.age_ms, drop.tokens)
-        yield "drops", drop.environment, (*place, *said, *figures)
+        yield "drops", drop.environment, (*place, *cause, *figures)
     for group in j.finished_groups:
         about = (group.example_id, group.policy_version, group.group_id)
         yield "finished_groups", group.environment, (*place, *about, group.sealed_ms, group.finished_ms)
 
 
-def _step(entry: Entry, s: LearnerStep, _arrays: bool) -> Rows:
+def _step(entry: ArchivedRecord, s: LearnerStep, _arrays: bool) -> Rows:
     place = entry[:4]
     totals = (s.policy_version, s.params_digest, s.trained_total, s.skipped_total, s.timestamp)
     yield "steps", "", (*place, s.learner, s.step, s.input_run, s.position, *totals, list(s.metrics.items()))
     for use in s.uses:
-        what = (use.batch_id, use.index_offset, use.rows, use.use, use.reason)
-        yield "uses", "", (*place, s.learner, s.step, s.input_run, *what)
+        usage = (use.batch_id, use.index_offset, use.rows, use.use, use.reason)
+        yield "uses", "", (*place, s.learner, s.step, s.input_run, *usage)
 
 
-_MAKERS: dict[str, Callable[[Entry, Any, bool], Rows]] = {
+_MAKERS: dict[str, Callable[[ArchivedRecord, Any, bool], Rows]] = {
     "Rollout": _rollout,
     "TrainingBatch": _batch,
     "JournalRecord": _journal,
@@ -363,7 +363,7 @@ _MAKERS: dict[str, Callable[[Entry, Any, bool], Rows]] = {
 
 
 def table_of(name: str, run: str, environment: str, date: str, rows: Sequence[Row]) -> pa.Table:
-    """Rows of one file as an Arrow table."""
+    """Build the Arrow table of one file."""
     schema = SCHEMAS[name]
     same = [pa.repeat(pa.scalar(value, pa.string()), len(rows)) for value in (run, environment, date)]
     columns = [
@@ -374,15 +374,15 @@ def table_of(name: str, run: str, environment: str, date: str, rows: Sequence[Ro
 
 
 def parquet(tables: Iterable[pa.Table], schema: pa.Schema) -> tuple[bytes, int]:
-    """Tables of one schema as the bytes of one Parquet file, and how many rows it has.
+    """Return the bytes of a Parquet file with tables of one schema, and its number of rows.
 
-    Small ones share a row group; no more of them are held at once than fill one.
+    Small tables share a row group; at most one row group is held at once.
     """
     import pyarrow.parquet as pq
 
     sink, count = pa.BufferOutputStream(), 0
     names = [f.name for f in schema if f.name not in _OWN_VALUES and not _nested(f)]
-    # The schema is in Parquet's own terms; Arrow's copy of it in each file doubles that of a small one.
+    # Omit Arrow's copy of the schema, which would double the size of small files.
     with pq.ParquetWriter(sink, schema, compression="zstd", use_dictionary=names, store_schema=False) as writer:
         held: list[pa.Table] = []
         for table in tables:
@@ -400,8 +400,8 @@ def _nested(field: pa.Field) -> bool:
     return bool(pa.types.is_nested(field.type))
 
 
-def entries_of(data: bytes, topic: str, partition: int) -> Iterator[Entry]:
-    """Records of a file of `log`, in its order."""
+def archived_records(data: bytes, topic: str, partition: int) -> Iterator[ArchivedRecord]:
+    """Yield the records of a file of `log`, in its order."""
     import pyarrow.parquet as pq
 
     names = ["offset", "timestamp_ms", "key", "value", "headers"]
@@ -409,4 +409,4 @@ def entries_of(data: bytes, topic: str, partition: int) -> Iterator[Entry]:
         columns = (batch.column(name).to_pylist() for name in names)
         for offset, timestamp_ms, key, value, headers in zip(*columns, strict=True):
             named = None if headers is None else tuple((h["name"], h["value"]) for h in headers)
-            yield Entry(topic, partition, offset, timestamp_ms, key, value, named)
+            yield ArchivedRecord(topic, partition, offset, timestamp_ms, key, value, named)

@@ -1,7 +1,7 @@
-"""Records into files, files into the manifest: exactly once, whatever the moment of a crash.
+"""ArchiveWriter: writes records to files and files to the manifest, exactly once, even if it crashes.
 
-Records are kept in memory until files are written of them, and then the manifest that names these together with the
-positions after them. Who starts again goes on from the manifest's positions.
+Records are buffered until their files are written; then a manifest names the files together with the positions after
+them. A restarted writer continues from the positions in the manifest.
 """
 
 import hashlib
@@ -15,29 +15,39 @@ from urllib.parse import quote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from consumers.archive import manifest as manifests
-from consumers.archive.manifest import LOG, ArchivedFile, ArchivedTopic, Manifest, folder_of
-from consumers.archive.store import Store, checked
-from consumers.archive.tables import SCHEMAS, Entry, Row, date_at, entries_of, log_row, parquet, rows_of, table_of
-from topics.catalogue import topic_name
-from topics.errors import RecordError, StateRefused
-from topics.skipped import Skipped, SkippedRecords
+from rollstream.consumers.archive import manifest as manifests
+from rollstream.consumers.archive.manifest import LOG, ArchivedFile, ArchivedTopic, ArchiveManifest, folder_of
+from rollstream.consumers.archive.store import Store, checked
+from rollstream.consumers.archive.tables import (
+    SCHEMAS,
+    ArchivedRecord,
+    Row,
+    archived_records,
+    date_at,
+    log_row,
+    parquet,
+    rows_of,
+    table_of,
+)
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.errors import RecordError, StateRefused
+from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
 
-Place = tuple[str, int]
+TopicPartitionKey = tuple[str, int]
 """Topic and partition."""
 _LONGEST_NAME = 120
 _THREADS = 2
 SMALL_BYTES = 16 * 1024 * 1024
-"""Files of fewer bytes are worth merging."""
+"""Size below which files are merged."""
 LARGE_BYTES = 128 * 1024 * 1024
-"""What is merged does not exceed this."""
+"""Largest size of a merged file."""
 MOST_SMALL = 16
-"""Small files of one table, partition, environment and date above which an archiver merges them by itself."""
+"""Number of small files of one table, partition, environment and date at which an archiver merges them."""
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What one file is about to be made of."""
+class _FileSpec:
+    """Table, partition and offsets of a file to be written."""
 
     table: str
     topic: str
@@ -49,34 +59,35 @@ class _Part:
 
 
 class ArchiveWriter:
-    """The one writer of a run's archive; whoever wrote before is displaced, and what it left unnamed deleted."""
+    """The single writer of a run's archive; it takes over from the previous writer and deletes files that no manifest
+    names."""
 
     def __init__(self, store: Store, run: str, *, arrays: bool = False) -> None:
         self._store, self._run, self._arrays = store, run, arrays
         self.manifest = manifests.take_over(store, run)
         self.swept = manifests.sweep(store, self.manifest)
-        """Files deleted that no manifest named."""
+        """Number of deleted files that no manifest named."""
         self.skipped = SkippedRecords("archive", logged=False)
-        """Records of which something is not in the archive (headers), or no row in a table but `log`."""
+        """Records whose headers are not in the archive, or that have no row in a table other than `log`."""
         self.buffered_bytes = 0
-        self._entries: dict[Place, list[Entry]] = {}
-        self._reached: dict[Place, int] = {}
+        self._entries: dict[TopicPartitionKey, list[ArchivedRecord]] = {}
+        self._reached: dict[TopicPartitionKey, int] = {}
         self._pool = ThreadPoolExecutor(_THREADS)
-        self._writing: tuple[list[Future[ArchivedFile]], dict[Place, int]] | None = None
+        self._writing: tuple[list[Future[ArchivedFile]], dict[TopicPartitionKey, int]] | None = None
 
     def close(self) -> None:
-        """End its threads; what was not committed does not count."""
+        """End the threads; records that were not committed are not in the archive."""
         self._pool.shutdown(cancel_futures=True)
 
     def begin(self, topic: str, topic_id: str, first: Mapping[int, int]) -> dict[int, int]:
-        """Where to read a topic from, by partition; `first` is where each begins on the broker now.
+        """Return the offsets to read a topic from, by partition; `first` are its first offsets on the broker.
 
-        Raises StateRefused where the topic is another one than was archived, or was pruned beyond what was archived.
+        Raises StateRefused if the topic is not the archived one, or was pruned beyond the archived offsets.
         """
         known = self.manifest.topics.get(topic)
         if known is None:
-            found = ArchivedTopic(topic_id=topic_id, begin=dict(first), position=dict(first))
-            self.manifest = replace(self.manifest, topics={**self.manifest.topics, topic: found})
+            added = ArchivedTopic(topic_id=topic_id, begin=dict(first), position=dict(first))
+            self.manifest = replace(self.manifest, topics={**self.manifest.topics, topic: added})
             return dict(first)
         if known.topic_id != topic_id or known.position.keys() != first.keys():
             raise StateRefused(
@@ -87,25 +98,25 @@ class ArchiveWriter:
             if known.position[partition] < low:
                 raise StateRefused(
                     f"{self._run}.{topic}[{partition}] begins at offset {low}, and is archived up to "
-                    f"{known.position[partition]}: what lay between was deleted; archive to another place"
+                    f"{known.position[partition]}: records between were deleted; archive to another place"
                 )
         return dict(known.position)
 
-    def add(self, entry: Entry) -> None:
-        """Take a record; records of a partition come in their order."""
+    def add(self, entry: ArchivedRecord) -> None:
+        """Add a record; records of a partition must come in order."""
         self._entries.setdefault((entry.topic, entry.partition), []).append(entry)
         self.buffered_bytes += len(entry.value or b"") + len(entry.key or b"") + 64
 
-    def commit(self, positions: Mapping[Place, int]) -> Manifest:
-        """Make all that was added part of the archive, which then reaches up to `positions`.
+    def commit(self, positions: Mapping[TopicPartitionKey, int]) -> ArchiveManifest:
+        """Commit all added records; the archive then reaches up to `positions`.
 
-        Raises Fenced where another writer took over: nothing of this counts then.
+        Raises Fenced if another writer took over: then the records are not in the archive.
         """
         self.start(positions)
         return self.finish()
 
-    def start(self, positions: Mapping[Place, int]) -> None:
-        """Begin to write files of all that was added, and return; what was begun before is committed first.
+    def start(self, positions: Mapping[TopicPartitionKey, int]) -> None:
+        """Start to write files of all added records, after committing the files started before.
 
         Raises as `commit` does.
         """
@@ -116,8 +127,8 @@ class ArchiveWriter:
         self._entries, self.buffered_bytes = {}, 0
         self._writing = files, dict(positions)
 
-    def finish(self) -> Manifest:
-        """Commit what was begun, where something was. Raises as `commit` does."""
+    def finish(self) -> ArchiveManifest:
+        """Commit the files that were started, if any. Raises as `commit` does."""
         if self._writing is not None:
             futures, positions = self._writing
             files = [future.result() for future in futures]
@@ -130,14 +141,16 @@ class ArchiveWriter:
             self._writing = None
         return self.manifest
 
-    def _parts(self, place: Place, entries: Sequence[Entry]) -> Iterator[tuple[_Part, Sequence[Row], int, int]]:
-        """Rows by file, with the first and last offset in each."""
+    def _parts(
+        self, place: TopicPartitionKey, entries: Sequence[ArchivedRecord]
+    ) -> Iterator[tuple[_FileSpec, Sequence[Row], int, int]]:
+        """Yield the rows of each file, with its first and last offset."""
         topic, partition = place
         begin, end = self._begin(place), entries[-1].offset + 1
         self._reached[place] = end
-        of = _Part(LOG, topic, partition, "", date_at(entries[0].timestamp_ms), begin, end)
-        yield of, [log_row(entry) for entry in entries], entries[0].offset, end - 1
-        found: dict[tuple[str, str, str], list[Row]] = {}
+        log = _FileSpec(LOG, topic, partition, "", date_at(entries[0].timestamp_ms), begin, end)
+        yield log, [log_row(entry) for entry in entries], entries[0].offset, end - 1
+        by_file: dict[tuple[str, str, str], list[Row]] = {}
         for entry in entries:
             date = date_at(entry.timestamp_ms)
             try:
@@ -146,27 +159,32 @@ class ArchiveWriter:
                 self.skipped.note(Skipped(topic_name(self._run, topic), partition, entry.offset, str(error)))
                 continue
             for table, environment, row in rows:
-                found.setdefault((table, environment, date), []).append(row)
-        for (table, environment, date), of_file in found.items():
+                by_file.setdefault((table, environment, date), []).append(row)
+        for (table, environment, date), of_file in by_file.items():
             # Rows begin with topic, partition and offset.
-            yield _Part(table, topic, partition, environment, date, begin, end), of_file, of_file[0][2], of_file[-1][2]
+            yield (
+                _FileSpec(table, topic, partition, environment, date, begin, end),
+                of_file,
+                of_file[0][2],
+                of_file[-1][2],
+            )
 
-    def _begin(self, place: Place) -> int:
-        """Where the next file of a partition's log begins: where the last one ends."""
+    def _begin(self, place: TopicPartitionKey) -> int:
+        """First offset of the next log file of a partition: the end of the last one."""
         if place in self._reached:
             return self._reached[place]
         topic, partition = place
-        ends = (f.end for f in self.manifest.of(LOG) if (f.topic, f.partition) == place)
+        ends = (f.end for f in self.manifest.files_of(LOG) if (f.topic, f.partition) == place)
         return max(ends, default=self.manifest.topics[topic].begin[partition])
 
-    def _write(self, part: _Part, rows: Sequence[Row], first: int, last: int) -> ArchivedFile:
+    def _write(self, part: _FileSpec, rows: Sequence[Row], first: int, last: int) -> ArchivedFile:
         table = table_of(part.table, self._run, part.environment, part.date, rows)
         return _stored(self._store, self._run, part, [table], first, last)
 
     def compact(self, *, at_least: int = 2) -> int:
-        """Merge small files of the same table, partition, environment and date; returns how many files fewer there are.
+        """Merge small files of the same table, partition, environment and date; return the reduction in files.
 
-        Only where there are `at_least` of them. What was replaced is deleted once the new manifest stands.
+        Merges only groups of `at_least` files. Replaced files are deleted after the new manifest is committed.
         """
         self.finish()
         groups: dict[tuple[str, str, int, str, str], list[list[ArchivedFile]]] = {}
@@ -174,7 +192,7 @@ class ArchiveWriter:
             if file.size_bytes >= SMALL_BYTES:
                 continue
             runs = groups.setdefault((file.table, file.topic, file.partition, file.environment, file.date), [[]])
-            # Files of the log go together only where nothing lies between them.
+            # Files of the log are merged only if they are contiguous.
             apart = runs[-1] and file.table == LOG and runs[-1][-1].end != file.begin
             if apart or sum(f.size_bytes for f in runs[-1]) + file.size_bytes > LARGE_BYTES:
                 runs.append([])
@@ -193,16 +211,16 @@ class ArchiveWriter:
 def _merged(store: Store, run: str, files: Sequence[ArchivedFile]) -> ArchivedFile:
     tables = (read_table(store, file) for file in files)
     head = files[0]
-    part = _Part(
+    part = _FileSpec(
         head.table, head.topic, head.partition, head.environment, head.date, head.begin, max(f.end for f in files)
     )
     return _stored(store, run, part, tables, min(f.first for f in files), max(f.last for f in files))
 
 
-def _stored(store: Store, run: str, part: _Part, tables: Iterable[pa.Table], first: int, last: int) -> ArchivedFile:
+def _stored(store: Store, run: str, part: _FileSpec, tables: Iterable[pa.Table], first: int, last: int) -> ArchivedFile:
     data, rows = parquet(tables, SCHEMAS[part.table])
     folders = f"table={part.table}/environment={_folder(part.environment)}/date={part.date}"
-    # No two are alike, so that what a crash left behind is never taken for what a manifest names.
+    # Names are unique, so that a file left by a crash is never taken for one in a manifest.
     name = f"{part.topic}-{part.partition}-{first}-{last}-{uuid.uuid4().hex[:12]}.parquet"
     path = f"{folder_of(run)}/{folders}/{name}"
     store.write(path, data)
@@ -224,7 +242,7 @@ def _stored(store: Store, run: str, part: _Part, tables: Iterable[pa.Table], fir
 
 
 def _folder(environment: str) -> str:
-    """An environment as the name of a folder, as Hive spells it; a long one shortened: files hold it whole."""
+    """Hive folder name of an environment; long names are shortened, because files hold them in full."""
     quoted = quote(environment, safe=" ") or "__HIVE_DEFAULT_PARTITION__"
     if len(quoted) <= _LONGEST_NAME:
         return quoted
@@ -232,20 +250,20 @@ def _folder(environment: str) -> str:
 
 
 def read_table(store: Store, file: ArchivedFile) -> pa.Table:
-    """A file's rows. Raises StateRefused where it is missing, or another than the manifest names."""
+    """Read the rows of a file. Raises StateRefused if it is missing, or differs from the manifest."""
     data = checked(store, file.path, file.sha256)
     return pq.read_table(pa.BufferReader(data)).cast(SCHEMAS[file.table])
 
 
-def records(store: Store, manifest: Manifest, topic: str, partition: int) -> Iterator[Entry]:
-    """The archived records of a partition, in the order of their offsets. Raises as `read_table` does."""
-    for file in manifest.of(LOG):
+def records(store: Store, manifest: ArchiveManifest, topic: str, partition: int) -> Iterator[ArchivedRecord]:
+    """Yield the archived records of a partition, in offset order. Raises as `read_table` does."""
+    for file in manifest.files_of(LOG):
         if (file.topic, file.partition) == (topic, partition):
-            yield from entries_of(checked(store, file.path, file.sha256), topic, partition)
+            yield from archived_records(checked(store, file.path, file.sha256), topic, partition)
 
 
 def check_files(store: Store, files: Iterable[ArchivedFile]) -> int:
-    """Read every file again: digests and rows must be the manifest's. Returns how many. Raises StateRefused."""
+    """Compare digests and row counts of files with the manifest; return the number of files. Raises StateRefused."""
     count = 0
     for file in files:
         rows = len(read_table(store, file))

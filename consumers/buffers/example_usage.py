@@ -1,7 +1,7 @@
-"""The store of groups and batches by hand, without Kafka: `python -m consumers.buffers.example_usage [DIRECTORY]`.
+"""Example of the group store without Kafka: `python -m rollstream.consumers.buffers.example_usage [DIRECTORY]`.
 
-Adds rollouts of 12 problems to a store, has batches made of them, and reads both back; every line printed is counted
-from the files.
+It adds rollouts of 12 problems to a store, makes batches of them, and reads both back; every number that it prints is
+counted from the files.
 """
 
 import sys
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from consumers.buffers.group_config import GroupStoreConfig
-from consumers.buffers.group_store import GroupReplayBuffer
-from consumers.grouping.batch_maker import MakerContext
-from consumers.grouping.reservoir import ReservoirBatchMaker
-from topics.records import InferenceMetadata, Rollout, RolloutMetadata, Turn
+from rollstream.consumers.buffers.groups.config import GroupStoreConfig
+from rollstream.consumers.buffers.groups.store import GroupReplayBuffer
+from rollstream.consumers.grouping.makers.batch_maker import MakerContext
+from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
+from rollstream.topics.records import InferenceMetadata, Rollout, RolloutMetadata, Turn
 
 PROBLEMS = 12
 ATTEMPTS = 8
@@ -23,12 +23,12 @@ BATCH_SIZE = 32
 
 
 def attempts() -> Iterator[Rollout]:
-    """Eight attempts at each of twelve sums, right or wrong by a draw with a fixed seed."""
+    """Eight attempts at each of twelve sums, correct or wrong by a draw with a fixed seed."""
     rng = np.random.default_rng(0)
     for problem in range(PROBLEMS):
         for attempt in range(ATTEMPTS):
-            right = bool(rng.random() < problem / (PROBLEMS - 1))
-            tokens = np.array([problem, 10, problem, 11, 2 * problem + (not right)], np.int32)
+            correct = bool(rng.random() < problem / (PROBLEMS - 1))
+            tokens = np.array([problem, 10, problem, 11, 2 * problem + (not correct)], np.int32)
             uid = f"problem-{problem}-{attempt}"
             yield Rollout(
                 uid=uid,
@@ -41,7 +41,7 @@ def attempts() -> Iterator[Rollout]:
                 tokens=tokens,
                 loss_mask=np.array([False] * 4 + [True]),
                 logprobs=np.array([0, 0, 0, 0, -0.7], np.float32),
-                reward=float(right),
+                reward=float(correct),
                 turns=(
                     Turn(role="user", text=f"{problem}+{problem}=", start=0, stop=4),
                     Turn(
@@ -49,7 +49,7 @@ def attempts() -> Iterator[Rollout]:
                         text=str(tokens[-1]),
                         start=4,
                         stop=5,
-                        reward=float(right),
+                        reward=float(correct),
                         has_logprobs=True,
                         inference=InferenceMetadata(model_version=3, inference_time_s=0.01),
                     ),
@@ -59,7 +59,7 @@ def attempts() -> Iterator[Rollout]:
 
 
 def main(root: Path) -> None:
-    """Fill a store below `root` and say what is in it."""
+    """Fill a store below `root` and print its content."""
     config = GroupStoreConfig(target_group_size=ATTEMPTS)
     maker = ReservoirBatchMaker(MakerContext(partition=0, seed=42, batch_bytes=2**30))
     with GroupReplayBuffer(root, "sums", config, batch_maker=maker) as buffer:
@@ -67,17 +67,19 @@ def main(root: Path) -> None:
         while (batch_id := buffer.create_and_store_batch(BATCH_SIZE)) is not None:
             batch = buffer.read_batch(batch_id)
             advantages = np.array([example.advantage[0] for example in batch.examples])
-            _say(f"batch {batch.number}: {len(batch.examples)} examples, advantages {advantages.std():.3f} around 0")
+            _print_line(
+                f"batch {batch.number}: {len(batch.examples)} examples, advantages {advantages.std():.3f} around 0"
+            )
         for group in buffer.groups():
             rewards = [rollout.reward for rollout in group.rollouts]
-            _say(f"group {group.example_id}: {len(rewards)} rollouts, mean reward {np.mean(rewards):.3f}")
+            _print_line(f"group {group.example_id}: {len(rewards)} rollouts, mean reward {np.mean(rewards):.3f}")
         for name, count in buffer.stats().items():
-            _say(f"{name}: {count}")
+            _print_line(f"{name}: {count}")
         files = sorted(path.relative_to(root) for path in root.rglob("*.parquet"))
-        _say(f"{len(files)} files, e.g. {files[0]} and {files[-1]}")
+        _print_line(f"{len(files)} files, e.g. {files[0]} and {files[-1]}")
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
 
 

@@ -1,21 +1,21 @@
-"""Settings of grouping: those of the fold travel in the log itself, those of the process do not.
+"""Settings of grouping: those of the fold are part of the log, those of the process are not.
 
-A fold never reads a file: its configuration arrives with generation 0 and with configuration marks.
+A fold never reads a file: its configuration comes with the first journal record and with configuration marks.
 """
 
 import dataclasses
 import json
 import math
-import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
-from consumers.grouping.bounds import BOUNDS, Bounds, by_environment
-from consumers.grouping.changes import CORE_VERSION
-from topics.errors import ConfigurationError, StateRefused
+from rollstream.consumers.grouping.core.effects import CORE_VERSION
+from rollstream.consumers.grouping.core.rollout_bounds import BOUNDS, Bounds, parse_bounds
+from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.offset_ranges import OffsetRange
 
 _LEAST = {
     "generation": 0,
@@ -29,34 +29,12 @@ _LEAST = {
 _LONGEST_S = 1e9
 CONFIGURATION_BYTES = 128 * 1024
 """Largest configuration, as JSON."""
-_RANGE = re.compile(r"(\d{1,18}):(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
-
-
-class OffsetRange(NamedTuple):
-    """Offsets of a partition, the last one included."""
-
-    partition: int
-    first: int
-    last: int
-
-
-def offset_range(text: str) -> OffsetRange:
-    """Read `PARTITION:FIRST-LAST`, or `PARTITION:OFFSET` for one. Raises ConfigurationError for anything else."""
-    found = _RANGE.fullmatch(text)
-    if found is None:
-        raise ConfigurationError(f"{text!r} is no range of offsets; write PARTITION:FIRST-LAST, e.g. 0:1200-1450")
-    partition, first, last = (int(part) for part in (found[1], found[2], found[3] or found[2]))
-    if first > last:
-        raise ConfigurationError(f"{text!r} is no range of offsets: it ends before it begins")
-    return OffsetRange(partition, first, last)
-
-
 GENERATION_STEP = 2**32
-"""Most a generation rises at once, so that none leaves too few for those after it; dates and seconds fit."""
+"""Most by which a generation may rise at once, so that enough remain for later ones; dates and seconds fit."""
 
 
 class ForeignConfiguration(StateRefused):
-    """A configuration in the log that other code may run, and this cannot."""
+    """Refusal of a configuration in the log that other code may run and this code cannot."""
 
     def __init__(self, message: str, core_version: int) -> None:
         super().__init__(message)
@@ -66,15 +44,16 @@ class ForeignConfiguration(StateRefused):
         return type(self), (str(self), self.core_version)  # It may come from another process.
 
 
-SINCE_3 = (*BOUNDS, "bounds", "remembered_bytes")
-"""Keys that came with core version 3: a configuration of an earlier version does not have them."""
+KEYS_SINCE = {3: (*BOUNDS, "bounds", "remembered_bytes"), 5: ("token_arrays",)}
+"""Keys that a core version introduced: configurations of earlier versions do not have them."""
 
 EXCLUSIONS = ("exclude_environments", "exclude_workers", "exclude_offsets")
-"""Settings that name what is excluded."""
+"""Settings that exclude groups."""
+_LISTS = (*EXCLUSIONS, "bounds", "token_arrays")
 
 
 def milliseconds(seconds: float) -> int:
-    """Stream time of a setting: whole milliseconds, at least one where it is above 0."""
+    """Return a setting in whole milliseconds of stream time, at least one if it is above 0."""
     return max(1, int(seconds * 1000)) if seconds > 0 else 0
 
 
@@ -85,21 +64,21 @@ def _types() -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupingConfig:
-    """What decides the batches. Changing it for a running run needs a higher `generation`.
+    """Settings that decide the batches. Changing them for a running run needs a higher `generation`.
 
-    Limits apply to groups as they are found; deadlines set before a change stay as they were.
+    New limits apply to the groups that exist already; deadlines that were set before a change stay as they were.
     """
 
     generation: int = 0
-    """Counts configurations of a run; a configuration whose generation is not higher than the current is ignored."""
+    """Number of the configuration; one that is not higher than the generation in force is ignored."""
     core_version: int = CORE_VERSION
-    """Version of the fold's behaviour; a run keeps the one it started with until a higher generation says otherwise."""
+    """Version of the fold's behaviour; a run keeps its first one until a higher generation names another."""
     estimator: str = "rloo"
-    """Advantage estimator, one of consumers.grouping.estimators.ESTIMATORS."""
+    """Advantage estimator, one of rollstream.consumers.grouping.core.estimators.ESTIMATORS."""
     maker: str = "fifo"
-    """Batch maker: fifo, reservoir, or one of yours that grouper.makers names."""
+    """Batch maker: fifo, reservoir, or one of your own that grouper.makers names."""
     seed: int = 0
-    """Seed of makers that choose at random."""
+    """Seed of batch makers that choose at random."""
     batch_rollouts: int = 64
     """A batch is cut when this many rollouts of whole groups are waiting."""
     batch_bytes: int = 4 * 1024 * 1024
@@ -107,24 +86,24 @@ class GroupingConfig:
     max_batch_age_s: float = 30.0
     """A batch is cut when its oldest group has waited this long in stream time."""
     min_group_size: int = 0
-    """Least members a group needs at its deadline; 0 means its declared size."""
+    """Least members that a group needs at its deadline; 0 means its declared size."""
     group_deadline_s: float = 600.0
-    """Stream time after which an incomplete group is over: the producer's episode limit plus a margin."""
+    """Stream time after which an incomplete group seals or is dropped: the producer's episode limit plus a margin."""
     max_policy_lag: int = 4
-    """Versions a group may lag behind the policy clock; negative means no limit."""
+    """Policy versions that a group may lag behind the policy clock; negative means no limit."""
     max_age_s: float = -1.0
-    """Stream time a group may take from its first record to its batch; negative means no limit."""
+    """Stream time from a group's first record to its batch, at most; negative means no limit."""
     future_deadline_s: float = 600.0
-    """How long a group waits for the policy clock to reach its version."""
+    """Stream time that a group waits for the policy clock to reach its version."""
     capacity_bytes: int = 256 * 1024 * 1024
-    """Memory that groups of one partition take; beyond it the oldest incomplete group is dropped. Before core version 3
-    the bytes of their records."""
+    """Memory that groups of one partition may take; beyond it the oldest incomplete group is dropped. Before core
+    version 3, bytes of their records."""
     remembered_bytes: int = 64 * 1024 * 1024
-    """Memory that finished groups of one partition take; beyond it the oldest are forgotten before `horizon_s`."""
+    """Memory that finished groups of one partition may take; beyond it the oldest are forgotten before `horizon_s`."""
     horizon_s: float = 3600.0
-    """How long finished groups are remembered, in stream time."""
+    """Stream time for which finished groups are remembered."""
     drop_superseded: bool = False
-    """Whether an older group of an example is dropped once a newer one of it sealed."""
+    """Whether older groups of an example are dropped once a newer one sealed."""
     allow_filtered_sampling: bool = False
     """Whether rollouts sampled with top_p, top_k or min_p may be trained on."""
     exclude_environments: tuple[str, ...] = ()
@@ -134,19 +113,22 @@ class GroupingConfig:
     exclude_offsets: tuple[str, ...] = ()
     """Rollouts whose groups are dropped, as ranges PARTITION:FIRST-LAST of offsets, the last one included."""
     min_reward: float = -1e9
-    """Least reward of a rollout that is grouped; one below it is dropped as invalid."""
+    """Least reward of a rollout; a lower one is dropped as invalid."""
     max_reward: float = 1e9
-    """Greatest reward. What rewards mean is the environment's affair, so the default refuses only what is absurd."""
+    """Greatest reward. The range depends on the environment, so the default only refuses absurd rewards."""
     min_temperature: float = 0.01
-    """Least sampling temperature; 0, which is greedy, is always taken."""
+    """Least sampling temperature; 0, which is greedy, is always allowed."""
     max_temperature: float = 100.0
     """Greatest sampling temperature."""
     vocabulary_size: int = 2**24
-    """Token ids must be below it: give the model's, and no learner meets an id it has no row for."""
+    """Upper bound of token ids, itself excluded: with the model's, no learner meets an id that it has no row for."""
     max_tokens: int = 2**20
     """Most tokens of a rollout."""
     bounds: tuple[str, ...] = ()
     """Bounds of single environments: ENVIRONMENT:KEY=VALUE with one of the six keys above, e.g. gsm8k:max_reward=1."""
+    token_arrays: tuple[str, ...] = ()
+    """Arrays of rollouts' `token_arrays` that batches carry, by name, e.g. weight_version. They count in batch_bytes
+    and in capacity_bytes. The reference log-probabilities are always carried."""
 
     def __post_init__(self) -> None:
         for name, kind in _types().items():
@@ -174,11 +156,11 @@ class GroupingConfig:
             raise ConfigurationError(f"grouping.max_age_s is {self.max_age_s}; no limit is a negative number")
         for text in self.exclude_offsets:
             try:
-                offset_range(text)
+                OffsetRange.parse(text)
             except ConfigurationError as error:
                 raise ConfigurationError(f"grouping.exclude_offsets: {error}") from error
         self._default_bounds.check("grouping")
-        by_environment(self.bounds, self._default_bounds)
+        parse_bounds(self.bounds, self._default_bounds)
         if (size := len(self.to_json())) > CONFIGURATION_BYTES:
             raise ConfigurationError(
                 f"grouping takes {size} bytes as JSON, as part of every journal record, at most {CONFIGURATION_BYTES}; "
@@ -192,7 +174,7 @@ class GroupingConfig:
         return at >= 0 and offset <= lasts[at]
 
     def bounds_of(self, environment: str) -> Bounds:
-        """What holds for rollouts of an environment."""
+        """Return the bounds of an environment."""
         return self._bounds.get(environment, self._default_bounds)
 
     @cached_property
@@ -201,22 +183,22 @@ class GroupingConfig:
 
     @cached_property
     def _bounds(self) -> Mapping[str, Bounds]:
-        return by_environment(self.bounds, self._default_bounds)
+        return parse_bounds(self.bounds, self._default_bounds)
 
     @cached_property
     def _excluded_offsets(self) -> dict[int, tuple[list[int], list[int]]]:
-        return _merged(map(offset_range, self.exclude_offsets))
+        return _merged(map(OffsetRange.parse, self.exclude_offsets))
 
     def to_json(self) -> str:
-        """The whole configuration, as it is written to the log."""
+        """Return the whole configuration as it is written to the log."""
         return _to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> "GroupingConfig":
-        """Read it back; a text that names no core version is of version 1, which had no such key.
+        """Decode a configuration; a text without a core version is of version 1, which had no such key.
 
-        Raises ForeignConfiguration for a text of newer code (a newer core version, or keys that are unknown here) and
-        ConfigurationError for what no code can have run.
+        Raises ForeignConfiguration for a text of newer code (a newer core version or unknown keys), and
+        ConfigurationError if no code can have run it.
         """
         try:
             values: dict[str, Any] = {"core_version": 1, **json.loads(text)}
@@ -231,10 +213,13 @@ class GroupingConfig:
                 f"does not know: upgrade rollstream",
                 version if type(version) is int else 0,
             )
-        early = [name for name in SINCE_3 if name in values]
-        if early and type(version) is int and version < 3:
-            raise ConfigurationError(f"grouping.{early[0]} came with core version 3, and core_version is {version}")
-        for name in (*EXCLUSIONS, "bounds"):
+        for since, names in KEYS_SINCE.items():
+            early = [name for name in names if name in values]
+            if early and type(version) is int and version < since:
+                raise ConfigurationError(
+                    f"grouping.{early[0]} came with core version {since}, and core_version is {version}"
+                )
+        for name in _LISTS:
             if isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
         return cls(**values)
@@ -242,19 +227,19 @@ class GroupingConfig:
 
 @lru_cache(maxsize=64)
 def _to_json(config: GroupingConfig) -> str:
-    # Asked at every commit of every task, for the same few configurations.
+    # Every commit of every task asks for the same few configurations.
     values = dataclasses.asdict(config)
     if not config.exclude_offsets:
-        # Releases that do not know the key go on with every configuration that makes no use of it.
+        # Releases that do not know the key can run every configuration that does not use it.
         del values["exclude_offsets"]
-    if config.core_version < 3:
-        for name in SINCE_3:
+    for since, names in KEYS_SINCE.items():
+        for name in names if config.core_version < since else ():
             del values[name]
     return json.dumps(values, sort_keys=True)
 
 
 def _merged(ranges: Iterable[OffsetRange]) -> dict[int, tuple[list[int], list[int]]]:
-    """First and last offsets of ranges that do not overlap, ascending, by partition."""
+    """Merge ranges that overlap; return ascending first and last offsets by partition."""
     merged: dict[int, tuple[list[int], list[int]]] = {}
     for partition, first, last in sorted(ranges):
         firsts, lasts = merged.setdefault(partition, ([], []))
@@ -267,12 +252,12 @@ def _merged(ranges: Iterable[OffsetRange]) -> dict[int, tuple[list[int], list[in
 
 
 def largest_batch_bytes(max_record_bytes: int) -> int:
-    """Greatest grouping.batch_bytes for which a record of so many bytes has room: a fifth is for what else it holds."""
+    """Return the greatest grouping.batch_bytes for records of that size: a fifth is left for the rest of the batch."""
     return max_record_bytes * 4 // 5
 
 
 def check_batch_bytes(grouping: GroupingConfig, max_record_bytes: int) -> None:
-    """Raise ConfigurationError where a batch may be larger than a record."""
+    """Raise ConfigurationError if a batch may be larger than a record."""
     most = largest_batch_bytes(max_record_bytes)
     if grouping.batch_bytes > most:
         raise ConfigurationError(
@@ -283,25 +268,26 @@ def check_batch_bytes(grouping: GroupingConfig, max_record_bytes: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GrouperConfig:
-    """What decides how a grouping process runs, never what it cuts."""
+    """Settings that decide how a grouping process runs, never its batches."""
 
     processes: int = 2
-    """Grouping processes a supervised run starts."""
+    """Grouping processes that a supervised run starts."""
     group: str = "grouper"
     """Consumer group, prefixed with the run's name."""
     commit_interval_s: float = 0.03
-    """How long effects may wait for their transaction."""
+    """Time that effects may wait for their transaction."""
     max_poll_records: int = 500
-    """Most records taken from the client at once."""
+    """Most records of one call to the Kafka client."""
     snapshot_every: int = 2000
     """Records between full snapshots of a task's unfinished offsets in the journal."""
     mark_interval_s: float = 0.25
     """Least time between two deadline marks of one task."""
     metrics_interval_s: float = 5.0
-    """Time between figures of the process on the metrics topic; 0 writes none."""
+    """Time between metrics of the process on the metrics topic; 0 writes none."""
     makers: tuple[str, ...] = ()
-    """Batch makers of yours that grouping.maker may name, as package.module:Class. Only these are ever imported."""
+    """Your batch makers that grouping.maker may name, as package.module:Class or path/to/file.py:Class. No others are
+    imported."""
 
     def group_id(self, run: str) -> str:
-        """Full name of the consumer group of a run."""
+        """Return the full name of the consumer group of a run."""
         return f"{run}.{self.group}"

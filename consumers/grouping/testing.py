@@ -1,7 +1,7 @@
 """A grouping task without a broker, for tests of batch makers, estimators and configurations.
 
-`GroupingTestDriver` runs the very fold a consumer runs: pipe records, advance stream time, publish policy versions,
-crash and restore, read batches and drops. What a test sees here, a consumer does on the same log.
+`GroupingTestDriver` runs the fold that a consumer runs: pipe records, advance stream time, publish policy versions,
+crash and restore, read batches and drops. A consumer makes the same batches and drops of the same log.
 """
 
 from collections.abc import Mapping
@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from consumers.grouping import state
-from consumers.grouping.changes import DeadLetter, Record
-from consumers.grouping.config import GroupingConfig
-from consumers.grouping.fold import Fold
-from consumers.grouping.makers import MAKERS, MakerFactory
-from topics.codec import decode_as, encode
-from topics.keys import encode_key
-from topics.records import Drop, GroupCancelled, JournalRecord, Mark, Rollout, TrainingBatch
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core import task_state
+from rollstream.consumers.grouping.core.effects import DeadLetter, InputRecord, OffsetSkip
+from rollstream.consumers.grouping.core.fold import Fold
+from rollstream.consumers.grouping.makers.registry import MAKERS, MakerFactory
+from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import Drop, GroupCancelled, JournalRecord, Mark, Rollout, TrainingBatch
 
-Piped = Rollout | GroupCancelled | Mark | Record | bytes | None
+Piped = Rollout | GroupCancelled | Mark | InputRecord | bytes | None
 
 
 def example_rollout(uid: str, reward: float = 0.0, **fields: Any) -> Rollout:
-    """A sound rollout of two prompt and two sampled tokens; any field may be given.
+    """Return a valid rollout of two prompt and two sampled tokens; any field may be given.
 
     Defaults: environment "env", example "0", policy version 0 (lowest and highest follow it), group_size 2.
     """
@@ -43,8 +43,8 @@ def example_rollout(uid: str, reward: float = 0.0, **fields: Any) -> Rollout:
 class GroupingTestDriver:
     """One partition of `rollouts`, its fold and its journal, in memory.
 
-    Offsets and time are the driver's: the first record has offset 0, and time stands still unless told to move.
-    Effects show once committed; reading `batches`, `drops`, `dead_letters` or `journal` commits first.
+    The driver gives offsets and times: the first record has offset 0, and time stands still until a call moves it.
+    Effects are visible once committed; reading `batches`, `drops`, `dead_letters` or `journal` commits first.
     """
 
     def __init__(
@@ -57,35 +57,35 @@ class GroupingTestDriver:
         makers: Mapping[str, MakerFactory] | None = None,
         now_ms: int = 0,
     ) -> None:
-        """Start with generation 0. `makers` are batch makers of yours by name, for `config.maker` to choose.
+        """Start an empty partition. `makers` are batch makers of your own by name, for `config.maker` to choose.
 
-        `policy_version` is the policy clock at the start; -1 where nothing was published yet.
+        `policy_version` is the policy clock at the start, -1 if nothing was published yet.
         """
-        first = state.initial(partition, partitions, "test", config or GroupingConfig())
+        first = task_state.initial_record(partition, partitions, "test", config or GroupingConfig())
         first = replace(first, policy_version=policy_version, watermark_policy_version=policy_version)
         self._makers = {**MAKERS, **(makers or {})}
-        self._skips: dict[int, str] = {}
-        self._log: list[Record] = []
+        self._skips: dict[int, OffsetSkip] = {}
+        self._log: list[InputRecord] = []
         self._journal = [first]
         self._batches: list[TrainingBatch] = []
         self._dead_letters: list[DeadLetter] = []
         self._read = 0
         self.now_ms = now_ms
-        self.fold = Fold(state.restore([first]), self._makers, self._skips)
+        self.fold = Fold(task_state.restored_state([first]), self._makers, self._skips)
 
     # ------------------------------------------------------------------ writing to the log
 
     def pipe(self, record: Piped, at_ms: int | None = None) -> int:
-        """Append a record and read it; returns its offset.
+        """Append a record, read it, and return its offset.
 
-        Rollouts, cancellations and marks are encoded and given their key; bytes (or None) are a value as it is, without
-        a key; a `Record` is taken as it is, at its own offset and time. `at_ms` moves the driver's time, to earlier
-        times too (stream time never goes back). Raises ValueError for a Record below the end of the log.
+        Rollouts, cancellations and marks are encoded with their key; bytes or None are appended as a value without a
+        key; an `InputRecord` is appended at its own offset and time. `at_ms` moves the driver's time, also to
+        earlier times (stream time never goes back). Raises ValueError for an InputRecord below the end of the log.
         """
-        if not isinstance(record, Record):
+        if not isinstance(record, InputRecord):
             if at_ms is not None:
                 self.now_ms = at_ms
-            record = Record(self.end, self.now_ms, *_key_and_value(record))
+            record = InputRecord(self.end, self.now_ms, *_key_and_value(record))
         if record.offset < self.end:
             raise ValueError(f"offset {record.offset} is taken: the log ends at {self.end}")
         self._log.append(record)
@@ -93,7 +93,7 @@ class GroupingTestDriver:
         return record.offset
 
     def advance(self, ms: int) -> None:
-        """Let time pass, and say so on the log with a deadline mark, as a task does when something is overdue."""
+        """Let time pass and append a deadline mark, as a task does if a deadline is overdue."""
         self.now_ms += ms
         self.pipe(Mark(kind="deadline"))
 
@@ -102,15 +102,15 @@ class GroupingTestDriver:
         self.pipe(Mark(kind="policy_version", policy_version=version))
 
     def drain(self) -> None:
-        """Have what is sealed cut, whatever its size."""
+        """Cut batches of every sealed group, whatever their size."""
         self.pipe(Mark(kind="drain"))
 
     def skip(self, offset: int, reason: str) -> None:
-        """Have a record left out unread, where it has not been read by then."""
-        self._skips[offset] = reason
+        """Leave out a record unread, unless it was read already."""
+        self._skips[offset] = OffsetSkip(reason)
 
     def configure(self, config: GroupingConfig) -> None:
-        """Put a configuration in force; its generation is raised above the current one where it is not."""
+        """Put a configuration in force, with a generation above the current one."""
         generation = max(config.generation, self.fold.config.generation + 1)
         config = replace(config, generation=generation)
         self.pipe(Mark(kind="configuration", generation=generation, configuration=config.to_json()))
@@ -118,16 +118,16 @@ class GroupingTestDriver:
     # ------------------------------------------------------------------ transactions and crashes
 
     def commit(self, *, snapshot: bool = False) -> JournalRecord:
-        """End a transaction: what happened since the last one becomes visible and survives a crash."""
-        output = self.fold.take(snapshot=snapshot)
+        """Commit a transaction: effects since the last one become visible and survive a crash."""
+        output = self.fold.prepare_commit(snapshot=snapshot)
         self._journal += [decode_as(JournalRecord, encode(record)) for record in output.records]
         self._batches += [decode_as(TrainingBatch, encode(batch)) for batch in output.batches]
         self._dead_letters += output.dead_letters
         return output.journal
 
     def crash_and_restore(self) -> None:
-        """Throw the fold away with all that was not committed, restore it from journal and log, and read on."""
-        restored = state.restore(self._journal_needed())
+        """Discard the fold with all uncommitted effects, restore it from journal and log, and read on."""
+        restored = task_state.restored_state(self._journal_needed())
         self.fold = Fold(restored, self._makers, self._skips)
         if self.fold.replaying:
             for record in self._log:
@@ -138,7 +138,7 @@ class GroupingTestDriver:
         self._read_on()
 
     def _journal_needed(self) -> list[JournalRecord]:
-        """The least of the journal that restores: from the newest snapshot, or the oldest group still remembered."""
+        """Return the least of the journal that restores: from the newest snapshot, or the oldest finished group."""
         records = self._journal
         since = records[-1].remembered_since_ms
         snapshot = max(i for i, record in enumerate(records) if record.snapshot and record.part == 0)
@@ -154,38 +154,38 @@ class GroupingTestDriver:
 
     @property
     def batches(self) -> list[TrainingBatch]:
-        """Batches committed, oldest first, as a reader decodes them."""
-        self._settle()
+        """Committed batches, oldest first, as a reader decodes them."""
+        self._commit_changes()
         return list(self._batches)
 
     @property
     def dead_letters(self) -> list[DeadLetter]:
-        """Records that could not be decoded."""
-        self._settle()
+        """Committed dead letters: records that could not be decoded."""
+        self._commit_changes()
         return list(self._dead_letters)
 
     @property
     def journal(self) -> list[JournalRecord]:
-        """The journal from generation 0 on."""
-        self._settle()
+        """The journal from its first record on."""
+        self._commit_changes()
         return list(self._journal)
 
     @property
     def drops(self) -> list[Drop]:
-        """Records dropped, in the order they were."""
+        """Dropped records, in the order in which they were dropped."""
         return [drop for record in self.journal for drop in record.drops]
 
     @property
-    def log(self) -> list[Record]:
-        """The partition: every record piped, marks included."""
+    def log(self) -> list[InputRecord]:
+        """The partition: every record that was piped, marks included."""
         return list(self._log)
 
     @property
     def end(self) -> int:
-        """Offset the next record gets."""
+        """Offset of the next record."""
         return self._log[-1].offset + 1 if self._log else 0
 
-    def _settle(self) -> None:
+    def _commit_changes(self) -> None:
         if self.fold.changed:
             self.commit()
 

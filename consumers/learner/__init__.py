@@ -1,1 +1,1 @@
-"""The JAX learner: packing, loss, optimizer step, checkpoints."""
+"""The JAX learner: input, training, records and parallelism."""

@@ -1,69 +1,70 @@
-"""Settings of the learner, without JAX. The defaults are the recipe that trains the demo's model.
+"""Settings of the learner, without JAX. The defaults are the recipe that trains the model of the demo.
 
-Of the recipe: RLOO advantages over the group's standard deviation, PPO clipping with separate bounds, a format warm
-start, AdamW with a cosine schedule.
+The recipe: RLOO advantages over the standard deviation of the group, PPO clipping with separate bounds, a warm start
+for the format, AdamW with a cosine schedule.
 """
 
 import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from consumers.learner.checkpoint_paths import is_remote
-from consumers.learner.objective import LossConfig, OptimizerConfig, needs_reference
-from consumers.learner.sinks_config import SinksConfig
-from consumers.models.config import DecoderConfig
-from consumers.weights.config import WeightsConfig
-from topics.errors import ConfigurationError
+from rollstream.consumers.learner.records.checkpoint_paths import is_remote
+from rollstream.consumers.learner.records.metric_sinks_config import SinksConfig
+from rollstream.consumers.learner.training.objective import LossConfig, OptimizerConfig, needs_reference
+from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.topics.errors import ConfigurationError
 
 _LARGEST_ADVANTAGE = 1e4
-"""Times the largest ratio e^20, over the lowest temperature 0.01: its square is still finite in float32."""
+"""Multiplied by the largest ratio e^20 and divided by the lowest temperature 0.01, its square is still finite in
+float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
-    """Supervised steps before version 0, on examples the environment provides (it teaches format, not the task)."""
+    """Supervised updates before version 0, on examples from the environment: they teach the format, not the task."""
 
     steps: int = 60
-    """Updates; 0 turns the warm start off."""
+    """Number of updates; 0 turns the warm start off."""
     file: str = ""
-    """JSON lines of examples: prompt and answer, or tokens and loss_mask. Empty: those of the task."""
+    """JSON lines of examples: prompt and answer, or tokens and loss_mask. Empty: the examples of the task."""
     sequences_per_step: int = 128
-    """Examples in one update, drawn with replacement from those given."""
+    """Examples in one update, drawn with replacement."""
     learning_rate: float = 2e-3
-    """Of an AdamW that is thrown away afterwards; where it is not set and learner.pretrained is, 1e-5."""
+    """Learning rate of the AdamW of the warm start; 1e-5 if it is not set and learner.pretrained is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where and how often the learner's state is saved."""
+    """Directory and frequency of the learner's checkpoints."""
 
     directory: str = ".rollstream/checkpoints"
-    """Holds one folder per run and learner name: on a local or mounted file system, or at gs://BUCKET/FOLDER."""
+    """Directory with one folder for each run and learner: on a local or mounted file system, or gs://BUCKET/FOLDER."""
     every_steps: int = 20
     """Steps between checkpoints; one is also saved at step 0 and on a clean stop."""
     keep: int = 3
-    """Checkpoints kept."""
+    """Number of checkpoints kept."""
 
     def __post_init__(self) -> None:
-        is_remote(self.directory)  # refuses a URL that nothing can be written to
+        is_remote(self.directory)  # Raises for a URL that cannot be written to.
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutBufferConfig:
-    """What `learner.source = "rollout_buffer"` draws the rollouts of a step from."""
+    """The rollout buffer of `learner.source = "rollout_buffer"`."""
 
     capacity: int = 4096
-    """Rollouts of one environment that are held; the newest stay."""
+    """Maximum number of rollouts held of one environment; the newest stay."""
     alpha: float = 3.0
-    """Exponent of recency: of n rollouts of an environment number i, the oldest being 0, weighs (i + 1)**alpha."""
+    """Exponent of recency: rollout i of an environment, where the oldest is 0, has weight (i + 1)**alpha."""
     max_samples: int = 1
-    """Steps that train on a rollout before it is retired; negative: as often as it is drawn."""
+    """Steps that train on a rollout before it is retired; negative: no limit."""
     max_rollout_step_delay: int = 4
-    """Steps the lowest policy version of a rollout may be old; negative: however old."""
+    """Highest age, in steps, of the lowest policy version of a rollout; negative: no limit."""
     max_rollout_timestamp_delay: float = 3600.0
-    """Seconds of stream time at which a rollout is too old; negative: however old."""
+    """Seconds of stream time after which a rollout is too old; negative: no limit."""
     balanced: bool = False
-    """Draw from every environment alike; else in proportion to what is held of each."""
+    """Draw equally from all environments; otherwise in proportion to the rollouts held of each."""
 
     def __post_init__(self) -> None:
         if self.capacity < 1:
@@ -78,75 +79,77 @@ class RolloutBufferConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How the devices of all processes are laid out; data x fsdp x tensor is their number."""
+    """Mesh of the devices of all processes; data x fsdp x tensor is their number."""
 
     data: int = 0
-    """Copies of the parameters, each training on its share of the rows; 0 takes the devices the other axes leave."""
+    """Copies of the parameters, each trained on its share of the rows; 0 uses the devices left by the other axes."""
     fsdp: int = 1
-    """Devices the parameters and the optimizer's state are split over; each also trains on its share of the rows."""
+    """Devices that share the parameters and the optimizer's state; each also trains on its share of the rows."""
     tensor: int = 1
-    """Devices each matrix product is split over (Megatron, arXiv:1909.08053)."""
+    """Devices that share each matrix product (Megatron, arXiv:1909.08053)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerConfig:
-    """One learner: what it trains on, how, and how long."""
+    """Settings of one learner."""
 
     name: str = "default"
-    """Identity of the learner within its run; a second one of the same name fences the first."""
+    """Name of the learner within its run; a second learner of the same name fences the first."""
     take_over: bool = False
-    """Publish into the run where a learner of another name did so last, and fence it; otherwise that is refused."""
+    """Publish into a run even if a learner of another name published last, and fence that learner; otherwise refuse."""
     input_run: str = ""
     """Run whose batches are read; empty: the learner's own run."""
     seed: int = 0
-    """Of the initial parameters and of the warm start's draws."""
+    """Seed of the initial parameters and of the draws of the warm start."""
     rollouts_per_step: int = 256
     """A step takes whole batches in index order until it has at least this many rollouts."""
     max_steps: int = 600
-    """The learner finishes after this step; also the length of the learning-rate schedule."""
+    """Last step of the learner; also the length of the learning-rate schedule."""
     max_policy_lag: int = 4
-    """A batch whose lowest policy version is more than this many steps old when reached is skipped, on record."""
+    """Highest age in steps of the lowest policy version of a batch; an older batch is skipped, on record."""
     publish_every_steps: int = 1
     """Steps between published policy versions."""
     source: Literal["batches", "rollout_buffer"] = "batches"
-    """Where a step's rollouts come from: the batches of `input_run` in index order, or a buffer of their rollouts."""
+    """Source of the rollouts of a step: the batches of `input_run` in index order, or a buffer of their rollouts."""
     buffer: RolloutBufferConfig = field(default_factory=RolloutBufferConfig)
-    """The rollout buffer; `max_policy_lag` then limits what workers may produce and no longer what is trained on."""
+    """The rollout buffer. `max_policy_lag` then limits only production by workers, not training."""
     epochs: int = 1
-    """How often a step goes through its rollouts."""
+    """Passes of a step over its rollouts."""
     minibatches: int = 1
-    """Optimizer updates in one such pass, each on its share of the rollouts."""
+    """Optimizer updates in one pass, each on its share of the rollouts."""
     microbatch_rows: int = 40
-    """Rows of one packed microbatch at `sequence_length`; as many microbatches as needed make an update."""
+    """Rows of one packed microbatch at `sequence_length`; an update has as many microbatches as it needs."""
     sequence_length: int = 64
     """Tokens of a packed row."""
     length_buckets: tuple[int, ...] = ()
-    """Up to two shorter row lengths beside sequence_length, for rollouts that fit; each is compiled once."""
+    """Up to two shorter row lengths, for rollouts that fit; each length is compiled once."""
     too_long: Literal["refuse", "skip", "truncate", "error"] = "refuse"
-    """A rollout longer than sequence_length: "refuse" to start where some will be, and leave out what comes all the
-    same; "skip" leaves them out, on record; "truncate" cuts them at the end; "error" ends the learner."""
+    """Handling of rollouts longer than sequence_length: "refuse" to start if the settings allow longer ones, and leave
+    out any that come nevertheless; "skip" leaves them out, on record; "truncate" cuts them at the end; "error" ends the
+    learner."""
     advantage_limit: float = 100.0
-    """A rollout with an advantage beyond this, either way, is left out on record: no reward alone turns a step."""
+    """Highest absolute advantage; a rollout beyond it is left out, on record. Prefer grouping.bounds with the range of
+    rewards of your environment: it is tighter, and applies before a reward affects the baseline of its group."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations and of the parameters' copies in a step; masters and the optimizer are float32."""
+    """Dtype of activations and of the parameter copies in a step; master parameters and optimizer are float32."""
     remat: bool = False
-    """Compute a block's activations again in the backward pass rather than keep them."""
+    """Recompute the activations of a block in the backward pass instead of keeping them."""
     vocabulary_chunk: int = 0
-    """Vocabulary entries whose logits are held at once, so that [rows, tokens, vocabulary] never is; 0 takes all."""
+    """Vocabulary entries whose logits are held at once, which avoids [rows, tokens, vocabulary]; 0 holds all."""
     attention: Literal["auto", "plain", "blocks", "splash"] = "auto"
-    """How attention is computed: auto holds scores [tokens, tokens] for short rows only; splash is the TPU's."""
+    """Implementation of attention: auto holds scores [tokens, tokens] only for short rows; splash is for TPUs."""
     pretrained: str = ""
-    """Directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer.json) the run starts from."""
+    """Directory of the Hugging Face checkpoint (config.json, safetensors, tokenizer.json) that the run starts from."""
     reference: str = ""
-    """What the KL term compares with: "carried" log-probabilities, the "initial" parameters, or such a directory."""
+    """Reference of the KL term: "carried" log-probabilities, the "initial" parameters, or a checkpoint directory."""
     processes: int = 1
-    """Processes of this learner; they train together, and number 0 leads."""
+    """Processes of this learner, which train together; process 0 leads."""
     coordinator: str = ""
-    """host:port where the lead coordinates them; where it is empty a supervised run takes a free port."""
+    """host:port at which the lead coordinates them; if it is empty a supervised run chooses a free port."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    """Layout of the devices."""
+    """Mesh of the devices."""
     threads: int = 2
-    """CPU threads of XLA (NPROC), set before JAX is imported: another number changes the last bits of a result."""
+    """CPU threads of XLA (NPROC), set before JAX is imported; another number changes the last bits of results."""
     model: DecoderConfig = field(default_factory=DecoderConfig)
     """Shape of the policy."""
     loss: LossConfig = field(default_factory=LossConfig)
@@ -154,13 +157,13 @@ class LearnerConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
-    """What happens before version 0."""
+    """Supervised updates before version 0."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """Publication of policy versions."""
     sinks: SinksConfig = field(default_factory=SinksConfig)
-    """Copies of each step's figures, besides the log."""
+    """Copies of the metrics of each step, outside the log."""
 
     def __post_init__(self) -> None:
         counts = {

@@ -1,6 +1,6 @@
-"""The learner: trains on batches in index order and publishes a policy version after each step.
+"""The learner: trains on batches in index order and publishes policy versions.
 
-Whatever kills it, a restart ends with the bits an uninterrupted one would have: the checkpoint holds the position, and
+After any crash, a restarted learner ends with the bits of an uninterrupted one: the checkpoint holds the position, and
 steps executed again must have the digests on record.
 """
 
@@ -17,26 +17,27 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from consumers.batch_reader import first_offset
-from consumers.learner.beginning import Example, begin, load_reference
-from consumers.learner.checkpoint import Checkpoints
-from consumers.learner.config import LearnerConfig
-from consumers.learner.environment import fingerprint
-from consumers.learner.intake import Outcomes, reused_share, without
-from consumers.learner.mismatch import judge
-from consumers.learner.pretrained import resolved
-from consumers.learner.progress import Progress
-from consumers.learner.recorder import Recorder
-from consumers.learner.sinks import Sinks, open_sinks
-from consumers.learner.sources import open_source
-from consumers.learner.step import Metrics, Params, TrainStep
-from consumers.learner.supply import Source, Supplied, Supply
-from consumers.learner.team import Alone, Team, host_copies, in_company
-from consumers.weights.layout import params_digest
-from topics.config import KafkaConfig
-from topics.errors import ConfigurationError
-from topics.logs import event
-from topics.records import BatchUse
+from rollstream.consumers.batch_reader import first_offset
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.input.batch_selection import StepTotals
+from rollstream.consumers.learner.input.source_registry import open_source
+from rollstream.consumers.learner.input.step_loader import LoadedStep, StepLoader, StepSource
+from rollstream.consumers.learner.parallel.team import Alone, Team, host_copies, raising_team_lost
+from rollstream.consumers.learner.pretrained import resolved
+from rollstream.consumers.learner.records.checkpoints import Checkpoints
+from rollstream.consumers.learner.records.learner_position import LearnerPosition
+from rollstream.consumers.learner.records.metric_sinks import MetricSinks, open_sinks
+from rollstream.consumers.learner.records.step_recorder import StepRecorder
+from rollstream.consumers.learner.reproducibility import fingerprint
+from rollstream.consumers.learner.startup import Example, begin, load_reference
+from rollstream.consumers.learner.training.logprob_mismatch import mismatch_warning
+from rollstream.consumers.learner.training.train_step import Metrics, Params, TrainStep
+from rollstream.topics.batch_uses import reused_share, without
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.logs import event
+from rollstream.topics.params_digest import params_digest
+from rollstream.topics.records import BatchUse
 
 logger = logging.getLogger(__name__)
 
@@ -56,18 +57,18 @@ def learn(
     on_ready: Callable[[], None] = lambda: None,
     on_progress: Callable[[str], object] = lambda _what: None,
 ) -> int:
-    """Train until `max_steps` or until `stop` is set; returns the last completed step.
+    """Train until `max_steps` or until `stop` is set; return the last completed step.
 
-    `warm_start_examples` is called when no checkpoint exists. `on_ready` is called once step 0 (version 0), or the one
-    of the checkpoint, is on record; before that `on_progress` hears how far the warm start is. When this returns, a
-    checkpoint of the last step is on disk. With several processes each calls it with the `team` it joined; `stop` is
-    obeyed by the lead, and the others with it.
+    `warm_start_examples` is called if no checkpoint exists. `on_ready` is called once step 0 (version 0), or the step
+    of the checkpoint, is on record; before that `on_progress` receives the progress of the warm start. On return, a
+    checkpoint of the last step is on disk. With several processes, each calls this with the `team` it joined; `stop` is
+    read by the lead, and the others follow it.
 
-    Raises Fenced when another learner of the name takes over, StateRefused when a step executed again differs from
-    its record, TeamLost when another process of the learner is gone.
+    Raises Fenced if another learner takes over, StateRefused if a step executed again differs from its record, TeamLost
+    if another process of the learner is gone.
     """
     config, team = resolved(config), team or Alone()
-    with in_company(team), ExitStack() as stack:
+    with raising_team_lost(team), ExitStack() as stack:
         learner = _Learner(config, kafka, run, team, stack)
         learner.start(warm_start_examples, on_progress)
         on_ready()
@@ -75,7 +76,7 @@ def learn(
 
 
 class _Learner:
-    """What the parts of one learner share, in each of its processes. `start` comes first, then `run`."""
+    """One process of a learner. Call `start` first, then `run`."""
 
     def __init__(self, config: LearnerConfig, kafka: KafkaConfig, run: str, team: Team, stack: ExitStack) -> None:
         self._config = config
@@ -83,54 +84,54 @@ class _Learner:
         self._run = run
         self._team = team
         self._stack = stack
-        self._recorder: Recorder | None = None
+        self._recorder: StepRecorder | None = None
         if team.process == 0:
-            self._recorder = stack.enter_context(Recorder(config, kafka, run, json.dumps(asdict(config.model))))
-        self._sinks: Sinks | None = None
+            self._recorder = stack.enter_context(StepRecorder(config, kafka, run, json.dumps(asdict(config.model))))
+        self._sinks: MetricSinks | None = None
         self._checkpoints = stack.enter_context(Checkpoints(config.checkpoint, run, config.name))
         self._train_step = TrainStep(config)
         self._fingerprint = fingerprint(config)
         self._state = self._train_step.abstract_state()
         self._reference: Params | None = None
-        self._progress = Progress()
+        self._position = LearnerPosition()
         self._waited_s = 0.0
         self._warn_again_at = 0
         self._ended = time.monotonic()
 
     def start(self, warm_start_examples: Callable[[], Sequence[Example]], on_progress: Callable[[str], object]) -> None:
-        """Restore the newest checkpoint, or make one of step 0; then have that step and its version on record."""
+        """Restore the newest checkpoint, or make one of step 0; then put that step and its version on record."""
         restored = self._checkpoints.restore(self._state)
         metrics: Metrics = {}
         if restored is None:
 
-            def warming(done: int, of: int, loss: float) -> None:
-                on_progress(f"warm start, update {done} of {of}, loss {loss:.3f}")
-                event(logger, "warm_start", update=done, of=of, loss=round(loss, 4))
+            def warming(done: int, updates: int, loss: float) -> None:
+                on_progress(f"warm start, update {done} of {updates}, loss {loss:.3f}")
+                event(logger, "warm_start", update=done, of=updates, loss=round(loss, 4))
 
-            on_progress("warm start, its examples and functions are made")
+            on_progress("warm start, preparing examples and compiling")
             self._state, metrics = begin(self._train_step, warm_start_examples(), warming)
             if self._config.reference == "initial":
-                # Before the first checkpoint: who finds one finds the reference, too.
+                # Saved before the first checkpoint, so that every checkpoint has a reference.
                 self._checkpoints.save_reference(self._state.params)
             if self._recorder is not None:
-                # What was pruned before this learner began is not its to train on.
+                # Skips batches that were pruned before this learner started.
                 position = first_offset(self._kafka, self._config.input_run or self._run)
-                self._progress = replace(self._progress, position=position)
+                self._position = replace(self._position, position=position)
             self._checkpoint()
             self._checkpoints.wait()
         else:
-            self._state, self._progress = restored.state, restored.progress
+            self._state, self._position = restored.state, restored.position
         self._reference = load_reference(self._train_step, self._checkpoints)
         arrays = host_copies(self._state.params)
         if self._recorder is not None:
             if restored is not None:
                 self._recorder.same_bits = not self._changed_since(restored.fingerprint)
-                self._recorder.resend(self._progress.recent_steps)
+                self._recorder.resend(self._position.recent_steps)
             self._sinks = self._open_sinks(self._recorder)
             step = int(self._state.step)
             recorded = self._recorder.recorded(step)
             if recorded is None:
-                self._record((), self._progress.position, metrics, arrays)
+                self._record((), self._position.position, metrics, arrays)
             else:
                 self._recorder.compare(step, params_digest(arrays), recorded.uses)
             event(
@@ -138,26 +139,28 @@ class _Learner:
                 "learner_started" if restored is None else "learner_resumed",
                 learner=self._config.name,
                 step=step,
-                position=self._progress.position,
+                position=self._position.position,
                 steps_again=max(self._recorder.last_recorded, step) - step,
             )
 
     def run(self, stop: threading.Event) -> int:
-        """Steps until the last one or until `stop`; a checkpoint is complete when it returns."""
+        """Train until the last step or until `stop`; a checkpoint is complete when this returns."""
         step = int(self._state.step)
         source = open_source(
-            self._config, self._kafka, self._run, step, self._progress.position, self._team.process, self._recorder
+            self._config, self._kafka, self._run, step, self._position.position, self._team.process, self._recorder
         )
         self._stack.callback(source.close)
-        # Several processes place what they have together, which only the thread that trains can.
+        # With several processes, placing is a joint operation that only the training thread may start.
         place = self._train_step.place if self._team.processes == 1 else None
-        supply = self._stack.enter_context(Supply(source, self._team, step + 1, self._config.max_steps, stop, place))
-        # While the first rollouts of this version are being made.
+        loader = self._stack.enter_context(
+            StepLoader(source, self._team, step + 1, self._config.max_steps, stop, place)
+        )
+        # Compiles while workers make the first rollouts of this version.
         self._train_step.warm_up(self._state)
         self._ended = time.monotonic()
-        while (supplied := self._wait(supply, source)) is not None:
+        while (loaded := self._wait(loader, source)) is not None:
             step += 1
-            self._step(step, supplied)
+            self._step(step, loaded)
             if step % self._config.checkpoint.every_steps == 0:
                 self._checkpoint()
         self._checkpoint()
@@ -165,46 +168,46 @@ class _Learner:
         event(logger, "learner_finished", learner=self._config.name, step=step, stopped=stop.is_set())
         return step
 
-    def _wait(self, supply: Supply, source: Source) -> Supplied | None:
-        """What the next step is made of, or None after the last; meanwhile skipped batches go on record."""
+    def _wait(self, loader: StepLoader, source: StepSource) -> LoadedStep | None:
+        """Wait for the next step, None after the last; put skipped batches on record meanwhile."""
         began = time.monotonic()
         while True:
-            supplied = supply.next(_POLL_S)
-            if supplied is not None or supply.ended:
+            loaded = loader.next(_POLL_S)
+            if loaded is not None or loader.ended:
                 self._waited_s = time.monotonic() - began
-                return supplied
+                return loaded
             if self._recorder is not None and (skips := source.skips) is not None:
                 source.skips = None
-                self._recorder.record_skips(*skips, self._progress)
+                self._recorder.record_skips(*skips, self._position)
 
-    def _step(self, step: int, supplied: Supplied) -> None:
+    def _step(self, step: int, loaded: LoadedStep) -> None:
         """Train, publish and record one step."""
         began = time.monotonic()
-        given = supplied.packed if supplied.placed is None else supplied.placed
+        given = loaded.packed if loaded.placed is None else loaded.placed
         self._state, metrics = self._train_step.train(self._state, given, self._reference)
         trained_s = time.monotonic() - began
-        outcomes = self._add_up(step, supplied.outcomes)
+        outcomes = self._add_up(step, loaded.outcomes)
         self._report_left_out(step, outcomes)
-        self._refuse_empty(step, supplied, metrics, outcomes)
+        self._refuse_empty(step, loaded, metrics, outcomes)
         arrays = host_copies(self._state.params)
-        taken, ended = supplied.taken, time.monotonic()
-        uses = without(taken.uses, outcomes.left_out)
+        plan, ended = loaded.plan, time.monotonic()
+        uses = without(plan.uses, outcomes.left_out)
         metrics |= outcomes.metrics()
         metrics |= {
-            "off_policy/staleness": sum(taken.lags) / max(len(taken.lags), 1),
+            "off_policy/staleness": sum(plan.lags) / max(len(plan.lags), 1),
             "off_policy/reused": reused_share(uses),
             "perf/throughput": metrics["packing/tokens"] / (ended - self._ended),
             "time/step": trained_s,
             "time/wait_for_batch": self._waited_s,
-            "time/load": supplied.load_s,
+            "time/load": loaded.load_s,
         }
         self._ended = ended
-        self._record(uses, taken.position, metrics, arrays, taken.oldest, taken.stream_time_ms)
+        self._record(uses, plan.position, metrics, arrays, plan.oldest, plan.stream_time_ms)
         if self._recorder is not None:
             self._warn_of_mismatch(step, metrics)
 
-    def _report_left_out(self, step: int, outcomes: Outcomes) -> None:
-        """Say which rollouts could not be trained on."""
+    def _report_left_out(self, step: int, outcomes: StepTotals) -> None:
+        """Log which rollouts could not be trained on."""
         for use in outcomes.left_out if self._recorder is not None else ():
             rows = use.row_numbers or tuple(range(use.rows))
             event(
@@ -218,8 +221,8 @@ class _Learner:
                 reason=use.reason,
             )
 
-    def _refuse_empty(self, step: int, supplied: Supplied, metrics: Metrics, outcomes: Outcomes) -> None:
-        """Raise ConfigurationError, in the lead, where a step not on record has no token to train on."""
+    def _refuse_empty(self, step: int, loaded: LoadedStep, metrics: Metrics, outcomes: StepTotals) -> None:
+        """Raise ConfigurationError, in the lead, if a step that is not on record has no token to train on."""
         if metrics["packing/trained_tokens"] or self._recorder is None or self._recorder.recorded(step) is not None:
             return
         reasons = Counter({use.reason: 0 for use in outcomes.left_out})
@@ -227,33 +230,33 @@ class _Learner:
             reasons[use.reason] += use.rows
         if outcomes.rollouts:
             reasons[f"without a token to train, {outcomes.truncated} of them truncated"] = outcomes.rollouts
-        told = "; ".join(f"{rows} {reason}" for reason, rows in reasons.most_common())
+        causes = "; ".join(f"{rows} {reason}" for reason, rows in reasons.most_common())
         raise ConfigurationError(
-            f"step {step} of learner {self._config.name!r} has no token to train on: of its rollouts, {told}. Nothing "
-            "of it was published; change the setting that leaves them out, or `rollstream exclude` what wrote them "
-            f"(batches {', '.join(use.batch_id for use in supplied.taken.uses[:_MOST_NAMED])})"
+            f"step {step} of learner {self._config.name!r} has no token to train on: of its rollouts, {causes}. "
+            "Nothing of it was published; change the setting that leaves them out, or `rollstream exclude` the batches "
+            f"({', '.join(use.batch_id for use in loaded.plan.uses[:_MOST_NAMED])})"
         )
 
     def _warn_of_mismatch(self, step: int, metrics: Metrics) -> None:
-        """Say that sampler and learner disagree when it begins, and now and then while it lasts."""
-        warning = judge(metrics, self._config.loss)
+        """Log a warning when sampler and learner begin to disagree, and from time to time while that lasts."""
+        warning = mismatch_warning(metrics, self._config.loss)
         if warning is not None and step >= self._warn_again_at:
             event(logger, "mismatch", level=logging.WARNING, step=step, warning=warning)
             self._warn_again_at = step + _WARN_EVERY_STEPS
         elif warning is None:
             self._warn_again_at = 0
 
-    def _add_up(self, step: int, outcomes: Outcomes) -> Outcomes:
-        """The outcomes of all processes, in the lead."""
+    def _add_up(self, step: int, outcomes: StepTotals) -> StepTotals:
+        """Sum the totals of all processes, in the lead."""
         if self._team.process:
-            self._team.tell(f"outcomes/{step}/{self._team.process}", msgspec.json.encode(outcomes))
+            self._team.publish(f"outcomes/{step}/{self._team.process}", msgspec.json.encode(outcomes))
             return outcomes
         others = range(1, self._team.processes)
-        told = [self._team.hear(f"outcomes/{step}/{process}") for process in others]
-        # Whoever told its outcomes has heard what the step is made of.
+        totals = [self._team.receive(f"outcomes/{step}/{process}") for process in others]
+        # A process that sent its totals has received the plan of the step.
         for key in (f"step/{step}", *(f"outcomes/{step}/{process}" for process in others)):
             self._team.forget(key)
-        return sum((msgspec.json.decode(value, type=Outcomes) for value in told), outcomes)
+        return sum((msgspec.json.decode(value, type=StepTotals) for value in totals), outcomes)
 
     def _record(
         self,
@@ -264,7 +267,7 @@ class _Learner:
         oldest: int = -1,
         stream_time_ms: int = -1,
     ) -> None:
-        """Have the lead put the step on record; go on from it."""
+        """Put the step on record, in the lead, and advance the position."""
         if self._recorder is None or self._sinks is None:
             return
         record = self._recorder.record(
@@ -273,15 +276,15 @@ class _Learner:
             position,
             metrics,
             arrays,
-            self._progress,
+            self._position,
             oldest=oldest,
             stream_time_ms=stream_time_ms,
         )
-        self._progress = self._progress.after(record)
+        self._position = self._position.after(record)
         self._sinks.write(record)
 
-    def _open_sinks(self, recorder: Recorder) -> Sinks:
-        """The sinks, with what a crash kept from them."""
+    def _open_sinks(self, recorder: StepRecorder) -> MetricSinks:
+        """Open the sinks and write the steps on record that they lack."""
         config = self._config
         sinks = open_sinks(config.sinks, self._kafka, self._run, config.name, recorder.last_recorded)
         self._stack.callback(sinks.close)
@@ -290,7 +293,8 @@ class _Learner:
         return sinks
 
     def _changed_since(self, saved: dict[str, str]) -> bool:
-        """Whether other hardware or software than at the checkpoint may make other bits of the same settings."""
+        """Whether hardware or software differs from that of the checkpoint, so that the same settings may give other
+        bits."""
         changed = {
             name: {"saved": saved.get(name), "now": self._fingerprint.get(name)}
             for name in sorted({*saved, *self._fingerprint})
@@ -301,6 +305,6 @@ class _Learner:
         return bool(changed) and "configuration" not in changed
 
     def _checkpoint(self) -> None:
-        """Begin a checkpoint of where we stand; recent steps count from it."""
-        self._checkpoints.save(self._state, self._progress, self._fingerprint)
-        self._progress = self._progress.saved()
+        """Start to save a checkpoint; recent steps count from it."""
+        self._checkpoints.save(self._state, self._position, self._fingerprint)
+        self._position = self._position.saved()

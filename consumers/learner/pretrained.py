@@ -1,6 +1,6 @@
-"""What a run takes from the Hugging Face checkpoint it starts from: the model's shape, its tokenizer, its parameters.
+"""The Hugging Face checkpoint that a run starts from: shape of the model, tokenizer, parameters.
 
-Without `learner.pretrained` all three are the small model's. Imports JAX only within `initial_params`.
+Without `learner.pretrained` all three belong to the small model. Imports JAX only within `initial_params`.
 """
 
 from collections.abc import Mapping
@@ -9,37 +9,37 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from consumers.learner.config import LearnerConfig
-from consumers.models import huggingface
-from consumers.models.config import DecoderConfig
-from consumers.models.tokenizer import CharacterTokenizer, Tokenizer
-from consumers.models.tokenizer_file import load_tokenizer
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.models import huggingface
+from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.tokenizer import CharacterTokenizer, Tokenizer
+from rollstream.consumers.models.tokenizer_file import load_tokenizer
 
 if TYPE_CHECKING:
     import jax
 
 
 def model_of(config: LearnerConfig) -> DecoderConfig:
-    """Shape of the policy: that of `pretrained`'s config.json, else `model`. Raises ConfigurationError."""
+    """Shape of the policy: from the config.json of `pretrained`, or else `model`. Raises ConfigurationError."""
     return huggingface.load_config(config.pretrained) if config.pretrained else config.model
 
 
 def resolved(config: LearnerConfig) -> LearnerConfig:
-    """The settings with `model` as `model_of` gives it: what a learner works with."""
+    """Return the settings with `model` set to `model_of(config)`."""
     return replace(config, model=model_of(config))
 
 
 def tokenizer_of(config: LearnerConfig) -> Tokenizer:
-    """The tokenizer of `pretrained`, else one of characters. Raises ConfigurationError."""
+    """The tokenizer of `pretrained`, or else a character tokenizer. Raises ConfigurationError."""
     return load_tokenizer(config.pretrained) if config.pretrained else CharacterTokenizer()
 
 
 def initial_params(
     directory: str, model: DecoderConfig, shardings: Mapping[str, "jax.sharding.Sharding"] | None = None
 ) -> dict[str, "jax.Array"]:
-    """The parameters of a checkpoint as float32 on the device, or split as `shardings` says by parameter name.
+    """Load the parameters of a checkpoint as float32, on the device or split by `shardings`, by parameter name.
 
-    Only what this process's devices hold is read. Raises ConfigurationError or CheckpointRefused.
+    Reads only the parts that this process's devices hold. Raises ConfigurationError or CheckpointRefused.
     """
     import jax
     import jax.numpy as jnp

@@ -1,6 +1,6 @@
-"""Where activations lie on a learner's mesh: their rows split over data and fsdp, whatever the parameters' split is.
+"""Sharding of activations on a learner's mesh: rows split over data and fsdp, independent of the parameters.
 
-Without this the compiler may follow the parameters instead, and move activations where it should gather parameters.
+Without it the compiler may follow the sharding of the parameters, and move activations instead of parameters.
 """
 
 import jax
@@ -10,9 +10,9 @@ ROW_AXES = ("data", "fsdp")
 
 
 def split_rows(x: jax.Array, *, columns: bool = False) -> jax.Array:
-    """`x` [rows, ...] split over its rows and, for `columns`, over `tensor` along its last dimension where that fits.
+    """Split `x` [rows, ...] over its rows and, with `columns`, its last dimension over `tensor` if that divides it.
 
-    As it is where no mesh of more than one device is set (jax.sharding.use_abstract_mesh).
+    Returns `x` unchanged unless a mesh of several devices is set (jax.sharding.use_abstract_mesh).
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size == 1 or any(axis not in mesh.shape for axis in ROW_AXES):

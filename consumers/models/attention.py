@@ -1,18 +1,14 @@
-"""Causal attention within the segments of packed rows, computed three ways that agree up to rounding.
+"""Causal attention within the segments of packed rows, in three implementations that agree up to rounding.
 
-`plain` holds scores [T, T]; `blocks` and `splash` never do, forward or backward. Rows that are all padding are safe.
+`plain` holds scores [T, T]; `blocks` and `splash` do not, forward or backward. Rows may consist of padding only.
 """
-
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-Implementation = Literal["auto", "plain", "blocks", "splash"]
-
 PLAIN_TOKENS = 1024
-"""Rows up to this long hold their scores: a block of queries would be most of the row."""
+"""Longest rows for `plain`: in such rows a block of queries would cover most of the row."""
 QUERY_BLOCK = 256
 """Queries whose scores are held at once by `blocks`."""
 
@@ -21,18 +17,18 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, imp
     """Attention of q [B, T, heads, head_dim] over k and v [B, T, kv heads, head_dim], in q's shape and dtype.
 
     A token attends to itself and to earlier tokens of its own segment (`segment_ids` int32 [B, T]). Scores and their
-    softmax are float32. `auto` is `plain` for short rows, else `splash` where JAX's default backend is a TPU and the
-    shape allows it, else `blocks`; it is decided when the function is traced, so whoever compiles for another device
-    than the default one names the implementation.
+    softmax are float32. `auto` is `plain` for short rows, or else `splash` if JAX's default backend is a TPU and the
+    shape allows it, or else `blocks`. The choice is made when the function is traced: to compile for a device other
+    than the default one, name the implementation.
     """
     if implementation == "auto":
-        implementation = _choose(q.shape[1])
+        implementation = choose_implementation(q.shape[1])
     if implementation == "plain":
         return masked(q, k, v, _mask(segment_ids, segment_ids, 0))
     if implementation == "blocks":
         return _blocks(q, k, v, segment_ids)
     if implementation == "splash":
-        return _splash(q, k, v, segment_ids)
+        return splash_attention(q, k, v, segment_ids)
     raise ValueError(f"attention {implementation!r}: use auto, plain, blocks or splash")
 
 
@@ -41,20 +37,32 @@ def masked(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
 
 
-def _choose(length: int) -> str:
+def attend_once(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
+    """Attention of one query a row, q [B, heads, head_dim], over the first `positions` + 1 of k and v [B, S, kv heads,
+    head_dim]; `positions` are int32 [B]. In q's shape and dtype; scores and their softmax are float32."""
+    rows, heads, head_dim = q.shape
+    grouped = q.reshape(rows, k.shape[2], -1, head_dim)
+    scores = jnp.einsum("bkgd,bskd->bkgs", grouped, k, preferred_element_type=jnp.float32) * head_dim**-0.5
+    visible = jnp.arange(k.shape[1]) <= positions[:, None]
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf)).astype(v.dtype)
+    return jnp.einsum("bkgs,bskd->bkgd", weights, v).reshape(rows, heads, head_dim)
+
+
+def choose_implementation(length: int) -> str:
+    """Return the implementation that "auto" takes for rows of `length` tokens on this backend."""
     if length <= PLAIN_TOKENS:
         return "plain"
     return "splash" if jax.default_backend() == "tpu" and length % 128 == 0 else "blocks"
 
 
 def _mask(query_ids: jax.Array, key_ids: jax.Array, start: jax.Array | int) -> jax.Array:
-    """Which keys [B, S] the queries [B, T], the first of which is at `start` of the row, may see: bool [B, T, S]."""
+    """Keys [B, S] visible to queries [B, T] that begin at `start` of the row: bool [B, T, S]."""
     causal = start + jnp.arange(query_ids.shape[1])[:, None] >= jnp.arange(key_ids.shape[1])
     return (query_ids[:, :, None] == key_ids[:, None, :]) & causal
 
 
 def _blocks(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """One block of queries after the other; the backward pass computes each block's scores again."""
+    """Attend one block of queries after another; the backward pass recomputes the scores of each block."""
     rows, length, *head_shape = q.shape
     count = -(-length // QUERY_BLOCK)
     padding = count * QUERY_BLOCK - length
@@ -71,11 +79,13 @@ def _blocks(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) ->
     return jnp.moveaxis(attended, 0, 1).reshape(rows, count * QUERY_BLOCK, *head_shape)[:, :length]
 
 
-def _splash(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """The TPU kernel that comes with JAX; rows must be a multiple of 128 tokens long.
+def splash_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, interpret: bool = False
+) -> jax.Array:
+    """Attend with the TPU kernel of JAX; rows must be a multiple of 128 tokens long.
 
-    A kernel cannot be split by the compiler. Where a mesh is set (jax.set_mesh), rows are split over its axes data and
-    fsdp by hand, and heads over tensor where it divides the key and value heads.
+    The compiler cannot split a kernel. If a mesh is set (jax.set_mesh), rows are split explicitly over its axes data
+    and fsdp, and heads over tensor if it divides the key and value heads.
     """
     if q.shape[1] % 128:
         raise ValueError(f"splash attention takes rows of a multiple of 128 tokens, not {q.shape[1]}: use blocks")
@@ -97,7 +107,7 @@ def _splash(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *,
 
 
 def _splash_kernel(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, interpret: bool) -> jax.Array:
-    # Imported here: the module compiles helpers for TPUs at import, which other devices need not wait for.
+    # Imported here because the module compiles TPU helpers at import.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     length, heads, head_dim = q.shape[1:]

@@ -1,26 +1,26 @@
-"""Shape of a decoder, without JAX: what a configuration file, a weights manifest and the model agree on.
+"""Shape of a decoder, without JAX, shared by configuration files, weights manifests and the model.
 
-The defaults are the demo's model: 105 thousand parameters over a character vocabulary.
+The defaults are the model of the demo: 105 thousand parameters over a character vocabulary.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from consumers.models.tokenizer import CharacterTokenizer
-from topics.errors import ConfigurationError
+from rollstream.consumers.models.tokenizer import CharacterTokenizer
+from rollstream.topics.errors import ConfigurationError
 
 
-class Compute(NamedTuple):
-    """How the same function is computed; none of it changes what is computed but for rounding."""
+class ComputeSettings(NamedTuple):
+    """How the decoder is computed; the settings change results only by rounding."""
 
     dtype: str = "float32"
-    """Of activations and of the copies of the parameters they meet: float32 or bfloat16."""
+    """Dtype of activations and of parameter copies: float32 or bfloat16."""
     remat: bool = False
-    """Compute a block's activations again in the backward pass rather than keep them."""
+    """Recompute the activations of a block in the backward pass instead of keeping them."""
     vocabulary_chunk: int = 0
     """Vocabulary entries whose logits are held at once; 0 holds all."""
     attention: str = "auto"
-    """auto, plain, blocks or splash (consumers.models.attention)."""
+    """auto, plain, blocks or splash (rollstream.consumers.models.attention)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +46,20 @@ class DecoderConfig:
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     rope_scaling_factor: float = 1.0
-    """How far Llama 3.1 stretches the slow rotary frequencies; 1 leaves them all alone, whatever follows says."""
+    """Factor by which Llama 3.1 stretches the slow rotary frequencies; 1 changes none, regardless of the next three
+    settings."""
     rope_low_freq_factor: float = 1.0
-    """Frequencies of fewer turns than this in `rope_original_positions` are divided by the factor."""
+    """Frequencies with fewer turns than this in `rope_original_positions` are divided by the factor."""
     rope_high_freq_factor: float = 4.0
-    """Frequencies of more turns than this stay; between the two the change is gradual."""
+    """Frequencies with more turns than this are unchanged; between the two the change is gradual."""
     rope_original_positions: int = 8192
-    """Length of context before it was stretched."""
+    """Length of context before stretching."""
     qk_norm: bool = True
-    """Normalise each query and key head before RoPE, as Qwen3 does."""
+    """Normalize each query and key head before RoPE, as Qwen3 does."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections, as Qwen2 has."""
     o_bias: bool = False
-    """A bias on the attention's output projection, as Llama's attention_bias adds to the other three."""
+    """A bias on the output projection of attention, part of attention_bias in Llama."""
     mlp_bias: bool = False
     """Biases on the three projections of the feed-forward layer."""
     tie_word_embeddings: bool = True

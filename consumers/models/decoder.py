@@ -12,26 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from consumers.models import vocabulary
-from consumers.models.activations import split_rows
-from consumers.models.attention import attend, masked
-from consumers.models.config import DecoderConfig
-from consumers.models.parameters import EMBEDDING, FINAL_NORM, HEAD
-from consumers.models.parameters import shapes as shapes
+from rollstream.consumers.models import vocabulary
+from rollstream.consumers.models.activations import split_rows
+from rollstream.consumers.models.attention import attend, attend_once
+from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.parameters import EMBEDDING, FINAL_NORM, HEAD
+from rollstream.consumers.models.parameters import shapes as shapes
 
 Params = Mapping[str, jax.Array]
 
 _ROW_SPLIT = ("o_proj", "down_proj")
-"""Projections whose input is split over `tensor`; of all others the output is."""
+"""Projections whose input is split over `tensor`; all others have their output split."""
 
 
 class KeyValueCache(NamedTuple):
-    """Keys after RoPE, and values, of every position so far; slot s of a row holds its position s."""
+    """Keys after RoPE, and values, of every position so far: one array a layer, [rows, slots, kv heads, head_dim].
 
-    keys: jax.Array
-    """[layers, rows, slots, kv heads, head_dim]"""
-    values: jax.Array
-    """[layers, rows, slots, kv heads, head_dim]"""
+    Slot s of a row holds its position s.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
 
 
 def init(key: jax.Array, config: DecoderConfig) -> dict[str, jax.Array]:
@@ -56,10 +57,10 @@ def init(key: jax.Array, config: DecoderConfig) -> dict[str, jax.Array]:
 
 
 def pspecs(params: Mapping[str, Any], axis_sizes: Mapping[str, int] | None = None) -> dict[str, PartitionSpec]:
-    """How each parameter is split over the mesh axes `fsdp` and `tensor` (Megatron's column and row split).
+    """Partition of each parameter over the mesh axes `fsdp` and `tensor` (Megatron's column and row split).
 
-    `params` are arrays or anything else with a shape. Of the mesh's `axis_sizes` an axis that does not divide a
-    dimension is left out for it; without them no dimension is looked at.
+    `params` are arrays or other objects with a shape. With `axis_sizes`, an axis that does not divide a dimension is
+    not used for it.
     """
 
     def axes(name: str) -> tuple[str, ...]:
@@ -93,11 +94,11 @@ def hidden(
     remat: bool = False,
     attention: str = "auto",
 ) -> jax.Array:
-    """Final normalised states [B, T, hidden_size] of packed sequences.
+    """Final normalized states [B, T, hidden_size] of packed sequences.
 
     `tokens`, `positions` and `segment_ids` are int32 [B, T]. A token attends to earlier tokens of its own segment.
-    With `remat` only the residual stream between blocks is kept for the backward pass; `attention` is the
-    implementation (consumers.models.attention).
+    With `remat`, only the residual stream between blocks is kept for the backward pass; `attention` is the
+    implementation (rollstream.consumers.models.attention).
     """
     x = split_rows(_embedded(params[EMBEDDING], tokens))
     for layer in range(config.num_hidden_layers):
@@ -117,7 +118,7 @@ def logits(
 
 
 def head_weight(params: Params, config: DecoderConfig) -> jax.Array:
-    """The output head [vocab_size, hidden_size]: the embedding where they are tied."""
+    """The output head [vocab_size, hidden_size]: the embedding if the two are tied."""
     return params[EMBEDDING if config.tie_word_embeddings else HEAD]
 
 
@@ -148,55 +149,58 @@ def token_logprobs(
 
 def empty_cache(config: DecoderConfig, rows: int, slots: int, dtype: jnp.dtype) -> KeyValueCache:
     """A cache for `rows` sequences of at most `slots` positions."""
-    shape = (config.num_hidden_layers, rows, slots, config.num_key_value_heads, config.head_dim)
-    return KeyValueCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    shape = (rows, slots, config.num_key_value_heads, config.head_dim)
+    keys, values = ([jnp.zeros(shape, dtype) for _ in range(config.num_hidden_layers)] for _ in range(2))
+    return KeyValueCache(tuple(keys), tuple(values))
 
 
-def prefill(
-    params: Params, config: DecoderConfig, tokens: jax.Array, lengths: jax.Array, slots: int
-) -> tuple[jax.Array, KeyValueCache]:
+def prefill(params: Params, config: DecoderConfig, tokens: jax.Array) -> tuple[jax.Array, KeyValueCache]:
     """Run prompts and keep their keys and values.
 
-    `tokens` is int32 [B, P], each row its prompt followed by anything; `lengths` int32 [B], at least 1. Returns the
-    logits float32 [B, vocab_size] after each prompt's last token and a cache of `slots` >= P positions. Slots past a
-    prompt hold rubbish that `decode_step` overwrites before it looks at them.
+    `tokens` is int32 [B, P], each row a prompt followed by arbitrary ids. Returns the states [B, P, hidden_size]
+    before the final norm, and a cache of P positions. Positions past a prompt hold arbitrary values, which
+    `decode_step` overwrites before it reads them.
     """
     rows, width = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(width), (rows, width))
     one_segment = jnp.zeros_like(tokens)
-    cache = empty_cache(config, rows, slots, params[EMBEDDING].dtype)
+    keys, values = [], []
     x = params[EMBEDDING][tokens]
+
+    def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        keys.append(k)
+        values.append(v)
+        return attend(q, k, v, one_segment)
+
     for layer in range(config.num_hidden_layers):
-
-        def remember(q: jax.Array, k: jax.Array, v: jax.Array, layer: int = layer) -> jax.Array:
-            nonlocal cache
-            cache = KeyValueCache(cache.keys.at[layer, :, :width].set(k), cache.values.at[layer, :, :width].set(v))
-            return attend(q, k, v, one_segment)
-
-        x = _block(params, config, layer, x, positions, remember)
-    last = x[jnp.arange(rows), lengths - 1]
-    return head(params, config, _rms_norm(last, params[FINAL_NORM], config.rms_norm_eps)), cache
+        x = _block(params, config, layer, x, positions, cached_attention)
+    return x, KeyValueCache(tuple(keys), tuple(values))
 
 
 def decode_step(
     params: Params, config: DecoderConfig, cache: KeyValueCache, tokens: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, KeyValueCache]:
-    """Append one token to each row: `tokens` and `positions` int32 [B]. Returns logits float32 [B, vocab_size]."""
+    """Append one token to each row: `tokens` and `positions` int32 [B]. Returns logits float32 [B, vocab_size].
+
+    A row whose position is past the cache is computed without effect on the cache.
+    """
     rows = jnp.arange(tokens.shape[0])
-    slots = cache.keys.shape[2]
-    mask = (jnp.arange(slots) <= positions[:, None])[:, None, :]
+    keys, values = list(cache.keys), list(cache.values)
     x = params[EMBEDDING][tokens][:, None, :]
     for layer in range(config.num_hidden_layers):
 
-        def remember(q: jax.Array, k: jax.Array, v: jax.Array, layer: int = layer) -> jax.Array:
-            nonlocal cache
-            cache = KeyValueCache(
-                cache.keys.at[layer, rows, positions].set(k[:, 0]), cache.values.at[layer, rows, positions].set(v[:, 0])
-            )
-            return masked(q, cache.keys[layer], cache.values[layer], mask)
+        def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, layer: int = layer) -> jax.Array:
+            keys[layer] = keys[layer].at[rows, positions].set(k[:, 0], mode="drop")
+            values[layer] = values[layer].at[rows, positions].set(v[:, 0], mode="drop")
+            return attend_once(q[:, 0], keys[layer], values[layer], positions)[:, None]
 
-        x = _block(params, config, layer, x, positions[:, None], remember)
-    return head(params, config, _rms_norm(x[:, 0], params[FINAL_NORM], config.rms_norm_eps)), cache
+        x = _block(params, config, layer, x, positions[:, None], cached_attention)
+    return final_logits(params, config, x[:, 0]), KeyValueCache(tuple(keys), tuple(values))
+
+
+def final_logits(params: Params, config: DecoderConfig, states: jax.Array) -> jax.Array:
+    """Logits, float32 [..., vocab_size], of states [..., hidden_size] before the final norm."""
+    return head(params, config, _rms_norm(states, params[FINAL_NORM], config.rms_norm_eps))
 
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -226,12 +230,12 @@ def _block(
 
 
 def _embedded(weight: jax.Array, tokens: jax.Array) -> jax.Array:
-    """`weight[tokens]`, whose gradient adds up in float32: in bfloat16 a sum of ones ends at 256."""
+    """`weight[tokens]` with a gradient summed in float32: in bfloat16 a sum of ones stops at 256."""
     return weight.astype(jnp.float32)[tokens].astype(weight.dtype)
 
 
 def _linear(params: Params, name: str, x: jax.Array) -> jax.Array:
-    """A projection, with a bias where the model has one."""
+    """A projection, with its bias if the model has one."""
     projected = split_rows(x @ params[f"{name}.weight"].T, columns=name.rsplit(".", 1)[1] not in _ROW_SPLIT)
     bias = params.get(f"{name}.bias")
     return projected if bias is None else projected + bias
@@ -245,7 +249,7 @@ def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rope_frequencies(config: DecoderConfig) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Radians per position of each of the head_dim / 2 pairs, the slow ones stretched as in Llama 3.1's release."""
+    """Radians per position of each of the head_dim / 2 pairs, the slow ones stretched as in Llama 3.1."""
     half = config.head_dim // 2
     frequencies = config.rope_theta ** (-np.arange(half) / half)
     if config.rope_scaling_factor != 1.0:

@@ -1,7 +1,7 @@
-"""Directories of Hugging Face checkpoints, without torch: config.json and safetensors of Qwen2, Qwen3 and Llama.
+"""Hugging Face checkpoints, without torch: config.json and safetensors of Qwen2, Qwen3 and Llama.
 
-A setting that would change what the model computes and is not supported is refused by name, and so is a tensor that
-is missing, left over or misshapen: what loads is the model that was saved.
+Unsupported settings that would change the computation are refused by name, and so are missing, unknown and misshapen
+tensors: a model that loads is the model that was saved.
 """
 
 import json
@@ -12,71 +12,71 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from consumers.buffers.files import write_bytes
-from consumers.models import safetensors_files
-from consumers.models.config import DecoderConfig
-from consumers.models.errors import CheckpointRefused
-from consumers.models.parameters import HEAD, shapes
-from topics.errors import ConfigurationError
+from rollstream.consumers.files import safetensors_files
+from rollstream.consumers.files.atomic_files import write_bytes
+from rollstream.consumers.files.safetensors_files import CheckpointRefused
+from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.parameters import HEAD, shapes
+from rollstream.topics.errors import ConfigurationError
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 _QKV_BIAS = {"qwen2": True, "qwen3": False, "llama": False}
-"""Whether a family has biases on queries, keys and values where config.json has no attention_bias."""
+"""Whether a family has biases on queries, keys and values if config.json has no attention_bias."""
 _NEVER_USED = ("rotary_emb.inv_freq",)
-"""Endings of tensors that old checkpoints carry and no model reads."""
+"""Suffixes of tensors that old checkpoints contain and no model reads."""
 
 
 def load_config(directory: Path | str) -> DecoderConfig:
-    """The decoder a directory's config.json describes. Raises ConfigurationError, naming the key, where it cannot."""
+    """Read the decoder's shape from config.json. Raises ConfigurationError naming a key that is not supported."""
     path = Path(directory) / CONFIG
-    found = read_json(path)
-    family = found.get("model_type")
+    settings = read_json(path)
+    family = settings.get("model_type")
     if family not in _QKV_BIAS:
         raise ConfigurationError(f"{path}: model_type {family!r} is not supported; use one of {', '.join(_QKV_BIAS)}")
-    _refuse_unsupported(path, found)
+    _refuse_unsupported(path, settings)
     try:
-        heads, width = found["num_attention_heads"], found["hidden_size"]
-        # transformers 5 gathers what earlier versions spread over rope_theta and rope_scaling.
-        rope = {**(found.get("rope_scaling") or {}), **(found.get("rope_parameters") or {})}
-        biased = found.get("attention_bias", False) and family != "qwen2"
+        heads, width = settings["num_attention_heads"], settings["hidden_size"]
+        # transformers 5 merges the earlier settings rope_theta and rope_scaling.
+        rope = {**(settings.get("rope_scaling") or {}), **(settings.get("rope_parameters") or {})}
+        biased = settings.get("attention_bias", False) and family != "qwen2"
         return DecoderConfig(
-            vocab_size=found["vocab_size"],
+            vocab_size=settings["vocab_size"],
             hidden_size=width,
-            num_hidden_layers=found["num_hidden_layers"],
+            num_hidden_layers=settings["num_hidden_layers"],
             num_attention_heads=heads,
-            num_key_value_heads=found.get("num_key_value_heads") or heads,
-            head_dim=found.get("head_dim") or (128 if family == "qwen3" else width // heads),
-            intermediate_size=found["intermediate_size"],
-            rms_norm_eps=found.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta", found.get("rope_theta", 10_000.0))),
+            num_key_value_heads=settings.get("num_key_value_heads") or heads,
+            head_dim=settings.get("head_dim") or (128 if family == "qwen3" else width // heads),
+            intermediate_size=settings["intermediate_size"],
+            rms_norm_eps=settings.get("rms_norm_eps", 1e-6),
+            rope_theta=float(rope.get("rope_theta", settings.get("rope_theta", 10_000.0))),
             **_stretch(path, rope),
             qk_norm=family == "qwen3",
             qkv_bias=biased or _QKV_BIAS[family],
             o_bias=biased,
-            mlp_bias=found.get("mlp_bias", False),
-            tie_word_embeddings=found.get("tie_word_embeddings", False),
+            mlp_bias=settings.get("mlp_bias", False),
+            tie_word_embeddings=settings.get("tie_word_embeddings", False),
         )
     except KeyError as error:
         raise ConfigurationError(f"{path} has no {error.args[0]}") from error
 
 
-def _refuse_unsupported(path: Path, found: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for a setting under which the decoder would compute something else."""
+def _refuse_unsupported(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for a setting with which the decoder would compute something else."""
     full_attention = {"full_attention"}
     refused = {
-        "hidden_act": found.get("hidden_act", "silu") != "silu",
-        "use_sliding_window": found.get("use_sliding_window", False),
-        "layer_types": not set(found.get("layer_types") or full_attention) <= full_attention,
-        "quantization_config": found.get("quantization_config") is not None,
-        "num_experts": found.get("num_experts") or found.get("num_local_experts"),
-        "partial_rotary_factor": found.get("partial_rotary_factor", 1.0) != 1.0,
+        "hidden_act": settings.get("hidden_act", "silu") != "silu",
+        "use_sliding_window": settings.get("use_sliding_window", False),
+        "layer_types": not set(settings.get("layer_types") or full_attention) <= full_attention,
+        "quantization_config": settings.get("quantization_config") is not None,
+        "num_experts": settings.get("num_experts") or settings.get("num_local_experts"),
+        "partial_rotary_factor": settings.get("partial_rotary_factor", 1.0) != 1.0,
     }
     for key, unsupported in refused.items():
         if unsupported:
-            raise ConfigurationError(f"{path}: {key} {found.get(key)!r} is not supported; choose a dense full model")
+            raise ConfigurationError(f"{path}: {key} {settings.get(key)!r} is not supported; choose a dense full model")
 
 
 def _stretch(path: Path, rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _stretch(path: Path, rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_json(config: DecoderConfig) -> dict[str, Any]:
-    """The config.json of a decoder. Raises ConfigurationError where none of the families has its parts together."""
+    """The config.json of a decoder. Raises ConfigurationError if no family has this combination of parts."""
     all_biased = config.qkv_bias and config.o_bias
     some_biased = config.qkv_bias or config.o_bias
     if config.qk_norm and some_biased == all_biased and not config.mlp_bias:
@@ -117,7 +117,7 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
         "original_max_position_embeddings": config.rope_original_positions,
     }
     stretched = config.rope_scaling_factor != 1.0
-    found = {
+    document = {
         "architectures": [{"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family] + "ForCausalLM"],
         "model_type": family,
         "vocab_size": config.vocab_size,
@@ -134,40 +134,40 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_word_embeddings,
     }
     if family != "qwen2":
-        found["attention_bias"] = all_biased
+        document["attention_bias"] = all_biased
     if family == "llama":
-        found["mlp_bias"] = config.mlp_bias
-    return found
+        document["mlp_bias"] = config.mlp_bias
+    return document
 
 
 def load(directory: Path | str, config: DecoderConfig | None = None) -> dict[str, NDArray[Any]]:
-    """The parameters of a checkpoint by name, in the dtype they are stored in: read-only views of its files.
+    """Load the parameters of a checkpoint by name, in their stored dtype: read-only views of its files.
 
     `config` defaults to that of the directory. Raises CheckpointRefused, naming the tensors, unless they are exactly
-    the decoder's; a head stored beside a tied embedding is ignored, as everywhere.
+    those of the decoder; a head stored beside a tied embedding is ignored.
     """
     directory = Path(directory)
     wanted = shapes(config or load_config(directory))
-    found: dict[str, NDArray[Any]] = {}
+    stored: dict[str, NDArray[Any]] = {}
     for path in _files(directory):
-        found |= safetensors_files.read(path)
-    ignored = {name for name in found if name.endswith(_NEVER_USED)} | ({HEAD} - set(wanted))
-    found = {name: array for name, array in found.items() if name not in ignored}
-    problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} belongs to no part of the model" for name in sorted(set(found) - set(wanted))]
+        stored |= safetensors_files.read(path)
+    ignored = {name for name in stored if name.endswith(_NEVER_USED)} | ({HEAD} - set(wanted))
+    stored = {name: array for name, array in stored.items() if name not in ignored}
+    problems = [f"{name} is missing" for name in wanted if name not in stored]
+    problems += [f"{name} belongs to no part of the model" for name in sorted(set(stored) - set(wanted))]
     problems += [
         f"{name} has shape {list(array.shape)}, not {list(wanted[name])}"
-        for name, array in found.items()
+        for name, array in stored.items()
         if name in wanted and array.shape != wanted[name]
     ]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointRefused(f"{directory} does not hold the model of its {CONFIG}: {'; '.join(problems[:5])}{more}")
-    return {name: found[name] for name in wanted}
+    return {name: stored[name] for name in wanted}
 
 
 def _files(directory: Path) -> list[Path]:
-    """The safetensors files of a directory: those its index names, or the only one."""
+    """The safetensors files of a directory: the files in its index, or the single file."""
     if (directory / INDEX).exists():
         return [directory / name for name in sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))]
     if (directory / SINGLE).exists():
@@ -183,18 +183,18 @@ def save(
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a checkpoint that `load` and other libraries read; in shards where it exceeds `max_shard_bytes`.
+    """Write a checkpoint that `load` and other libraries read, in shards if it exceeds `max_shard_bytes`.
 
-    `params` are arrays of any kind, taken to the host one at a time; `dtype` is what they are stored as, their own by
-    default. What says that the checkpoint is whole, the single file or the index, is written last. Raises
-    CheckpointRefused where the directory already holds a model.
+    `params` are arrays of any kind, copied to the host one at a time; `dtype` is the stored dtype, by default their
+    own. The single file, or the index, marks the checkpoint complete and is written last. Raises CheckpointRefused if
+    the directory already holds a model.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / INDEX).exists() or any(directory.glob("*.safetensors")):
         raise CheckpointRefused(f"{directory} already holds a model; give a directory that does not")
-    tensors = {name: _Lazy(params[name], dtype) for name in shapes(config)}
-    shards: list[dict[str, _Lazy]] = [{}]
+    tensors = {name: _LazyArray(params[name], dtype) for name in shapes(config)}
+    shards: list[dict[str, _LazyArray]] = [{}]
     filled = 0
     for name, tensor in tensors.items():
         if shards[-1] and filled + tensor.nbytes > max_shard_bytes:
@@ -217,18 +217,18 @@ def save(
     write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-class _Lazy:
-    """An array that becomes numpy's, in the dtype asked for, only when it is written."""
+class _LazyArray:
+    """An array that is converted to numpy in the given dtype only when it is written."""
 
     def __init__(self, array: Any, dtype: DTypeLike | None) -> None:
         self._array = array
-        safetensors_files.dtypes()  # after this numpy knows bfloat16 by name
+        safetensors_files.dtypes()  # Registers bfloat16 with numpy.
         self.dtype = np.dtype(dtype or array.dtype)
         self.shape = tuple(array.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size once it is numpy's."""
+        """Size of the numpy array."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
@@ -236,19 +236,19 @@ class _Lazy:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ConfigurationError where there is none."""
+    """Read a JSON object from a file. Raises ConfigurationError if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigurationError(f"there is no {path}; give the directory of a Hugging Face checkpoint") from error
     except ValueError as error:
         raise ConfigurationError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(stored, dict):
         raise ConfigurationError(f"{path} is not a JSON object")
-    return found
+    return stored
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object whole or not at all."""
+    """Write a JSON object atomically."""
     encoded = json.dumps(value, indent=2).encode() + b"\n"
     write_bytes(path, encoded)

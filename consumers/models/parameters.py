@@ -1,6 +1,6 @@
 """Names and shapes of a decoder's parameters, without JAX: Hugging Face's names and layout, projections [out, in]."""
 
-from consumers.models.config import DecoderConfig
+from rollstream.consumers.models.config import DecoderConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -12,26 +12,26 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     width, ff = config.hidden_size, config.intermediate_size
     q_width = config.num_attention_heads * config.head_dim
     kv_width = config.num_key_value_heads * config.head_dim
-    found: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, width)}
+    shapes_by_name: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, width)}
     for layer in range(config.num_hidden_layers):
         block, attention = f"model.layers.{layer}", f"model.layers.{layer}.self_attn"
-        found[f"{block}.input_layernorm.weight"] = (width,)
+        shapes_by_name[f"{block}.input_layernorm.weight"] = (width,)
         for name, out in (("q_proj", q_width), ("k_proj", kv_width), ("v_proj", kv_width)):
-            found[f"{attention}.{name}.weight"] = (out, width)
+            shapes_by_name[f"{attention}.{name}.weight"] = (out, width)
             if config.qkv_bias:
-                found[f"{attention}.{name}.bias"] = (out,)
+                shapes_by_name[f"{attention}.{name}.bias"] = (out,)
         if config.qk_norm:
-            found[f"{attention}.q_norm.weight"] = (config.head_dim,)
-            found[f"{attention}.k_norm.weight"] = (config.head_dim,)
-        found[f"{attention}.o_proj.weight"] = (width, q_width)
+            shapes_by_name[f"{attention}.q_norm.weight"] = (config.head_dim,)
+            shapes_by_name[f"{attention}.k_norm.weight"] = (config.head_dim,)
+        shapes_by_name[f"{attention}.o_proj.weight"] = (width, q_width)
         if config.o_bias:
-            found[f"{attention}.o_proj.bias"] = (width,)
-        found[f"{block}.post_attention_layernorm.weight"] = (width,)
+            shapes_by_name[f"{attention}.o_proj.bias"] = (width,)
+        shapes_by_name[f"{block}.post_attention_layernorm.weight"] = (width,)
         for name, out, fan_in in (("gate_proj", ff, width), ("up_proj", ff, width), ("down_proj", width, ff)):
-            found[f"{block}.mlp.{name}.weight"] = (out, fan_in)
+            shapes_by_name[f"{block}.mlp.{name}.weight"] = (out, fan_in)
             if config.mlp_bias:
-                found[f"{block}.mlp.{name}.bias"] = (out,)
-    found[FINAL_NORM] = (width,)
+                shapes_by_name[f"{block}.mlp.{name}.bias"] = (out,)
+    shapes_by_name[FINAL_NORM] = (width,)
     if not config.tie_word_embeddings:
-        found[HEAD] = (config.vocab_size, width)
-    return found
+        shapes_by_name[HEAD] = (config.vocab_size, width)
+    return shapes_by_name

@@ -1,4 +1,4 @@
-"""What a tokenizer is, and one of characters for the small tasks: printable ASCII, newline, padding and end.
+"""The tokenizer protocol, and a character tokenizer for small tasks: printable ASCII, newline, padding and end.
 
 Its encoding and decoding are each other's inverse on text of the vocabulary; anything else is refused, never replaced.
 """
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from consumers.models.errors import PromptRefused
+from rollstream.consumers.models.errors import PromptRefused
 
 PRINTABLE_ASCII = string.digits + string.ascii_letters + string.punctuation + " \n"
 
@@ -22,17 +22,17 @@ class Tokenizer(Protocol):
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """All tokens that end what is sampled, `eos_id` among them."""
+        """All tokens that end a completion, `eos_id` among them."""
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, none added to it. Raises PromptRefused where it cannot be encoded."""
+        """Token ids of `text`, without special tokens. Raises PromptRefused if it cannot be encoded."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; end tokens are silent."""
+        """Text of token ids, without end tokens."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class CharacterTokenizer:
         return [identifier + 2 for identifier in ids]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids. The end token is silent; padding shows as U+FFFD, so that it can match no answer."""
+        """Text of token ids. The end token is omitted; padding becomes U+FFFD, so that it matches no answer."""
         characters = []
         for identifier in ids:
             if identifier == self.pad_id:

@@ -1,15 +1,15 @@
-"""A tokenizer from the files a model comes with: tokenizer.json, and the end tokens its configuration names.
+"""The tokenizer in a model's files: tokenizer.json, and the end tokens of the model's configuration.
 
-Text is encoded as it is: special tokens written in it are recognised, none is added.
+Text is encoded as it is: special tokens written in it are recognized, and none is added.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from consumers.models.errors import PromptRefused
-from consumers.models.huggingface import CONFIG, read_json
-from topics.errors import ConfigurationError
+from rollstream.consumers.models.errors import PromptRefused
+from rollstream.consumers.models.huggingface import CONFIG, read_json
+from rollstream.topics.errors import ConfigurationError
 
 TOKENIZER = "tokenizer.json"
 _GENERATION_CONFIG = "generation_config.json"
@@ -18,10 +18,11 @@ _UNKNOWN = "\ufffd"
 
 
 class TokenizerFile:
-    """Text to token ids and back as the model's own tokenizer does it."""
+    """Text to token ids and back, with the model's own tokenizer."""
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
-        """`tokenizer` is one of the package tokenizers; the first of `eos_ids` ends a text, any ends a completion."""
+        """`tokenizer` is one of the package tokenizers; the first of `eos_ids` ends a text, and each of them ends a
+        completion."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -30,15 +31,20 @@ class TokenizerFile:
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. Raises PromptRefused where the vocabulary cannot express it."""
+        """Token ids of `text`. Raises PromptRefused if the vocabulary cannot express it."""
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # the package raises nothing more specific
+        except Exception as error:  # The package raises nothing more specific.
             raise PromptRefused(f"the tokenizer cannot encode {text[:80]!r}: {error}") from error
         return ids
 
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its text in the vocabulary; None if there is no such token."""
+        identifier: int | None = self._tokenizer.token_to_id(token)
+        return identifier
+
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids. End tokens are silent; other special tokens show, and U+FFFD shows for ids it lacks."""
+        """Text of token ids. End tokens are omitted, other special tokens are kept, unknown ids become U+FFFD."""
         pieces: list[list[int]] = [[]]
         for identifier in ids:
             if self._tokenizer.id_to_token(identifier) is None:
@@ -52,7 +58,7 @@ def load_tokenizer(path: Path | str) -> TokenizerFile:
     """The tokenizer of a checkpoint's directory, or of a tokenizer.json within one.
 
     End tokens are eos_token_id of generation_config.json and config.json, else the eos_token of tokenizer_config.json.
-    Raises ConfigurationError where there is no tokenizer, no end token, or the model has fewer rows than tokens.
+    Raises ConfigurationError if there is no tokenizer or no end token, or if the model has fewer rows than tokens.
     """
     try:
         import tokenizers
@@ -66,7 +72,7 @@ def load_tokenizer(path: Path | str) -> TokenizerFile:
         raise ConfigurationError(f"there is no {file}; fetch it with the model")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises nothing more specific
+    except Exception as error:  # The package raises nothing more specific.
         raise ConfigurationError(f"{file} is not a tokenizer the package tokenizers reads: {error}") from error
     loaded = TokenizerFile(tokenizer, _end_tokens(directory, tokenizer))
     rows = _optional(directory / CONFIG).get("vocab_size", loaded.vocab_size)
@@ -76,21 +82,21 @@ def load_tokenizer(path: Path | str) -> TokenizerFile:
 
 
 def _end_tokens(directory: Path, tokenizer: Any) -> list[int]:
-    """Ids that end a text, without repetition, the first the generation configuration's first."""
-    found: list[int] = []
+    """Ids that end a text, without repetition; the first is that of the generation configuration."""
+    end_ids: list[int] = []
     for name in (_GENERATION_CONFIG, CONFIG):
         ids = _optional(directory / name).get("eos_token_id")
-        found += [] if ids is None else ids if isinstance(ids, list) else [ids]
-    if not found:
+        end_ids += [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not end_ids:
         token = _optional(directory / _TOKENIZER_CONFIG).get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
         identifier = tokenizer.token_to_id(text) if text else None
-        found = [] if identifier is None else [identifier]
-    if not found:
+        end_ids = [] if identifier is None else [identifier]
+    if not end_ids:
         raise ConfigurationError(
             f"no end token in {directory}: set eos_token_id in {_GENERATION_CONFIG}, or nothing sampled would ever end"
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(end_ids))
 
 
 def _optional(path: Path) -> dict[str, Any]:

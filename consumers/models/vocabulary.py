@@ -1,7 +1,7 @@
-"""Log-probability and entropy of tokens without ever holding a logit for every position and vocabulary entry.
+"""Log-probability and entropy of tokens, without holding logits of all positions and vocabulary entries at once.
 
-Two passes over chunks of the vocabulary, one forward and one backward; both give what the whole softmax would. Logits,
-sums and results are float32 whatever the states and weights are.
+One forward and one backward pass over chunks of the vocabulary give the results of the whole softmax. Logits, sums and
+results are float32 for every dtype of states and weights.
 """
 
 from functools import partial
@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 
 _NEVER = -1e30
-"""The logit of an entry that is padding: finite, so that its probability 0 times its logit is 0."""
+"""Logit of padding entries: finite, so that probability 0 times the logit is 0."""
 
 
 def whole(
     states: jax.Array, weight: jax.Array, targets: jax.Array, temperatures: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """What `chunked` gives, from logits [..., V] held at once."""
+    """The results of `chunked`, from logits [..., V] held at once."""
     logits = jnp.matmul(states, weight.T, preferred_element_type=jnp.float32)
     log_probabilities = jax.nn.log_softmax(logits / temperatures[..., None])
     chosen = jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
@@ -30,8 +30,8 @@ def chunked(
     """Log-probability of `targets` and entropy, both float32 [...], holding logits for at most `chunk` entries.
 
     `states` [..., H] and `weight` [V, H] have one dtype; `targets` int32 [...]; `temperatures` float32 [...] divide
-    the logits. The log-sum-exp is kept running over the chunks (arXiv:1805.02867); the backward pass computes each
-    chunk's logits again, and its gradients meet states and weights in their dtype.
+    the logits. The log-sum-exp is accumulated over the chunks (arXiv:1805.02867); the backward pass recomputes the
+    logits of each chunk, and casts gradients to the dtype of states and weights.
     """
     return _forward(states, weight, targets, temperatures, chunk)[0]
 
@@ -96,7 +96,8 @@ chunked.defvjp(_forward, _backward)
 
 
 def chunks_of(entries: int, chunk: int) -> int:
-    """Number of chunks of at most `chunk` of the vocabulary's entries: where one divides them, nothing is padded."""
+    """Number of chunks of at most `chunk` vocabulary entries, chosen without padding if some size divides the
+    vocabulary."""
     least = -(-entries // chunk)
     return next((count for count in range(least, 2 * least) if entries % count == 0), least)
 
@@ -104,7 +105,7 @@ def chunks_of(entries: int, chunk: int) -> int:
 def _view(weight: jax.Array, count: int) -> jax.Array:
     """[V, H] as [chunk, count, H]: chunk `index` is `[:, index]`, every count-th entry.
 
-    Interleaved, because entries split over devices stay where they are while the chunks are gone through.
+    Interleaved, so that entries split over devices stay in place during the loop over chunks.
     """
     entries, width = weight.shape
     size = -(-entries // count)
@@ -114,7 +115,7 @@ def _view(weight: jax.Array, count: int) -> jax.Array:
 def _chunk(
     states: jax.Array, view: jax.Array, index: jax.Array, temperatures: jax.Array, targets: jax.Array, entries: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Scaled logits float32 [..., chunk] of one chunk, and where the target is."""
+    """Scaled logits float32 [..., chunk] of one chunk, and a mask of the target's position."""
     part = jax.lax.dynamic_index_in_dim(view, index, 1, keepdims=False)
     size, count, _ = view.shape
     numbers = jnp.arange(size) * count + index

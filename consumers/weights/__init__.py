@@ -1,1 +1,5 @@
-"""Weights through the log: the publisher of policy versions and the follower that never shows a torn one."""
+"""Weights through the log: the publisher of policy versions, and the follower, which never returns a torn version."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,17 +1,15 @@
-"""Policy versions newer than the one held that may yet be had: the newest first, each tried again until a newer one is
-held. No I/O here.
-"""
+"""Policy versions that a follower has yet to fetch: newest first, retried until a newer one is held. No I/O."""
 
-from topics.records import PolicyManifest
+from rollstream.topics.records import PolicyManifest
 
 _MOST = 8
-"""More versions back chunks are gone, as publishers keep few."""
+"""Maximum number of candidates; publishers keep few versions, so the chunks of older ones are gone."""
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 30.0
 
 
-class Candidates:
-    """Versions to be tried, with the time at which each is due."""
+class VersionCandidates:
+    """Versions to fetch, each with the time at which it is due."""
 
     def __init__(self) -> None:
         self._manifests: dict[int, PolicyManifest] = {}
@@ -19,7 +17,7 @@ class Candidates:
         self._delays: dict[int, float] = {}
 
     def add(self, manifest: PolicyManifest) -> None:
-        """Take a version in, due at once; the oldest leaves where there are many."""
+        """Add a version, due at once; with too many versions the oldest is dropped."""
         self._manifests[manifest.version] = manifest
         self._due[manifest.version] = 0.0
         self._delays[manifest.version] = _FIRST_DELAY_S
@@ -31,19 +29,19 @@ class Candidates:
         due = [version for version, at in self._due.items() if at <= now]
         return self._manifests[max(due)] if due else None
 
-    def put_off(self, version: int, now: float) -> float:
-        """Try a version again later, and later each time; returns in how many seconds."""
-        delay = self._delays[version]
-        self._due[version] = now + delay
-        self._delays[version] = min(2 * delay, _LONGEST_DELAY_S)
-        return delay
+    def delay(self, version: int, now: float) -> float:
+        """Delay a version, longer each time; return the delay in seconds."""
+        delay_s = self._delays[version]
+        self._due[version] = now + delay_s
+        self._delays[version] = min(2 * delay_s, _LONGEST_DELAY_S)
+        return delay_s
 
     def drop(self, version: int) -> None:
-        """Never try a version again."""
+        """Remove a version."""
         for by_version in (self._manifests, self._due, self._delays):
             by_version.pop(version, None)
 
-    def held(self, version: int) -> None:
-        """Drop what is no newer than the version held."""
+    def drop_up_to(self, version: int) -> None:
+        """Remove a version and all older ones."""
         for older in [other for other in self._manifests if other <= version]:
             self.drop(older)

@@ -2,19 +2,19 @@
 
 from dataclasses import dataclass
 
-from topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
-    """How policy versions travel over the log."""
+    """Settings for policy versions on the log."""
 
     chunk_bytes: int = 1024 * 1024
     """Largest chunk; well below KafkaConfig.max_record_bytes."""
     keep_versions: int = 4
-    """Versions whose chunks stay; those of older ones are tombstoned, their manifests kept."""
+    """Newest versions whose chunks are kept; chunks of older ones are tombstoned, and all manifests are kept."""
     fetch_timeout_s: float = 60.0
-    """Longest wait of a follower for the next chunk of a version; then it tries again, with growing delays."""
+    """Longest wait of a follower for the next chunk of a version; afterwards it retries with growing delays."""
 
     def __post_init__(self) -> None:
         if self.chunk_bytes < 1 or self.keep_versions < 1:

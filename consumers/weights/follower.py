@@ -1,7 +1,7 @@
-"""Follows a run's policy versions: whoever asks sees one whole version whose digests match, or still the one before.
+"""WeightsFollower: holds one whole policy version whose digests match, and swaps to a newer one when that is complete.
 
-Needs no JAX. A version that cannot be had is tried again until it is held or a newer one is; one whose chunks are gone
-is skipped, and going back to an older one is refused.
+Needs no JAX. A version that cannot be fetched is retried until it or a newer one is held; a version whose chunks are
+gone is skipped. The follower never goes back to an older version.
 """
 
 import logging
@@ -12,21 +12,21 @@ from contextlib import closing
 from types import TracebackType
 from typing import Any, Self
 
-from confluent_kafka import OFFSET_BEGINNING, Message, TopicPartition
 from numpy.typing import NDArray
 
-from consumers.weights.candidates import Candidates
-from consumers.weights.config import WeightsConfig
-from consumers.weights.fetcher import ChunkFetcher, ChunksGone, ChunksLate
-from consumers.weights.layout import WeightsRefused, assemble
-from topics import clients
-from topics.catalogue import topic_name
-from topics.config import KafkaConfig
-from topics.errors import DeadlineExceeded
-from topics.following import TopicFollower
-from topics.logs import event
-from topics.records import PolicyManifest
-from topics.skipped import SkippedRecords
+from rollstream.consumers.weights.candidates import VersionCandidates
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.fetcher import ChunkFetcher, ChunksGone, ChunksLate
+from rollstream.consumers.weights.layout import WeightsRefused, assemble
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import DeadlineExceeded
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.logs import event
+from rollstream.topics.records import PolicyManifest
 
 logger = logging.getLogger(__name__)
 
@@ -34,27 +34,27 @@ State = tuple[int, dict[str, NDArray[Any]]]
 
 
 class WeightsFollower:
-    """The newest whole policy version of a run, kept current by a thread of its own between `start` and `close`."""
+    """The newest whole policy version of a run, kept current by a background thread between `start` and `close`."""
 
     def __init__(self, kafka: KafkaConfig, run: str, *, config: WeightsConfig | None = None) -> None:
         self._kafka = kafka
         self._run = run
         self._policies_topic = topic_name(run, "policies")
         self._fetch_timeout_s = (config or WeightsConfig()).fetch_timeout_s
-        self._candidates = Candidates()
+        self._candidates = VersionCandidates()
         self._changed = threading.Condition()
         self._manifest: PolicyManifest | None = None
         self._arrays: dict[str, NDArray[Any]] = {}
         self._failure: Exception | None = None
         self.skipped = SkippedRecords("weights-follower")
-        """Records of policies that could not be read."""
+        """Records of `policies` that could not be read."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="weights-follower", daemon=True)
 
     def start(self) -> Self:
-        """Begin following. Raises TopicError or BrokerUnavailable at once where there is nothing to follow."""
+        """Begin to follow. Raises TopicError or BrokerUnavailable at once if there is nothing to follow."""
         for topic in (self._policies_topic, topic_name(self._run, "weights")):
-            clients.partitions_of(self._kafka, topic)
+            topic_admin.partitions_of(self._kafka, topic)
         self._thread.start()
         return self
 
@@ -85,9 +85,10 @@ class WeightsFollower:
             return self._manifest
 
     def get_state(self, version: int) -> State | None:
-        """(version, arrays by name) if another version than `version` is held, else None.
+        """(version, arrays by name) if the version held is not `version`, else None.
 
-        The arrays are read-only and stay valid for as long as they are referenced. Raises what ended the following.
+        The arrays are read-only and stay valid for as long as they are referenced. Raises the error that ended the
+        background thread, if any.
         """
         with self._changed:
             if self._failure is not None:
@@ -97,7 +98,8 @@ class WeightsFollower:
             return self._manifest.version, self._arrays
 
     def wait_for(self, version_at_least: int, timeout_s: float) -> State:
-        """The state once its version is at least that. Raises DeadlineExceeded, or what ended the following."""
+        """Wait until the version is at least this, and return the state. Raises DeadlineExceeded, or the error
+        that ended the thread."""
         with self._changed:
             reached = self._changed.wait_for(
                 lambda: (
@@ -117,25 +119,25 @@ class WeightsFollower:
             return self._manifest.version, self._arrays
 
     def _follow(self) -> None:
-        start = TopicPartition(self._policies_topic, 0, OFFSET_BEGINNING)
+        start = {(self._policies_topic, 0): BEGINNING}
         try:
             with (
-                closing(TopicFollower(self._kafka, [start])) as policies,
+                closing(TopicFollower(self._kafka, start)) as policies,
                 closing(ChunkFetcher(self._kafka, self._run)) as fetcher,
             ):
                 while not self._stopping.is_set():
-                    self._take_in(policies.poll(500, 0.05))
+                    self._add_candidates(policies.poll(500, 0.05))
                     candidate = self._candidates.next(time.monotonic())
                     if candidate is not None:
-                        self._try(fetcher, candidate)
-        except Exception as error:  # whatever it is, those who wait for a version must hear of it
+                        self._fetch(fetcher, candidate)
+        except Exception as error:  # Callers that wait for a version must see any error.
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
             event(logger, "following_weights_failed", level=logging.ERROR, error=repr(error))
 
-    def _take_in(self, messages: Sequence[Message]) -> None:
-        """Have the versions that are newer than the one held tried."""
+    def _add_candidates(self, messages: Sequence[KafkaRecord]) -> None:
+        """Add versions that are newer than the current one to the candidates."""
         held = self.version
         for _message, manifest in self.skipped.records(PolicyManifest, messages):
             if manifest.kind == "external":
@@ -143,15 +145,15 @@ class WeightsFollower:
             elif manifest.version > held:
                 self._candidates.add(manifest)
 
-    def _try(self, fetcher: ChunkFetcher, manifest: PolicyManifest) -> None:
-        """Fetch a version and swap to it, or stay where we are if it cannot be had whole."""
+    def _fetch(self, fetcher: ChunkFetcher, manifest: PolicyManifest) -> None:
+        """Fetch a version and swap to it; keep the version held if it cannot be fetched whole."""
         started = time.monotonic()
         try:
             chunks = fetcher.fetch(manifest, timeout_s=self._fetch_timeout_s, stop=self._stopping)
             arrays = assemble(manifest, chunks)
         except ChunksLate as late:
             if not self._stopping.is_set():
-                again_s = self._candidates.put_off(manifest.version, time.monotonic())
+                again_s = self._candidates.delay(manifest.version, time.monotonic())
                 event(
                     logger,
                     "policy_put_off",
@@ -162,7 +164,7 @@ class WeightsFollower:
                 )
             return
         except (ChunksGone, WeightsRefused) as error:
-            # The log keeps what it holds: neither is mended by another try.
+            # Another attempt would read the same log, and fail again.
             self._candidates.drop(manifest.version)
             refused = isinstance(error, WeightsRefused)
             event(
@@ -173,7 +175,7 @@ class WeightsFollower:
                 reason=str(error),
             )
             return
-        self._candidates.held(manifest.version)
+        self._candidates.drop_up_to(manifest.version)
         with self._changed:
             self._manifest, self._arrays = manifest, arrays
             self._changed.notify_all()

@@ -1,6 +1,6 @@
-"""How the arrays of a policy version become chunks of bytes and arrays again, with digests over all of it (numpy only).
+"""Layout of policy versions: arrays to chunks of bytes and back, with digests over chunks, tensors and the whole.
 
-What cannot be proved equal to what was published is refused; nothing here knows Kafka or JAX.
+Bytes that do not match their digests are refused. Needs numpy; knows neither Kafka nor JAX.
 """
 
 import hashlib
@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from topics.arrays import dtype_name, dtype_of, little_endian_bytes
-from topics.errors import RollstreamError
-from topics.records import PolicyManifest, Tensor
+from rollstream.topics.arrays import dtype_name, dtype_of, little_endian_bytes
+from rollstream.topics.errors import RollstreamError
+from rollstream.topics.params_digest import params_digest
+from rollstream.topics.records import PolicyManifest, Tensor
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -22,18 +23,8 @@ class WeightsRefused(RollstreamError):
     """Bytes of a policy version do not match its manifest."""
 
 
-def params_digest(params: Mapping[str, Any]) -> str:
-    """sha256, hexadecimal, over each parameter's name, dtype, shape and little-endian bytes in name order."""
-    digest = hashlib.sha256()
-    for name in sorted(params):
-        array = np.asarray(params[name])
-        digest.update(f"{name}\0{dtype_name(array.dtype)}\0{list(array.shape)}\0".encode())
-        digest.update(little_endian_bytes(array))
-    return digest.hexdigest()
-
-
-def serialise(arrays: Arrays) -> tuple[bytes, tuple[Tensor, ...]]:
-    """The bytes of all arrays in name order, and where each lies in them."""
+def serialize(arrays: Arrays) -> tuple[bytes, tuple[Tensor, ...]]:
+    """Return the bytes of all arrays in name order, and the position of each array in them."""
     parts, tensors, start = [], [], 0
     for name in sorted(arrays):
         array = np.asarray(arrays[name])
@@ -54,13 +45,13 @@ def serialise(arrays: Arrays) -> tuple[bytes, tuple[Tensor, ...]]:
 
 
 def split(data: bytes, chunk_bytes: int) -> Iterator[bytes]:
-    """Consecutive pieces of at most `chunk_bytes`; at least one, so that an empty version has a chunk too."""
+    """Yield consecutive pieces of at most `chunk_bytes`; an empty version has one empty piece."""
     for start in range(0, max(len(data), 1), chunk_bytes):
         yield data[start : start + chunk_bytes]
 
 
 def assemble(manifest: PolicyManifest, chunks: Sequence[bytes]) -> dict[str, NDArray[Any]]:
-    """The arrays of a version from its chunks, in order; read-only views of one buffer.
+    """Return the arrays of a version from its chunks, in order; read-only views of one buffer.
 
     Raises WeightsRefused unless every chunk, every tensor and the whole match the manifest's digests.
     """

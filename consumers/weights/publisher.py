@@ -1,6 +1,7 @@
-"""Publishes policy versions: chunks first, in no transaction; the manifest, in the learner's, is the commit point.
+"""WeightsPublisher: sends chunks outside transactions, then the manifest, which is the commit point of the version.
 
-A version number is never reused, and what a crash left half published is tombstoned at the next start.
+The manifest commits in the transaction of its step. A version number is never reused; chunks left by a crash are
+tombstoned at the next start.
 """
 
 import hashlib
@@ -10,20 +11,21 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message
-
-from consumers.weights.config import WeightsConfig
-from consumers.weights.layout import Arrays, params_digest, serialise, split
-from topics import clients
-from topics.catalogue import topic_name
-from topics.codec import encode
-from topics.config import KafkaConfig
-from topics.errors import ConfigurationError, DeliveryError
-from topics.keys import decode_key, encode_key
-from topics.logs import event
-from topics.records import Chunk, PolicyManifest
-from topics.skipped import SkippedRecords
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.layout import Arrays, serialize, split
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import encode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
+from rollstream.topics.kafka.sender import Delivery, Sender
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.keys import decode_key, encode_key
+from rollstream.topics.logs import event
+from rollstream.topics.params_digest import params_digest
+from rollstream.topics.records import Chunk, PolicyManifest
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +33,17 @@ _DELIVERY_TIMEOUT_S = 120.0
 _RECORD_OVERHEAD_BYTES = 1024
 
 
-def read_manifests(kafka: KafkaConfig, run: str, start: int = OFFSET_BEGINNING) -> dict[int, PolicyManifest]:
-    """Every committed manifest of a run from an offset of `policies` on, by version; what is none is skipped."""
+def read_manifests(kafka: KafkaConfig, run: str, start: int = BEGINNING) -> dict[int, PolicyManifest]:
+    """Every committed manifest of a run from an offset of `policies` on, by version; unreadable records are skipped."""
     topic = topic_name(run, "policies")
-    found = SkippedRecords("policies").records(PolicyManifest, clients.read_to_end(kafka, topic, start=start))
-    return {manifest.version: manifest for _message, manifest in found}
+    records = SkippedRecords("policies").records(PolicyManifest, read_to_end(kafka, topic, start=start))
+    return {manifest.version: manifest for _message, manifest in records}
 
 
 class WeightsPublisher:
-    """Publishes for one learner. Build it after its StepLog, so that no other learner of the run can commit.
+    """Publishes for one learner. Build it after the learner's StepLog, so that no other learner of the run can commit.
 
-    Use: `manifest = stage(...)`, write `record(manifest)` in the transaction of the step, `committed(manifest)`.
+    Usage: `manifest = stage(...)`, write `record(manifest)` in the transaction of the step, `committed(manifest)`.
     """
 
     def __init__(self, kafka: KafkaConfig, run: str, learner: str, model: str, config: WeightsConfig) -> None:
@@ -56,15 +58,14 @@ class WeightsPublisher:
         self._epoch = uuid.uuid4().hex[:12]
         self._weights_topic = topic_name(run, "weights")
         self._policies_topic = topic_name(run, "policies")
-        self._partitions = clients.partitions_of(kafka, self._weights_topic)
+        self._partitions = topic_admin.partitions_of(kafka, self._weights_topic)
         self._manifests = read_manifests(kafka, run)
-        self._producer = clients.producer(kafka)
-        self._failures: list[str] = []
+        self._sender = Sender(clients.producer(kafka), remedy="start the learner again, it publishes the version anew")
         self._tombstone_unnamed(kafka)
 
     @property
     def versions(self) -> dict[int, int]:
-        """Learner step of every published version; may be asked from another thread."""
+        """Learner step of every published version; may be called from another thread."""
         return {version: manifest.step for version, manifest in list(self._manifests.items())}
 
     @property
@@ -73,28 +74,28 @@ class WeightsPublisher:
         return max(self._manifests, default=-1)
 
     def manifest(self, version: int) -> PolicyManifest | None:
-        """A published version; None where there is none of that number."""
+        """Manifest of a published version; None if there is no version of that number."""
         return self._manifests.get(version)
 
     def published(self, step: int, digest: str) -> PolicyManifest | None:
-        """The version this learner published after `step`, if its parameters had that digest."""
+        """Manifest of the version this learner published after `step`, if its parameters have that digest."""
         of_step = [m for m in self._manifests.values() if m.learner == self._learner and m.step == step]
         newest = max(of_step, key=lambda manifest: manifest.version, default=None)
         return newest if newest is not None and newest.digest == digest else None
 
     def stage(self, step: int, arrays: Arrays) -> PolicyManifest:
-        """Send the chunks of a new version and wait until the broker has them; returns the manifest to commit.
+        """Send the chunks of a new version, wait until the broker has them, and return the manifest to commit.
 
-        `arrays` are numpy arrays by name. Until the manifest is committed nobody reads the chunks. Raises
-        DeliveryError when the broker does not take them.
+        `arrays` are numpy arrays by name. Nobody reads the chunks before the manifest is committed. Raises
+        DeliveryError if the broker does not accept them.
         """
         version = self.latest_version + 1
-        data, tensors = serialise(arrays)
+        data, tensors = serialize(arrays)
         pieces = list(split(data, self._config.chunk_bytes))
         places: dict[int, tuple[int, int]] = {}
         for index, piece in enumerate(pieces):
-            self._produce(encode_key(version, self._epoch, index), piece, index % self._partitions, places, index)
-        self._flush()
+            self._send(encode_key(version, self._epoch, index), piece, index % self._partitions, places, index)
+        self._sender.flush(_DELIVERY_TIMEOUT_S)
         chunks = tuple(
             Chunk(
                 index=index,
@@ -108,11 +109,11 @@ class WeightsPublisher:
         return self._manifest(step, params_digest(arrays), tensors=tensors, chunks=chunks)
 
     def stage_external(self, step: int, digest: str) -> PolicyManifest:
-        """The manifest of a new version whose parameters travel outside the log, to be committed."""
+        """Return the manifest to commit for a new version whose parameters are not on the log."""
         return self._manifest(step, digest, kind="external")
 
     def _manifest(self, step: int, digest: str, **fields: Any) -> PolicyManifest:
-        """Of the version after the latest."""
+        """Build the manifest of the version after the latest."""
         whole: dict[str, Any] = {"tensors": (), "chunks": ()} | fields
         return PolicyManifest(
             version=self.latest_version + 1,
@@ -130,37 +131,36 @@ class WeightsPublisher:
         return self._policies_topic, encode_key(manifest.version), encode(manifest)
 
     def committed(self, manifest: PolicyManifest) -> None:
-        """Take note that the manifest is committed, and tombstone the chunks of versions no longer kept."""
+        """Note that the manifest is committed, and tombstone the chunks of versions no longer kept."""
         self._manifests[manifest.version] = manifest
         oldest_kept = manifest.version - self._config.keep_versions + 1
         expired = self._manifests.get(oldest_kept - 1)
         if expired is not None:
             for chunk in expired.chunks:
-                self._produce(encode_key(expired.version, expired.epoch, chunk.index), None, chunk.partition)
-        self._producer.poll(0)
+                self._send(encode_key(expired.version, expired.epoch, chunk.index), None, chunk.partition)
 
     def close(self) -> None:
-        """Wait until every tombstone is with the broker."""
-        self._flush()
+        """Wait until the broker has every tombstone."""
+        self._sender.flush(_DELIVERY_TIMEOUT_S)
 
     def _tombstone_unnamed(self, kafka: KafkaConfig) -> None:
-        """Tombstone chunks of versions no longer kept, and those no manifest names: a crash left them."""
+        """Tombstone chunks of versions no longer kept, and chunks that a crash left without a manifest."""
         kept = {
             encode_key(manifest.version, manifest.epoch, chunk.index)
             for manifest in self._manifests.values()
             if manifest.version > self.latest_version - self._config.keep_versions
             for chunk in manifest.chunks
         }
-        live = _live_keys(clients.read_to_end(kafka, self._weights_topic, isolation="read_uncommitted"))
+        live = _live_keys(read_to_end(kafka, self._weights_topic, isolation="read_uncommitted"))
         removed = {key: partition for key, partition in live.items() if key not in kept}
         for key, partition in removed.items():
-            self._produce(key, None, partition)
-        self._flush()
+            self._send(key, None, partition)
+        self._sender.flush(_DELIVERY_TIMEOUT_S)
         if removed:
             versions = sorted({int(decode_key(key)[0]) for key in removed})
             event(logger, "chunks_tombstoned", chunks=len(removed), versions=versions)
 
-    def _produce(
+    def _send(
         self,
         key: bytes,
         value: bytes | None,
@@ -168,37 +168,23 @@ class WeightsPublisher:
         places: dict[int, tuple[int, int]] | None = None,
         index: int = 0,
     ) -> None:
-        def delivered(error: KafkaError | None, message: Message) -> None:
-            offset = message.offset()
-            if error is not None or offset is None or offset < 0:
-                self._failures.append(error.str() if error is not None else "the broker reported no offset")
-            elif places is not None:
-                places[index] = (partition, offset)
+        def delivered(delivery: Delivery) -> None:
+            if places is not None:
+                places[index] = delivery.partition, delivery.offset
 
-        clients.produce(self._producer, self._weights_topic, value, key, partition=partition, on_delivery=delivered)
-
-    def _flush(self) -> None:
-        remaining = self._producer.flush(_DELIVERY_TIMEOUT_S)
-        if remaining or self._failures:
-            reason = self._failures[0] if self._failures else f"{remaining} chunks not acknowledged"
-            self._failures.clear()
-            raise DeliveryError(f"weights were not published to {self._weights_topic}: {reason}")
+        name = f"chunk {key.decode()}"
+        self._sender.send(self._weights_topic, value, key, partition=partition, name=name, on_delivery=delivered)
 
 
-def _live_keys(messages: Iterable[Message]) -> dict[bytes, int]:
+def _live_keys(messages: Iterable[KafkaRecord]) -> dict[bytes, int]:
     """Keys whose last record is not a tombstone, with their partition."""
     live: dict[bytes, int] = {}
     for message in messages:
-        key, partition = message.key(), message.partition()
-        if not isinstance(key, bytes) or partition is None:
+        key, partition = message.key, message.partition
+        if key is None:
             continue
-        if message.value() is None:
+        if message.value is None:
             live.pop(key, None)
         else:
             live[key] = partition
     return live
-
-
-def as_numpy(params: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """Copies of arrays (JAX's too) in this process's memory, by name."""
-    return {name: np.array(value) for name, value in params.items()}

@@ -1,7 +1,7 @@
-"""The newest weights by version: who trains updates them, and each who asks gets them where it has another version.
+"""State managers: trainers update the weights, and actors get the newest ones if theirs is a different version.
 
-Over the log, between processes, or within one, for notebooks. The first update is version 0, each adds one, the newest
-is what is given; every asker says which version it has, so none is served in place of another.
+StateManager works between processes, over the log; LocalStateManager works within one process, for notebooks. The
+first update is version 0 and each update adds one. Each actor says which version it holds, so actors are independent.
 """
 
 import threading
@@ -10,45 +10,45 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from consumers.closing import Closing
-from consumers.learner.step_log import StepLog
-from consumers.weights.config import WeightsConfig
-from consumers.weights.follower import WeightsFollower
-from consumers.weights.publisher import WeightsPublisher
-from topics.config import KafkaConfig
-from topics.errors import DeadlineExceeded
-from topics.trajectories import Tree, flatten, map_leaves, nest
+from rollstream.consumers.step_log import StepLog
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.follower import WeightsFollower
+from rollstream.consumers.weights.publisher import WeightsPublisher
+from rollstream.topics.closing import Closing
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import DeadlineExceeded
+from rollstream.topics.trajectories import Tree, flatten, map_leaves, nest
 
 State = tuple[int, dict[str, Any]]
 """A version and its parameters: numpy arrays in nested dicts, read-only."""
 
 
-class States(Protocol):
-    """What both forms are to a trainer and to those who act."""
+class PolicyStates(Protocol):
+    """The interface of both state managers."""
 
     def update_state(self, params: Tree) -> int:
-        """Make these parameters the newest version, and return which that is.
+        """Make these parameters the newest version, and return its number.
 
-        Arrays (JAX's too) in mappings of any depth, by names without `/`. They are copied: the caller may go on
-        changing them.
+        They are arrays, JAX arrays included, in mappings of any depth, with names without `/`. They are copied, so the
+        caller may change them afterwards.
         """
 
     def get_state(self, version: int = -1) -> State | None:
-        """The newest version, unless `version` is that or there is none; -1 for who has none. Does not wait."""
+        """The newest state, or None if its version is `version` or there is none. Callers without a state pass -1."""
 
     def wait_for(self, version_at_least: int, timeout_s: float) -> State:
-        """The newest version once it is at least that. Raises DeadlineExceeded."""
+        """The newest state, once its version is at least that. Raises DeadlineExceeded."""
 
 
 class LocalStateManager:
-    """Within one process; any thread may update and ask."""
+    """A state manager within one process; any thread may update and get."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._state: State = (-1, {})
 
     def update_state(self, params: Tree) -> int:
-        """See States. Raises RecordError for names that make no path."""
+        """See PolicyStates. Raises RecordError if a name contains `/`."""
         flatten(params)
         copied = map_leaves(_read_only, params)
         with self._changed:
@@ -57,12 +57,12 @@ class LocalStateManager:
             return self._state[0]
 
     def get_state(self, version: int = -1) -> State | None:
-        """See States."""
+        """See PolicyStates."""
         with self._changed:
             return None if self._state[0] in (version, -1) else self._state
 
     def wait_for(self, version_at_least: int, timeout_s: float) -> State:
-        """See States."""
+        """See PolicyStates."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._state[0] >= max(0, version_at_least), timeout_s):
                 raise DeadlineExceeded(
@@ -73,10 +73,10 @@ class LocalStateManager:
 
 
 class StateManager(Closing):
-    """Over a run's `weights` and `policies`, for a process that trains, one that acts, or one that does both.
+    """A state manager over the topics `weights` and `policies` of a run, for processes that train, act, or do both.
 
-    Who updates is the learner `name` of the run, its one publisher: whoever was it before gets Fenced at its next
-    update. Who only asks needs no right to write. One thread updates; any may ask.
+    A process that updates is the learner `name` of the run, its one publisher: an earlier publisher gets Fenced at its
+    next update. A process that only gets needs no right to write. One thread may update; any thread may get.
     """
 
     def __init__(
@@ -89,8 +89,11 @@ class StateManager(Closing):
         config: WeightsConfig | None = None,
         take_over: bool = False,
     ) -> None:
-        """`model` describes the parameters to whoever reads the manifest, `take_over` allows to update where a learner
-        of another name published last. Connects when it is first used."""
+        """Connect at the first use.
+
+        `model` describes the parameters to readers of the manifest; `take_over` allows updates although a learner of
+        another name published last.
+        """
         self._take_over = take_over
         self._kafka, self._run, self._name, self._model = kafka, run, name, model
         self._config = config or WeightsConfig()
@@ -100,38 +103,38 @@ class StateManager(Closing):
         self._following: WeightsFollower | None = None
 
     def update_state(self, params: Tree) -> int:
-        """See States; when it returns the version is committed. The first call takes the place of who updated before.
+        """See PolicyStates; the version is committed when this returns. The first call fences the earlier publisher.
 
-        Raises Fenced when another took this one's place, StateRefused where a learner of another name publishes,
-        DeliveryError and BrokerUnavailable when it cannot be published, and then the version is not there.
+        Raises Fenced if another process took over, StateRefused if a learner of another name publishes, DeliveryError
+        and BrokerUnavailable if it cannot be published; then the version does not exist.
         """
         arrays = {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
         log, publisher = self._writers()
-        # Each update counts as a step: a learner that has steps of its own publishes by itself.
+        # Each update counts as a step; learners with steps of their own do not use this class.
         manifest = publisher.stage(publisher.latest_version + 1, arrays)
         log.commit([publisher.record(manifest)])
         publisher.committed(manifest)
         return manifest.version
 
     def get_state(self, version: int = -1) -> State | None:
-        """See States; the first call begins to follow. Raises what ended the following."""
-        found = self._follower().get_state(version)
-        return None if found is None else (found[0], nest(found[1]))
+        """See PolicyStates; the first call starts the follower. Raises the error that ended the follower, if any."""
+        state = self._follower().get_state(version)
+        return None if state is None else (state[0], nest(state[1]))
 
     def wait_for(self, version_at_least: int, timeout_s: float) -> State:
-        """See States. Raises what ended the following, too."""
+        """See PolicyStates. Also raises the error that ended the follower, if any."""
         version, arrays = self._follower().wait_for(max(0, version_at_least), timeout_s)
         return version, nest(arrays)
 
     def close(self) -> None:
-        """Stop following, and see that what was published is with the broker."""
+        """Stop the follower, and wait until the broker has everything published."""
         with self._opening:
             self._stack.close()
 
     def _writers(self) -> tuple[StepLog, WeightsPublisher]:
         with self._opening:
             if self._writing is None:
-                # In this order: building the log fences the publisher's predecessor.
+                # In this order: building the log fences the earlier publisher.
                 log = StepLog(self._kafka, self._run, self._name, take_over=self._take_over)
                 self._stack.enter_context(closing(log))
                 publisher = WeightsPublisher(self._kafka, self._run, self._name, self._model, self._config)

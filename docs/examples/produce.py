@@ -7,10 +7,7 @@ import sys
 
 import numpy as np
 
-from consumers.weights.follower import WeightsFollower
-from producers.rollout_producer import RolloutProducer
-from topics.config import KafkaConfig
-from topics.records import Rollout
+from rollstream import KafkaConfig, Rollout, RolloutProducer, WeightsFollower
 
 kafka, run = KafkaConfig(bootstrap_servers=sys.argv[1]), sys.argv[2]
 QUESTION, RIGHT = 10, 7  # token 10 asks; any token answers, the nearer to 7 the better

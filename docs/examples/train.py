@@ -1,16 +1,14 @@
 """A bigram policy trained from a run's batches, without JAX. Arguments: servers, run, steps.
 
-What it published is its checkpoint: ended at any moment and started again, it trains on each batch exactly once.
+Its checkpoint is the last version it published: ended at any moment and started again, it trains on each batch exactly
+once.
 """
 
 import sys
 
 import numpy as np
 
-from consumers.batch_reader import BatchReader
-from consumers.step_writer import StepWriter
-from consumers.weights.follower import WeightsFollower
-from topics.config import KafkaConfig
+from rollstream import BatchReader, KafkaConfig, StepWriter, WeightsFollower
 
 kafka, run = KafkaConfig(bootstrap_servers=sys.argv[1]), sys.argv[2]
 

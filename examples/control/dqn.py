@@ -15,7 +15,7 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(10.0), optax.adam(2e-3))
 
 
 def step_values(fast: Parameters, slow: Parameters, steps: dict[str, Any]) -> tuple[Any, Any]:
-    """What the moves taken are worth to the fast network, and what the observations after them are: each [...]."""
+    """Values of the moves taken, by the fast network, and of the observations after them: each [...]."""
     taken = jnp.take_along_axis(values(fast, steps["curr_obs"], jnp), steps["actions"][..., None], -1)[..., 0]
     best = values(fast, steps["next_obs"], jnp).argmax(-1)
     after = jnp.take_along_axis(values(slow, steps["next_obs"], jnp), best[..., None], -1)[..., 0]
@@ -30,7 +30,7 @@ def loss(fast: Parameters, slow: Parameters, windows: dict[str, Any], slices: di
 
     taken, after = step_values(fast, slow, slices)
     there = slices["mask"]
-    # Where the next step is not in the slice, what is left is what the network expects.
+    # The network's expectation stands in for steps beyond the slice.
     follows = jnp.concatenate([there[:, 1:], jnp.zeros_like(there[:, :1])], axis=1)
     target, targets = jnp.zeros(len(there)), []
     for t in reversed(range(there.shape[1])):

@@ -19,13 +19,14 @@ from policy import Parameters, initial, values
 from reach import Reach
 from returns import Returns
 
-from consumers.buffers.episode_hil import HilEpisodeBuffer
-from consumers.buffers.filling import TrajectoryFiller
-from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
-from consumers.weights.state_manager import StateManager
-from pipeline.process import announce_ready, watch_lifeline
-from topics.config import KafkaConfig
-from topics.errors import DeadlineExceeded
+from rollstream import (
+    DeadlineExceeded,
+    HilEpisodeBuffer,
+    KafkaConfig,
+    StateManager,
+    TrajectoryFiller,
+    TrajectoryReplayBuffer,
+)
 
 WINDOW_STEPS = 128
 SLICES = 16
@@ -86,8 +87,7 @@ def learn(
 
 
 def main() -> None:
-    """Learn, publish, and write a report."""
-    watch_lifeline()
+    """Learn, publish, and write a report; print "ready" once version 0 is published."""
     parser = argparse.ArgumentParser()
     parser.add_argument("bootstrap_servers")
     parser.add_argument("run")
@@ -118,7 +118,7 @@ def main() -> None:
             StateManager(kafka, args.run, name="dqn") as weights,
         ):
             weights.update_state(first)
-            announce_ready()
+            print("ready", flush=True)
             began = time.monotonic()
             last, version = learn(first, args.versions, windows, slices, filler, weights)
             wait(lambda: returns.episodes(version) >= LAST_EPISODES, filler)

@@ -12,15 +12,13 @@ from numpy.typing import NDArray
 from policy import Parameters, values
 from reach import MOVES, Observation, Reach, expert
 
-from consumers.weights.state_manager import StateManager
-from producers.trajectories.collecting import Seat
-from producers.trajectories.steps import ChunkStepResult
+from rollstream import ChunkStepResult, Seat, StateManager
 
 WIDTH = 4
 """Environments side by side."""
 EXPLORE = 0.1
 TAKEN_OVER = 4
-"""Of so many episodes the expert plays one."""
+"""The expert plays one of so many episodes."""
 AHEAD = 6
 """Trajectories of one policy version: then the player waits for the next, so that it does not outrun the learner."""
 

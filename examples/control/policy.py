@@ -14,7 +14,7 @@ FEATURES = 8
 _SHARPNESS = 4.0
 """How much a cell that shows a feature counts above one that does not, before anything is learned."""
 _CELLS = np.stack(np.meshgrid(*[np.linspace(-1, 1, SIDE, dtype=np.float32)] * 2, indexing="ij"), -1).reshape(-1, 2)
-"""Where the cells are, [64, 2]."""
+"""Positions of the cells, [64, 2]."""
 
 Parameters = dict[str, Any]
 
@@ -33,7 +33,7 @@ def initial(rng: np.random.Generator, *, image: bool) -> dict[str, NDArray[np.fl
 
 
 def values(parameters: Parameters, seen: Mapping[str, Any], xp: ModuleType = np) -> Any:
-    """What each move is worth: [..., 5] of observations [..., *]. `xp` is numpy or jax.numpy."""
+    """Value of each move, [..., 5], for observations [..., *]. `xp` is numpy or jax.numpy."""
 
     def layer(name: str, inputs: Any) -> Any:
         return inputs @ parameters[f"{name}.w"] + parameters[f"{name}.b"]

@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from topics.trajectories import Trajectory
+from rollstream import Trajectory
 
 SIDE = 8
 """Cells along a side of the grid."""
@@ -67,7 +67,7 @@ class Reach(gymnasium.Env[Any, Any]):
 
 
 def cells(seen: Mapping[str, NDArray[Any]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where agent and target are, each [..., 2], by observations [..., 4] or [..., 16, 16, 3]."""
+    """Positions of agent and target, each [..., 2], from observations [..., 4] or [..., 16, 16, 3]."""
     if "state" in seen:
         places = np.rint(seen["state"] * (SIDE - 1)).astype(np.int64)
         return places[..., :2], places[..., 2:]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from topics.trajectories import Trajectory
+from rollstream import Trajectory
 
 
 class Returns:

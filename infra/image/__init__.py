@@ -1,4 +1,4 @@
-"""A Kafka image of what this machine has, for where no image registry can be reached: `python -m infra.image build`.
+"""A Kafka image built from files of this machine, without a registry: `python -m rollstream.infra.image build`.
 
-It keeps the contract of the official apache/kafka image. Two builds of the same parts are the same image, bit by bit.
+It keeps the contract of the official apache/kafka image. Builds from the same inputs are equal bit by bit.
 """

@@ -1,4 +1,4 @@
-"""Builds the image: parts, archive, and a Docker engine that takes it."""
+"""Builds the image: finds its inputs, writes the archive, and loads it into a Docker engine."""
 
 import logging
 import os
@@ -8,11 +8,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from infra.image.archive import write_image
-from infra.image.contents import entries, find_parts
-from infra.jars import KAFKA_VERSION
-from topics.errors import BrokerUnavailable
-from topics.logs import event
+from rollstream.infra.image.archive import write_image
+from rollstream.infra.image.contents import find_inputs, image_entries
+from rollstream.infra.jars import KAFKA_VERSION
+from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 
@@ -21,19 +21,19 @@ _LOAD_TIMEOUT_S = 300.0
 
 
 def build(tag: str = TAG, output: Path | None = None) -> str:
-    """Build the image called `tag`; load it into the Docker engine, or write it to `output`. Returns its id.
+    """Build the image called `tag`; load it into the Docker engine, or write it to `output`. Return its id.
 
-    Raises BrokerUnavailable naming what is missing: a JDK with jlink, Kafka's jars, busybox, a Docker engine.
+    Raises BrokerUnavailable, naming each missing input: a JDK with jlink, Kafka's jars, busybox, a Docker engine.
     """
     began = time.monotonic()
     docker = shutil.which("docker")
     if output is None and docker is None:
         raise BrokerUnavailable("docker is not on PATH: install it, or write the image to a file with --output")
-    parts = find_parts(os.environ)
+    inputs = find_inputs(os.environ)
     with tempfile.TemporaryDirectory(prefix="rollstream-image-") as folder:
         scratch = Path(folder)
         archive = output or scratch / "image.tar"
-        image_id = write_image(archive, entries(parts, scratch), tag, scratch)
+        image_id = write_image(archive, image_entries(inputs, scratch), tag, scratch)
         size_bytes = archive.stat().st_size
         if output is None and docker is not None:
             _load(docker, archive)
@@ -43,8 +43,8 @@ def build(tag: str = TAG, output: Path | None = None) -> str:
         tag=tag,
         id=image_id,
         size_mib=size_bytes // 2**20,
-        java=str(parts.java.home),
-        kafka_version=parts.jars.version,
+        java=str(inputs.java.home),
+        kafka_version=inputs.jars.version,
         seconds=round(time.monotonic() - began, 1),
     )
     return image_id

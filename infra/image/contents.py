@@ -1,6 +1,6 @@
-"""What goes into the image: a runtime cut to what Kafka needs, the host's C library, busybox and the jars.
+"""Contents of the image: a Java runtime reduced to the modules Kafka needs, the host's C library, busybox and the jars.
 
-Everything is a file of this machine or of this package; `entries` names each with its place, and reads none twice.
+Every file comes from this machine or this package; `image_entries` lists each with its path.
 """
 
 import platform
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from infra.config import BrokerConfig, render_properties, server_properties
-from infra.jars import Jars, find_jars
-from infra.java import JavaRuntime, find_java, packaged_java
-from topics.errors import BrokerUnavailable
+from rollstream.infra.config import BrokerConfig, render_properties, server_properties
+from rollstream.infra.jars import Jars, find_jars
+from rollstream.infra.java import JavaRuntime, find_java, packaged_java
+from rollstream.topics.errors import BrokerUnavailable
 
 USER_ID = 1000
-"""Who the broker runs as; its folders are theirs."""
+"""User that the broker runs as, and the owner of its folders."""
 
-# java.desktop for log4j (java.beans), the rest as Kafka and its authorizers load them.
+# log4j needs java.desktop (java.beans); Kafka and its authorizers load the others.
 _MODULES = (
     "java.base",
     "java.desktop",
@@ -39,18 +39,19 @@ _MODULES = (
     "jdk.security.auth",
     "jdk.unsupported",
 )
-# What the runtime may need of the host. A native library that needs more (X11, sound, fonts) draws, and is left out.
+# Libraries of the host that the image may contain. Native libraries that need others (X11, sound, fonts) are for
+# graphics, and are left out.
 _HOST_LIBRARIES = re.compile(r"^(ld-linux.*|libc|libm|libdl|libpthread|librt|libz|libgcc_s|libstdc\+\+)\.so(\.\d+)*$")
 _C_LIBRARY_PARTS = ("libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1")
 _APPLETS = ("sh", "cat", "chmod", "cp", "echo", "env", "grep", "id", "kill", "ls", "mkdir", "ps", "rm", "sed", "sleep")
 
 
 @dataclass(frozen=True)
-class Entry:
+class ImageEntry:
     """One path of the image: a directory (no data, no link), a link, or a file with its bytes."""
 
     path: str
-    """Absolute, in the image."""
+    """Absolute path in the image."""
     data: bytes | None = None
     link: str | None = None
     mode: int = 0o755
@@ -58,8 +59,8 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What this machine gives."""
+class ImageInputs:
+    """Programs and jars of this machine that the image is built from."""
 
     java: JavaRuntime
     jlink: Path
@@ -67,8 +68,8 @@ class Parts:
     busybox: Path
 
 
-def find_parts(environment: Mapping[str, str]) -> Parts:
-    """Find them all. Raises BrokerUnavailable naming everything that is missing, with the remedy."""
+def find_inputs(environment: Mapping[str, str]) -> ImageInputs:
+    """Find all inputs. Raises BrokerUnavailable, naming everything that is missing, with the remedy."""
     missing: list[str] = []
     path = environment.get("PATH", "")
     if platform.system() != "Linux":
@@ -78,50 +79,50 @@ def find_parts(environment: Mapping[str, str]) -> Parts:
         missing.append("busybox is not on PATH (Debian: apt-get install busybox-static)")
     elif _needed_libraries(Path(busybox)):
         missing.append(f"{busybox} is not static (Debian: apt-get install busybox-static)")
-    java = find_java(environment, packaged_java())
+    java_search = find_java(environment, packaged_java())
     jlink = jars = None
-    if java.found is None:
-        missing.extend(java.refused or ("no Java (Debian: apt-get install openjdk-17-jdk-headless)",))
+    if java_search.runtime is None:
+        missing.extend(java_search.refused or ("no Java (Debian: apt-get install openjdk-17-jdk-headless)",))
     else:
-        jlink = java.found.home / "bin" / "jlink"
+        jlink = java_search.runtime.home / "bin" / "jlink"
         if not jlink.exists():
-            missing.append(f"{java.found.home} has no bin/jlink: a JDK is needed, not a runtime alone")
-        search = find_jars(environment, java.found)
-        jars = search.found
+            missing.append(f"{java_search.runtime.home} has no bin/jlink: a JDK is needed, not a runtime alone")
+        search = find_jars(environment, java_search.runtime)
+        jars = search.jars
         if jars is None:
             missing.extend(search.refused)
-    if missing or java.found is None or jlink is None or jars is None or busybox is None:
+    if missing or java_search.runtime is None or jlink is None or jars is None or busybox is None:
         raise BrokerUnavailable(f"the image cannot be built here: {'; '.join(missing)}")
-    return Parts(java.found, jlink, jars, Path(busybox))
+    return ImageInputs(java_search.runtime, jlink, jars, Path(busybox))
 
 
-def entries(parts: Parts, scratch: Path) -> list[Entry]:
-    """Everything in the image, sorted by path. `scratch` is an empty folder, for the runtime."""
+def image_entries(inputs: ImageInputs, scratch: Path) -> list[ImageEntry]:
+    """Return all entries of the image, sorted by path. `scratch` is an empty folder for the runtime."""
     runtime = scratch / "java"
-    _link_runtime(parts.jlink, runtime)
-    found = [
+    _link_runtime(inputs.jlink, runtime)
+    entries = [
         *_files_of(runtime, "/opt/java"),
-        *(_file(f"/opt/kafka/libs/{jar.name}", jar) for jar in sorted(parts.jars.directory.glob("*.jar"))),
-        _file("/bin/busybox", parts.busybox, 0o755),
-        *(Entry(f"/bin/{name}", link="busybox") for name in _APPLETS),
+        *(_file(f"/opt/kafka/libs/{jar.name}", jar) for jar in sorted(inputs.jars.directory.glob("*.jar"))),
+        _file("/bin/busybox", inputs.busybox, 0o755),
+        *(ImageEntry(f"/bin/{name}", link="busybox") for name in _APPLETS),
         *_settings(),
-        *(Entry(path, mode=0o1777) for path in ("/tmp", "/var/tmp")),
+        *(ImageEntry(path, mode=0o1777) for path in ("/tmp", "/var/tmp")),
         *(
-            Entry(path, user_id=USER_ID)
+            ImageEntry(path, user_id=USER_ID)
             for path in ("/opt/kafka/config", "/opt/kafka/logs", "/var/lib/kafka/data", "/mnt/shared/config")
         ),
     ]
-    paths = {entry.path for entry in found}
+    paths = {entry.path for entry in entries}
     parents = {str(parent) for path in paths for parent in Path(path).parents} - paths - {"/"}
-    return sorted([*found, *(Entry(path) for path in parents)], key=lambda entry: entry.path)
+    return sorted([*entries, *(ImageEntry(path) for path in parents)], key=lambda entry: entry.path)
 
 
-def _settings() -> Iterator[Entry]:
-    here = files("infra.image")
+def _settings() -> Iterator[ImageEntry]:
+    package = files("rollstream.infra.image")
     defaults = server_properties(
         BrokerConfig(host="localhost"), port=9092, controller_port=9093, log_dir="/var/lib/kafka/data", bind="0.0.0.0"
     )
-    log4j = here.joinpath("log4j2.yaml").read_bytes()
+    log4j = package.joinpath("log4j2.yaml").read_bytes()
     texts = {
         "/etc/kafka/docker/server.properties": render_properties(defaults).encode(),
         "/etc/kafka/docker/log4j2.yaml": log4j,
@@ -132,14 +133,14 @@ def _settings() -> Iterator[Entry]:
         "/etc/nsswitch.conf": b"hosts: files dns\n",
     }
     for path, data in texts.items():
-        yield Entry(path, data, mode=0o644)
-    yield Entry("/etc/kafka/docker/run", here.joinpath("run.sh").read_bytes(), mode=0o755)
+        yield ImageEntry(path, data, mode=0o644)
+    yield ImageEntry("/etc/kafka/docker/run", package.joinpath("run.sh").read_bytes(), mode=0o755)
 
 
 def _link_runtime(jlink: Path, target: Path) -> None:
     answer = subprocess.run(
         [
-            # A third of the time: it runs once, and is not worth compiling well.
+            # jlink runs once, so compiling it well is not worth the time: this takes a third of it.
             *(str(jlink), "-J-XX:TieredStopAtLevel=1", "-J-XX:+UseSerialGC"),
             *("--add-modules", ",".join(_MODULES), "--output", str(target)),
             *("--no-header-files", "--no-man-pages"),
@@ -153,43 +154,43 @@ def _link_runtime(jlink: Path, target: Path) -> None:
         raise BrokerUnavailable(f"{jlink} cannot make a runtime: {lines[0]}; a full JDK is needed")
 
 
-def _files_of(runtime: Path, target: str) -> Iterator[Entry]:
-    """The runtime's files, less what only draws, and the host's libraries they need, where their loader looks."""
+def _files_of(runtime: Path, target: str) -> Iterator[ImageEntry]:
+    """Yield the runtime's files without those for graphics, and the host's libraries they need, at the same paths."""
     own = {path.name for path in runtime.rglob("*.so")}
     host: dict[str, Path] = {}
     for path in sorted(runtime.rglob("*")):
-        place = f"{target}/{path.relative_to(runtime)}"
+        target_path = f"{target}/{path.relative_to(runtime)}"
         if path.is_symlink():
-            yield Entry(place, link=str(path.readlink()))
+            yield ImageEntry(target_path, link=str(path.readlink()))
         elif path.is_file():
-            # jlink copies modes, and its own umask's; only what is run is executable here.
-            runs = path.parent.name == "bin" or path.name == "jspawnhelper"
-            if runs or ".so" in path.name:
+            # jlink's modes depend on the umask; in the image only programs are executable.
+            is_program = path.parent.name == "bin" or path.name == "jspawnhelper"
+            if is_program or ".so" in path.name:
                 needed = _needed_libraries(path)
                 if not all(_HOST_LIBRARIES.match(name) for name in needed.keys() - own):
                     continue
                 host |= {name: where for name, where in needed.items() if _HOST_LIBRARIES.match(name) and where}
-            yield _file(place, path, 0o755 if runs else 0o644)
-    # Native parts of the jars (zstd, lz4, snappy) ask for the C library's parts by their old names.
+            yield _file(target_path, path, 0o755 if is_program else 0o644)
+    # Native libraries in the jars (zstd, lz4, snappy) need the C library's parts under their old names.
     parts = (host["libc.so.6"].parent / name for name in _C_LIBRARY_PARTS)
     for where in sorted({*host.values(), *(part for part in parts if part.exists())}):
         yield _file(str(where), where, 0o755)
 
 
 def _needed_libraries(path: Path) -> dict[str, Path | None]:
-    """The shared libraries a file needs, by name, with the host's file where it has one; empty for a static one."""
+    """Return the shared libraries a file needs, by name, with the host's file if there is one; none if it is static."""
     answer = subprocess.run(["ldd", str(path)], capture_output=True, text=True, timeout=60)
-    found: dict[str, Path | None] = {}
+    libraries: dict[str, Path | None] = {}
     for line in answer.stdout.splitlines():
         name, _, where = line.strip().partition(" => ")
         where = where.partition(" (")[0]
         if not where and name.startswith("/"):  # the loader itself
             loader = Path(name.partition(" (")[0])
-            found[loader.name] = loader
+            libraries[loader.name] = loader
         elif where:
-            found[name] = Path(where) if where.startswith("/") else None
-    return found
+            libraries[name] = Path(where) if where.startswith("/") else None
+    return libraries
 
 
-def _file(path: str, source: Path, mode: int = 0o644) -> Entry:
-    return Entry(path, source.read_bytes(), mode=mode)
+def _file(path: str, source: Path, mode: int = 0o644) -> ImageEntry:
+    return ImageEntry(path, source.read_bytes(), mode=mode)

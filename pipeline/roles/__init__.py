@@ -1,1 +1,1 @@
-"""One module per process of a run; each is a role the supervisor starts and drains."""
+"""The roles of a run: one module for each kind of process that the supervisor starts and drains."""

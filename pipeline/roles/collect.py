@@ -1,16 +1,23 @@
-"""The role `collect`: one process that plays a control task; scaling is starting more under further ordinals."""
+"""The role `collect`: one process that plays a control task. To scale, start more with further ordinals."""
 
 import argparse
 
-from consumers.importing import imported
-from pipeline.config import RunConfig
-from pipeline.process import announce_ready, stop_on_signals
-from producers.trajectories.collecting import Player, run_collecting
-from topics.errors import ConfigurationError
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
+from rollstream.producers.trajectories.collecting import Player, run_collecting
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.user_code import load_object
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream collect`."""
+    set_handler(parser, run, example="rollstream collect --run robot --set collect.player=cell.arm:play", role=True)
+    parser.add_argument("--ordinal", type=int, default=0, help="number of this process, from 0 (default: %(default)s)")
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Collect until the player returns, its trajectories are sent, or told to stop."""
+    """Collect until the player has returned and its trajectories are sent, or until stopped."""
     run_collecting(
         player_of(config.collect.player),
         config.kafka,
@@ -24,9 +31,9 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def player_of(name: str) -> Player:
-    """The player that a setting names. Raises ConfigurationError where it is none or cannot be imported."""
+    """Import the player that a setting names. Raises ConfigurationError if it is invalid or cannot be imported."""
     form = "a player is named package.module:function"
-    player = imported(name, "collect.player is", form)
+    player = load_object(name, "collect.player is", form)
     if not callable(player):
         raise ConfigurationError(f"collect.player is {name!r}, a {type(player).__name__}; {form}")
     return player  # type: ignore[no-any-return]

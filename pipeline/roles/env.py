@@ -1,30 +1,63 @@
-"""The role `env`: one environment worker, playing the run's task within the capacity rule."""
+"""The role `env`: one environment worker, which plays the run's environments within the flow control."""
 
 import argparse
 import asyncio
 import uuid
 from dataclasses import replace
 
-from pipeline.config import RunConfig
-from pipeline.process import announce_ready, run_until_stopped
-from producers.tasks import create_task
-from producers.worker import run_worker
+from rollstream.pipeline.command_parser import Setting, add_command, set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.environments import environments_of
+from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
+from rollstream.pipeline.tools import environment_check, environment_template
+from rollstream.producers.config import WorkerConfig
+from rollstream.producers.worker import run_worker
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream env`, and the commands below it."""
+    commands = parser.add_subparsers(
+        dest="env_command", metavar="new|check", help="write or check an environment; without it, play them"
+    )
+    environment_template.register(add_command(commands, "new", "write an environment of one's own, with its test"))
+    environment_check.register(add_command(commands, "check", "play an environment and show what is trained on"))
+    set_handler(parser, run, role=True)
+    parser.add_argument("--ordinal", type=int, default=0, help="number of this worker, from 0 (default: %(default)s)")
+    parser.add_argument(
+        "--workers",
+        dest="supervisor.workers=",
+        action=Setting,
+        metavar="N",
+        help="workers that share the work (default: 2)",
+    )
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Produce until told to stop, then finish or cancel the groups in flight."""
+    """Produce until stopped, then finish or cancel the groups in flight."""
     run_until_stopped(lambda stop: _work(config, args.ordinal, stop))
     return 0
 
 
 async def _work(config: RunConfig, ordinal: int, stop: asyncio.Event) -> None:
     announce_ready()
+    environments = environments_of(config, ordinal)
     await run_worker(
-        create_task(config.task, config.tasks),
+        environments,
         config.kafka,
         config.run,
-        replace(config.worker, worker_id=f"env-{ordinal}"),
+        replace(config.worker, worker_id=worker_name(config, ordinal)),
         incarnation=uuid.uuid4().hex[:8],
-        capacity=config.capacity,
+        ordinal=ordinal,
+        workers=config.supervisor.workers,
+        curriculum=config.curriculum,
+        capacity=replace(config.capacity, quotas={e.name: e.entry.quota for e in environments if e.entry.quota < 1.0}),
         stop=stop,
     )
+
+
+def worker_name(config: RunConfig, ordinal: int) -> str:
+    """Return the name of the worker with this ordinal: the configured one, with the ordinal if there are several."""
+    name = config.worker.worker_id
+    if name == WorkerConfig().worker_id:
+        return f"env-{ordinal}"
+    return name if config.supervisor.workers == 1 else f"{name}-{ordinal}"

@@ -1,25 +1,31 @@
-"""The role `fill`: the process that fills a trajectory buffer on disk from the log."""
+"""The role `fill`: fills a trajectory buffer on disk from the log."""
 
 import argparse
 from pathlib import Path
 
-from consumers.buffers.filling import TrajectoryFiller
-from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
-from pipeline.config import RunConfig
-from pipeline.process import announce_ready, stop_on_signals
-from topics import clients
-from topics.errors import ConfigurationError
+from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
+from rollstream.consumers.buffers.trajectories.filler import TrajectoryFiller
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.kafka import clients
 
 _POLL_S = 0.2
 
 
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream fill`."""
+    set_handler(parser, run, example="rollstream fill --run robot --set fill.directory=windows", role=True)
+
+
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Fill until told to stop; the next start goes on from there."""
+    """Fill until stopped; the next start continues from there."""
     fill = config.fill
     if not fill.directory:
-        raise ConfigurationError("fill.directory is empty: there is no buffer to fill; set it to where one may lie")
+        raise ConfigurationError("fill.directory is empty: there is no buffer to fill; set it to a directory for one")
     stop = stop_on_signals()
-    clients.check_broker(config.kafka)  # before a directory is made
+    clients.check_broker(config.kafka)  # before the directory is created
     directory = Path(fill.directory)
     with TrajectoryReplayBuffer(
         fill.seed,

@@ -1,20 +1,37 @@
-"""The role `group`: one grouping consumer; scaling is starting more of them under further ordinals."""
+"""The role `group`: one grouping consumer. To scale, start more with further ordinals."""
 
 import argparse
 import gc
 
-from consumers.grouping.shell import run_grouping
-from pipeline.config import RunConfig
-from pipeline.process import announce_ready, stop_on_signals
+from rollstream.consumers.grouping.process.grouping_process import run_grouping
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 
 COLLECT_AFTER = (50_000, 50, 1000)
-"""Thresholds of the garbage collector. What a fold holds grows with what is in flight, is in no cycles, and by default
-would be looked through again and again."""
+"""Thresholds of the garbage collector. A fold holds many objects in flight, none of them in cycles; with the default
+thresholds the collector would scan them again and again."""
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream group`."""
+    set_handler(parser, run, role=True)
+    parser.add_argument("--ordinal", type=int, default=0, help="number of this consumer, from 0 (default: %(default)s)")
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=("recover", "adopt", "skip"),
+        help="recover: commit lost positions again from the journal, and exit; adopt: the same for a run restored from "
+        "an archive; skip: have records left out unread",
+    )
+    parser.add_argument(
+        "record", nargs="?", metavar="PARTITION:OFFSET[-LAST]", help="records to skip, as the error names them"
+    )
+    parser.add_argument("--reason", default="", help="why it is skipped; stays in the journal")
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Group rollouts until told to stop; or commit positions again from the journal, of a restored run too; or have a
-    record skipped."""
+    """Group rollouts until stopped, recover positions from the journal, or mark records to be skipped."""
     if args.action in ("recover", "adopt"):
         return _recover(config, restored=args.action == "adopt")
     if args.action == "skip":
@@ -26,7 +43,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def _recover(config: RunConfig, restored: bool) -> int:
-    from consumers.grouping.bootstrap import recover
+    from rollstream.consumers.grouping.process.bootstrap import recover
 
     positions = recover(config.kafka, config.run, config.grouper, restored=restored)
     for partition, position in sorted(positions.items()):
@@ -35,11 +52,13 @@ def _recover(config: RunConfig, restored: bool) -> int:
 
 
 def _skip(config: RunConfig, args: argparse.Namespace) -> int:
-    from consumers.grouping.skips import ask
+    from rollstream.consumers.grouping.process.skipped_offsets import ask
 
     skip = ask(config.kafka, config.run, config.grouper, args.record or "", args.reason)
+    last = skip.offset + skip.count - 1
+    offsets = f"offset {last} of" if skip.count == 1 else f"{skip.count} offsets, {skip.offset} to {last}, of"
     print(
-        f"offset {skip.offset} of partition {skip.partition} is left out, dropped as skipped, by the task that starts "
-        f"before it: start `rollstream group` again"
+        f"{offsets} partition {skip.partition} left out, dropped as skipped, by the task that starts before: start "
+        f"`rollstream group` again"
     )
     return 0

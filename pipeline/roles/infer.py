@@ -1,6 +1,6 @@
-"""The role `infer`: an inference server whose sampler follows the weights topic.
+"""The role `infer`: an inference server whose decoder follows the weights topic.
 
-It listens once a first policy version is in place and everything is compiled, so whoever finds it ready gets answers.
+It listens once a first policy version is loaded and everything is compiled, so that a ready server answers at once.
 """
 
 import argparse
@@ -9,126 +9,199 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from consumers.learner.pretrained import tokenizer_of
-from consumers.models.config import DecoderConfig
-from consumers.models.tokenizer import Tokenizer
-from consumers.weights.follower import WeightsFollower
-from pipeline.config import RunConfig
-from pipeline.process import announce_progress, announce_ready, run_until_stopped
-from pipeline.roles.jax_runtime import prepare_jax
-from producers.environment import SPLITS
-from producers.inference.batching import Generated
-from producers.inference.server import InferenceServer
-from producers.tasks import Task, create_task
-from topics import clients
-from topics.errors import DeadlineExceeded
-from topics.logs import event
+from rollstream.consumers.learner.pretrained import tokenizer_of
+from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.tokenizer import Tokenizer
+from rollstream.consumers.weights.follower import WeightsFollower
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.roles.jax_runtime import prepare_jax
+from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
+from rollstream.producers.inference.chat.selection import chat_template
+from rollstream.producers.inference.chat.template import ChatTemplate
+from rollstream.producers.inference.decoding import DecodeRow
+from rollstream.producers.inference.server import InferenceServer
+from rollstream.producers.metrics_publisher import MetricsPublisher
+from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
+from rollstream.topics.kafka import clients
+from rollstream.topics.logs import event
 
 if TYPE_CHECKING:
-    from consumers.models.decoder import Params
-    from consumers.models.sampler import Sampler
+    from rollstream.consumers.models.decoder import Params
+    from rollstream.consumers.models.slots import RowTokens, SlotDecoder
 
 logger = logging.getLogger(__name__)
-_SAY_S = 10.0
-_ROW_BUCKETS = (64,)
-"""Row counts compiled besides inference.max_rows: small batches need not pay for the largest."""
+_PROGRESS_S = 10.0
+_MIB = 1024 * 1024
 
 
 class FollowedPolicy:
-    """The newest whole policy version of a run, as the engine's generator."""
+    """Generator of the engine that samples with the newest whole policy version of a run."""
 
-    def __init__(self, follower: WeightsFollower, sampler: "Sampler", stop_ids: Sequence[int]) -> None:
+    def __init__(self, follower: WeightsFollower, decoder: "SlotDecoder", stop_ids: Sequence[int]) -> None:
         self._follower = follower
-        self._sampler = sampler
+        self._decoder = decoder
         self._stop_ids = stop_ids
         self._version = -1
-        self._params: Params | None = None
+        self._params: Params = {}
 
     @property
-    def max_prompt_tokens(self) -> int:
-        """Longest prompt it takes."""
-        return self._sampler.max_prompt_length
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its answer together."""
+        return self._decoder.max_model_len
 
     @property
-    def max_new_tokens(self) -> int:
-        """Most tokens it samples after a prompt."""
-        return self._sampler.max_new_tokens
+    def vocab_size(self) -> int:
+        """Number of token ids that it knows, which may be more than the tokenizer has."""
+        return self._decoder.config.vocab_size
+
+    @property
+    def cache_bytes(self) -> int:
+        """Size of the cache of keys and values."""
+        return self._decoder.cache_bytes
+
+    @property
+    def free(self) -> int:
+        """Slots without a row."""
+        return self._decoder.free
+
+    @property
+    def behind(self) -> bool:
+        """Whether a newer version is held than the one in use."""
+        return self._follower.version > self._version
 
     def refresh(self) -> int:
-        """Swap to the newest version if there is a newer one; returns the version in place."""
+        """Swap to the newest version if there is a newer one; return the version in use."""
         newer = self._follower.get_state(self._version)
         if newer is not None:
             self._version, arrays = newer
-            self._params = self._sampler.place(arrays)
+            self._params = self._decoder.place(arrays)
         return self._version
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int],
-        temperatures: Sequence[float],
-        max_tokens: Sequence[int],
-    ) -> Sequence[Generated]:
-        """Sample after each prompt, all under the version in place."""
-        assert self._params is not None, "the engine asks only once a version is in place"
-        completions = self._sampler.sample(self._params, prompts, seeds, temperatures, max_tokens, self._stop_ids)
-        return [Generated(c.tokens.tolist(), c.logprobs.tolist(), c.finish_reason) for c in completions]
+    def start(self, rows: Sequence[DecodeRow]) -> Sequence[int]:
+        """Start rows with the version in use; return the slot of each."""
+        from rollstream.consumers.models.slots import Row
+
+        return self._decoder.start(
+            self._params,
+            [
+                Row(
+                    prompt=row.prompt,
+                    seed=row.seed,
+                    max_tokens=row.request.max_tokens,
+                    temperature=row.request.temperature,
+                    top_p=row.request.top_p,
+                    top_k=row.request.top_k,
+                    min_p=row.request.min_p,
+                    stop_ids=(*self._stop_ids, *row.request.stop_token_ids),
+                )
+                for row in rows
+            ],
+        )
+
+    def decode(self) -> "Sequence[RowTokens]":
+        """Decode some tokens of every row with the version in use."""
+        return self._decoder.decode(self._params)
+
+    def end(self, slot: int) -> None:
+        """Remove the row in a slot before its end."""
+        self._decoder.end(slot)
+
+    def reset(self) -> None:
+        """Remove all rows."""
+        self._decoder.reset()
 
     def warm_up(self) -> None:
-        """Compile every shape for the version in place."""
-        assert self._params is not None, "refresh first"
-        self._sampler.warm_up(self._params)
+        """Compile every shape."""
+        self._decoder.warm_up(self._params)
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream infer`."""
+    set_handler(parser, run, role=True)
+    parser.add_argument("--ordinal", type=int, default=0, help="number of this server, from 0 (default: %(default)s)")
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Serve until told to stop."""
-    task = create_task(config.task, config.tasks)
+    """Serve until stopped."""
+    config = replace(config, inference=config.inference.replica(args.ordinal))
     tokenizer = tokenizer_of(config.learner)
+    template = chat_template(config.inference.chat_template, tokenizer, config.learner.pretrained)
     clients.check_broker(config.kafka)
     with WeightsFollower(config.kafka, config.run, config=config.learner.weights) as follower:
         prepare_jax(config)
-        # Until it listens there is nothing to drain, and a signal ends it at once.
-        policy = _prepare(config, task, tokenizer, follower)
-        run_until_stopped(lambda stop: _serve(config, policy, tokenizer, stop))
+        # Until the server listens there is nothing to drain, so a signal ends it at once.
+        policy = _prepare(config, tokenizer, follower)
+        run_until_stopped(lambda stop: _serve(config, policy, tokenizer, template, stop))
     return 0
 
 
-async def _serve(config: RunConfig, policy: FollowedPolicy, tokenizer: Tokenizer, stop: asyncio.Event) -> None:
-    async with InferenceServer(policy, tokenizer, config.inference) as server:
-        announce_ready()
-        await server.serve_until(stop)
+async def _serve(
+    config: RunConfig, policy: FollowedPolicy, tokenizer: Tokenizer, template: ChatTemplate, stop: asyncio.Event
+) -> None:
+    inference = config.inference
+    async with InferenceServer(policy, tokenizer, inference, template, policy.vocab_size) as server:
+        publisher = MetricsPublisher(
+            config.kafka,
+            config.run,
+            inference.replica_id,
+            "infer",
+            server.metrics,
+            interval_s=inference.metrics_interval_s,
+        )
+        async with publisher:
+            announce_ready()
+            await server.serve_until(stop)
 
 
 def wait_for_version(follower: WeightsFollower, timeout_s: float) -> None:
-    """Wait for a first version: for so long, or, under a supervisor, for as long as that waits for the learner."""
+    """Wait for a first version; under a supervisor, as long as the supervisor waits for the learner."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            follower.wait_for(0, min(timeout_s, _SAY_S))
+            follower.wait_for(0, min(timeout_s, _PROGRESS_S))
             return
         except DeadlineExceeded:
             if not announce_progress("waiting for policy version 0") and time.monotonic() > deadline:
                 raise
 
 
-def _prepare(config: RunConfig, task: Task, tokenizer: Tokenizer, follower: WeightsFollower) -> FollowedPolicy:
-    """Wait for a first version and compile for its shapes; importing JAX overlaps with the wait."""
-    from consumers.models.sampler import Sampler
+def _prepare(config: RunConfig, tokenizer: Tokenizer, follower: WeightsFollower) -> FollowedPolicy:
+    """Wait for a first version and compile for its shapes, with JAX imported during the wait."""
+    from rollstream.consumers.models.slots import SlotDecoder, cache_bytes
 
     wait_for_version(follower, config.supervisor.ready_timeout_s)
     manifest = follower.manifest
     assert manifest is not None, "a version was waited for"
     began = time.monotonic()
-    sampler = Sampler(
-        DecoderConfig(**json.loads(manifest.model)),
-        row_buckets=(*(rows for rows in _ROW_BUCKETS if rows < config.inference.max_rows), config.inference.max_rows),
-        max_prompt_length=max(len(tokenizer.encode(p.text)) for split in SPLITS for p in task.prompts(split)),
-        max_new_tokens=task.max_tokens,
+    inference = config.inference
+    model = DecoderConfig(**json.loads(manifest.model))
+    cache_mib = cache_bytes(model, inference.max_rows, inference.max_model_len, inference.dtype) / _MIB
+    if cache_mib > inference.max_cache_mib:
+        raise ConfigurationError(
+            f"{inference.max_rows} sequences of {inference.max_model_len} tokens need a cache of {cache_mib:,.0f} MiB, "
+            f"more than inference.max_cache_mib {inference.max_cache_mib}: lower inference.max_rows or "
+            "inference.max_model_len, or raise it"
+        )
+    decoder = SlotDecoder(
+        model,
+        slots=inference.max_rows,
+        max_model_len=inference.max_model_len,
+        dtype=inference.dtype,
+        devices=inference.devices,
+        steps=inference.decode_steps,
     )
-    policy = FollowedPolicy(follower, sampler, tokenizer.eos_ids)
+    policy = FollowedPolicy(follower, decoder, tokenizer.eos_ids)
     policy.refresh()
     policy.warm_up()
-    event(logger, "sampler_compiled", seconds=round(time.monotonic() - began, 2), model=manifest.model)
+    event(
+        logger,
+        "decoder_compiled",
+        seconds=round(time.monotonic() - began, 2),
+        cache_mib=round(cache_mib, 1),
+        model=manifest.model,
+    )
     return policy

@@ -1,17 +1,17 @@
-"""Sets a process up for JAX before anything imports it: threads, a compile cache that stays, an error without it."""
+"""Prepares a process for JAX before anything imports it: threads, a persistent compile cache, an error without JAX."""
 
 import importlib.util
 import os
 
-from pipeline import interruption
-from pipeline.config import RunConfig
-from topics.errors import ConfigurationError
+from rollstream.pipeline import interruption
+from rollstream.pipeline.config import RunConfig
+from rollstream.topics.errors import ConfigurationError
 
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 
 
 def require_jax() -> None:
-    """Raise ConfigurationError where the extra `learner` is not installed."""
+    """Raise ConfigurationError if the extra `learner` is not installed."""
     missing = [name for name in ("jax", "optax", "orbax") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(
@@ -20,8 +20,8 @@ def require_jax() -> None:
 
 
 def prepare_jax(config: RunConfig) -> None:
-    """Check that JAX is there, keep what it compiles under data_dir, and set the number of its CPU threads."""
-    from consumers.learner.environment import prepare_environment
+    """Check that JAX is installed, set its compile cache below data_dir and the number of its CPU threads."""
+    from rollstream.consumers.learner.reproducibility import prepare_environment
 
     require_jax()
     interruption.never_raise()

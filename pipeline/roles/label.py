@@ -1,28 +1,43 @@
-"""The role `label`: one process of the labelling stage; scaling is starting more of them under further ordinals."""
+"""The role `label`: one process of the labeling stage. To scale, start more with further ordinals."""
 
 import argparse
 
-from consumers.labelling.labels import labeler_of
-from consumers.labelling.stage import run_labelling
-from pipeline.config import RunConfig
-from pipeline.process import announce_ready, stop_on_signals
-from topics.errors import ConfigurationError
+from rollstream.consumers.labeling.config import JUDGE, LabelingConfig
+from rollstream.consumers.labeling.labeler import Labeler, labeler_of
+from rollstream.consumers.labeling.process import run_labeling
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
+from rollstream.topics.errors import ConfigurationError
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream label`."""
+    set_handler(parser, run, example="rollstream label rewards.grasping:judge --run robot", role=True)
+    parser.add_argument(
+        "labeler",
+        nargs="?",
+        metavar="MODULE:FUNCTION",
+        help="takes a Trajectory, returns it labeled, or None; or takes a Rollout, returns its reward (default: "
+        "labeling.labeler); judge: asks a model; recover: commit lost positions again, and exit",
+    )
+    parser.add_argument("--ordinal", type=int, default=0, help="number of this labeler, from 0 (default: %(default)s)")
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Label trajectories until told to stop; or commit lost positions again."""
+    """Label until stopped, or recover lost positions."""
     if args.labeler == "recover":
         return _recover(config)
-    name = args.labeler or config.labelling.labeler
+    name = args.labeler or config.labeling.labeler
     if not name:
-        raise ConfigurationError("no labeler is named; give package.module:function, or set labelling.labeler")
-    labeler = labeler_of(name)
+        raise ConfigurationError("no labeler is named; give package.module:function, or set labeling.labeler")
+    labeler = judge_of(config.labeling) if name == JUDGE else labeler_of(name)
     stop = stop_on_signals()
-    run_labelling(
+    run_labeling(
         labeler,
         config.kafka,
         config.run,
-        config.labelling,
+        config.labeling,
         ordinal=args.ordinal,
         stop=stop,
         on_ready=announce_ready,
@@ -30,9 +45,16 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-def _recover(config: RunConfig) -> int:
-    from consumers.labelling.recovery import recover
+def judge_of(config: LabelingConfig) -> Labeler:
+    """Return the labeler `judge`. Its HTTP client is imported only where it is asked for."""
+    from rollstream.consumers.labeling.judge import Judge
 
-    for partition, position in sorted(recover(config.kafka, config.run, config.labelling).items()):
-        print(f"partition {partition}: labelling goes on at offset {position}")
+    return Judge(config.judge)
+
+
+def _recover(config: RunConfig) -> int:
+    from rollstream.consumers.labeling.recovery import recover
+
+    for partition, position in sorted(recover(config.kafka, config.run, config.labeling).items()):
+        print(f"partition {partition}: labeling goes on at offset {position}")
     return 0

@@ -1,32 +1,48 @@
-"""The role `learn`: one learner, warm-started on what the task teaches of its format."""
+"""The role `learn`: one learner, warm-started on the environments' examples of their formats."""
 
 import argparse
 import os
 import sys
 import threading
 
-from pipeline.config import RunConfig
-from pipeline.lengths import check_lengths
-from pipeline.process import announce_progress, announce_ready, stop_on_signals
-from pipeline.roles.jax_runtime import prepare_jax
-from pipeline.warm_start import warm_start_examples
-from producers.tasks import create_task
-from topics import clients
-from topics.errors import RollstreamError
+from rollstream.pipeline.command_parser import Setting, set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.environments import environments_of
+from rollstream.pipeline.roles.jax_runtime import prepare_jax
+from rollstream.pipeline.run.length_checks import check_lengths
+from rollstream.pipeline.run.role_process import announce_progress, announce_ready, stop_on_signals
+from rollstream.pipeline.run.warm_start import warm_start_examples
+from rollstream.topics.errors import RollstreamError
+from rollstream.topics.kafka import clients
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream learn`."""
+    set_handler(parser, run, role=True)
+    parser.add_argument(
+        "--process", type=int, default=0, metavar="I", help="number of this process of learner.processes (default: 0)"
+    )
+    parser.add_argument(
+        "--warm-start",
+        dest="learner.warm_start.file=",
+        action=Setting,
+        metavar="FILE",
+        help="supervised examples before version 0",
+    )
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Train until the last step or until the lead is told to stop; a checkpoint is on disk afterwards."""
-    check_lengths(config, create_task(config.task, config.tasks))
+    """Train until the last step or until the lead process is stopped, and leave a checkpoint on disk."""
+    check_lengths(config, environments_of(config))
     clients.check_broker(config.kafka)
     prepare_jax(config)
-    from consumers.learner.learner import learn
-    from consumers.learner.team import join
+    from rollstream.consumers.learner.learner import learn
+    from rollstream.consumers.learner.parallel.team import join
 
     stop = threading.Event()
 
     def ready() -> None:
-        # Before its first step is on record there is nothing to drain, and a signal ends the process at once.
+        # Until the first step is on record there is nothing to drain, so a signal ends the process at once.
         stop_on_signals(stop)
         announce_ready()
 
@@ -44,7 +60,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         )
     except RollstreamError as error:
         if team.processes > 1 and not args.debug:
-            # At exit JAX waits for the other processes, which wait for this one or are gone.
+            # At exit JAX waits for the other processes, which wait for this one or have ended.
             print(f"rollstream: {error}", file=sys.stderr, flush=True)
             os._exit(error.exit_code)
         raise

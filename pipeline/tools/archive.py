@@ -1,42 +1,55 @@
-"""`rollstream archive` and `rollstream restore`: a run's topics as Parquet files, and topics from them.
+"""`rollstream archive`: copies a run's topics into Parquet files.
 
-An archive is complete up to the positions it names, at any moment, whatever was killed when.
+An archive is always complete up to the positions it names, even after a crash.
 """
 
 import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
-from consumers.archive import manifest as manifests
-from consumers.archive.archiver import Archiver
-from consumers.archive.manifest import Manifest
-from consumers.archive.restorer import restore
-from consumers.archive.store import Store, open_store
-from consumers.archive.writer import ArchiveWriter, check_files
-from pipeline.config import RunConfig
-from pipeline.progress import progress
-from pipeline.tables import bytes_text, table
-from pipeline.tools.plain import tell
-from topics.errors import ConfigurationError
+from rollstream.consumers.archive import manifest as manifests
+from rollstream.consumers.archive.archiver import Archiver
+from rollstream.consumers.archive.manifest import ArchiveManifest
+from rollstream.consumers.archive.store import Store, open_store
+from rollstream.consumers.archive.writer import ArchiveWriter, check_files
+from rollstream.pipeline.command_parser import set_handler, wait_seconds
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.text_tables import bytes_text, table
+from rollstream.pipeline.tools.plain_values import tell
+from rollstream.topics.errors import ConfigurationError
 
 
 def place_of(config: RunConfig, given: str | None) -> str:
-    """Where the archive lies: what was given, or its usual place below data_dir."""
+    """Return the path or URL of the archive: the one given, or the default below data_dir."""
     return given or str(config.data_dir / "archive")
 
 
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream archive`."""
+    set_handler(parser, show_archive, example="rollstream archive s3://bucket/runs --run main --follow", json=True)
+    parser.add_argument(
+        "archive", nargs="?", metavar="ARCHIVE", help="a directory, or a URL of fsspec's (default: archive in data_dir)"
+    )
+    parser.add_argument("--follow", action="store_true", help="go on until interrupted")
+    parser.add_argument(
+        "--every", type=wait_seconds, default=10.0, metavar="S", help="seconds between looks (default: %(default)g)"
+    )
+    parser.add_argument("--arrays", action="store_true", help="tokens, masks and logprobs as columns, too")
+    parser.add_argument("--compact", action="store_true", help="merge small files instead; reads no topic")
+    parser.add_argument("--check", action="store_true", help="read every file again instead, and compare digests")
+
+
 def show_archive(config: RunConfig, args: argparse.Namespace) -> int:
-    """Archive what is new, again and again with --follow until interrupted; or compact or check what there is."""
+    """Archive new records, repeatedly with --follow until interrupted; or compact or check the archive."""
     store = open_store(place_of(config, args.archive))
     if args.check:
-        current = _current(store, config.run)
+        current = current_manifest(store, config.run)
         print_summary(store, current, args.json, checked=check_files(store, current.files))
         return 0
     if args.compact:
-        _current(store, config.run)
+        current_manifest(store, config.run)
         writer = ArchiveWriter(store, config.run)
         fewer = writer.compact()
         writer.close()
@@ -44,16 +57,17 @@ def show_archive(config: RunConfig, args: argparse.Namespace) -> int:
         return 0
     with Archiver(config.kafka, config.run, store, arrays=args.arrays) as archiver:
         while True:
-            done = archiver.once()
-            if done.records or not args.follow:
-                print_summary(store, done.manifest, args.json, records=done.records)
+            result = archiver.once()
+            if result.records or not args.follow:
+                print_summary(store, result.manifest, args.json, records=result.records)
             if not args.follow:
                 tell(archiver.writer.skipped)
                 return 0
             time.sleep(args.every)
 
 
-def _current(store: Store, run: str) -> Manifest:
+def current_manifest(store: Store, run: str) -> ArchiveManifest:
+    """Return the newest manifest of a run. Raises ConfigurationError if the store has no archive of it."""
     current = manifests.newest(store, run)
     if current is None:
         held = ", ".join(manifests.runs_of(store)) or "none"
@@ -61,8 +75,8 @@ def _current(store: Store, run: str) -> Manifest:
     return current
 
 
-def summary(store: Store, current: Manifest, **more: int) -> dict[str, Any]:
-    """What an archive of a run holds, as programs read it."""
+def summary(store: Store, current: ArchiveManifest, **more: int) -> dict[str, Any]:
+    """Content of an archive of a run, as plain values for JSON."""
     rows, files, sizes = Counter[str](), Counter[str](), Counter[str]()
     for file in current.files:
         rows[file.table] += file.rows
@@ -74,46 +88,20 @@ def summary(store: Store, current: Manifest, **more: int) -> dict[str, Any]:
     return {**head, **more, "tables": tables, "positions": positions}
 
 
-_SAID = {
+_RESULTS = {
     "records": "{:,} records are new",
     "fewer": "{:,} files fewer",
     "checked": "{:,} files are what the manifest says",
 }
 
 
-def print_summary(store: Store, current: Manifest, as_json: bool, **more: int) -> None:
-    """Print what an archive holds, and what was done to it."""
-    found = summary(store, current, **more)
+def print_summary(store: Store, current: ArchiveManifest, as_json: bool, **more: int) -> None:
+    """Print the content of an archive, and what was done to it."""
+    content = summary(store, current, **more)
     if as_json:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(content), flush=True)
         return
-    rows = [(name, of["rows"], of["files"], bytes_text(of["bytes"])) for name, of in found["tables"].items()]
+    rows = [(name, t["rows"], t["files"], bytes_text(t["bytes"])) for name, t in content["tables"].items()]
     print(table(("table", "rows", "files", "size"), rows))
-    said = "; ".join(_SAID[name].format(value) for name, value in more.items())
-    print(f"{said}: {found['archive']}, run {current.run}, generation {current.generation}", flush=True)
-
-
-def show_restore(config: RunConfig, args: argparse.Namespace) -> int:
-    """Fill the topics of a new run from an archive."""
-    store = open_store(args.archive)
-    current = _current(store, config.run)
-    began = time.monotonic()
-    with progress("records") as show:
-        records = restore(config.kafka, config.topics, store, current, args.into, show)
-    found: Mapping[str, Any] = {
-        "archive": store.url,
-        "run": args.into,
-        "archived": config.run,
-        "records": records,
-        "seconds": round(time.monotonic() - began, 3),
-        "partitions": len(current.topics["rollouts"].position),
-    }
-    if args.json:
-        print(json.dumps(found), flush=True)
-    else:
-        print(
-            f"{records:,} records of run {config.run} are topics of run {args.into} now, {found['seconds']:.1f} s; "
-            f"ask: rollstream verify --run {args.into}; group further: rollstream group adopt --run {args.into}",
-            flush=True,
-        )
-    return 0
+    results = "; ".join(_RESULTS[name].format(value) for name, value in more.items())
+    print(f"{results}: {content['archive']}, run {current.run}, generation {current.generation}", flush=True)

@@ -1,62 +1,96 @@
-"""`rollstream cat`: the records of a topic, decoded, one a line, in the manner of kcat.
+"""`rollstream cat`: prints the records of a topic, decoded, one a line, like kcat.
 
-Reads committed records from a position to where the topic ends, or on and on; filters go by what the records say.
+Reads committed records from a position to the end of the topic, or follows it; filters apply to the records' content.
 """
 
 import argparse
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from confluent_kafka import OFFSET_END, Consumer, KafkaError, Message, TopicPartition
-
-from pipeline.config import RunConfig
-from pipeline.tables import printable
-from pipeline.tools.plain import compact, decoded, key_text, plain, time_text
-from topics import clients
-from topics.catalogue import CATALOGUE, topic_name
-from topics.config import KafkaConfig
-from topics.errors import ConfigurationError, RecordError
-from topics.headers import header_pairs
-from topics.records import GroupCancelled, JournalRecord, PolicyManifest, Rollout, TrainingBatch
+from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.text_tables import printable
+from rollstream.pipeline.tools.plain_values import compact, decoded, key_text, plain, time_text
+from rollstream.topics.catalogue import CATALOGUE, topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.skipping_reader import records_around, records_between
+from rollstream.topics.records import GroupCancelled, JournalRecord, PolicyManifest, Rollout, TrainingBatch
 
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
-    """Where to read."""
+class ReadSpan:
+    """The range of records to read."""
 
     partition: int | None = None
     start: str = "beginning"
-    """beginning, end, an offset, -N for the last N of each partition, or s@MS for the first at that time or later."""
+    """beginning, end, an offset, -N for the last N of each partition, or s@MS for the first record at that time or
+    later."""
     until_ms: int | None = None
-    """Records of this time or later are left out."""
+    """Skip records of this time or later."""
     follow: bool = False
-    """Whether to wait for more at the end."""
+    """Whether to wait for more records at the end."""
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream cat`."""
+    set_handler(parser, cat, example="rollstream cat rollouts --run main -o -10 --env dsort3", json=True)
+    parser.add_argument("topic", metavar="TOPIC", help="its name, with or without the run's")
+    parser.add_argument("-p", dest="partition", type=int, metavar="N", help="this partition only")
+    parser.add_argument(
+        "-o",
+        dest="offset",
+        default="beginning",
+        metavar="OFFSET",
+        help="where to begin: beginning, end, an offset, -N for the last N of each partition, s@MS for those of a time "
+        "on; e@MS ends at a time (default: %(default)s)",
+    )
+    parser.add_argument("-c", dest="count", type=int, metavar="N", help="this many records at most")
+    parser.add_argument(
+        "-f",
+        dest="format",
+        metavar="FORMAT",
+        help="as in kcat: %%s value, %%S its size, %%k key, %%K its size, %%t topic, %%p partition, %%o offset, "
+        "%%T time, %%h headers",
+    )
+    parser.add_argument("--follow", action="store_true", help="wait for more at the end")
+    parser.add_argument("--full", action="store_true", help="arrays and bytes in full, not in summary")
+    parser.add_argument("--env", metavar="NAME", help="records about this environment only")
+    parser.add_argument("--example", metavar="ID", help="about this example only")
+    parser.add_argument("--uid", help="about this rollout only")
+    parser.add_argument("--policy-version", type=int, metavar="V", help="about this policy version only")
+    parser.add_argument("--since", metavar="TIME", help="from this time on: ISO 8601, seconds since 1970, -SECONDS ago")
+    parser.add_argument("--until", metavar="TIME", help="before this time only")
 
 
 def cat(config: RunConfig, args: argparse.Namespace) -> int:
-    """Print records. Exit code 0, whether or not there were any."""
+    """Print records. Exit code 0, even if there are none."""
     topic = resolve(config.run, args.topic)
     start, until_ms = args.offset, None if args.until is None else milliseconds(args.until)
     if start.startswith("e@"):
         start, until_ms = "beginning", _number(start[2:], "-o")
     if args.since is not None:
         start = f"s@{milliseconds(args.since)}"
-    span = Span(partition=args.partition, start=start, until_ms=until_ms, follow=args.follow)
+    span = ReadSpan(partition=args.partition, start=start, until_ms=until_ms, follow=args.follow)
     wanted = _filter(args)
     show = _formatted(args.format, args.full) if args.format is not None else _line(args.json, args.full)
     left = args.count
     for message in messages(config.kafka, topic, span):
         if left == 0:
             break
-        record = decoded(message.value())
+        record = decoded(message.value)
         if not wanted(record):
             continue
         text = show(message, record)
@@ -68,73 +102,89 @@ def cat(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def resolve(run: str, name: str) -> str:
-    """Full name of a topic given as that, of any run, or as its name in the catalogue.
+    """Return the full name of a topic, given in full, of any run, or by its name in the catalogue.
 
-    Raises ConfigurationError for neither.
+    Raises ConfigurationError for any other name.
     """
     whole = any(name.endswith(f".{spec.name}") for spec in CATALOGUE)
     return name if whole else topic_name(run, name)
 
 
-def messages(kafka: KafkaConfig, topic: str, span: Span) -> Iterator[Message]:
-    """Committed records of a span, in offset order within each partition.
+def messages(kafka: KafkaConfig, topic: str, span: ReadSpan) -> Iterator[KafkaRecord]:
+    """Yield the committed records of a span, in offset order within each partition.
 
-    Raises TopicError when the topic or position is missing, ConfigurationError for a senseless start.
+    Raises TopicError if the topic or position is missing, ConfigurationError for an invalid start.
     """
     clients.check_broker(kafka)
-    consumer = clients.reader(kafka, fetch_wait_ms=50)
-    try:
-        partitions = range(clients.partitions_of(kafka, topic, consumer))
+    with Reader(kafka, fetch_wait_ms=50) as reader:
+        partitions = range(reader.partitions_of(topic))
         if span.partition is not None and span.partition not in partitions:
             raise ConfigurationError(f"-p {span.partition}: {topic} has partitions 0 to {len(partitions) - 1}")
         numbers = list(partitions) if span.partition is None else [span.partition]
-        starts = _starts(kafka, consumer, topic, numbers, span.start)
-        clients.follow(consumer, kafka, [TopicPartition(topic, p, starts[p]) for p in numbers])
-        pending, position = set(numbers), dict(starts)
+        left_out = _left_out(kafka, topic, numbers)
+        starts = _starts(kafka, reader, topic, left_out, span.start)
+        for partition, offsets in left_out.items():
+            # A client reads ahead, so one that is to read up to an offset left out reads nothing else.
+            if offsets and starts[partition] <= max(offsets):
+                end = max(offsets) + 1
+                for around in records_between(kafka, topic, partition, starts[partition], end, offsets, wait=False):
+                    if around is not None and (span.until_ms is None or around.timestamp_ms < span.until_ms):
+                        yield around
+                starts[partition] = end
+        reader.assign({(topic, p): starts[p] for p in numbers})
+        pending = {(topic, p) for p in numbers}
         while pending or span.follow:
-            for message in clients.with_unreadable(consumer, clients.at_hand(consumer, 500, _POLL_S), position):
-                error, partition = message.error(), message.partition()
-                if error is None:
-                    if span.until_ms is not None and message.timestamp()[1] >= span.until_ms:
-                        continue
-                    yield message
-                elif error.code() == KafkaError._PARTITION_EOF:
-                    pending.discard(partition or 0)
-                else:
-                    clients.raise_for(error, f"reading {topic}")
-    finally:
-        consumer.close()
+            records, ends = reader.poll(500, _POLL_S)
+            for record in records:
+                if span.until_ms is None or record.timestamp_ms < span.until_ms:
+                    yield record
+            pending.difference_update(ends)
 
 
-def _starts(kafka: KafkaConfig, consumer: Consumer, topic: str, numbers: list[int], start: str) -> dict[int, int]:
-    bounds = {p: at for p, at in clients.bounds(kafka, topic).items() if p in numbers}
+def _left_out(kafka: KafkaConfig, topic: str, numbers: list[int]) -> dict[int, set[int]]:
+    """Return the offsets of each partition that are not fetched, because grouping left them out."""
+    run, _, name = topic.rpartition(".")
+    left_out = never_fetched(kafka, run) if name == "rollouts" else {}
+    return {number: left_out.get(number, set()) for number in numbers}
+
+
+def _starts(
+    kafka: KafkaConfig, reader: Reader, topic: str, left_out: Mapping[int, set[int]], start: str
+) -> dict[int, int]:
+    numbers = list(left_out)
+    bounds = reader.bounds(topic, numbers)
     if start == "beginning":
         return {p: low for p, (low, _high) in bounds.items()}
     if start == "end":
         return {p: high for p, (_low, high) in bounds.items()}
     if start.startswith("s@"):
-        at = _number(start[2:], "-o")
-        found = consumer.offsets_for_times([TopicPartition(topic, p, at) for p in numbers], 10.0)
-        return {tp.partition: bounds[tp.partition][1] if tp.offset in (OFFSET_END, -1) else tp.offset for tp in found}
+        offsets = reader.offsets_at(topic, numbers, _number(start[2:], "-o"))
+        return {p: bounds[p][1] if offset is None else offset for p, offset in offsets.items()}
     offset = _number(start, "-o")
     if offset < 0 or start.startswith("-"):
-        return _last(kafka, topic, bounds, -offset)
+        return _last(kafka, topic, bounds, left_out, -offset)
     return {p: max(low, min(offset, high)) for p, (low, high) in bounds.items()}
 
 
-def _last(kafka: KafkaConfig, topic: str, bounds: dict[int, tuple[int, int]], count: int) -> dict[int, int]:
-    """Offset of the last record but `count - 1` of each partition, or of its first.
+def _last(
+    kafka: KafkaConfig,
+    topic: str,
+    bounds: dict[int, tuple[int, int]],
+    left_out: Mapping[int, set[int]],
+    count: int,
+) -> dict[int, int]:
+    """Return the offset of the `count`-th record from the end of each partition, or of its first record.
 
-    Offsets are not records: ends of transactions, aborted ones and compaction leave gaps. So a partition is read from
-    further and further back until that many were seen.
+    Transaction markers, aborted transactions and compaction leave gaps between offsets. So reading starts further and
+    further back until the partition yields that many records.
     """
     starts = {p: high for p, (_low, high) in bounds.items()}
     waiting, back = ({p for p, (low, high) in bounds.items() if low < high} if count else set()), 2 * count
     while waiting:
         begins = {p: max(bounds[p][0], bounds[p][1] - back) for p in waiting}
         seen: dict[int, deque[int]] = {p: deque(maxlen=count) for p in waiting}
-        for message in clients.read_to_end(kafka, topic, partitions=sorted(waiting), start=begins):
-            seen[message.partition() or 0].append(message.offset() or 0)
+        for message in records_around(kafka, topic, {p: left_out[p] for p in sorted(waiting)}, begins):
+            seen[message.partition].append(message.offset)
         for p, offsets in seen.items():
             starts[p] = offsets[0] if len(offsets) == count else begins[p]
             if len(offsets) == count or begins[p] == bounds[p][0]:
@@ -153,7 +203,7 @@ def _number(text: str, flag: str) -> int:
 
 
 def milliseconds(text: str) -> int:
-    """A point in time: ISO 8601 (UTC unless it says otherwise), seconds since 1970, or -SECONDS for so long ago."""
+    """Parse a time: ISO 8601 (UTC by default), seconds since 1970, or -SECONDS, relative to now."""
     try:
         seconds = float(text)
     except ValueError:
@@ -182,14 +232,14 @@ def _filter(args: argparse.Namespace) -> Callable[[Any], bool]:
 
 
 def facts(record: Any) -> dict[str, set[Any]]:
-    """What a record is about: environments, examples, uids and policy versions it names."""
-    found: dict[str, set[Any]] = {"environment": set(), "example_id": set(), "uid": set(), "policy_version": set()}
+    """Environments, examples, uids and policy versions that a record names."""
+    names: dict[str, set[Any]] = {"environment": set(), "example_id": set(), "uid": set(), "policy_version": set()}
 
     def note(part: Any, *uids: str) -> None:
-        for name in found:
+        for name, values in names.items():
             if hasattr(part, name):
-                found[name].add(getattr(part, name))
-        found["uid"].update(uids)
+                values.add(getattr(part, name))
+        names["uid"].update(uids)
 
     if isinstance(record, Rollout):
         note(record)
@@ -198,66 +248,66 @@ def facts(record: Any) -> dict[str, set[Any]]:
     elif isinstance(record, TrainingBatch):
         for group in record.groups:
             note(group)
-        found["uid"].update(record.uids)
+        names["uid"].update(record.uids)
     elif isinstance(record, JournalRecord):
         for part in (*record.drops, *record.finished_groups):
             note(part)
     elif isinstance(record, PolicyManifest):
-        found["policy_version"].add(record.version)
+        names["policy_version"].add(record.version)
     elif record is not None:
         note(record)
-    return found
+    return names
 
 
 # ---------------------------------------------------------------------- output
 
 
-def _headers(message: Message) -> dict[str, str]:
+def _headers(message: KafkaRecord) -> dict[str, str]:
     try:
-        return {name: key_text(value) for name, value in header_pairs(message)}
+        return {name: key_text(value) for name, value in message.header_pairs()}
     except RecordError as error:
         return {"": str(error)}
 
 
-def _line(as_json: bool, full: bool) -> Callable[[Message, Any], str]:
-    def show(message: Message, record: Any) -> str:
+def _line(as_json: bool, full: bool) -> Callable[[KafkaRecord, Any], str]:
+    def show(message: KafkaRecord, record: Any) -> str:
         kind = type(record).__name__ if hasattr(record, "__dataclass_fields__") else ""
-        value, at_ms = plain(record, full=full), message.timestamp()[1]
+        value, at_ms = plain(record, full=full), message.timestamp_ms
         headers = _headers(message)
         if as_json:
             envelope = {
-                "topic": message.topic(),
-                "partition": message.partition(),
-                "offset": message.offset(),
+                "topic": message.topic,
+                "partition": message.partition,
+                "offset": message.offset,
                 "timestamp_ms": at_ms,
-                "key": key_text(message.key()),
+                "key": key_text(message.key),
                 **({"headers": headers} if headers else {}),
                 "type": kind,
                 "value": value,
             }
             return compact(envelope) + "\n"
-        told = f" {compact(headers)}" if headers else ""
-        place = f"{message.topic()}[{message.partition()}] {message.offset()}"
-        return f"{place} {time_text(at_ms)} {key_text(message.key())}{told} {kind} {compact(value)}\n"
+        header_text = f" {compact(headers)}" if headers else ""
+        place = f"{message.topic}[{message.partition}] {message.offset}"
+        return f"{place} {time_text(at_ms)} {key_text(message.key)}{header_text} {kind} {compact(value)}\n"
 
     return show
 
 
-def _formatted(template: str, full: bool) -> Callable[[Message, Any], str]:
-    """As kcat: %s value, %S its size, %k key, %K its size, %t topic, %p partition, %o offset, %T time, %h headers."""
-    fields: dict[str, Callable[[Message, Any], object]] = {
+def _formatted(template: str, full: bool) -> Callable[[KafkaRecord, Any], str]:
+    """Format as kcat does; `rollstream cat --help` lists the fields."""
+    fields: dict[str, Callable[[KafkaRecord, Any], object]] = {
         "s": lambda _message, record: compact(plain(record, full=full)),
-        "S": lambda message, _record: len(message.value() or b"") if message.value() is not None else -1,
-        "k": lambda message, _record: key_text(message.key()),
-        "K": lambda message, _record: len(message.key() or b"") if message.key() is not None else -1,
-        "t": lambda message, _record: message.topic(),
-        "p": lambda message, _record: message.partition(),
-        "o": lambda message, _record: message.offset(),
-        "T": lambda message, _record: message.timestamp()[1],
+        "S": lambda message, _record: len(message.value or b"") if message.value is not None else -1,
+        "k": lambda message, _record: key_text(message.key),
+        "K": lambda message, _record: len(message.key or b"") if message.key is not None else -1,
+        "t": lambda message, _record: message.topic,
+        "p": lambda message, _record: message.partition,
+        "o": lambda message, _record: message.offset,
+        "T": lambda message, _record: message.timestamp_ms,
         "h": lambda message, _record: ",".join(f"{name}={value}" for name, value in _headers(message).items()),
         "%": lambda _message, _record: "%",
     }
-    pieces: list[str | Callable[[Message, Any], object]] = []
+    pieces: list[str | Callable[[KafkaRecord, Any], object]] = []
     i = 0
     while i < len(template):
         sign, following = template[i], template[i + 1 : i + 2]

@@ -1,7 +1,7 @@
-"""`rollstream dlq`: dead letters listed, shown, and sent again, mended where a script can mend them.
+"""`rollstream dlq`: lists and shows dead letters, and sends them again, repaired by a script if one is given.
 
-Sending again is one transaction: the records go where they were, to `rollouts` or `unlabelled`, and a note of each to
-`dead-letters`, all or nothing, so that no letter is sent twice however often it is asked for.
+One transaction sends the records to their source, `rollouts` or `unlabelled`, and a note of each to `dead-letters`, so
+that no letter is sent twice, however often the command runs.
 """
 
 import argparse
@@ -9,29 +9,31 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException, Message
-
-from pipeline.config import RunConfig
-from pipeline.ledger import REDRIVEN
-from pipeline.tables import clipped, printable, table
-from pipeline.tools.plain import compact, decoded, key_text, plain, tell, time_text
-from topics import clients
-from topics.catalogue import name_in_run, topic_name
-from topics.codec import decode, encode
-from topics.config import KafkaConfig
-from topics.errors import ConfigurationError, DeliveryError, RecordError, TopicError
-from topics.headers import header_pairs
-from topics.keys import encode_key
-from topics.open_transactions import await_decided
-from topics.records import GroupCancelled, Rollout, TrajectoryRecord
-from topics.skipped import SkippedRecords
-from topics.trajectories import from_record
-from topics.transactional_ids import transactional_id
-from topics.validation import cancellation_problems, problems
+from rollstream.pipeline.audit.ledger import REDRIVEN
+from rollstream.pipeline.command_parser import add_command, set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.text_tables import clipped, printable, table
+from rollstream.pipeline.tools.plain_values import compact, decoded, key_text, plain, tell, time_text
+from rollstream.topics.catalogue import name_in_run, topic_name
+from rollstream.topics.codec import decode, encode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError, DeliveryError, RecordError, TopicError
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.open_transactions import await_decided
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.kafka.transactional_ids import transactional_id
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import GroupCancelled, Rollout, TrajectoryRecord
+from rollstream.topics.trajectories import from_record
+from rollstream.topics.validation import cancellation_problems, problems
 
 _WIDTH = 44
 SOURCES = ("rollouts", "unlabelled")
@@ -39,7 +41,7 @@ SOURCES = ("rollouts", "unlabelled")
 Place = tuple[int, int]
 Mended = Rollout | GroupCancelled | TrajectoryRecord
 Fix = Callable[[bytes | None, bytes | None, dict[str, str]], "Mended | bytes | None"]
-"""A script's function `fix(value, key, headers)`: a record, its bytes, or None for a letter to be left."""
+"""A script's function `fix(value, key, headers)`: returns a record, its bytes, or None to leave the letter."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +51,19 @@ class Letter:
     place: Place
     """Partition and offset in dead-letters."""
     partition: int
-    """Of the topic it was in."""
+    """Partition of its source."""
     source: int
-    """Offset there."""
+    """Offset in its source."""
     at_ms: int
     key: bytes | None
     value: bytes | None
     headers: dict[str, str]
     redriven: str = ""
-    """When it was sent again, if it was."""
+    """Time it was sent again; "" if it was not."""
 
     @property
     def name(self) -> str:
-        """PARTITION:OFFSET in dead-letters, by which it is asked for."""
+        """Its name on the command line: PARTITION:OFFSET in dead-letters."""
         return f"{self.place[0]}:{self.place[1]}"
 
     @property
@@ -70,16 +72,16 @@ class Letter:
 
     @property
     def topic(self) -> str:
-        """Where it was: rollouts, or unlabelled."""
+        """Topic of its source: rollouts or unlabelled."""
         return name_in_run(self.headers.get("__streams.errors.topic", "rollouts"))
 
     @property
     def complete(self) -> bool:
-        """Whether it carries its bytes: one too large keeps their digest alone."""
+        """Whether it carries its bytes; a letter that was too large keeps only their digest."""
         return "rollstream.value.sha256" not in self.headers and "rollstream.key.sha256" not in self.headers
 
     def as_dict(self) -> dict[str, Any]:
-        """As programs read it."""
+        """The letter as plain values for JSON."""
         return {
             "letter": self.name,
             "partition": self.partition,
@@ -92,8 +94,27 @@ class Letter:
         }
 
 
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of `rollstream dlq`."""
+    actions = parser.add_subparsers(dest="action", metavar="COMMAND", required=True)
+    listing = add_command(actions, "ls", "list dead letters, with their reasons")
+    set_handler(listing, dlq, example="rollstream dlq ls", json=True)
+    show = add_command(actions, "show", "show dead letters whole: headers, key, bytes")
+    set_handler(show, dlq, example="rollstream dlq show 0:3", json=True)
+    redrive = add_command(
+        actions, "redrive", "send dead letters to rollouts again, each once, mended by a script where one is given"
+    )
+    set_handler(redrive, dlq, example="rollstream dlq redrive --fix mend.py", json=True)
+    redrive.add_argument("--fix", type=Path, metavar="SCRIPT", help="a file that defines fix(value, key, headers)")
+    redrive.add_argument("--dry-run", action="store_true", help="say what would be sent, and send nothing")
+    for action in (show, redrive):
+        action.add_argument(
+            "letter", nargs="*", metavar="LETTER", help="PARTITION:OFFSET in dead-letters, as listed (default: all)"
+        )
+
+
 def dlq(config: RunConfig, args: argparse.Namespace) -> int:
-    """List, show or redrive; 1 when a letter asked for was not sent."""
+    """List, show or redrive; return 1 if a requested letter was not sent."""
     clients.check_broker(config.kafka)
     skipped = SkippedRecords(logged=False)
     letters = read(config.kafka, config.run, skipped)
@@ -107,24 +128,24 @@ def dlq(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def read(kafka: KafkaConfig, run: str, skipped: SkippedRecords | None = None) -> list[Letter]:
-    """Every dead letter of a run, oldest first, with whether it was sent again; `skipped` gets what is none."""
+    """Read every dead letter of a run, oldest first; invalid ones go to `skipped`."""
     letters: dict[Place, Letter] = {}
     skipped = SkippedRecords(logged=False) if skipped is None else skipped
-    for message in clients.read_to_end(kafka, topic_name(run, "dead-letters")):
+    for message in read_to_end(kafka, topic_name(run, "dead-letters")):
         with skipped.passing(message):
-            headers = {name: (value or b"").decode(errors="replace") for name, value in header_pairs(message)}
+            headers = {name: (value or b"").decode(errors="replace") for name, value in message.header_pairs()}
             if REDRIVEN in headers:
-                of = (message.partition() or 0, _number(headers, REDRIVEN))
-                if of in letters:
-                    letters[of] = replace(letters[of], redriven=time_text(message.timestamp()[1]))
+                letter_place = (message.partition, _number(headers, REDRIVEN))
+                if letter_place in letters:
+                    letters[letter_place] = replace(letters[letter_place], redriven=time_text(message.timestamp_ms))
                 continue
             letter = Letter(
-                place=(message.partition() or 0, message.offset() or 0),
+                place=(message.partition, message.offset),
                 partition=_number(headers, "__streams.errors.partition"),
                 source=_number(headers, "__streams.errors.offset"),
-                at_ms=message.timestamp()[1],
-                key=message.key(),
-                value=message.value(),
+                at_ms=message.timestamp_ms,
+                key=message.key,
+                value=message.value,
                 headers=headers,
             )
             if letter.topic not in SOURCES:
@@ -136,7 +157,7 @@ def read(kafka: KafkaConfig, run: str, skipped: SkippedRecords | None = None) ->
 def _number(headers: Mapping[str, str], name: str) -> int:
     text = headers.get(name, "")
     if not (text.isascii() and text.isdecimal()):
-        raise RecordError(f"header {name} is {text[:40]!r}, and no number: nobody of ours wrote it")
+        raise RecordError(f"header {name} is {text[:40]!r}, not a number: rollstream did not write it")
     return int(text)
 
 
@@ -171,22 +192,22 @@ def _list(letters: Sequence[Letter], args: argparse.Namespace) -> int:
 
 def _show(letters: Sequence[Letter], args: argparse.Namespace) -> int:
     for letter in letters:
-        told = {**letter.as_dict(), "headers": letter.headers, "value": plain(decoded(letter.value), full=True)}
+        details = {**letter.as_dict(), "headers": letter.headers, "value": plain(decoded(letter.value), full=True)}
         if args.json:
-            print(compact(told))
+            print(compact(details))
             continue
-        print(f"letter {letter.name}, of {letter.topic}[{letter.partition}] offset {letter.source}, {told['time']}")
+        print(f"letter {letter.name}, of {letter.topic}[{letter.partition}] offset {letter.source}, {details['time']}")
         print(printable(f"reason: {letter.reason}"))
         for name, value in letter.headers.items():
             print(printable(f"  {name}: {value}"))
-        print(printable(f"key: {told['key']}"))
-        print(_dump(letter.value or b"") if isinstance(decoded(letter.value), bytes) else compact(told["value"]))
+        print(printable(f"key: {details['key']}"))
+        print(_dump(letter.value or b"") if isinstance(decoded(letter.value), bytes) else compact(details["value"]))
         print()
     return 0
 
 
 def _dump(data: bytes, most: int = 256) -> str:
-    """Bytes as hexadecimal and text, sixteen a line."""
+    """Dump bytes as hexadecimal and text, sixteen a line."""
     lines = []
     for at in range(0, min(len(data), most), 16):
         piece = data[at : at + 16]
@@ -237,32 +258,32 @@ def _fix_of(path: Path | None) -> Fix | None:
 
 
 def _mended(letter: Letter, fix: Fix | None) -> tuple[str, bytes, bytes]:
-    """Why a letter cannot be sent, or "" with the key and value to send."""
+    """Return why a letter cannot be sent, or "" with the key and value to send."""
     if letter.redriven:
         return f"was redriven at {letter.redriven}", b"", b""
     if not letter.complete and fix is None:
         return "it was too large to keep its bytes; a script may make it anew", b"", b""
     try:
-        made: Any = letter.value if fix is None else fix(letter.value, letter.key, letter.headers)
-    except Exception as error:  # a user's script may raise anything; the letter stays, with the reason
+        fixed: Any = letter.value if fix is None else fix(letter.value, letter.key, letter.headers)
+    except Exception as error:  # a user's script may raise any error; the letter stays, with the reason
         return f"fix raised {type(error).__name__}: {error}", b"", b""
-    if made is None:
+    if fixed is None:
         return "fix left it", b"", b""
     try:
-        record = decode(made) if isinstance(made, bytes) else made
-        value = made if isinstance(made, bytes) else encode(made)
+        record = decode(fixed) if isinstance(fixed, bytes) else fixed
+        value = fixed if isinstance(fixed, bytes) else encode(fixed)
     except RecordError as error:
         return str(error), b"", b""
-    if not isinstance(record, TrajectoryRecord if letter.topic == "unlabelled" else Rollout | GroupCancelled):
+    if not isinstance(record, TrajectoryRecord | Rollout if letter.topic == "unlabelled" else Rollout | GroupCancelled):
         return f"a {type(record).__name__} does not belong in {letter.topic}", b"", b""
     if isinstance(record, TrajectoryRecord):
         return _unsound(record), encode_key(record.environment, record.metadata.worker_id), value
-    found = problems(record) if isinstance(record, Rollout) else cancellation_problems(record)
-    return "; ".join(found), encode_key(record.environment, record.example_id), value
+    errors = problems(record) if isinstance(record, Rollout) else cancellation_problems(record)
+    return "; ".join(errors), encode_key(record.environment, record.example_id), value
 
 
 def _unsound(record: TrajectoryRecord) -> str:
-    """What is wrong with a trajectory, if something is."""
+    """Return the error of an invalid trajectory, or ""."""
     try:
         from_record(record)
     except RecordError as error:
@@ -271,46 +292,30 @@ def _unsound(record: TrajectoryRecord) -> str:
 
 
 def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> set[Place]:
-    """Send records and notes in one transaction; returns the letters sent, less those another has sent meanwhile."""
+    """Send records and notes in one transaction; return the letters sent, except those that another process has
+    sent."""
     kafka, run = config.kafka, config.run
-    producer = clients.transactional_producer(kafka, transactional_id(run, "redrive"))
     try:
-        # From here on no other redrive of the run can commit, so what is read now stays true.
-        producer.init_transactions(kafka.patience_s)
-        # An open transaction of whoever else writes here hides the notes that were written since it began.
-        partitions = {letter.place[0] for letter, _key, _value in ready}
-        await_decided(kafka, topic_name(run, "dead-letters"), "nothing was sent again", among=partitions)
-        taken = {letter.place for letter in read(kafka, run) if letter.redriven}
-        mine = [item for item in ready if item[0].place not in taken]
-        if not mine:
-            return set()
-        failed: list[KafkaError] = []
-
-        def delivered(error: KafkaError | None, _message: Message) -> None:
-            if error is not None:
-                failed.append(error)
-
-        producer.begin_transaction()
-        for letter, key, value in mine:
-            source = {"rollstream.redriven.from": letter.name}
-            clients.produce(producer, topic_name(run, letter.topic), value, key, headers=source, on_delivery=delivered)
-            partition, offset = letter.place
-            note = {REDRIVEN: str(offset), "rollstream.redriven.time": str(time.time())}
-            clients.produce(
-                producer,
-                topic_name(run, "dead-letters"),
-                None,
-                letter.key,
-                partition=partition,
-                headers=note,
-                on_delivery=delivered,
-            )
-        producer.commit_transaction(kafka.patience_s)
-    except KafkaException as exception:
-        error: KafkaError = exception.args[0]
+        with closing(TransactionalProducer(kafka, transactional_id(run, "redrive"))) as producer:
+            # From here on no other redrive of the run can commit, so the letters read now stay as they are.
+            producer.start()
+            # An open transaction of another writer hides the notes that were written since it began.
+            partitions = {letter.place[0] for letter, _key, _value in ready}
+            await_decided(kafka, topic_name(run, "dead-letters"), "nothing was sent again", among=partitions)
+            taken = {letter.place for letter in read(kafka, run) if letter.redriven}
+            mine = [item for item in ready if item[0].place not in taken]
+            if not mine:
+                return set()
+            with producer.transaction() as transaction:
+                for letter, key, value in mine:
+                    source = {"rollstream.redriven.from": letter.name}
+                    transaction.send(topic_name(run, letter.topic), value, key, headers=source)
+                    partition, offset = letter.place
+                    note = {REDRIVEN: str(offset), "rollstream.redriven.time": str(time.time())}
+                    notes = topic_name(run, "dead-letters")
+                    transaction.send(notes, None, letter.key, partition=partition, headers=note)
+    except (TransactionFailed, Stalled) as error:
         raise DeliveryError(
-            f"the letters were not sent again ({error.name()}: {error.str()}); nothing of it is visible, run it again"
-        ) from exception
-    if failed:
-        raise DeliveryError(f"the letters were not sent again ({failed[0].str()}); run it again")
+            f"the letters were not sent again ({error}); nothing of it is visible, run it again"
+        ) from error
     return {letter.place for letter, _key, _value in mine}

@@ -1,8 +1,8 @@
-"""`rollstream exclude`: quarantine after the fact, of environments, workers or ranges of offsets.
+"""`rollstream exclude`: excludes environments, workers or ranges of offsets after their rollouts were produced.
 
-Raises the generation of the grouping configuration that is in force by marks on every partition, in one transaction,
-and waits until all of them go by it: what was not batched by then never is. Batches that hold such rollouts are named
-on `control`, for learners to leave them out, and in the report, with the steps that met them.
+Writes marks with a new generation of the grouping configuration to every partition, in one transaction, and waits until
+all are read: a rollout not batched by then is never batched. Batches that hold excluded rollouts are named on
+`control`, so that learners leave them out, and in the report, with the steps that used or skipped them.
 """
 
 import argparse
@@ -12,54 +12,59 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
-from consumers.grouping.account import DETAIL_LIMIT, clip
-from consumers.grouping.bootstrap import committed_offsets
-from consumers.grouping.changes import DROPPED
-from consumers.grouping.config import EXCLUSIONS, GrouperConfig, GroupingConfig, offset_range
-from consumers.grouping.configuring import check_names, judge_mark
-from consumers.grouping.counts import OTHERS
-from consumers.grouping.judging import exclusion_detail
-from consumers.grouping.makers import makers_of
-from consumers.grouping.skips import asked_for
-from consumers.grouping.state import CommitMetadata
-from pipeline.config import RunConfig
-from pipeline.progress import progress
-from pipeline.reading import read_batches
-from pipeline.tables import command_text, table
-from pipeline.tools.plain import compact, decoded, tell
-from pipeline.tools.view import IN_FLIGHT, UNREAD, View
-from topics import clients
-from topics.catalogue import topic_name
-from topics.codec import decode_as, encode
-from topics.config import KafkaConfig
-from topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, StateRefused
-from topics.keys import encode_key
-from topics.records import ExcludedBatch, JournalRecord, Mark, Rollout
-from topics.skipped import SkippedRecords
-from topics.transactional_ids import transactional_id
+from rollstream.consumers.grouping.config import EXCLUSIONS, GrouperConfig, GroupingConfig
+from rollstream.consumers.grouping.core.configuration_marks import check_names, mark_outcome
+from rollstream.consumers.grouping.makers.registry import load_makers
+from rollstream.consumers.grouping.process.bootstrap import committed_offsets
+from rollstream.consumers.grouping.process.skipped_offsets import asked_for
+from rollstream.pipeline.audit.topic_reading import read_batches
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.progress_bar import progress
+from rollstream.pipeline.text_tables import command_text, table
+from rollstream.pipeline.tools.plain_values import compact, decoded, tell
+from rollstream.pipeline.tools.run_view import IN_FLIGHT, UNREAD, RunView
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.commit_metadata import CommitMetadata
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, StateRefused
+from rollstream.topics.fates import DETAIL_LIMIT, DROPPED, OTHER_ENVIRONMENTS, clip, exclusion_detail
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.reader import read_to_end, record_at
+from rollstream.topics.kafka.records import GroupPosition
+from rollstream.topics.kafka.sender import Delivery, Sender
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.kafka.skipping_reader import records_between
+from rollstream.topics.kafka.transactional_ids import transactional_id
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.keys import encode_key
+from rollstream.topics.offset_ranges import OffsetRange, from_ranges
+from rollstream.topics.records import ExcludedBatch, JournalRecord, Mark, Rollout
 
 _TIMEOUT_S = 30.0
 _ROWS = 40
-"""Most lines of batches that are printed for people."""
+"""Maximum number of batches printed for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exclusion:
-    """What is to be excluded."""
+    """Environments, workers and offsets to exclude."""
 
     environments: tuple[str, ...] = ()
     workers: tuple[str, ...] = ()
     offsets: tuple[str, ...] = ()
 
     def added_to(self, config: GroupingConfig) -> GroupingConfig:
-        """The configuration with this excluded too; its generation stays."""
+        """Return the configuration with this exclusion added; its generation stays."""
         both = {
             name: tuple(dict.fromkeys((*getattr(config, name), *wanted)))
             for name, wanted in zip(EXCLUSIONS, (self.environments, self.workers, self.offsets), strict=True)
@@ -71,53 +76,72 @@ class Exclusion:
         return ", ".join(f"{what} {name}" for what, names in named for name in names)
 
 
-class Standing(NamedTuple):
+class PartitionConfiguration(NamedTuple):
     """The configuration of one partition."""
 
     config: GroupingConfig
-    """In force where the partition ends."""
+    """Configuration in force at the end of the partition."""
     since: int
-    """Offset of the mark that said so; -1 when it lies before what the grouping task still holds."""
+    """Offset of its mark; -1 if that lies before the state of the grouping task."""
 
 
 @dataclass
-class Report:
-    """Where the rollouts of an exclusion are."""
+class ExclusionReport:
+    """Fates of excluded rollouts."""
 
     fates: Counter[str] = field(default_factory=Counter)
-    """Rollouts that are excluded by name, by fate; dropped ones by reason."""
+    """Excluded rollouts by fate; dropped ones by reason."""
     dropped_along: int = 0
     """Rollouts dropped because another member of their group is excluded."""
     batches: list[dict[str, Any]] = field(default_factory=list)
-    """Batches that hold excluded rollouts, in index order; `name_steps` adds the steps that met them."""
+    """Batches that hold excluded rollouts, in index order; `name_steps` adds the steps that used or skipped them."""
     touched: list[dict[str, Any]] = field(default_factory=list)
-    """By learner, steps trained on such batches, and the first policy version published after."""
+    """By learner, the steps that trained on such batches, and the first policy version published after."""
     skipped: SkippedRecords = field(default_factory=partial(SkippedRecords, logged=False))
-    """Records that were passed over on the way."""
+    """Invalid records that were skipped."""
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream exclude`."""
+    set_handler(parser, exclude, example="rollstream exclude --run main --worker env-3 --dry-run", json=True)
+    parser.add_argument("--env", action="append", default=[], metavar="NAME", help="an environment; may be repeated")
+    parser.add_argument("--worker", action="append", default=[], metavar="ID", help="a worker; may be repeated")
+    parser.add_argument(
+        "--offsets", action="append", default=[], metavar="P:A-B", help="offsets A to B of partition P of rollouts"
+    )
+    parser.add_argument("--unseen", action="store_true", help="environments of which there are no rollouts, too")
+    parser.add_argument("--dry-run", action="store_true", help="report only, and change nothing")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds to wait for the grouping processes (default: %(default)g)",
+    )
 
 
 def exclude(config: RunConfig, args: argparse.Namespace) -> int:
-    """Exclude, wait until every partition goes by it, and report."""
+    """Exclude, wait until every partition has read its mark, and report."""
     exclusion = Exclusion(environments=tuple(args.env), workers=tuple(args.worker), offsets=tuple(args.offsets))
-    wanted = exclusion.added_to(GroupingConfig())  # Refuses what is no range.
+    wanted = exclusion.added_to(GroupingConfig())  # Refuses invalid ranges.
     if wanted == GroupingConfig():
         raise ConfigurationError("nothing to exclude is named; give --env, --worker or --offsets")
     clients.check_broker(config.kafka)
-    partitions = clients.partitions_of(config.kafka, topic_name(config.run, "rollouts"))
+    partitions = topic_admin.partitions_of(config.kafka, topic_name(config.run, "rollouts"))
     for text in exclusion.offsets:
-        if offset_range(text).partition >= partitions:
+        if OffsetRange.parse(text).partition >= partitions:
             raise ConfigurationError(f"--offsets {text}: run {config.run} has partitions 0 to {partitions - 1}")
     where = (config.kafka, config.run, config.grouper)
     if not args.unseen:
         _check_environments(exclusion.environments, *where)
-    standings = stand(*where) if args.dry_run else put_in_force(*where, exclusion, args.timeout)
-    with View(config.kafka, config.run) as view:
+    configurations = partition_configurations(*where) if args.dry_run else put_in_force(*where, exclusion, args.timeout)
+    with RunView(config.kafka, config.run) as view:
         report = find(view, exclusion, partitions)
         if not args.dry_run:
-            tell_learners(view, report.batches, str(exclusion), newest(standings).generation)
+            tell_learners(view, report.batches, str(exclusion), newest(configurations).generation)
         name_steps(view, report)
         report.skipped = view.skipped
-        _print(config, exclusion, newest(standings), report, args)
+        _print(config, exclusion, newest(configurations), report, args)
         tell(view.skipped)
         return 0
 
@@ -125,42 +149,49 @@ def exclude(config: RunConfig, args: argparse.Namespace) -> int:
 # ---------------------------------------------------------------------- the configuration
 
 
-def stand(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> list[Standing]:
-    """The configuration of each partition of `rollouts`, marks included that no task has read yet.
+def partition_configurations(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> list[PartitionConfiguration]:
+    """Return the configuration of each partition of `rollouts`, including marks that no task has read yet.
 
-    Raises StateRefused when a partition has no grouping state, or a mark carries what this release does not know.
+    Raises StateRefused if a partition has no grouping state, or a mark carries settings unknown to this release.
     """
-    topic, makers, found = topic_name(run, "rollouts"), makers_of(grouper.makers), []
+    topic, makers, configurations = topic_name(run, "rollouts"), load_makers(grouper.makers), []
     for partition, journal in _tasks(kafka, run, grouper):
         config, since = GroupingConfig.from_json(journal.watermark_configuration), -1
         clock = journal.watermark_policy_version
-        asked = (offset for offset in asked_for(kafka, run, partition) if offset >= journal.position)
-        left_out = {*journal.skipped, *asked}
-        for message in clients.read_to_end(kafka, topic, partitions=[partition], start={partition: journal.watermark}):
-            value = decoded(message.value())
-            if isinstance(value, Mark) and message.offset() not in left_out:
-                judged = judge_mark(value, config, clock, makers)
+        requested = (offset for offset in asked_for(kafka, run, partition) if offset >= journal.position)
+        hopped = {*from_ranges(journal.hopped), *requested}
+        left_out = {*journal.skipped, *hopped}
+        _begin, end = topic_admin.bounds(kafka, topic, [partition])[partition]
+        for message in records_between(kafka, topic, partition, journal.watermark, end, hopped, wait=False):
+            if message is None:
+                continue
+            value = decoded(message.value)
+            if isinstance(value, Mark) and message.offset not in left_out:
+                judged = mark_outcome(value, config, clock, makers)
                 clock = clock if judged.problem else max(clock, value.policy_version)
-                config, since = (judged.config, message.offset() or 0) if judged.config else (config, since)
-        found.append(Standing(config, since))
-    return found
+                config, since = (judged.config, message.offset) if judged.config else (config, since)
+        configurations.append(PartitionConfiguration(config, since))
+    return configurations
 
 
 def _check_environments(named: Iterable[str], kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> None:
-    """Raise ConfigurationError for an environment that no rollout of the run is of, and nothing excludes yet.
+    """Raise ConfigurationError for an environment that has no rollout in the run and is not excluded yet.
 
-    Those that were grouped are in the journal's counts since its newest snapshot; what comes after is read.
+    The journal's counts since its newest snapshot name environments that were grouped; later records are read.
     """
-    topic, known = topic_name(run, "rollouts"), {*newest(stand(kafka, run, grouper)).exclude_environments}
+    topic, known = (
+        topic_name(run, "rollouts"),
+        {*newest(partition_configurations(kafka, run, grouper)).exclude_environments},
+    )
     tails = {}
     for committed in _committed(kafka, run, grouper):
         tails[committed.partition] = committed.offset
         known |= _counted(kafka, run, committed)
-    # Of a run of very many environments the last ones are not counted by name.
-    missing = set() if OTHERS in known else set(named) - known
+    # In a run with very many environments, the journal does not count all of them by name.
+    missing = set() if OTHER_ENVIRONMENTS in known else set(named) - known
     if missing:
-        for message in clients.read_to_end(kafka, topic, partitions=list(tails), start=tails):
-            value = decoded(message.value())
+        for message in read_to_end(kafka, topic, partitions=list(tails), start=tails):
+            value = decoded(message.value)
             if isinstance(value, Rollout):
                 known.add(value.environment)
     for name in sorted(missing - known):
@@ -172,60 +203,60 @@ def _check_environments(named: Iterable[str], kafka: KafkaConfig, run: str, grou
         )
 
 
-def _committed(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[TopicPartition]:
-    """What is committed of each partition of `rollouts`. Raises StateRefused where nothing is."""
+def _committed(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[GroupPosition]:
+    """Committed state of each partition of `rollouts`. Raises StateRefused if a partition has none."""
     topic = topic_name(run, "rollouts")
-    for committed in committed_offsets(kafka, grouper.group_id(run), topic, clients.partitions_of(kafka, topic)):
+    for committed in committed_offsets(kafka, grouper.group_id(run), topic, topic_admin.partitions_of(kafka, topic)):
         if committed.offset < 0:
             raise StateRefused(f"run {run} has no grouping state; prepare it with `rollstream topics apply`")
         yield committed
 
 
 def _tasks(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[tuple[int, JournalRecord]]:
-    """The journal record each partition of `rollouts` was committed with. Raises StateRefused where there is none."""
+    """The journal record that each partition of `rollouts` was committed with. Raises StateRefused if there is none."""
     for committed in _committed(kafka, run, grouper):
         yield committed.partition, _journal_at(kafka, run, committed)
 
 
-def _counted(kafka: KafkaConfig, run: str, committed: TopicPartition) -> set[str]:
-    """Environments that the journal counts up to what was committed.
+def _counted(kafka: KafkaConfig, run: str, committed: GroupPosition) -> set[str]:
+    """Environments that the journal counts up to the committed record.
 
-    Records of aborted transactions count, too: what they read is on the log.
+    Records of aborted transactions count, too, because the rollouts they read are on the log.
     """
     partition, topic = committed.partition, topic_name(run, "journal")
     metadata = CommitMetadata.decode(committed.metadata, f"{committed.topic}[{partition}]")
-    found: set[str] = set()
+    environments: set[str] = set()
     start = {partition: metadata.snapshot}
-    messages = clients.read_to_end(kafka, topic, partitions=[partition], start=start, isolation="read_uncommitted")
+    messages = read_to_end(kafka, topic, partitions=[partition], start=start, isolation="read_uncommitted")
     for message, record in SkippedRecords("exclude").records(JournalRecord, messages):
-        if (message.offset() or 0) > metadata.journal:
+        if message.offset > metadata.journal:
             break
-        found.update(count.environment for count in (*record.produced, *record.counts))
-    return found
+        environments.update(count.environment for count in (*record.produced, *record.counts))
+    return environments
 
 
-def _journal_at(kafka: KafkaConfig, run: str, committed: TopicPartition) -> JournalRecord:
-    """The journal record that an offset was committed with: its being committed proves the record to be."""
+def _journal_at(kafka: KafkaConfig, run: str, committed: GroupPosition) -> JournalRecord:
+    """Fetch the journal record that a committed offset names; the commit proves that it is committed, too."""
     partition, topic = committed.partition, topic_name(run, "journal")
     at = CommitMetadata.decode(committed.metadata, f"{committed.topic}[{partition}]").journal
-    message = clients.fetch(kafka, topic, partition, at, isolation="read_uncommitted")
+    message = record_at(kafka, topic, partition, at, isolation="read_uncommitted")
     if message is None:
         raise StateRefused(f"{topic}[{partition}] does not hold offset {at}, which the committed offset names")
-    return decode_as(JournalRecord, message.value())
+    return decode_as(JournalRecord, message.value)
 
 
-def newest(standings: Iterable[Standing]) -> GroupingConfig:
-    """The configuration of the highest generation."""
-    return max((standing.config for standing in standings), key=lambda config: config.generation)
+def newest(configurations: Iterable[PartitionConfiguration]) -> GroupingConfig:
+    """Return the configuration of the highest generation."""
+    return max((standing.config for standing in configurations), key=lambda config: config.generation)
 
 
 def put_in_force(
     kafka: KafkaConfig, run: str, grouper: GrouperConfig, exclusion: Exclusion, timeout_s: float
-) -> list[Standing]:
-    """Have every partition exclude something; returns how each stands once all grouping tasks have read so.
+) -> list[PartitionConfiguration]:
+    """Add an exclusion to every partition, and return their configurations once all grouping tasks have read it.
 
-    Does nothing but wait where it is in force already. Raises DeadlineExceeded when some partition was not read within
-    `timeout_s`; the marks are on the log then, and whoever reads it next goes by them.
+    If it is already in force, only wait. Raises DeadlineExceeded if some partition was not read within `timeout_s`; the
+    marks are on the log then, and take effect when it is read.
     """
     generation, marks = _written(kafka, run, grouper, exclusion)
     topic = topic_name(run, "rollouts")
@@ -238,18 +269,18 @@ def put_in_force(
                 f"for the report"
             )
         time.sleep(0.1)
-    standings = stand(kafka, run, grouper)
-    others = [p for p, (config, _since) in enumerate(standings) if exclusion.added_to(config) != config]
+    configurations = partition_configurations(kafka, run, grouper)
+    others = [p for p, (config, _since) in enumerate(configurations) if exclusion.added_to(config) != config]
     if others:
         raise StateRefused(
             f"partitions {others} of run {run} were given another configuration meanwhile, of a generation not below "
             f"{generation}; run this again, to exclude under that one"
         )
-    return standings
+    return configurations
 
 
 def _unread(kafka: KafkaConfig, run: str, grouper: GrouperConfig, marks: Mapping[int, int]) -> list[int]:
-    """Partitions whose grouping task has not committed having read past their mark."""
+    """Return the partitions whose committed position is not past their mark."""
     committed = committed_offsets(kafka, grouper.group_id(run), topic_name(run, "rollouts"), len(marks))
     return [tp.partition for tp in committed if tp.offset <= marks[tp.partition]]
 
@@ -257,50 +288,45 @@ def _unread(kafka: KafkaConfig, run: str, grouper: GrouperConfig, marks: Mapping
 def _written(
     kafka: KafkaConfig, run: str, grouper: GrouperConfig, exclusion: Exclusion
 ) -> tuple[int, Mapping[int, int]]:
-    """Write the marks where they are not there yet, all or none of them; returns their generation and offsets."""
-    producer = clients.transactional_producer(kafka, transactional_id(run, "exclude"))
-    marks: dict[int, int] = {}
+    """Write the marks that are missing, in one transaction; return their generation and offsets."""
+    topic, marks = topic_name(run, "rollouts"), dict[int, int]()
 
-    def delivered(error: KafkaError | None, message: Message) -> None:
-        if error is None:
-            marks[message.partition() or 0] = message.offset() or 0
+    def delivered(delivery: Delivery) -> None:
+        marks[delivery.partition] = delivery.offset
 
     try:
-        # From here on no other exclusion of the run can commit, so none is lost between reading and writing.
-        producer.init_transactions(_TIMEOUT_S)
-        standings = stand(kafka, run, grouper)
-        current = newest(standings)
-        if all(exclusion.added_to(config) == config for config, _since in standings):
-            return current.generation, {p: since for p, (_config, since) in enumerate(standings)}
-        wanted = replace(exclusion.added_to(current), generation=current.generation + 1)
-        check_names(wanted, makers_of(grouper.makers))
-        mark = Mark(
-            kind="configuration",
-            generation=wanted.generation,
-            configuration=wanted.to_json(),
-            wall_time=time.time(),
-            author="exclude",
-        )
-        value, key, topic = encode(mark), encode_key("mark", mark.kind), topic_name(run, "rollouts")
-        producer.begin_transaction()
-        for partition in range(len(standings)):
-            clients.produce(producer, topic, value, key, partition=partition, on_delivery=delivered)
-        producer.flush(_TIMEOUT_S)
-        producer.commit_transaction(_TIMEOUT_S)
-    except KafkaException as exception:
-        error: KafkaError = exception.args[0]
-        raise DeliveryError(
-            f"the exclusion was not written ({error.name()}: {error.str()}); run it again"
-        ) from exception
+        with closing(TransactionalProducer(kafka, transactional_id(run, "exclude"))) as producer:
+            # From here on no other exclusion of the run can commit, so none is lost between reading and writing.
+            producer.start()
+            configurations = partition_configurations(kafka, run, grouper)
+            current = newest(configurations)
+            if all(exclusion.added_to(config) == config for config, _since in configurations):
+                return current.generation, {p: since for p, (_config, since) in enumerate(configurations)}
+            wanted = replace(exclusion.added_to(current), generation=current.generation + 1)
+            check_names(wanted, load_makers(grouper.makers))
+            mark = Mark(
+                kind="configuration",
+                generation=wanted.generation,
+                configuration=wanted.to_json(),
+                wall_time=time.time(),
+                author="exclude",
+            )
+            value, key = encode(mark), encode_key("mark", mark.kind)
+            with producer.transaction() as transaction:
+                for partition in range(len(configurations)):
+                    transaction.send(topic, value, key, partition=partition, on_delivery=delivered)
+                transaction.flush(_TIMEOUT_S)
+    except (TransactionFailed, Stalled) as error:
+        raise DeliveryError(f"the exclusion was not written ({error}); run it again") from error
     return wanted.generation, marks
 
 
 # ---------------------------------------------------------------------- the report
 
 
-def find(view: View, exclusion: Exclusion, partitions: int) -> Report:
-    """Where excluded rollouts are, and what went with them."""
-    report = Report()
+def find(view: RunView, exclusion: Exclusion, partitions: int) -> ExclusionReport:
+    """Find excluded rollouts, their groups' members that were dropped with them, and the batches that hold them."""
+    report = ExclusionReport()
     config = exclusion.added_to(GroupingConfig())
     named: list[set[int]] = []
     with progress("partitions") as show:
@@ -311,7 +337,7 @@ def find(view: View, exclusion: Exclusion, partitions: int) -> Report:
             report.fates.update(
                 f"{DROPPED}: {fate.drop.reason}" if fate.drop is not None else fate.name for fate in fates.values()
             )
-            details = _details(exclusion, named[-1])
+            details = journal_details(exclusion, named[-1])
             report.dropped_along += sum(
                 drop.offset not in named[-1] and drop.reason == "excluded" and drop.detail in details
                 for record in view.journal(partition)
@@ -322,30 +348,22 @@ def find(view: View, exclusion: Exclusion, partitions: int) -> Report:
     return report
 
 
-def tell_learners(view: View, batches: Iterable[Mapping[str, Any]], reason: str, generation: int) -> None:
-    """Name batches on `control`: whoever reaches one from now on leaves it out. Repeating it changes nothing."""
-    producer, failed = clients.producer(view.kafka), []
-
-    def delivered(error: KafkaError | None, _message: Message) -> None:
-        if error is not None:
-            failed.append(error)
-
-    clients.partitions_of(view.kafka, view.topic("control"))  # Says what to do where there is none.
-    for batch in batches:
-        name = batch["batch_id"]
-        value = encode(
-            ExcludedBatch(batch_id=name, reason=clip(reason, 200), generation=generation, wall_time=time.time())
-        )
-        key = encode_key("excluded", name)
-        clients.produce(producer, view.topic("control"), value, key, partition=0, on_delivery=delivered)
-        producer.poll(0)
-    if producer.flush(_TIMEOUT_S) or failed:
-        why = failed[0].str() if failed else f"no answer within {_TIMEOUT_S:g} s"
-        raise DeliveryError(f"learners were not told which batches to leave out ({why}); run this again")
+def tell_learners(view: RunView, batches: Iterable[Mapping[str, Any]], reason: str, generation: int) -> None:
+    """Name batches on `control`: learners that reach one from now on leave it out. Idempotent."""
+    topic = view.topic("control")
+    topic_admin.partitions_of(view.kafka, topic)  # raises an error with the remedy if there is none
+    remedy = "learners were not told of every batch to leave out: run this again"
+    with Sender(clients.producer(view.kafka), remedy=remedy) as sender:
+        for batch in batches:
+            name = batch["batch_id"]
+            value = encode(
+                ExcludedBatch(batch_id=name, reason=clip(reason, 200), generation=generation, wall_time=time.time())
+            )
+            sender.send(topic, value, encode_key("excluded", name), partition=0, name=f"the exclusion of batch {name}")
 
 
-def name_steps(view: View, report: Report) -> None:
-    """Add to a report which steps met its batches so far, and the policy versions that came of it."""
+def name_steps(view: RunView, report: ExclusionReport) -> None:
+    """Add to a report the steps that used or skipped its batches so far, and the policy versions after them."""
     for batch in report.batches:
         batch["uses"] = [
             {
@@ -360,40 +378,42 @@ def name_steps(view: View, report: Report) -> None:
     report.touched = _touched(view, report.batches)
 
 
-def _details(exclusion: Exclusion, named: Iterable[int]) -> set[str]:
-    """What the journal says of rollouts that were dropped for this exclusion, which names these offsets of a partition:
-    every member of a group goes with the detail of one."""
+def journal_details(exclusion: Exclusion, named: Iterable[int]) -> set[str]:
+    """Details with which the journal records drops for this exclusion, which names these offsets of a partition.
+
+    Every member of a group is dropped with the detail of one member.
+    """
     names: list[tuple[str, str | int]] = [("environment", name) for name in exclusion.environments]
     names += [("worker", name) for name in exclusion.workers]
     names += [("offset", offset) for offset in named] if exclusion.offsets else []
     return {clip(exclusion_detail(what, name), DETAIL_LIMIT) for what, name in names}
 
 
-def _named(view: View, partition: int, config: GroupingConfig) -> set[int]:
-    """Offsets of the rollouts of a partition that are excluded themselves."""
-    found: set[int] = set()
+def _named(view: RunView, partition: int, config: GroupingConfig) -> set[int]:
+    """Offsets of the excluded rollouts of a partition."""
+    offsets: set[int] = set()
     anywhere = config.exclude_environments or config.exclude_workers
-    if not anywhere and all(offset_range(text).partition != partition for text in config.exclude_offsets):
-        return found
-    for message in view.messages("rollouts", [partition]):
-        offset = message.offset() or 0
+    if not anywhere and all(OffsetRange.parse(text).partition != partition for text in config.exclude_offsets):
+        return offsets
+    for message in view.rollout_messages([partition]):
+        offset = message.offset
         by_offset = config.excludes_offset(partition, offset)
         if not by_offset and not anywhere:
             continue
-        rollout = decoded(message.value())
+        rollout = decoded(message.value)
         if isinstance(rollout, Rollout) and (
             by_offset
             or rollout.environment in config.exclude_environments
             or rollout.metadata.worker_id in config.exclude_workers
         ):
-            found.add(offset)
-    return found
+            offsets.add(offset)
+    return offsets
 
 
-def _batches(view: View, config: GroupingConfig, named: Sequence[set[int]]) -> list[dict[str, Any]]:
-    """Batches that hold excluded rollouts: by what they say themselves, and by worker where `rollouts` still says."""
+def _batches(view: RunView, config: GroupingConfig, named: Sequence[set[int]]) -> list[dict[str, Any]]:
+    """Find batches that hold excluded rollouts: by their content, and by worker if `rollouts` still has the records."""
     held: dict[str, dict[str, Any]] = {}
-    # The transaction of one may not show as committed yet. It holds the same whether it is then or is made again.
+    # The commit of a batch may not be visible yet. If it is aborted, the batch is made again with the same content.
     for batch in read_batches(view.kafka, view.run, view.skipped, isolation="read_uncommitted"):
         offsets, groups = batch.source_offsets.tolist(), batch.group_index.tolist()
         excluded = np.array(
@@ -411,8 +431,8 @@ def _batches(view: View, config: GroupingConfig, named: Sequence[set[int]]) -> l
     return sorted(held.values(), key=lambda item: places.get(item["batch_id"], len(places)))
 
 
-def _touched(view: View, batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """By learner, the steps that trained on these batches, and the first policy version that carries any of it."""
+def _touched(view: RunView, batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """By learner, the steps that trained on these batches, and the first policy version they affected."""
     steps: dict[str, set[int]] = {}
     for batch in batches:
         for use in batch["uses"]:
@@ -431,16 +451,16 @@ def _touched(view: View, batches: Iterable[Mapping[str, Any]]) -> list[dict[str,
 
 
 def settings_of(config: GroupingConfig) -> dict[str, list[str]]:
-    """The settings of a configuration that exclude anything."""
+    """Return the settings of a configuration that exclude something."""
     return {f"grouping.{name}": list(getattr(config, name)) for name in EXCLUSIONS if getattr(config, name)}
 
 
 def _print(
-    config: RunConfig, exclusion: Exclusion, current: GroupingConfig, report: Report, args: argparse.Namespace
+    config: RunConfig, exclusion: Exclusion, current: GroupingConfig, report: ExclusionReport, args: argparse.Namespace
 ) -> None:
     settings = settings_of(exclusion.added_to(current))
     if args.json:
-        told = {
+        summary = {
             "dry_run": args.dry_run,
             "generation": current.generation,
             "settings": settings,
@@ -450,7 +470,7 @@ def _print(
             "touched": report.touched,
             "skipped": report.skipped.as_dict(),
         }
-        print(compact(told))
+        print(compact(summary))
         return
     verb = "would be excluded" if args.dry_run else f"excluded, as generation {current.generation} has it"
     print(f"run {config.run}: {exclusion} {verb}\n")
@@ -468,11 +488,11 @@ def _print(
             print(f"... the newest of {len(report.batches):,} batches; --json names all of them")
         if not args.dry_run:
             print("\nlearners that reach one of them from now on leave it out, whole")
-    for of in report.touched:
-        first = of["first_policy_version"]
+    for learner in report.touched:
+        first = learner["first_policy_version"]
         since = "no policy version yet" if first is None else f"policy versions {first} and later"
-        steps = "1 step" if len(of["steps"]) == 1 else f"{len(of['steps'])} steps"
-        print(f"\nlearner {of['learner']} trained on them in {steps}; {since} carry it")
+        steps = "1 step" if len(learner["steps"]) == 1 else f"{len(learner['steps'])} steps"
+        print(f"\nlearner {learner['learner']} trained on them in {steps}; {since} carry it")
     flags = " ".join(f"--set '{name}={json.dumps(value)}'" for name, value in settings.items())
     print(f"\na replay without them:\n{command_text(f'rollstream replay --run {config.run} {flags}')}")
     if not args.dry_run:

@@ -1,7 +1,7 @@
-"""`rollstream export`: the newest policy version that the log holds whole, as a Hugging Face checkpoint, for engines
-and evaluations. Newer ones that cannot be had are named on standard error.
+"""`rollstream export`: writes the newest policy version that the log holds whole as a Hugging Face checkpoint.
 
-Tokenizer and generation settings are copied from `learner.pretrained` where the run started from a checkpoint.
+Newer versions that cannot be fetched are named on standard error. Tokenizer and generation settings are copied from
+`learner.pretrained` if the run started from a checkpoint.
 """
 
 import argparse
@@ -14,14 +14,15 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from consumers.models import huggingface
-from consumers.models.config import DecoderConfig
-from consumers.weights.fetcher import ChunkFetcher, ChunksGone, ChunksLate
-from consumers.weights.layout import WeightsRefused, assemble
-from consumers.weights.publisher import read_manifests
-from pipeline.config import RunConfig
-from topics import clients
-from topics.errors import ConfigurationError, TopicError
+from rollstream.consumers.models import huggingface
+from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.weights.fetcher import ChunkFetcher, ChunksGone, ChunksLate
+from rollstream.consumers.weights.layout import WeightsRefused, assemble
+from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.topics.errors import ConfigurationError, TopicError
+from rollstream.topics.kafka import clients
 
 _COPIED = (
     "tokenizer.json",
@@ -34,8 +35,19 @@ _COPIED = (
 )
 
 
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream export`."""
+    set_handler(parser, show_export, example="rollstream export --config run.toml trained --dtype bfloat16", json=True)
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="where to; it must not hold a model yet")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="what parameters are stored as (default: as published)",
+    )
+
+
 def show_export(config: RunConfig, args: argparse.Namespace) -> int:
-    """Export and say what was written."""
+    """Export, and print the version and the directory."""
     version = export(config, args.directory, args.dtype)
     if args.json:
         print(json.dumps({"run": config.run, "policy_version": version, "directory": str(args.directory)}), flush=True)
@@ -45,10 +57,10 @@ def show_export(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def export(config: RunConfig, directory: Path, dtype: str | None) -> int:
-    """Write the newest version that can be had; returns its number.
+    """Write the newest version that can be fetched, and return its number.
 
-    Raises ConfigurationError where none is published or no family of Hugging Face's has such a model, TopicError where
-    none can be had, CheckpointRefused where the directory holds a model already.
+    Raises ConfigurationError if none is published or no Hugging Face family has such a model, TopicError if none can be
+    fetched, CheckpointRefused if the directory already holds a model.
     """
     clients.check_broker(config.kafka)
     version, model, arrays = _newest(config)
@@ -63,7 +75,7 @@ def export(config: RunConfig, directory: Path, dtype: str | None) -> int:
 def _newest(config: RunConfig) -> tuple[int, DecoderConfig, dict[str, NDArray[Any]]]:
     tried: set[int] = set()
     with closing(ChunkFetcher(config.kafka, config.run)) as fetcher:
-        # Read again each time: while one is fetched, its learner may replace it.
+        # Manifests are read again each time: a learner may replace a version while it is fetched.
         while untried := (published := read_manifests(config.kafka, config.run)).keys() - tried:
             manifest = published[max(untried)]
             tried.add(manifest.version)

@@ -1,6 +1,6 @@
-"""`rollstream fit`: whether a learner as configured fits on TPUs that are not here, by compiling its training step.
+"""`rollstream fit`: checks whether a configured learner fits on TPUs, by compiling its training step without them.
 
-Exit code 0 where it does, 1 where it does not. Needs the extra `tpu`, and no broker.
+Exit code 0 if it fits, 1 if it does not. Needs the extra `tpu`, and no broker.
 """
 
 import argparse
@@ -8,42 +8,52 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from pipeline.config import RunConfig
-from pipeline.roles.jax_runtime import require_jax
-from pipeline.tables import table
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.roles.jax_runtime import require_jax
+from rollstream.pipeline.text_tables import table
 
 if TYPE_CHECKING:
-    from consumers.learner.aot import Fit
+    from rollstream.consumers.learner.training.tpu_compilation import CompilationFit
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream fit`."""
+    set_handler(
+        parser, show_fit, example="rollstream fit v5e:2x4 --config run.toml --set learner.mesh.fsdp=8", json=True
+    )
+    parser.add_argument("topology", metavar="TOPOLOGY", help="what libtpu calls it, e.g. v5e:2x4, v5e:4x4, v6e:4x4")
+    parser.add_argument("--thorough", action="store_true", help="compile as a learner does, which takes minutes")
 
 
 def show_fit(config: RunConfig, args: argparse.Namespace) -> int:
-    """Compile and print what each device would hold."""
+    """Compile, and print the memory that each device would need."""
     require_jax()
-    from consumers.learner.aot import compile_for
-    from consumers.learner.pretrained import resolved
+    from rollstream.consumers.learner.pretrained import resolved
+    from rollstream.consumers.learner.training.tpu_compilation import compile_for
 
-    found = compile_for(resolved(config.learner), args.topology, quick=not args.thorough)
-    print(json.dumps({**asdict(found), "fits": found.fits}) if args.json else text_of(found))
-    return 1 if found.fits is False else 0
+    fit = compile_for(resolved(config.learner), args.topology, quick=not args.thorough)
+    print(json.dumps({**asdict(fit), "fits": fit.fits}) if args.json else text_of(fit))
+    return 1 if fit.fits is False else 0
 
 
-def text_of(found: "Fit") -> str:
-    """What it takes, for people."""
-    mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items())
+def text_of(fit: "CompilationFit") -> str:
+    """Table of the memory it needs."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in fit.mesh.items())
     rows = [
         (item.name, f"{item.seconds:.1f}", *map(_gib, (item.arguments_bytes, item.temporaries_bytes, item.peak_bytes)))
-        for item in found.functions
+        for item in fit.functions
     ]
-    hosts = f"{found.processes} host{'s' if found.processes > 1 else ''}"
+    hosts = f"{fit.processes} host{'s' if fit.processes > 1 else ''}"
     have = "of a device whose memory is not known"
-    if found.hbm_bytes is not None:
-        have = f"of {_gib(found.hbm_bytes)} GiB: it {'fits' if found.fits else 'does not fit'}"
+    if fit.hbm_bytes is not None:
+        have = f"of {_gib(fit.hbm_bytes)} GiB: it {'fits' if fit.fits else 'does not fit'}"
     return "\n".join(
         (
-            f"{found.devices} x {found.device} on {hosts}, {mesh}; {found.parameters / 1e6:,.1f} million parameters",
+            f"{fit.devices} x {fit.device} on {hosts}, {mesh}; {fit.parameters / 1e6:,.1f} million parameters",
             table(("function", "compiled in s", "arguments GiB", "temporaries GiB", "peak GiB"), rows),
-            f"each device keeps {_gib(found.state_bytes)} GiB of parameters and optimizer and holds at most "
-            f"{_gib(found.peak_bytes)} GiB {have}",
+            f"each device keeps {_gib(fit.state_bytes)} GiB of parameters and optimizer and holds at most "
+            f"{_gib(fit.peak_bytes)} GiB {have}",
         )
     )
 

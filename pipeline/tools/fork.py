@@ -1,6 +1,6 @@
-"""`rollstream fork`: start another learner where one stood, with other settings, on the same batches.
+"""`rollstream fork`: starts another learner from a step of an existing one, with other settings, on the same batches.
 
-It writes to the new run alone: topics, a copy of the checkpoint, a configuration. The run it comes from is only read.
+It writes topics, a copy of the checkpoint and a configuration to the new run, and only reads the original run.
 """
 
 import argparse
@@ -11,74 +11,94 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from consumers.learner.checkpoint_paths import checkpoint_steps, learner_directory
-from consumers.learner.fork import copy_checkpoint
-from consumers.learner.step_log import read_steps
-from pipeline import plan as plans
-from pipeline.config import RunConfig
-from pipeline.provision import provision
-from pipeline.tables import command_text
-from topics import clients, provisioning
-from topics.catalogue import topic_name
-from topics.errors import ConfigurationError
-from topics.records import LearnerStep
+from rollstream.consumers.learner.records.checkpoint_paths import checkpoint_steps, learner_directory
+from rollstream.consumers.learner.records.fork import copy_checkpoint
+from rollstream.consumers.step_log import read_steps
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run import plan as plans
+from rollstream.pipeline.text_tables import command_text
+from rollstream.pipeline.tools.topics import provision
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.kafka import clients, provisioning
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.records import LearnerStep
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fork:
-    """A learner that is ready to go on elsewhere."""
+    """A learner that is ready to continue in another run."""
 
     config: RunConfig
-    """Of the new run."""
+    """Configuration of the new run."""
     path: Path
-    """Where that lies."""
+    """File that holds it."""
     record: LearnerStep
-    """The step it goes on from, as the source has it on record."""
+    """Step from which it continues, as recorded by the original run."""
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What starts it."""
+        """Command that starts it."""
         return ("rollstream", "learn", "--config", str(self.path))
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream fork`."""
+    set_handler(
+        parser,
+        show_fork,
+        example="rollstream fork --config run.toml --from-step 100 --into longer --set learner.max_steps=2000",
+        json=True,
+    )
+    parser.add_argument(
+        "--from-step", type=int, required=True, metavar="A", help="the step it goes on after; a checkpoint is needed"
+    )
+    parser.add_argument("--into", required=True, metavar="RUN", help="the run of its own that it writes to")
+    parser.add_argument(
+        "--learner", metavar="NAME", help="the learner that forked the step (default: learner.name, as the new one's)"
+    )
+    parser.add_argument("--start", action="store_true", help="start it here and now")
 
 
 def show_fork(config: RunConfig, args: argparse.Namespace) -> int:
     """Prepare the run and print the command, or with --start become the learner."""
-    made = fork(config, args.from_step, args.into, args.learner or config.learner.name)
-    learner = made.config.learner
-    told = {
-        "run": made.config.run,
+    forked = fork(config, args.from_step, args.into, args.learner or config.learner.name)
+    learner = forked.config.learner
+    summary = {
+        "run": forked.config.run,
         "learner": learner.name,
-        "from_step": made.record.step,
-        "parameters": made.record.params_digest,
+        "from_step": forked.record.step,
+        "parameters": forked.record.params_digest,
         "input_run": learner.input_run,
-        "position": made.record.position,
-        "configuration": str(made.path),
+        "position": forked.record.position,
+        "configuration": str(forked.path),
         "checkpoints": learner.checkpoint.directory,
-        "command": shlex.join(made.command),
+        "command": shlex.join(forked.command),
     }
     if args.json:
-        print(json.dumps(told), flush=True)
+        print(json.dumps(summary), flush=True)
     else:
         print(
-            f"run {made.config.run}: learner {learner.name} goes on after step {made.record.step} of run {config.run}\n"
-            f"parameters: {made.record.params_digest[:16]}\n"
-            f"batches: of run {learner.input_run}, from offset {made.record.position} of its index\n"
-            f"configuration: {made.path}\n\n"
-            f"{'starting' if args.start else 'start it with'}:\n{command_text(shlex.join(made.command))}",
+            f"run {forked.config.run}: learner {learner.name} continues after step {forked.record.step} of run "
+            f"{config.run}\n"
+            f"parameters: {forked.record.params_digest[:16]}\n"
+            f"batches: of run {learner.input_run}, from offset {forked.record.position} of its index\n"
+            f"configuration: {forked.path}\n\n"
+            f"{'starting' if args.start else 'start it with'}:\n{command_text(shlex.join(forked.command))}",
             flush=True,
         )
     if args.start:
-        words = [sys.executable, "-P", "-m", "pipeline", *made.command[1:]]
-        os.execve(sys.executable, words, plans.child_environment(made.config))
+        words = [sys.executable, "-P", "-m", "rollstream", *forked.command[1:]]
+        os.execve(sys.executable, words, plans.child_environment(forked.config))
     return 0
 
 
 def fork(config: RunConfig, step: int, into: str, source: str) -> Fork:
-    """Prepare run `into` for a learner of the settings of `config`, from where the learner `source` of its run stood
-    after a step.
+    """Prepare run `into` for a learner with the settings of `config`, from a step of the learner `source`.
 
-    Safe to repeat. Raises ConfigurationError where the run has steps of its own or the step is not on record,
-    StateRefused where there is no checkpoint of it.
+    Safe to repeat. Raises ConfigurationError if run `into` already has steps or the step is not on record, StateRefused
+    if there is no checkpoint of it.
     """
     if into == config.run:
         raise ConfigurationError(f"--into {into} is the run itself; name another, whose topics this creates")
@@ -93,23 +113,23 @@ def fork(config: RunConfig, step: int, into: str, source: str) -> Fork:
             f"{checkpoint_steps(checkpoints)} in {checkpoints}"
         )
     learner = replace(config.learner, input_run=record.input_run)
-    # As it would be had nobody set it.
+    # A default directory follows the new run.
     if directory == str(config.run_dir / "checkpoints"):
         run_dir = replace(config, run=into).run_dir
         learner = replace(learner, checkpoint=replace(learner.checkpoint, directory=str(run_dir / "checkpoints")))
-    made = replace(config, run=into, learner=learner)
-    _refuse_if_begun(made)
+    forked = replace(config, run=into, learner=learner)
+    _refuse_if_begun(forked)
     target = learner_directory(learner.checkpoint.directory, into, learner.name)
     copy_checkpoint(checkpoints, step, target)
-    provision(made)
-    return Fork(config=made, path=plans.write(made), record=record)
+    provision(forked)
+    return Fork(config=forked, path=plans.write(forked), record=record)
 
 
 def _refuse_if_begun(config: RunConfig) -> None:
     topic = topic_name(config.run, "steps")
-    if topic not in {found.topic for found in provisioning.describe(config.kafka, config.run)}:
+    if topic not in {existing.topic for existing in provisioning.describe(config.kafka, config.run)}:
         return
-    if next(iter(clients.read_to_end(config.kafka, topic)), None) is not None:
+    if next(iter(read_to_end(config.kafka, topic)), None) is not None:
         raise ConfigurationError(
             f"run {config.run} has steps already; fork into a run that has none: its learner would not go on from here"
         )

@@ -1,6 +1,6 @@
-"""`rollstream groups`: the groups of a run, and its training batches, as Parquet files on disk.
+"""`rollstream groups`: writes the groups of a run, and its training batches, to Parquet files on disk.
 
-Fills a store of groups from the run's topics, from where it was filled to last time: who stops it loses nothing.
+Fills a group store from the run's topics, from the last saved position, so that an interruption loses nothing.
 """
 
 import argparse
@@ -8,32 +8,51 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from consumers.buffers.group_config import GroupStoreConfig
-from consumers.buffers.group_view import GroupStore
-from pipeline.config import RunConfig
-from pipeline.tables import table
-from pipeline.tools.plain import compact
-from topics import clients
+from rollstream.consumers.buffers.groups.config import GroupStoreConfig
+from rollstream.consumers.buffers.groups.view import GroupStore
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.text_tables import table
+from rollstream.pipeline.tools.plain_values import compact
+from rollstream.topics.kafka import clients
 
-_FIGURES = ("groups", "open_groups", "open_rollouts")
+_COUNTS = ("groups", "open_groups", "open_rollouts")
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream groups`."""
+    set_handler(parser, show_groups, example="rollstream groups data/groups --run main --batches", json=True)
+    parser.add_argument(
+        "directory", nargs="?", type=Path, metavar="DIRECTORY", help="the store (default: groups/RUN in data_dir)"
+    )
+    parser.add_argument("--batches", action="store_true", help="the run's training batches, too")
+    parser.add_argument(
+        "--policy-version",
+        action="append",
+        type=int,
+        default=[],
+        metavar="V",
+        help="rollouts of this version only; may be repeated",
+    )
+    parser.add_argument("--compression", default="zstd", metavar="NAME", help="of the files (default: %(default)s)")
 
 
 def show_groups(config: RunConfig, args: argparse.Namespace) -> int:
-    """Fill the store with what is new, and print what it holds."""
+    """Add new records to the store, and print its content."""
     clients.check_broker(config.kafka)
     root = Path(args.directory or config.data_dir / "groups" / config.run)
     settings = GroupStoreConfig(compression=args.compression, accept_policy_versions=tuple(args.policy_version))
     with GroupStore(root, settings) as store:
         records = store.fill(config.kafka, config.run)
         batches = store.fill(config.kafka, config.run, "batches") if args.batches else 0
-        found = summary(store, config.run)
-    found |= {"records": records, "batch_records": batches}
-    print(compact(found) if args.json else text_of(found), flush=True)
+        content = summary(store, config.run)
+    content |= {"records": records, "batch_records": batches}
+    print(compact(content) if args.json else text_of(content), flush=True)
     return 0
 
 
 def summary(store: GroupStore, run: str) -> dict[str, Any]:
-    """What a store holds of a run, as programs read it."""
+    """Content of a store for a run, as plain values for JSON."""
     stats = store.stats()
     return {
         "run": run,
@@ -44,11 +63,11 @@ def summary(store: GroupStore, run: str) -> dict[str, Any]:
     }
 
 
-def text_of(found: Mapping[str, Any]) -> str:
-    """The same for people."""
-    rows = [(name, *(of[figure] for figure in _FIGURES)) for name, of in found["environments"].items()]
+def text_of(content: Mapping[str, Any]) -> str:
+    """Content of a store as a table."""
+    rows = [(name, *(counts[key] for key in _COUNTS)) for name, counts in content["environments"].items()]
     lines = [table(("environment", "groups", "open", "rollouts in them"), rows)]
-    lines.append(f"{found['records'] + found['batch_records']:,} records are new: {found['directory']}")
-    if found["left_out"]:
-        lines.append(f"{found['left_out']:,} of them make no sense and were left out, as logged")
+    lines.append(f"{content['records'] + content['batch_records']:,} records are new: {content['directory']}")
+    if content["left_out"]:
+        lines.append(f"{content['left_out']:,} of them are invalid and were left out, as logged")
     return "\n".join(lines)

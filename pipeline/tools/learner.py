@@ -1,14 +1,23 @@
-"""`rollstream learner`: say that a learner trains no more, so that nothing is kept for it, or that it does again."""
+"""`rollstream learner`: retires a learner, so that no records are kept for it, or reinstates it."""
 
 import argparse
 
-from consumers.retirement import resume, retire
-from pipeline.config import RunConfig
-from topics import clients
+from rollstream.consumers.learner_retirement import resume, retire
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.topics.kafka import clients
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream learner`."""
+    set_handler(parser, change_learner, example="rollstream learner retire old --run main --reason 'replaced by new'")
+    parser.add_argument("action", choices=("retire", "resume"), help="retire: it trains no more; resume: it does again")
+    parser.add_argument("learner", metavar="NAME", help="its name, as steps of --run have it")
+    parser.add_argument("--reason", default="", help="why it is retired; whoever starts it is told")
 
 
 def change_learner(config: RunConfig, args: argparse.Namespace) -> int:
-    """Put the decision on record and say what follows from it."""
+    """Record that the learner is retired or reinstated, and print the consequences."""
     clients.check_broker(config.kafka)
     if args.action == "resume":
         resume(config.kafka, config.run, args.learner)

@@ -1,7 +1,7 @@
-"""`rollstream lineage`: where something came from and what became of it, from a rollout to policy versions and back.
+"""`rollstream lineage`: shows the origin and the fate of a rollout, batch, step or policy version as a tree.
 
-A rollout names the version that sampled it and its batch the offsets it was cut from; a step names its batches, a
-policy version its step. Each can be asked for, and the answer is a tree.
+A rollout names the version that sampled it, a batch the offsets it was cut from, a step its batches, and a policy
+version its step; the tree follows these references in both directions.
 """
 
 import argparse
@@ -10,33 +10,34 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from consumers.grouping.changes import BATCHED, DROPPED
-from consumers.grouping.runs import to_runs
-from pipeline.config import RunConfig
-from pipeline.tools.plain import compact, decoded, tell, time_text
-from pipeline.tools.view import Fate, Place, Use, View
-from topics.errors import ConfigurationError, TopicError
-from topics.records import GroupCancelled, LearnerStep, Mark, PolicyManifest, Rollout, TrainingBatch
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.tools.plain_values import compact, decoded, tell, time_text
+from rollstream.pipeline.tools.run_view import Fate, RolloutPlace, RunView, StepUse
+from rollstream.topics.errors import ConfigurationError, TopicError
+from rollstream.topics.fates import BATCHED, DROPPED
+from rollstream.topics.offset_ranges import to_ranges
+from rollstream.topics.records import GroupCancelled, LearnerStep, Mark, PolicyManifest, Rollout, TrainingBatch
 
 
 @dataclass
-class Node:
-    """One thing, what is known of it, and what hangs on it."""
+class LineageNode:
+    """A rollout, batch, step or policy version with its facts and the nodes below it."""
 
     kind: str
     name: str
     facts: dict[str, Any] = field(default_factory=dict)
-    children: list["Node"] = field(default_factory=list)
+    children: list["LineageNode"] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """The tree as programs read it."""
+        """The tree as plain values for JSON."""
         children = {"children": [child.as_dict() for child in self.children]} if self.children else {}
         return {"kind": self.kind, "name": self.name, **self.facts, **children}
 
     def lines(self, first: str = "", rest: str = "") -> Iterable[str]:
-        """The tree as people read it."""
-        told = ", ".join(f"{name.replace('_', ' ')} {_text(value)}" for name, value in self.facts.items())
-        yield f"{first}{self.kind.replace('_', ' ')} {self.name}{': ' if told else ''}{told}"
+        """The tree as lines of text."""
+        facts = ", ".join(f"{name.replace('_', ' ')} {_text(value)}" for name, value in self.facts.items())
+        yield f"{first}{self.kind.replace('_', ' ')} {self.name}{': ' if facts else ''}{facts}"
         for i, child in enumerate(self.children):
             last = i == len(self.children) - 1
             yield from child.lines(rest + ("└─ " if last else "├─ "), rest + ("   " if last else "│  "))
@@ -52,10 +53,21 @@ def _text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream lineage`."""
+    set_handler(parser, lineage, example="rollstream lineage --run main --batch 0-17", json=True)
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument("--rollout", metavar="UID", help="a rollout, by its uid")
+    subject.add_argument("--offset", metavar="P:O", help="a record of rollouts, by partition and offset")
+    subject.add_argument("--batch", metavar="ID", help="a batch")
+    subject.add_argument("--step", type=int, metavar="N", help="a learner's step")
+    subject.add_argument("--policy", type=int, metavar="V", help="a policy version")
+
+
 def lineage(config: RunConfig, args: argparse.Namespace) -> int:
-    """Print trees; 1 when what was asked for does not exist."""
-    with View(config.kafka, config.run) as view:
-        trees = ask(view, args)
+    """Print the trees of the records that the flags name."""
+    with RunView(config.kafka, config.run) as view:
+        trees = lineage_trees(view, args)
         if args.json:
             print(compact([tree.as_dict() for tree in trees]))
         else:
@@ -64,45 +76,45 @@ def lineage(config: RunConfig, args: argparse.Namespace) -> int:
         return 0
 
 
-def ask(view: View, args: argparse.Namespace) -> list[Node]:
-    """The trees of what the flags name. Raises TopicError when there is no such thing in the run."""
+def lineage_trees(view: RunView, args: argparse.Namespace) -> list[LineageNode]:
+    """Return the trees of the records that the flags name. Raises TopicError if the run lacks one."""
     if args.rollout is not None:
         places = view.places_of(args.rollout)
         if not places:
             raise TopicError(
                 f"no rollout of run {view.run} has uid {args.rollout!r}; `rollstream cat rollouts` lists them"
             )
-        return [of_place(view, place) for place in places]
+        return [record_lineage(view, place) for place in places]
     if args.offset is not None:
-        return [of_place(view, place_of(args.offset))]
+        return [record_lineage(view, parse_place(args.offset))]
     if args.batch is not None:
-        return [of_batch(view, view.batch(args.batch))]
+        return [batch_lineage(view, view.batch(args.batch))]
     if args.step is not None:
-        found = [step for step in view.steps if step.step == args.step]
-        if not found:
+        steps = [step for step in view.steps if step.step == args.step]
+        if not steps:
             raise TopicError(f"run {view.run} has no step {args.step}; `rollstream cat steps` lists them")
-        return [of_step(view, step) for step in found]
+        return [step_lineage(view, step) for step in steps]
     if args.policy not in view.policies:
         raise TopicError(f"run {view.run} has no policy version {args.policy}; `rollstream cat policies` lists them")
-    return [of_policy(view, view.policies[args.policy])]
+    return [policy_lineage(view, view.policies[args.policy])]
 
 
-def place_of(text: str) -> Place:
-    """PARTITION:OFFSET as a place. Raises ConfigurationError for anything else."""
+def parse_place(text: str) -> RolloutPlace:
+    """Parse PARTITION:OFFSET. Raises ConfigurationError for anything else."""
     partition, _, offset = text.partition(":")
     if not (partition.isdecimal() and offset.isdecimal()):
         raise ConfigurationError(f"{text!r} is no place in rollouts; give PARTITION:OFFSET, such as 0:1234")
-    return Place(int(partition), int(offset))
+    return RolloutPlace(int(partition), int(offset))
 
 
 # ---------------------------------------------------------------------- from a record of rollouts
 
 
-def of_place(view: View, place: Place) -> Node:
-    """A record of `rollouts`: what sampled it, its group, its fate and what was made of it."""
+def record_lineage(view: RunView, place: RolloutPlace) -> LineageNode:
+    """Lineage of a record of `rollouts`: the version that sampled it, its group, its fate and its batch."""
     message = view.record("rollouts", *place)
-    record = decoded(message.value())
-    node = Node(*_name_of(record), {"offset": str(place), "appended": time_text(message.timestamp()[1])})
+    record = decoded(message.value)
+    node = LineageNode(*_name_of(record), {"offset": str(place), "appended": time_text(message.timestamp_ms)})
     fate = view.fates(place.partition, {place.offset})[place.offset]
     if isinstance(record, Rollout):
         node.facts |= {
@@ -127,26 +139,28 @@ def _name_of(record: Any) -> tuple[str, str]:
     return "record", "of nothing rollstream knows"
 
 
-def _sampler(view: View, rollout: Rollout) -> Node:
+def _sampler(view: RunView, rollout: Rollout) -> LineageNode:
     versions = {rollout.lowest_version, rollout.highest_version}
     facts: dict[str, Any] = {"worker": rollout.metadata.worker_id} if rollout.metadata.worker_id else {}
     if len(versions) > 1:
         facts["tokens_by_versions"] = sorted(versions)
-    node = Node("sampled_by_policy", str(rollout.policy_version), facts)
+    node = LineageNode("sampled_by_policy", str(rollout.policy_version), facts)
     manifest = view.policies.get(rollout.policy_version)
     if manifest is not None:
         node.facts |= _made_by(manifest)
     return node
 
 
-def fate_node(view: View, place: Place, fate: Fate, batch: TrainingBatch | None) -> Node:
-    """What became of a record; `batch` is the one that carries it, where one does."""
+def fate_node(view: RunView, place: RolloutPlace, fate: Fate, batch: TrainingBatch | None) -> LineageNode:
+    """Node of a record's fate; `batch` is the batch that carries it, if any."""
     if fate.name == DROPPED and fate.drop is not None:
-        return Node("fate", f"dropped: {fate.drop.reason}", {"detail": fate.drop.detail} if fate.drop.detail else {})
+        return LineageNode(
+            "fate", f"dropped: {fate.drop.reason}", {"detail": fate.drop.detail} if fate.drop.detail else {}
+        )
     if fate.name != BATCHED:
-        return Node("fate", fate.name.replace("_", " "))
+        return LineageNode("fate", fate.name.replace("_", " "))
     if batch is None:
-        return Node("fate", "batched", {"in": "a batch that is not in the index (any more)"})
+        return LineageNode("fate", "batched", {"in": "a batch that is not in the index (any more)"})
     row = batch.source_offsets.tolist().index(place.offset)
     group = batch.groups[int(batch.group_index[row])]
     members = [i for i, g in enumerate(batch.group_index.tolist()) if g == int(batch.group_index[row])]
@@ -154,7 +168,7 @@ def fate_node(view: View, place: Place, fate: Fate, batch: TrainingBatch | None)
     node.facts = {"row": row, "advantage": float(batch.advantages[batch.splits[row]]), **node.facts}
     node.children.insert(
         0,
-        Node(
+        LineageNode(
             "group",
             f"{group.environment}/{group.example_id}@{group.policy_version}",
             {
@@ -170,30 +184,30 @@ def fate_node(view: View, place: Place, fate: Fate, batch: TrainingBatch | None)
 # ---------------------------------------------------------------------- batches, steps, policies
 
 
-def of_batch(view: View, batch: TrainingBatch) -> Node:
-    """A batch: the offsets it was cut from, the versions that sampled it, and the steps that met it."""
+def batch_lineage(view: RunView, batch: TrainingBatch) -> LineageNode:
+    """Lineage of a batch: its offsets, the versions that sampled it, and the steps that used or skipped it."""
     node = _batch(view, batch)
     node.facts |= {"cut": f"by {batch.cut} at {time_text(batch.cut_ms)}", "digest": batch.digest}
     node.children.insert(0, _sources(batch))
     return node
 
 
-def of_step(view: View, step: LearnerStep) -> Node:
-    """A learner's step: the batches it used or skipped, and the version published after it."""
+def step_lineage(view: RunView, step: LearnerStep) -> LineageNode:
+    """Lineage of a learner's step: the batches it used or skipped, and the version published after it."""
     node = _step(view, step)
     for use in step.uses:
         code = {"code": use.code} if use.code else {}
-        child = Node("batch", use.batch_id, {"rows": use.rows, use.use: use.reason or "yes", **code})
+        child = LineageNode("batch", use.batch_id, {"rows": use.rows, use.use: use.reason or "yes", **code})
         if step.input_run == view.run and use.batch_id in view.index:
             child.children.append(_sources(view.batch(use.batch_id)))
         node.children.insert(-1 if node.children else 0, child)
     return node
 
 
-def of_policy(view: View, manifest: PolicyManifest) -> Node:
-    """A policy version: the step that made it with its batches, and the batches of what it sampled."""
-    node = Node("policy", str(manifest.version), _made_by(manifest))
-    node.children += [of_step(view, step) for step in view.steps if step.policy_version == manifest.version]
+def policy_lineage(view: RunView, manifest: PolicyManifest) -> LineageNode:
+    """Lineage of a policy version: the step that made it with its batches, and the batches of its rollouts."""
+    node = LineageNode("policy", str(manifest.version), _made_by(manifest))
+    node.children += [step_lineage(view, step) for step in view.steps if step.policy_version == manifest.version]
     entries = [entry for _offset, entry in view.index.values()]
     sampled = [e for e in entries if e.lowest_version <= manifest.version <= e.highest_version]
     rollouts: Counter[str] = Counter()
@@ -204,7 +218,7 @@ def of_policy(view: View, manifest: PolicyManifest) -> Node:
                 rollouts[entry.batch_id] += count
     if rollouts:
         node.children.append(
-            Node("batched_rollouts", f"{sum(rollouts.values()):,}", {"sampled_by_it_in_batches": dict(rollouts)})
+            LineageNode("batched_rollouts", f"{sum(rollouts.values()):,}", {"sampled_by_it_in_batches": dict(rollouts)})
         )
     return node
 
@@ -213,8 +227,8 @@ def _made_by(manifest: PolicyManifest) -> dict[str, Any]:
     return {"published_after_step": f"{manifest.learner}/{manifest.step}"}
 
 
-def _batch(view: View, batch: TrainingBatch, row: int | None = None) -> Node:
-    """A batch with the steps that met any row of it, or one row."""
+def _batch(view: RunView, batch: TrainingBatch, row: int | None = None) -> LineageNode:
+    """Node of a batch with the steps that used or skipped any row of it, or one row."""
     offset, entry = view.index[batch.batch_id]
     facts = {"rollouts": len(batch), "at": f"batches {entry.partition}:{entry.offset}", "index_offset": offset}
     uses = [
@@ -222,10 +236,12 @@ def _batch(view: View, batch: TrainingBatch, row: int | None = None) -> Node:
         for use in view.uses.get(batch.batch_id, [])
         if row is None or not use.use.row_numbers or row in use.use.row_numbers
     ]
-    return Node("batch", batch.batch_id, facts, [_use(view, use) for use in uses] or [Node("step", "none yet")])
+    return LineageNode(
+        "batch", batch.batch_id, facts, [_use(view, use) for use in uses] or [LineageNode("step", "none yet")]
+    )
 
 
-def _use(view: View, use: Use) -> Node:
+def _use(view: RunView, use: StepUse) -> LineageNode:
     node = _step(view, use.step)
     rows = {"rows": use.use.rows} if use.use.row_numbers else {}
     again = {"again": "yes"} if use.use.again else {}
@@ -234,21 +250,23 @@ def _use(view: View, use: Use) -> Node:
     return node
 
 
-def _step(view: View, step: LearnerStep) -> Node:
+def _step(view: RunView, step: LearnerStep) -> LineageNode:
     facts: dict[str, Any] = {"parameters": step.params_digest[:12]} if step.params_digest else {}
-    node = Node("step", f"{step.learner}/{step.step}", facts)
+    node = LineageNode("step", f"{step.learner}/{step.step}", facts)
     manifest = view.policies.get(step.policy_version)
     if manifest is not None:
-        node.children.append(Node("published_as_policy", str(manifest.version), {"digest": manifest.digest[:12]}))
+        node.children.append(
+            LineageNode("published_as_policy", str(manifest.version), {"digest": manifest.digest[:12]})
+        )
     return node
 
 
-def _sources(batch: TrainingBatch) -> Node:
-    runs = to_runs(sorted(batch.source_offsets.tolist())).tolist()
+def _sources(batch: TrainingBatch) -> LineageNode:
+    runs = to_ranges(sorted(batch.source_offsets.tolist())).tolist()
     spans = [f"{first}" if count == 1 else f"{first}-{first + count - 1}" for first, count in _pairs(runs)]
     environments = Counter(batch.groups[g].environment for g in batch.group_index.tolist())
     versions = Counter(f"version {batch.groups[g].policy_version}" for g in batch.group_index.tolist())
-    return Node(
+    return LineageNode(
         "cut_from",
         f"rollouts[{batch.partition}]",
         {"offsets": spans, "environments": dict(environments), "sampled_by": dict(versions)},

@@ -1,7 +1,7 @@
-"""`rollstream migrate`: rollouts of the old form, from Avro files or a topic, into a run or into new files.
+"""`rollstream migrate`: copies rollouts of the old form, from Avro files or a topic, into a run or new files.
 
-Every rollout read is written, was there already, or is named with the reason why not; what was written is read back and
-counted. Run again it writes what is missing: names and files follow from the place a rollout was read at.
+Every rollout read is written, already present, or reported with a reason; written rollouts are read back and counted.
+A repeated migration writes only what is missing, because uids and file names derive from the place in the source.
 """
 
 import argparse
@@ -15,23 +15,32 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from confluent_kafka import KafkaError, KafkaException, Message, Producer
-
-from consumers.buffers.files import replacing, write_json
-from pipeline.config import RunConfig
-from pipeline.tables import table
-from producers.sending import RECORD_OVERHEAD_BYTES
-from topics import clients
-from topics.catalogue import topic_name
-from topics.codec import decode_as, encode
-from topics.config import KafkaConfig
-from topics.containers import Damaged, container_metadata, read_container, read_rollouts, write_rollouts
-from topics.errors import ConfigurationError, DeliveryError, RecordError
-from topics.keys import encode_key
-from topics.open_transactions import await_decided
-from topics.records import Rollout, RolloutBatch
-from topics.transactional_ids import transactional_id
-from topics.upcast import PLACE, Refused, batch_of, upcast
+from rollstream.consumers.files.atomic_files import replacing, write_json
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.text_tables import table
+from rollstream.producers.record_sender import RECORD_OVERHEAD_BYTES
+from rollstream.topics.avro_files import (
+    ContainerDamage,
+    container_metadata,
+    read_container,
+    read_rollouts,
+    write_rollouts,
+)
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError, DeliveryError, RecordError
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.open_transactions import await_decided
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.transactional_ids import transactional_id
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import Rollout, RolloutBatch
+from rollstream.topics.rollout_batch_upcast import PLACE, RefusedRollout, batch_of, upcast
 
 _TOPIC = "topic:"
 _RUN = "run:"
@@ -42,8 +51,8 @@ _SHOWN = 20
 _UNKNOWN = "(unreadable)"
 
 
-class Read(NamedTuple):
-    """One batch of the old form, or what is wrong with it."""
+class SourceBatch(NamedTuple):
+    """One batch of the old form, or its error."""
 
     place: str
     batch: RolloutBatch | None
@@ -51,40 +60,40 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What becomes one file of the target, where the target is a directory."""
+class SourcePortion:
+    """Batches of the source that become one file if the target is a directory."""
 
     name: str
-    """Of that file, relative to the target."""
+    """Name of that file, relative to the target."""
     identity: str
-    """Changes when the source does."""
-    batches: Iterable[Read]
+    """Identity of the source's content: it changes when the source does."""
+    batches: Iterable[SourceBatch]
 
 
 @dataclass
-class Report:
-    """What was read, and what became of it."""
+class MigrationReport:
+    """Counts of rollouts read, refused, written and found in the target."""
 
     batches: int = 0
     read: Counter[str] = field(default_factory=Counter)
-    """Rollouts, by environment; those refused too. A batch that cannot be read counts as one of none."""
-    refused: list[Refused] = field(default_factory=list)
+    """Rollouts by environment, including refused ones. An unreadable batch counts as one without environment."""
+    refused: list[RefusedRollout] = field(default_factory=list)
     there: Counter[str] = field(default_factory=Counter)
     """Rollouts that an earlier migration wrote."""
     written: Counter[str] = field(default_factory=Counter)
-    found: Counter[str] = field(default_factory=Counter)
-    """Rollouts of this source that the target has, read back; each once."""
+    in_target: Counter[str] = field(default_factory=Counter)
+    """Rollouts of this source in the target, read back; each counts once."""
     repeated: int = 0
-    """Records of the target that hold a rollout of this source once more."""
+    """Records of the target that repeat a rollout of this source."""
 
     @property
     def complete(self) -> bool:
         """Whether every rollout read is in the target, once."""
-        return not self.refused and self.found == self.read and not self.repeated
+        return not self.refused and self.in_target == self.read and not self.repeated
 
     def as_dict(self) -> dict[str, Any]:
-        """As programs read it."""
-        environments = sorted({*self.read, *self.found})
+        """The report as plain values for JSON."""
+        environments = sorted({*self.read, *self.in_target})
         return {
             "batches": self.batches,
             "environments": {name: self._figures(name) for name in environments},
@@ -100,53 +109,61 @@ class Report:
             "refused": sum(refused.environment == environment for refused in self.refused),
             "there_before": self.there[environment],
             "written": self.written[environment],
-            "in_target": self.found[environment],
+            "in_target": self.in_target[environment],
         }
 
 
-class Target(Protocol):
-    """Where rollouts go."""
+class MigrationTarget(Protocol):
+    """Destination of rollouts."""
 
-    def write(self, piece: Piece, report: Report, expected: dict[str, str]) -> None:
-        """Write what the piece holds and the target lacks; `expected` gets the environment of each uid."""
+    def write(self, portion: SourcePortion, report: MigrationReport, expected: dict[str, str]) -> None:
+        """Write rollouts of a portion that the target lacks; add the environment of each uid to `expected`."""
 
-    def close(self, report: Report, expected: dict[str, str]) -> None:
-        """Finish, and count in the target what of `expected` is there."""
+    def close(self, report: MigrationReport, expected: dict[str, str]) -> None:
+        """Finish, and count the `expected` rollouts in the target."""
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream migrate`."""
+    set_handler(parser, migrate, example="rollstream migrate old-rollouts run:main", json=True)
+    parser.add_argument("source", metavar="SOURCE", help="an Avro file, a directory of them, or topic:NAME")
+    parser.add_argument("target", metavar="TARGET", help="run:NAME, or a directory for new files")
+    parser.add_argument("--dry-run", action="store_true", help="read and count, and write nothing")
 
 
 def migrate(config: RunConfig, args: argparse.Namespace) -> int:
-    """Migrate, and print what became of each rollout; 1 unless every one that was read is in the target."""
-    pieces = _topic_pieces(config.kafka, args.source[len(_TOPIC) :]) if args.source.startswith(_TOPIC) else None
-    pieces = _file_pieces(Path(args.source)) if pieces is None else pieces
-    target: Target
+    """Migrate, and print the counts; return 1 unless every rollout read is in the target."""
+    portions = _topic_portions(config.kafka, args.source[len(_TOPIC) :]) if args.source.startswith(_TOPIC) else None
+    portions = _file_portions(Path(args.source)) if portions is None else portions
+    target: MigrationTarget
     if args.dry_run:
-        target = _Nothing()
+        target = _DryRunTarget()
     elif args.target.startswith(_RUN):
-        target = _Run(config.kafka, args.target[len(_RUN) :])
+        target = _RunTarget(config.kafka, args.target[len(_RUN) :])
     elif args.target.startswith(_TOPIC):
         raise ConfigurationError(f"{args.target}: rollouts go to a run, named run:NAME, or to a directory")
     else:
-        target = _Directory(Path(args.target), Path(args.source))
-    report, expected = Report(), dict[str, str]()
-    for piece in pieces:
-        target.write(piece, report, expected)
+        target = _DirectoryTarget(Path(args.target), Path(args.source))
+    report, expected = MigrationReport(), dict[str, str]()
+    for portion in portions:
+        target.write(portion, report, expected)
     target.close(report, expected)
-    told = {"source": args.source, "target": args.target, "dry_run": args.dry_run, **report.as_dict()}
-    print(json.dumps(told) if args.json else _text(report, args))
+    summary = {"source": args.source, "target": args.target, "dry_run": args.dry_run, **report.as_dict()}
+    print(json.dumps(summary) if args.json else _text(report, args))
     return 0 if report.complete or (args.dry_run and not report.refused) else 1
 
 
-def _text(report: Report, args: argparse.Namespace) -> str:
-    told = report.as_dict()
+def _text(report: MigrationReport, args: argparse.Namespace) -> str:
+    counts = report.as_dict()
     header = ("environment", "read", "refused", "there before", "written", "in the target")
-    rows = [(name or _UNKNOWN, *figures.values()) for name, figures in told["environments"].items()]
-    rows.append(("total", *told["total"].values()))
+    rows = [(name or _UNKNOWN, *row.values()) for name, row in counts["environments"].items()]
+    rows.append(("total", *counts["total"].values()))
     lines = [table(header, rows), ""]
     for refused in report.refused[:_SHOWN]:
         print(f"  refused {refused.place}: {refused.reason}", file=sys.stderr)
     if len(report.refused) > _SHOWN:
         print(f"  and {len(report.refused) - _SHOWN} more; --json lists all", file=sys.stderr)
-    total = told["total"]
+    total = counts["total"]
     if args.dry_run:
         lines.append(f"{total['read'] - total['refused']:,} of {total['read']:,} rollouts would be in {args.target}")
     elif report.complete:
@@ -158,25 +175,25 @@ def _text(report: Report, args: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def _upcast(read: Read, report: Report) -> tuple[Rollout, ...]:
-    """The sound rollouts of a batch; it is counted, and the others are named."""
+def _upcast(read: SourceBatch, report: MigrationReport) -> tuple[Rollout, ...]:
+    """Return the valid rollouts of a batch, count the batch, and add the others to the refused ones."""
     if read.batch is None:
         report.read[""] += 1
-        report.refused.append(Refused(read.place, "", read.reason))
+        report.refused.append(RefusedRollout(read.place, "", read.reason))
         return ()
     report.batches += 1
-    made = upcast(read.batch, read.place)
-    report.read.update(rollout.environment for rollout in made.rollouts)
-    report.read.update(refused.environment for refused in made.refused)
-    report.refused += made.refused
-    return made.rollouts
+    upcasted = upcast(read.batch, read.place)
+    report.read.update(rollout.environment for rollout in upcasted.rollouts)
+    report.read.update(refused.environment for refused in upcasted.refused)
+    report.refused += upcasted.refused
+    return upcasted.rollouts
 
 
 # ---------------------------------------------------------------------- sources
 
 
-def _file_pieces(source: Path) -> Iterator[Piece]:
-    """The files of a directory, or the one file."""
+def _file_portions(source: Path) -> Iterator[SourcePortion]:
+    """Yield the files of a directory, or the one file."""
     if not source.exists():
         raise ConfigurationError(f"{source} does not exist; a source is a file, a directory or topic:NAME")
     paths = sorted(source.rglob("*.avro")) if source.is_dir() else [source]
@@ -187,60 +204,60 @@ def _file_pieces(source: Path) -> Iterator[Piece]:
         try:
             data = path.read_bytes()
         except OSError as error:
-            yield Piece(name, "", [Read(name, None, f"it cannot be read: {error.strerror or error}")])
+            yield SourcePortion(name, "", [SourceBatch(name, None, f"it cannot be read: {error.strerror or error}")])
             continue
         identity = f"{name}@{hashlib.sha256(data).hexdigest()[:16]}"
-        yield Piece(name, identity, _batches_in(data, identity))
+        yield SourcePortion(name, identity, _batches_in(data, identity))
 
 
-def _batches_in(data: bytes, identity: str) -> Iterator[Read]:
+def _batches_in(data: bytes, identity: str) -> Iterator[SourceBatch]:
     for item in read_container(data):
         place = f"{identity}:{item.place}"
-        if isinstance(item, Damaged):
+        if isinstance(item, ContainerDamage):
             for number in range(item.records):
-                yield Read(f"{place}+{number}", None, item.reason)
+                yield SourceBatch(f"{place}+{number}", None, item.reason)
             continue
         try:
-            yield Read(place, batch_of(item.values))
+            yield SourceBatch(place, batch_of(item.values))
         except RecordError as error:
-            yield Read(place, None, str(error))
+            yield SourceBatch(place, None, str(error))
 
 
-def _topic_pieces(kafka: KafkaConfig, topic: str) -> Iterator[Piece]:
-    """The records of a topic up to where it ends now, by partition, so many a piece."""
+def _topic_portions(kafka: KafkaConfig, topic: str) -> Iterator[SourcePortion]:
+    """Yield the records of a topic up to its current end, by partition, in portions."""
     clients.check_broker(kafka)
-    for partition in range(clients.partitions_of(kafka, topic)):
-        messages = clients.read_to_end(kafka, topic, partitions=[partition])
-        numbered = groupby(messages, key=lambda message: (message.offset() or 0) // _BATCHES_A_FILE)
+    for partition in range(topic_admin.partitions_of(kafka, topic)):
+        messages = read_to_end(kafka, topic, partitions=[partition])
+        numbered = groupby(messages, key=lambda message: message.offset // _BATCHES_A_FILE)
         for number, together in numbered:
-            batches = [_batch_of_message(message, f"{topic}:{partition}:{message.offset()}") for message in together]
+            batches = [_batch_of_message(message, f"{topic}:{partition}:{message.offset}") for message in together]
             name = f"{topic}/{partition}-{number * _BATCHES_A_FILE}.avro"
-            yield Piece(name, f"{name}@{batches[0].place}-{batches[-1].place}", batches)
+            yield SourcePortion(name, f"{name}@{batches[0].place}-{batches[-1].place}", batches)
 
 
-def _batch_of_message(message: Message, place: str) -> Read:
+def _batch_of_message(message: KafkaRecord, place: str) -> SourceBatch:
     try:
-        return Read(place, decode_as(RolloutBatch, message.value()))
+        return SourceBatch(place, decode_as(RolloutBatch, message.value))
     except RecordError as error:
-        return Read(place, None, str(error))
+        return SourceBatch(place, None, str(error))
 
 
 # ---------------------------------------------------------------------- targets
 
 
-class _Nothing:
-    """For --dry-run: reads and counts."""
+class _DryRunTarget:
+    """Target of --dry-run: reads and counts only."""
 
-    def write(self, piece: Piece, report: Report, expected: dict[str, str]) -> None:
-        for read in piece.batches:
+    def write(self, portion: SourcePortion, report: MigrationReport, expected: dict[str, str]) -> None:
+        for read in portion.batches:
             _upcast(read, report)
 
-    def close(self, report: Report, expected: dict[str, str]) -> None:
+    def close(self, report: MigrationReport, expected: dict[str, str]) -> None:
         pass
 
 
-class _Directory:
-    """A file for each piece, whole or not there; one that was made from the same source is left as it is."""
+class _DirectoryTarget:
+    """Writes a file for each portion atomically; existing files made from the same source stay unchanged."""
 
     def __init__(self, directory: Path, source: Path) -> None:
         if source.is_dir() and directory.resolve().is_relative_to(source.resolve()):
@@ -250,22 +267,22 @@ class _Directory:
         self._directory = directory
         self._files: list[Path] = []
 
-    def write(self, piece: Piece, report: Report, expected: dict[str, str]) -> None:
-        rollouts = [rollout for read in piece.batches for rollout in _upcast(read, report)]
+    def write(self, portion: SourcePortion, report: MigrationReport, expected: dict[str, str]) -> None:
+        rollouts = [rollout for read in portion.batches for rollout in _upcast(read, report)]
         if not rollouts:
             return
         expected.update((rollout.uid, rollout.environment) for rollout in rollouts)
-        path = self._directory / piece.name
+        path = self._directory / portion.name
         self._files.append(path)
         environments = Counter(rollout.environment for rollout in rollouts)
-        if path.exists() and _identity(path) == piece.identity:
+        if path.exists() and _identity(path) == portion.identity:
             report.there.update(environments)
             return
         with replacing(path) as file:
-            write_rollouts(file, rollouts, {_IDENTITY: piece.identity})
+            write_rollouts(file, rollouts, {_IDENTITY: portion.identity})
         report.written.update(environments)
 
-    def close(self, report: Report, expected: dict[str, str]) -> None:
+    def close(self, report: MigrationReport, expected: dict[str, str]) -> None:
         uids = Counter(rollout.uid for path in self._files for rollout in read_rollouts(path.read_bytes()))
         _count(uids, report, expected)
         write_json(self._directory / "migration.json", report.as_dict())
@@ -278,29 +295,28 @@ def _identity(path: Path) -> str:
         return ""
 
 
-class _Run:
-    """`rollouts` of a run. Uids that are there are not sent again; one migration into a run at a time."""
+class _RunTarget:
+    """Writes to `rollouts` of a run. Uids already there are not sent again; one migration into a run at a time."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         clients.check_broker(kafka)
         self._kafka = kafka
         self._topic = topic_name(run, "rollouts")
-        clients.partitions_of(kafka, self._topic)
+        topic_admin.partitions_of(kafka, self._topic)
         self._limit_bytes = kafka.max_record_bytes - RECORD_OVERHEAD_BYTES
-        self._producer: Producer = clients.transactional_producer(kafka, transactional_id(run, "migrate"))
-        self._failed: list[KafkaError] = []
+        self._producer = TransactionalProducer(kafka, transactional_id(run, "migrate"))
         self._waiting: list[tuple[bytes, bytes, str]] = []
         try:
-            # From here on no other migration into the run can commit, so what is read now stays true.
-            self._producer.init_transactions(kafka.patience_s)
-        except KafkaException as exception:
-            raise _undelivered(exception.args[0]) from exception
-        # An open transaction of whoever else writes here hides what was migrated since it began.
+            # From here on no other migration into the run can commit, so the uids read now stay complete.
+            self._producer.start()
+        except (TransactionFailed, Stalled) as error:
+            raise _undelivered(error) from error
+        # An open transaction of another writer hides rollouts migrated since it began.
         await_decided(kafka, self._topic, "nothing was migrated")
         self._there = _migrated(kafka, self._topic)
 
-    def write(self, piece: Piece, report: Report, expected: dict[str, str]) -> None:
-        for read in piece.batches:
+    def write(self, portion: SourcePortion, report: MigrationReport, expected: dict[str, str]) -> None:
+        for read in portion.batches:
             for rollout, key, value in self._fitting(_upcast(read, report), report):
                 expected[rollout.uid] = rollout.environment
                 if rollout.uid in self._there:
@@ -310,8 +326,8 @@ class _Run:
             if len(self._waiting) >= _ROLLOUTS_A_TRANSACTION:
                 self._commit(report)
 
-    def _fitting(self, rollouts: Sequence[Rollout], report: Report) -> list[tuple[Rollout, bytes, bytes]]:
-        """Those that a record of the run may hold; their groups are smaller by the others."""
+    def _fitting(self, rollouts: Sequence[Rollout], report: MigrationReport) -> list[tuple[Rollout, bytes, bytes]]:
+        """Return the rollouts that fit a record of the run; the others are refused, and shrink their groups."""
         encoded = [
             (rollout, encode_key(rollout.environment, rollout.example_id), encode(rollout)) for rollout in rollouts
         ]
@@ -321,7 +337,7 @@ class _Run:
         for rollout, key, value in large:
             size = len(key) + len(value)
             why = f"it has {size} bytes and the run takes {self._limit_bytes}; raise kafka.max_record_bytes"
-            report.refused.append(Refused(f"{rollout.extra[PLACE]}, {rollout.uid}", rollout.environment, why))
+            report.refused.append(RefusedRollout(f"{rollout.extra[PLACE]}, {rollout.uid}", rollout.environment, why))
         gone = Counter((r.group_id, r.environment, r.example_id) for r, _key, _value in large)
         rest = [item for item in encoded if item not in large]
         made = [
@@ -330,54 +346,44 @@ class _Run:
         ]
         return [(r, key, encode(r)) for r, (_r, key, _value) in zip(made, rest, strict=True)]
 
-    def _commit(self, report: Report) -> None:
-        """Send what waits, in one transaction. Raises DeliveryError, and then none of it is visible."""
+    def _commit(self, report: MigrationReport) -> None:
+        """Send the waiting rollouts in one transaction. Raises DeliveryError, and then none of them is visible."""
         if not self._waiting:
             return
         try:
-            self._producer.begin_transaction()
-            for key, value, _environment in self._waiting:
-                self._produce(key, value)
-            self._producer.commit_transaction(self._kafka.patience_s)
-        except KafkaException as exception:
-            raise _undelivered(exception.args[0]) from exception
-        if self._failed:
-            raise _undelivered(self._failed[0])
+            with self._producer.transaction() as transaction:
+                for key, value, _environment in self._waiting:
+                    transaction.send(self._topic, value, key)
+        except (TransactionFailed, Stalled) as error:
+            raise _undelivered(error) from error
         report.written.update(environment for _key, _value, environment in self._waiting)
         self._waiting = []
 
-    def _produce(self, key: bytes, value: bytes) -> None:
-        clients.produce(self._producer, self._topic, value, key, on_delivery=self._delivered)
-
-    def _delivered(self, error: KafkaError | None, _message: Message) -> None:
-        if error is not None:
-            self._failed.append(error)
-
-    def close(self, report: Report, expected: dict[str, str]) -> None:
+    def close(self, report: MigrationReport, expected: dict[str, str]) -> None:
         self._commit(report)
+        self._producer.close()
         _count(_migrated(self._kafka, self._topic), report, expected)
 
 
 def _migrated(kafka: KafkaConfig, topic: str) -> Counter[str]:
-    """How often each rollout that was migrated is in `rollouts` of a run, by uid."""
-    found: Counter[str] = Counter()
-    for message in clients.read_to_end(kafka, topic):
+    """Count the records of each migrated rollout in `rollouts` of a run, by uid."""
+    count_by_uid: Counter[str] = Counter()
+    for message in read_to_end(kafka, topic):
         try:
-            rollout = decode_as(Rollout, message.value())
+            rollout = decode_as(Rollout, message.value)
         except RecordError:
             continue
         if PLACE in rollout.extra:
-            found[rollout.uid] += 1
-    return found
+            count_by_uid[rollout.uid] += 1
+    return count_by_uid
 
 
-def _count(uids: Counter[str], report: Report, expected: dict[str, str]) -> None:
-    report.found.update(environment for uid, environment in expected.items() if uids[uid])
+def _count(uids: Counter[str], report: MigrationReport, expected: dict[str, str]) -> None:
+    report.in_target.update(environment for uid, environment in expected.items() if uids[uid])
     report.repeated += sum(uids[uid] - 1 for uid in expected if uids[uid] > 1)
 
 
-def _undelivered(error: KafkaError) -> DeliveryError:
+def _undelivered(error: TransactionFailed | Stalled) -> DeliveryError:
     return DeliveryError(
-        f"rollouts were not written ({error.name()}: {error.str()}); what was committed before stays, and run again "
-        "it goes on from there"
+        f"rollouts were not written ({error}); what was committed before stays, and run again it goes on from there"
     )

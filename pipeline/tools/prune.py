@@ -1,7 +1,7 @@
-"""`rollstream prune`: delete what recovery, verification and learners no longer need of a run's log.
+"""`rollstream prune`: deletes records of a run that recovery, verification and learners no longer need.
 
-Positions are read, the plan is made by `pipeline.pruning`, and nothing is deleted without --yes. What a process or a
-checkpoint may still read is never part of the plan.
+It reads positions, lets `rollstream.pipeline.audit.pruning_plan` make the plan, and deletes nothing without --yes. The
+plan never includes records that a process or a checkpoint may still read.
 """
 
 import argparse
@@ -11,57 +11,56 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException, TopicPartition
-from confluent_kafka.admin import AdminClient
-
-from consumers.buffers.filling import FILLER_GROUPS
-from consumers.grouping.bootstrap import committed_offsets
-from consumers.grouping.state import CommitMetadata
-from consumers.labelling.config import LabellingConfig
-from consumers.learner.checkpoint_paths import META, checkpoint_steps, directory_of
-from pipeline.config import RunConfig
-from pipeline.pruning import (
+from rollstream.consumers.buffers.trajectories.filler import FILLER_GROUPS
+from rollstream.consumers.grouping.process.bootstrap import committed_offsets
+from rollstream.consumers.labeling.config import LabelingConfig
+from rollstream.consumers.learner.records.checkpoint_paths import META, checkpoint_steps, directory_of
+from rollstream.pipeline.audit.pruning_plan import (
     ACCOUNT,
     CONTROL_TOPICS,
     NO_FILLER,
-    NO_LABELLER,
+    NO_LABELER,
     RECOVERY,
     TOPICS,
     WINDOW,
-    Batch,
+    CommittedTask,
     Deletion,
+    JournalSnapshot,
     LastStep,
-    Place,
     Positions,
-    Snapshot,
-    Task,
+    PrunableBatch,
+    TopicAndPartition,
     plan,
 )
-from pipeline.reading import read_journal
-from pipeline.refold import beginnings, ends_snapshot
-from pipeline.tables import clipped, table
-from pipeline.tools.plain import compact, time_text
-from topics import clients
-from topics.catalogue import topic_name
-from topics.config import KafkaConfig
-from topics.errors import BrokerUnavailable, ConfigurationError, StateRefused
-from topics.records import BatchIndexEntry, JournalRecord, LearnerStep, batch_numbers
-from topics.retired import retired_learners
-from topics.skipped import SkippedRecords
-from topics.validation import entry_problems
+from rollstream.pipeline.audit.refold import beginnings, ends_snapshot
+from rollstream.pipeline.audit.topic_reading import read_journal
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.text_tables import clipped, table
+from rollstream.pipeline.tools.plain_values import compact, time_text
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.commit_metadata import CommitMetadata
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable, ConfigurationError, StateRefused
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.groups import group_names, group_positions
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.kafka.topic_admin import delete_records, topic_names
+from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerStep, batch_numbers
+from rollstream.topics.retired_learners import retired_learners
+from rollstream.topics.validation import entry_problems
 
 KEEP_BATCHES = 1000
-"""Batches that stay verifiable where nothing else is said."""
-_TIMEOUT_S = 30.0
+"""Default number of batches that stay verifiable."""
 _WHY = {
-    WINDOW: "what stays verifiable, from a snapshot on",
-    RECOVERY: "what a grouping process restores its tasks from",
-    ACCOUNT: "batches that the journal, where it is kept, tells of",
-    NO_LABELLER: "nobody has labelled yet, or the positions of labelling are lost",
+    WINDOW: "records that stay verifiable, from a snapshot on",
+    RECOVERY: "records from which a grouping process restores its tasks",
+    ACCOUNT: "batches that the kept journal names",
+    NO_LABELER: "nobody has labeled yet, or the positions of labeling are lost",
     NO_FILLER: "nobody has filled a buffer yet",
 }
 _BARE = " (no checkpoint)"
@@ -70,6 +69,24 @@ _LEARNERS = {
     True: "--checkpoints may say where they lie",
 }
 _WHY_WIDTH = 26
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream prune`."""
+    set_handler(parser, show_prune, example="rollstream prune --run main --keep-batches 500 --dry-run", json=True)
+    parser.add_argument("--keep-batches", type=int, metavar="N", help="the newest N stay verifiable (default: 1000)")
+    parser.add_argument(
+        "--keep-hours",
+        type=float,
+        metavar="H",
+        help="those cut in the last H hours stay verifiable; N is 0 then where it is not given",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would go and why the rest stays")
+    parser.add_argument("--yes", action="store_true", help="delete it; there is no way back")
+    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="where learners' checkpoints lie")
+    parser.add_argument(
+        "--without-checkpoints", action="store_true", help="keep nothing for going back to a checkpoint of a learner"
+    )
 
 
 def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
@@ -83,7 +100,7 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
         config.run,
         config.grouper.group_id(config.run),
         None if args.without_checkpoints else directory_of(args.checkpoints or config.learner.checkpoint.directory),
-        config.labelling.group_id(config.run),
+        config.labeling.group_id(config.run),
     )
     keep = KEEP_BATCHES if args.keep_batches is None and args.keep_hours is None else args.keep_batches or 0
     keep_from_ms = None if args.keep_hours is None else int((time.time() - args.keep_hours * 3600) * 1000)
@@ -100,7 +117,7 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def rows_of(deletions: Sequence[Deletion]) -> list[dict[str, Any]]:
-    """A plan as programs read it."""
+    """The plan as plain values for JSON."""
     return [
         {
             "topic": d.topic,
@@ -120,7 +137,7 @@ def plan_text(
     last_steps: Mapping[str, LastStep] | None = None,
     skipped: Sequence[str] = (),
 ) -> str:
-    """What goes, and what the rest is kept for; `last_steps` and `skipped` as in `Positions`."""
+    """Table of deletions and the reasons for keeping the rest; `last_steps` and `skipped` are as in `Positions`."""
     header = ("topic", "partition", "from", "to", "offsets", "the rest is kept for")
     cells = [
         (*(row[n] for n in ("topic", "partition", "from", "to", "offsets")), clipped(row["kept_for"], _WHY_WIDTH))
@@ -135,7 +152,7 @@ def plan_text(
             at = time_text(int(last.time * 1000)) if math.isfinite(last.time) else "no time"
             lines.append(
                 f"{name}: its last step is {last.step}, of {at}, and learner {last.replaced_by} has published into run "
-                f"{last.run} since; what it would read again is kept all the same until `rollstream learner retire`"
+                f"{last.run} since; its records are kept all the same until `rollstream learner retire`"
             )
     lines += [
         f"{why}: has not read beyond it; delete the group if it is over" for why in met if why.startswith("group")
@@ -147,53 +164,47 @@ def plan_text(
 
 
 def delete(kafka: KafkaConfig, run: str, deletions: Sequence[Deletion]) -> None:
-    """Carry a plan out, topic by topic in its order. Raises BrokerUnavailable where a broker does not."""
-    client = clients.admin(kafka)
+    """Carry out a plan, topic by topic in its order. Raises BrokerUnavailable if a broker fails."""
     for topic in TOPICS:
         name = topic_name(run, topic)
-        wanted = [TopicPartition(name, d.partition, d.to) for d in deletions if d.topic == topic and d.offsets > 0]
-        futures = client.delete_records(wanted, request_timeout=_TIMEOUT_S) if wanted else {}
-        for place, future in futures.items():
-            try:
-                future.result(_TIMEOUT_S)
-            except KafkaException as error:
-                raise BrokerUnavailable(
-                    f"records of {name}[{place.partition}] below {place.offset} cannot be deleted "
-                    f"({error.args[0].str()}); repeat `rollstream prune`"
-                ) from error
+        below = {(name, d.partition): d.to for d in deletions if d.topic == topic and d.offsets > 0}
+        try:
+            delete_records(kafka, below)
+        except BrokerUnavailable as error:
+            raise BrokerUnavailable(f"{error}; repeat `rollstream prune`") from error
 
 
 # ---------------------------------------------------------------------- positions
 
 
 def read_positions(
-    kafka: KafkaConfig, run: str, group: str, checkpoints: Path | None, labeller: str | None = None
+    kafka: KafkaConfig, run: str, group: str, checkpoints: Path | None, labeling_group: str | None = None
 ) -> Positions:
-    """Where everything and everybody of a run stands.
+    """Read the positions of every task, learner and consumer group of a run.
 
-    Learners go back to their oldest checkpoint below `checkpoints`, to where their steps end where that is None, and to
-    where they say themselves where they do. `labeller` is the consumer group of labelling processes, where its name is
-    not the usual one. Raises StateRefused when the group of grouping processes has a journal and no offsets.
+    A learner may go back to the position that its steps name, else to its oldest checkpoint below `checkpoints`, or to
+    its last step if `checkpoints` is None. `labeling_group` is the consumer group of labeling
+    processes, if its name is not the default. Raises StateRefused if the group of grouping processes has a
+    journal and no offsets.
     """
     clients.check_broker(kafka)
-    labeller = labeller or LabellingConfig().group_id(run)
-    bounds = {topic: clients.bounds(kafka, topic_name(run, topic)) for topic in TOPICS}
+    labeling_group = labeling_group or LabelingConfig().group_id(run)
+    bounds = {topic: topic_admin.bounds(kafka, topic_name(run, topic)) for topic in TOPICS}
     for topic in CONTROL_TOPICS:
         if not any(end for _low, end in bounds[topic].values()):
             del bounds[topic]
-    begins = {(topic, partition): low for topic, of in bounds.items() for partition, (low, _end) in of.items()}
+    begins = {(topic, partition): low for topic, ends in bounds.items() for partition, (low, _end) in ends.items()}
     partitions = sum(topic == "rollouts" for topic, _partition in begins)
-    # Who reads stands where it did or further when the rest is read: what is found to be needed is, or was.
+    # Positions only advance while the rest is read, so the plan never deletes records that a reader needs.
     groups = _other_groups(kafka, run, group)
-    # After fillers: what they have read was labelled below these positions.
-    if labeller in groups:
-        client = clients.admin(kafka)
-        groups[labeller] |= _offsets_of(client, run, labeller)
+    # Read after the fillers' positions: trajectories they have read were labeled below these positions.
+    if labeling_group in groups:
+        groups[labeling_group] |= _offsets_of(kafka, run, labeling_group)
     skipped = SkippedRecords(logged=False)
     learners, last_steps = _learners(kafka, run, checkpoints, skipped)
     committed = committed_offsets(kafka, group, topic_name(run, "rollouts"), partitions)
     if all(place.offset < 0 for place in committed) and not any(end for _low, end in bounds["journal"].values()):
-        # A run that groups nothing; of the rest nothing is known, and nothing goes.
+        # A run without grouping: the positions of its other topics are unknown, so nothing is deleted there.
         committed, begins = [], {place: low for place, low in begins.items() if place[0] in CONTROL_TOPICS}
     tasks = {}
     for place in committed:
@@ -209,7 +220,7 @@ def read_positions(
         learners=learners,
         begins=begins,
         groups=groups,
-        labeller=labeller,
+        labeling_group=labeling_group,
         fillers=frozenset(name for name in groups if name.startswith(f"{run}{FILLER_GROUPS}")),
         last_steps=last_steps,
         skipped=tuple(map(str, skipped.first)),
@@ -218,7 +229,7 @@ def read_positions(
 
 def _task(
     kafka: KafkaConfig, run: str, partition: int, metadata: CommitMetadata, log_begin: int, skipped: SkippedRecords
-) -> Task:
+) -> CommittedTask:
     offsets: list[int] = []
     journal: list[JournalRecord] = []
     for offset, record in read_journal(kafka, run, partition, skipped):
@@ -234,111 +245,98 @@ def _task(
     snapshots = []
     for i, record in enumerate(journal):
         if ends_snapshot(journal, i):
-            # The record before the first that may tell of a group remembered then: it proves that none is missing.
+            # The record before the first one that may name a remembered group proves that none is missing.
             remembered = max(0, bisect_left(times, record.remembered_since_ms) - 1)
             snapshots.append(
-                Snapshot(
+                JournalSnapshot(
                     offset=offsets[i - record.part],
                     watermark=record.watermark,
                     batch_number=record.batch_number,
                     journal_from=offsets[min(remembered, i - record.part)] if i in usable else None,
                 )
             )
-    return Task(
+    return CommittedTask(
         watermark=journal[-1].watermark,
         journal_from=min(metadata.oldest, metadata.snapshot),
         snapshots=tuple(snapshots),
     )
 
 
-def _batches(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[Batch, ...]:
-    found = []
-    for message, entry in skipped.records(BatchIndexEntry, clients.read_to_end(kafka, topic_name(run, "batch-index"))):
+def _batches(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[PrunableBatch, ...]:
+    batches = []
+    for message, entry in skipped.records(BatchIndexEntry, read_to_end(kafka, topic_name(run, "batch-index"))):
         problems = entry_problems(entry)
         if problems:
             skipped.skip(message, problems[0])
             continue
-        found.append(
-            Batch(
+        batches.append(
+            PrunableBatch(
                 partition=entry.partition,
                 number=batch_numbers(entry.batch_id)[1],
                 offset=entry.offset,
-                index_offset=message.offset() or 0,
-                time_ms=message.timestamp()[1],
+                index_offset=message.offset,
+                time_ms=message.timestamp_ms,
             )
         )
-    return tuple(found)
+    return tuple(batches)
 
 
 def _learners(
     kafka: KafkaConfig, run: str, checkpoints: Path | None, skipped: SkippedRecords
 ) -> tuple[dict[str, int], dict[str, LastStep]]:
-    """Offset of the index each learner on record, of this run or another, may have to read again from; and its last
+    """Read the index offset from which each learner on record, of this run or another, may read again, and its last
     step."""
     newest: dict[tuple[str, str], LearnerStep] = {}
     publishers: dict[str, LearnerStep] = {}
-    for topic in sorted(_steps_topics(kafka)):
-        of = topic.removesuffix(".steps")
-        for _message, step in skipped.records(LearnerStep, clients.read_to_end(kafka, topic)):
-            if of not in publishers or publishers[of].timestamp <= step.timestamp:
-                publishers[of] = step
-            known = newest.get((of, step.learner))
+    for topic in (name for name in topic_names(kafka) if name.endswith(".steps")):
+        owner = topic.removesuffix(".steps")
+        for _message, step in skipped.records(LearnerStep, read_to_end(kafka, topic)):
+            if owner not in publishers or publishers[owner].timestamp <= step.timestamp:
+                publishers[owner] = step
+            known = newest.get((owner, step.learner))
             if step.input_run == run and (known is None or known.step <= step.step):
-                newest[of, step.learner] = step
-    retired = {of: retired_learners(kafka, of) for of, _learner in newest}
-    gone = {(of, learner) for of, learner in newest if learner in retired[of]}
+                newest[owner, step.learner] = step
+    retired = {owner: retired_learners(kafka, owner) for owner, _learner in newest}
+    gone = {(owner, learner) for owner, learner in newest if learner in retired[owner]}
     if newest.keys() == gone:
         return {"no learner on record" if not gone else "no learner but retired ones": 0}, {}
-    found, last_steps = {}, {}
-    for (of, learner), step in newest.items():
-        if (of, learner) in gone:
+    positions, last_steps = {}, {}
+    for (owner, learner), step in newest.items():
+        if (owner, learner) in gone:
             continue
-        name = f"learner {learner}" if of == run else f"learner {of}/{learner}"
+        name = f"learner {learner}" if owner == run else f"learner {owner}/{learner}"
         needed = step.position if step.oldest < 0 else step.oldest
         if step.resumes_at >= 0:
             position: int | None = step.resumes_at
         else:
-            position = needed if checkpoints is None else _oldest_checkpoint(checkpoints / of / learner)
+            position = needed if checkpoints is None else _oldest_checkpoint(checkpoints / owner / learner)
         if position is None:
             name += _BARE
-        found[name] = 0 if position is None else min(position, needed)
-        publisher = publishers[of].learner
+        positions[name] = 0 if position is None else min(position, needed)
+        publisher = publishers[owner].learner
         last_steps[name] = LastStep(
-            step=step.step, time=step.timestamp, run=of, replaced_by="" if publisher == learner else publisher
+            step=step.step, time=step.timestamp, run=owner, replaced_by="" if publisher == learner else publisher
         )
-    return found, last_steps
-
-
-def _steps_topics(kafka: KafkaConfig) -> set[str]:
-    client = clients.admin(kafka)
-    return {name for name in client.list_topics(timeout=_TIMEOUT_S).topics if name.endswith(".steps")}
+    return positions, last_steps
 
 
 def _oldest_checkpoint(directory: Path) -> int | None:
-    """First offset of the index that the oldest checkpoint kept needs; None where there is none."""
+    """Return the first offset of the index that the oldest checkpoint needs, or None without checkpoints."""
     positions = []
     for step in checkpoint_steps(directory):
         meta = json.loads((directory / str(step) / META).read_text())
-        oldest = int(meta.get("oldest", -1))  # Of what a rollout buffer held.
+        oldest = int(meta.get("oldest", -1))  # Oldest offset in a rollout buffer.
         positions.append(int(meta["position"]) if oldest < 0 else oldest)
     return min(positions, default=None)
 
 
-def _other_groups(kafka: KafkaConfig, run: str, group: str) -> dict[str, dict[Place, int]]:
-    """What consumer groups that are not ours committed of what is pruned."""
-    client = clients.admin(kafka)
-    listed = clients.retrying(lambda: client.list_consumer_groups().result(_TIMEOUT_S), "listing consumer groups")
-    names = sorted(item.group_id for item in listed.valid if item.group_id != group)
-    return {name: offsets for name in names if (offsets := _offsets_of(client, run, name))}
+def _other_groups(kafka: KafkaConfig, run: str, group: str) -> dict[str, dict[TopicAndPartition, int]]:
+    """Read what other consumer groups committed for topics that are pruned."""
+    names = (name for name in group_names(kafka) if name != group)
+    return {name: offsets for name in names if (offsets := _offsets_of(kafka, run, name))}
 
 
-def _offsets_of(client: AdminClient, run: str, group: str) -> dict[Place, int]:
-    """What a consumer group committed of what is pruned."""
+def _offsets_of(kafka: KafkaConfig, run: str, group: str) -> dict[TopicAndPartition, int]:
+    """Read what a consumer group committed for topics that are pruned."""
     topics = {topic_name(run, topic): topic for topic in TOPICS}
-    asked = client.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])[group]
-    offsets = clients.retrying(partial(asked.result, _TIMEOUT_S), f"asking for offsets of group {group}")
-    return {
-        (topics[at.topic], at.partition): at.offset
-        for at in offsets.topic_partitions or ()
-        if at.topic in topics and at.offset >= 0
-    }
+    return {(topics[at.topic], at.partition): at.offset for at in group_positions(kafka, group) if at.topic in topics}

@@ -1,7 +1,7 @@
-"""`rollstream replay`: fold the recorded log again, as it was, or as another configuration would have had it.
+"""`rollstream replay`: folds the recorded log again, with its own configuration or another.
 
-The same configuration must give the same batches. Another shows what would have differed, side by side, and can write
-its batches as those of a run of another name, for a learner to follow.
+The same configuration must give the same batches. Replay with another configuration shows the differences side by side,
+and can write its batches to another run, for a learner to follow.
 """
 
 import argparse
@@ -13,38 +13,48 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from confluent_kafka import KafkaError, Message, Producer
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core import task_state
+from rollstream.consumers.grouping.makers.registry import load_makers
+from rollstream.pipeline.audit.process_pool import spread
+from rollstream.pipeline.audit.refold import (
+    Change,
+    beginnings,
+    configurations,
+    journal_of,
+    log_begins,
+    refold,
+    skips_in,
+)
+from rollstream.pipeline.audit.topic_reading import read_batches
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig, by_reference
+from rollstream.pipeline.progress_bar import ProgressCallback, progress
+from rollstream.pipeline.settings import environment_layers, file_layers, fill, flag_layers
+from rollstream.pipeline.text_tables import table
+from rollstream.pipeline.tools.cat import milliseconds
+from rollstream.pipeline.tools.plain_values import compact, tell
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import encode
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.errors import ConfigurationError, TopicError
+from rollstream.topics.kafka import clients, provisioning, topic_admin
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.sender import Delivery, Sender
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.keys import encode_key
+from rollstream.topics.offset_ranges import from_ranges
+from rollstream.topics.records import BatchIndexEntry, Drop, JournalRecord, TrainingBatch, batch_numbers
 
-from consumers.grouping import state
-from consumers.grouping.config import GroupingConfig
-from consumers.grouping.makers import makers_of
-from consumers.grouping.publisher import index_entry
-from consumers.grouping.runs import from_runs
-from pipeline.config import RunConfig, by_reference
-from pipeline.progress import Progress, progress
-from pipeline.reading import read_batches
-from pipeline.refold import Change, beginnings, configurations, journal_of, log_begins, refold, skips_in
-from pipeline.settings import environment_layers, file_layers, fill, flag_layers
-from pipeline.spread import spread
-from pipeline.tables import table
-from pipeline.tools.cat import milliseconds
-from pipeline.tools.plain import compact, tell
-from topics import clients, provisioning
-from topics.catalogue import topic_name
-from topics.codec import encode
-from topics.config import KafkaConfig, TopicsConfig
-from topics.errors import ConfigurationError, DeliveryError, TopicError
-from topics.keys import encode_key
-from topics.records import BatchIndexEntry, Drop, JournalRecord, TrainingBatch, batch_numbers
-from topics.skipped import SkippedRecords
-
+_TIMEOUT_S = 60.0
+_REMEDY = "delete the topics of the run, and replay into it again"
 _FIXED = ("generation",)
-"""What a replay does not change: configurations stay the ones they were, one after the other."""
+"""Settings that a replay does not change: generations stay as they were."""
 
 
 @dataclass
-class Advantages:
-    """Advantages of the rollouts of one environment."""
+class AdvantageStatistics:
+    """Statistics of the advantages of one environment's rollouts."""
 
     rollouts: int = 0
     total: float = 0.0
@@ -60,7 +70,7 @@ class Advantages:
         self.least, self.most = min(self.least, advantage), max(self.most, advantage)
         self.reward += reward
 
-    def merge(self, other: "Advantages") -> None:
+    def merge(self, other: "AdvantageStatistics") -> None:
         self.rollouts += other.rollouts
         self.total += other.total
         self.squares += other.squares
@@ -81,19 +91,19 @@ class Advantages:
 
 
 @dataclass
-class Side:
-    """What one way of folding made of the log."""
+class FoldSummary:
+    """Summary of one fold of the log."""
 
     batches: int = 0
     rollouts: int = 0
     tokens: int = 0
     in_flight: int = 0
-    """Rollouts, and cancellations, held where the log ends."""
+    """Rollouts, and cancellations, held at the end of the log."""
     dropped: Counter[str] = field(default_factory=Counter)
-    environments: dict[str, Advantages] = field(default_factory=dict)
+    environments: dict[str, AdvantageStatistics] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
 
-    def take(self, batches: Iterable[TrainingBatch], drops: Iterable[Drop]) -> None:
+    def add(self, batches: Iterable[TrainingBatch], drops: Iterable[Drop]) -> None:
         """Count batches and drops."""
         for batch in batches:
             self.batches += 1
@@ -101,23 +111,23 @@ class Side:
             self.tokens += len(batch.tokens)
             self.digests[batch.batch_id] = batch.digest
             for row, group in enumerate(batch.group_index.tolist()):
-                of = self.environments.setdefault(batch.groups[group].environment, Advantages())
-                of.add(float(batch.advantages[batch.splits[row]]), float(batch.rewards[row]))
+                statistics = self.environments.setdefault(batch.groups[group].environment, AdvantageStatistics())
+                statistics.add(float(batch.advantages[batch.splits[row]]), float(batch.rewards[row]))
         self.dropped.update(drop.reason for drop in drops)
 
-    def merge(self, other: "Side") -> None:
-        """Add another partition's."""
+    def merge(self, other: "FoldSummary") -> None:
+        """Add the summary of another partition."""
         self.batches += other.batches
         self.rollouts += other.rollouts
         self.tokens += other.tokens
         self.in_flight += other.in_flight
         self.dropped += other.dropped
         for name, advantages in other.environments.items():
-            self.environments.setdefault(name, Advantages()).merge(advantages)
+            self.environments.setdefault(name, AdvantageStatistics()).merge(advantages)
         self.digests |= other.digests
 
     def as_dict(self) -> dict[str, Any]:
-        """As programs read it."""
+        """Convert to plain values for JSON."""
         return {
             "batches": self.batches,
             "rollouts": self.rollouts,
@@ -129,26 +139,26 @@ class Side:
 
 
 @dataclass
-class Replay:
-    """Both sides, and how they differ."""
+class ReplayComparison:
+    """Both folds and their differences."""
 
-    recorded: Side = field(default_factory=Side)
-    replayed: Side = field(default_factory=Side)
+    recorded: FoldSummary = field(default_factory=FoldSummary)
+    replayed: FoldSummary = field(default_factory=FoldSummary)
     changed: dict[str, list[Any]] = field(default_factory=dict)
-    """Settings that differ: what the log's configurations say, and what the replay said instead."""
+    """Settings that differ: values of the log's configurations, and the value of the replay."""
     entries: list[tuple[int, BatchIndexEntry]] = field(default_factory=list)
     """Time of each batch written into another run, and its entry."""
     skipped: SkippedRecords = field(default_factory=partial(SkippedRecords, logged=False))
-    """Records of journal and batches that are none."""
+    """Invalid records of journal and batches."""
 
     @property
     def differing(self) -> list[str]:
-        """Batches that are not the same on both sides."""
+        """Batches that differ between the folds."""
         a, b = self.recorded.digests, self.replayed.digests
         return sorted((name for name in a.keys() | b.keys() if a.get(name) != b.get(name)), key=batch_numbers)
 
-    def merge(self, other: "Replay") -> None:
-        """Add another partition's."""
+    def merge(self, other: "ReplayComparison") -> None:
+        """Add the comparison of another partition."""
         self.recorded.merge(other.recorded)
         self.replayed.merge(other.replayed)
         self.entries += other.entries
@@ -158,7 +168,7 @@ class Replay:
             kept[0] += [value for value in before if value not in kept[0]]
 
     def as_dict(self) -> dict[str, Any]:
-        """As programs read it."""
+        """Convert to plain values for JSON."""
         return {
             "changed": self.changed,
             "recorded": self.recorded.as_dict(),
@@ -180,12 +190,19 @@ class _Job:
     into: str | None
 
 
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream replay`."""
+    set_handler(parser, show_replay, example="rollstream replay --run main --set grouping.estimator=grpo", json=True)
+    parser.add_argument("--from", dest="since", metavar="TIME", help="from this time on (as cat's --since)")
+    parser.add_argument("--into", metavar="RUN", help="write the batches as those of another run, to train on")
+
+
 def show_replay(config: RunConfig, args: argparse.Namespace) -> int:
-    """Print both sides; 1 when the configuration is the same and a batch is not."""
+    """Print both folds; return 1 if a batch differs under the same configuration."""
     overrides = {name: getattr(config.grouping, name) for name in _set_keys(args) if name not in _FIXED}
     since_ms = None if args.since is None else milliseconds(args.since)
     with progress("partitions") as show:
-        found = replay(
+        comparison = replay(
             config.kafka,
             config.run,
             overrides,
@@ -195,13 +212,13 @@ def show_replay(config: RunConfig, args: argparse.Namespace) -> int:
             processes=os.cpu_count() or 1,
             progress=show,
         )
-    print(compact({**found.as_dict(), "into": args.into}) if args.json else replay_text(found, args.into))
-    tell(found.skipped)
-    return 0 if found.changed or not found.differing else 1
+    print(compact({**comparison.as_dict(), "into": args.into}) if args.json else replay_text(comparison, args.into))
+    tell(comparison.skipped)
+    return 0 if comparison.changed or not comparison.differing else 1
 
 
 def _set_keys(args: argparse.Namespace) -> list[str]:
-    """Settings of grouping that a file, the environment or a flag gives: defaults override nothing."""
+    """Grouping settings given by a file, the environment or a flag; defaults override nothing."""
     layers = [*file_layers(args.config), *environment_layers(os.environ), *flag_layers(args.set, args.client)]
     _config, origins = fill(RunConfig, layers, by_reference)
     return list(dict.fromkeys(path[1] for path in origins if path[0] == "grouping" and len(path) > 1))
@@ -216,19 +233,19 @@ def replay(
     since_ms: int | None = None,
     into: str | None = None,
     processes: int = 1,
-    progress: Progress = lambda _done, _all: None,
-) -> Replay:
-    """Fold a run again with `overrides` in every configuration its log holds.
+    progress: ProgressCallback = lambda _done, _all: None,
+) -> ReplayComparison:
+    """Fold a run again with `overrides` in every configuration of its log.
 
-    From `since_ms` on where it is given: from a snapshot before it where nothing is overridden, else with nothing held.
-    Batches go into the topics of run `into` where it is named. Raises TopicError when that run has batches already.
+    With `since_ms`, begin at that time: from a snapshot before it if nothing is overridden, else with an empty state.
+    With `into`, write the batches to the topics of that run. Raises TopicError if that run already has batches.
     """
     clients.check_broker(kafka)
-    partitions = clients.partitions_of(kafka, topic_name(run, "rollouts"))
+    partitions = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
     if into is not None:
         _prepare(kafka, run, into, partitions)
     jobs = [_Job(kafka, run, p, tuple(makers), dict(overrides), since_ms, into) for p in range(partitions)]
-    result = Replay()
+    result = ReplayComparison()
     progress(0, len(jobs))
     for done, part in enumerate(spread(_replay_partition, jobs, processes), 1):
         result.merge(part)
@@ -245,12 +262,12 @@ def _in_order(timed: tuple[int, BatchIndexEntry]) -> tuple[int, int, int]:
 # ---------------------------------------------------------------------- one partition
 
 
-def _replay_partition(job: _Job) -> Replay:
-    result = Replay()
+def _replay_partition(job: _Job) -> ReplayComparison:
+    result = ReplayComparison()
     journal = journal_of(job.kafka, job.run, job.partition, result.skipped)
     if not journal:
         return result
-    makers = makers_of(job.makers)
+    makers = load_makers(job.makers)
     usable = beginnings(journal, log_begins(job.kafka, job.run, "rollouts")[job.partition])
     if not usable:
         raise TopicError(
@@ -265,12 +282,12 @@ def _replay_partition(job: _Job) -> Replay:
     begin, first = _beginning(job, journal, usable, in_force, change)
     stop = journal[-1].position
     later = [record for record in journal if record.sequence > first]
-    result.recorded.take(_recorded(job, later, result.skipped), (drop for record in later for drop in record.drops))
-    result.recorded.in_flight = len(state.restore(journal).unfinished)
+    result.recorded.add(_recorded(job, later, result.skipped), (drop for record in later for drop in record.drops))
+    result.recorded.in_flight = len(task_state.restored_state(journal).unfinished)
     writer = _Writer(job.kafka, job.into) if job.into else None
     for output in refold(job.kafka, job.run, begin, stop, makers, change, skips_in(later)):
-        result.replayed.take(output.batches, output.journal.drops)
-        result.replayed.in_flight = len(list(from_runs(output.journal.unfinished)))
+        result.replayed.add(output.batches, output.journal.drops)
+        result.replayed.in_flight = len(list(from_ranges(output.journal.unfinished)))
         for batch in output.batches:
             if writer is not None:
                 writer.write(batch)
@@ -286,9 +303,9 @@ def _beginning(
     in_force: Mapping[int, GroupingConfig],
     change: Change | None,
 ) -> tuple[Sequence[JournalRecord], int]:
-    """The journal to begin with, and the last sequence before what is compared.
+    """Return the journal to begin with, and the last sequence before the part that is compared.
 
-    `usable` is as `beginnings` returns it, and `in_force` holds the configuration of each generation.
+    `usable` is the result of `beginnings`; `in_force` holds the configuration of each generation.
     """
     last = usable[0]
     if job.since_ms is not None:
@@ -299,9 +316,9 @@ def _beginning(
         last = max((i for i in usable if i <= last), default=usable[0])
         return journal[: last + 1], journal[last].sequence
     last = max(last, usable[0])
-    # Under another configuration what was held then would not be what is held here: it begins with nothing.
+    # Another configuration would have held other groups at that time, so the replay begins with an empty state.
     record = journal[last]
-    empty = state.initial(job.partition, record.partitions, record.topic_id, GroupingConfig())
+    empty = task_state.initial_record(job.partition, record.partitions, record.topic_id, GroupingConfig())
     position = record.position
     return [
         replace(
@@ -331,41 +348,36 @@ def _recorded(job: _Job, journal: Sequence[JournalRecord], skipped: SkippedRecor
 
 
 def _prepare(kafka: KafkaConfig, run: str, into: str, partitions: int) -> None:
-    """Make the topics of the other run, and tell there which policy versions this one had: staleness goes by them."""
+    """Create the topics of the other run, and copy the policy versions, which decide staleness."""
     if into == run:
         raise ConfigurationError(f"--into {into} is the run that is replayed; name another")
     provisioning.apply(kafka, TopicsConfig(partitions=partitions), into)
-    if next(iter(clients.read_to_end(kafka, topic_name(into, "batches"))), None) is not None:
+    if next(iter(read_to_end(kafka, topic_name(into, "batches"))), None) is not None:
         raise TopicError(f"run {into} has batches already; name another run with --into")
-    policies = clients.read_to_end(kafka, topic_name(run, "policies"))
-    _write(kafka, topic_name(into, "policies"), ((message.key(), message.value()) for message in policies))
+    policies = read_to_end(kafka, topic_name(run, "policies"))
+    _write(kafka, topic_name(into, "policies"), ((message.key, message.value) for message in policies))
 
 
 class _Writer:
     """Writes the batches of one partition into another run."""
 
     def __init__(self, kafka: KafkaConfig, into: str) -> None:
-        self._producer = clients.producer(kafka)
+        self._sender = Sender(clients.producer(kafka), remedy=_REMEDY)
         self._topic = topic_name(into, "batches")
         self._entries: list[tuple[int, BatchIndexEntry]] = []
-        self._failed: list[KafkaError] = []
 
     def write(self, batch: TrainingBatch) -> None:
-        """Produce a batch; its entry is known once it was acknowledged."""
+        """Send a batch; its entry is known once the batch is acknowledged."""
 
-        def delivered(error: KafkaError | None, message: Message) -> None:
-            if error is not None:
-                self._failed.append(error)
-            else:
-                self._entries.append((batch.cut_ms, index_entry(batch, message.offset() or 0)))
+        def delivered(delivery: Delivery) -> None:
+            self._entries.append((batch.cut_ms, BatchIndexEntry.of(batch, delivery.offset)))
 
-        value, key = encode(batch), encode_key(batch.batch_id)
-        clients.produce(self._producer, self._topic, value, key, partition=batch.partition, on_delivery=delivered)
-        self._producer.poll(0)
+        value, key, name = encode(batch), encode_key(batch.batch_id), f"batch {batch.batch_id}"
+        self._sender.send(self._topic, value, key, partition=batch.partition, name=name, on_delivery=delivered)
 
     def close(self) -> list[tuple[int, BatchIndexEntry]]:
-        """Wait until all are acknowledged."""
-        _flush(self._producer, self._topic, self._failed)
+        """Wait until all are acknowledged; return the index entries."""
+        self._sender.flush(_TIMEOUT_S)
         return self._entries
 
 
@@ -376,32 +388,18 @@ def _index(kafka: KafkaConfig, into: str, entries: Sequence[BatchIndexEntry]) ->
 
 def _write(kafka: KafkaConfig, topic: str, records: Iterable[tuple[bytes | None, bytes | None]]) -> None:
     """Write keys and values to a topic of one partition."""
-    producer, failed = clients.producer(kafka), []
-
-    def delivered(error: KafkaError | None, _message: Message) -> None:
-        if error is not None:
-            failed.append(error)
-
+    sender = Sender(clients.producer(kafka), remedy=_REMEDY)
     for key, value in records:
-        clients.produce(producer, topic, value, key, partition=0, on_delivery=delivered)
-        producer.poll(0)
-    _flush(producer, topic, failed)
-
-
-def _flush(producer: Producer, topic: str, failed: Sequence[KafkaError]) -> None:
-    """Wait until all is acknowledged. Raises DeliveryError where something is not."""
-    left = producer.flush(60)
-    if left or failed:
-        why = failed[0].str() if failed else f"{left} records had no answer within 60 s; are the brokers up?"
-        raise DeliveryError(f"not everything was written to {topic}: {why}")
+        sender.send(topic, value, key, partition=0)
+    sender.flush(_TIMEOUT_S)
 
 
 # ---------------------------------------------------------------------- output
 
 
-def replay_text(found: Replay, into: str | None = None) -> str:
-    """Both sides as a table, and the verdict."""
-    a, b = found.recorded, found.replayed
+def replay_text(comparison: ReplayComparison, into: str | None = None) -> str:
+    """Table of both folds, and the verdict."""
+    a, b = comparison.recorded, comparison.replayed
     rows: list[tuple[object, ...]] = [
         ("batches", a.batches, b.batches),
         ("rollouts kept", a.rollouts, b.rollouts),
@@ -412,22 +410,24 @@ def replay_text(found: Replay, into: str | None = None) -> str:
         for reason in sorted(a.dropped.keys() | b.dropped.keys())
     ]
     rows.append(("in flight where the log ends", a.in_flight, b.in_flight))
-    lines = [f"{name}: {', '.join(map(str, before))} -> {after}" for name, (before, after) in found.changed.items()]
+    lines = [
+        f"{name}: {', '.join(map(str, before))} -> {after}" for name, (before, after) in comparison.changed.items()
+    ]
     books = table(("", "recorded", "replayed"), rows)
     lines = [*lines, "", books, ""] if lines else [books, ""]
     advantages = []
     for name in sorted(a.environments.keys() | b.environments.keys()):
         for side, label in ((a, "recorded"), (b, "replayed")):
-            figures = side.environments.get(name, Advantages()).as_dict()
+            figures = side.environments.get(name, AdvantageStatistics()).as_dict()
             advantages.append((name, label, *(figures[key] for key in ("mean", "std", "min", "max"))))
     lines += [table(("advantages", "", "mean", "std", "min", "max"), advantages), ""]
-    if not found.differing:
+    if not comparison.differing:
         lines.append(f"every batch is the same: {b.batches:,} batches")
-    elif found.changed:
-        lines.append(f"{len(found.differing):,} batches differ, as another configuration has it")
+    elif comparison.changed:
+        lines.append(f"{len(comparison.differing):,} batches differ under the other configuration")
     else:
-        these = " ".join(found.differing[:8])
-        lines.append(f"{len(found.differing):,} BATCHES DIFFER UNDER THE SAME CONFIGURATION: {these}")
+        these = " ".join(comparison.differing[:8])
+        lines.append(f"{len(comparison.differing):,} BATCHES DIFFER UNDER THE SAME CONFIGURATION: {these}")
     if into is not None:
         lines.append(f"written as batches of run {into}; a learner follows them with learner.input_run={into}")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""`rollstream retrain`: execute recorded steps again from a checkpoint and the log, and compare what comes out.
+"""`rollstream retrain`: executes recorded steps again from a checkpoint and the log, and compares the parameters.
 
-Exit code 0 when every step gives the parameters on record, 1 when one does not. Nothing is written to the run.
+Exit code 0 if every step gives the parameters on record, 1 if one does not. Nothing is written to the run.
 """
 
 import argparse
@@ -9,32 +9,44 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config import RunConfig
-from pipeline.roles.jax_runtime import prepare_jax
-from pipeline.tables import clipped, table
-from pipeline.warm_start import warm_start_examples
-from topics import clients
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.roles.jax_runtime import prepare_jax
+from rollstream.pipeline.run.warm_start import warm_start_examples
+from rollstream.pipeline.text_tables import clipped, table
+from rollstream.topics.kafka import clients
 
 if TYPE_CHECKING:
-    from consumers.learner.retrain import RetrainedStep, Retraining
+    from rollstream.consumers.learner.records.retraining import RetrainedStep, Retraining
 
 _DIGEST = 16
-"""Characters of a digest that are shown to people."""
+"""Characters of a digest that are shown."""
 _VALUE = 60
-"""The same of a setting."""
+"""Characters of a setting that are shown."""
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream retrain`."""
+    set_handler(
+        parser, show_retraining, example="rollstream retrain --config run.toml --from-step 100 --to-step 120", json=True
+    )
+    parser.add_argument(
+        "--from-step", type=int, required=True, metavar="A", help="begin where the learner stood after this step"
+    )
+    parser.add_argument("--to-step", type=int, metavar="B", help="the last step to execute (default: that on record)")
 
 
 def show_retraining(config: RunConfig, args: argparse.Namespace) -> int:
-    """Print a line for each step, and the first difference with what may have led to it."""
+    """Print a line for each step, and the first difference with its possible causes."""
     clients.check_broker(config.kafka)
     prepare_jax(config)
-    from consumers.learner.retrain import retrain
+    from rollstream.consumers.learner.records.retraining import retrain
 
     def progress(step: "RetrainedStep") -> None:
         if sys.stderr.isatty():
             print(f"\rstep {step.step}", end="", file=sys.stderr, flush=True)
 
-    found = retrain(
+    retraining = retrain(
         config.learner,
         config.kafka,
         config.run,
@@ -45,53 +57,57 @@ def show_retraining(config: RunConfig, args: argparse.Namespace) -> int:
     )
     if sys.stderr.isatty():
         print("\r", end="", file=sys.stderr)
-    print(json.dumps(as_dict(found)) if args.json else text_of(found))
-    return 0 if found.difference is None else 1
+    print(json.dumps(as_dict(retraining)) if args.json else text_of(retraining))
+    return 0 if retraining.difference is None else 1
 
 
-def as_dict(found: "Retraining") -> dict[str, Any]:
-    """What came of it as programs read it."""
-    difference = found.difference
+def as_dict(retraining: "Retraining") -> dict[str, Any]:
+    """The result as plain values for JSON."""
+    difference = retraining.difference
     return {
-        "learner": found.learner,
-        "checkpoint": found.checkpoint,
-        "to_step": found.last,
+        "learner": retraining.learner,
+        "checkpoint": retraining.checkpoint,
+        "to_step": retraining.last,
         "same": difference is None,
         "first_difference": None if difference is None else difference.step,
-        "environment": {name: {"then": then, "now": now} for name, (then, now) in found.environment.items()},
-        "steps": [{**asdict(step), "same": step.same} for step in found.steps],
+        "environment": {name: {"then": then, "now": now} for name, (then, now) in retraining.environment.items()},
+        "steps": [{**asdict(step), "same": step.same} for step in retraining.steps],
     }
 
 
-def text_of(found: "Retraining") -> str:
-    """What came of it for people."""
+def text_of(retraining: "Retraining") -> str:
+    """The result as tables."""
     rows = [
         (s.step, s.batches, s.trained, s.skipped, s.recorded[:_DIGEST], "the same" if s.same else s.again[:_DIGEST])
-        for s in found.steps
+        for s in retraining.steps
     ]
-    begun = "initial parameters, made again" if found.checkpoint is None else f"checkpoint of step {found.checkpoint}"
+    begun = (
+        "initial parameters, made again"
+        if retraining.checkpoint is None
+        else f"checkpoint of step {retraining.checkpoint}"
+    )
     parts = [
-        f"learner {found.learner}: begun with the {begun}",
+        f"learner {retraining.learner}: begun with the {begun}",
         table(("step", "batches", "trained", "skipped", "parameters on record", "executed again"), rows),
-        _verdict(found),
+        _verdict(retraining),
     ]
-    if found.environment:
+    if retraining.environment:
         changed = [
             (name, clipped(then, _VALUE) or "-", clipped(now, _VALUE) or "-")
-            for name, (then, now) in found.environment.items()
+            for name, (then, now) in retraining.environment.items()
         ]
         parts.append(table(("not as at the checkpoint", "then", "now"), changed))
     return "\n\n".join(parts)
 
 
-def _verdict(found: "Retraining") -> str:
-    difference, executed = found.difference, len(found.steps) - 1
+def _verdict(retraining: "Retraining") -> str:
+    difference, executed = retraining.difference, len(retraining.steps) - 1
     if difference is None:
         return f"{executed} steps executed again from the log, every one with the parameters on record"
     where = f"STEP {difference.step} DIFFERS"
     if not executed:
-        where = f"WHAT STEP {difference.step} LEFT DIFFERS, before anything was executed"
+        where = f"THE PARAMETERS OF STEP {difference.step} DIFFER, before anything was executed"
     return (
         f"{where}: on record\n  {difference.recorded}\nexecuted again\n  {difference.again}\n"
-        f"steps after it were not executed (up to {found.last} were asked for)"
+        f"steps after it were not executed (up to {retraining.last} were asked for)"
     )

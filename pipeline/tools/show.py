@@ -1,6 +1,6 @@
-"""`rollstream show`: one rollout as a person reads it.
+"""`rollstream show`: prints one rollout for people.
 
-Turns, rewards, tokens with their log-probabilities and the advantage as colour, its group beside it, and its fate.
+Shows turns, rewards, tokens with their log-probabilities and the advantage as colour, the group and the fate.
 """
 
 import argparse
@@ -8,52 +8,66 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from consumers.grouping.changes import BATCHED
-from pipeline.config import RunConfig
-from pipeline.tables import printable, table
-from pipeline.tools.lineage import Node, fate_node, place_of
-from pipeline.tools.plain import compact, decoded, plain, tell, time_text
-from pipeline.tools.view import Place, View
-from topics.errors import TopicError
-from topics.records import Rollout, TrainingBatch
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.text_tables import printable, table
+from rollstream.pipeline.tools.lineage import LineageNode, fate_node, parse_place
+from rollstream.pipeline.tools.plain_values import compact, decoded, plain, tell, time_text
+from rollstream.pipeline.tools.run_view import RolloutPlace, RunView
+from rollstream.topics.errors import TopicError
+from rollstream.topics.fates import BATCHED
+from rollstream.topics.records import Rollout, TrainingBatch
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A rollout with what is known of it."""
+class RolloutDetails:
+    """A rollout with its advantage, group and fate."""
 
-    place: Place
+    place: RolloutPlace
     appended_ms: int
     rollout: Rollout
     advantage: float | None
-    """None where it is in no batch."""
+    """None if it is in no batch."""
     group: list[tuple[str, float, float]]
-    """uid, reward and advantage of the members batched with it."""
-    fate: Node
+    """Uid, reward and advantage of the members batched with it."""
+    fate: LineageNode
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream show`."""
+    set_handler(parser, show, example="rollstream show --run main 0:1234", json=True)
+    parser.add_argument("rollout", metavar="ROLLOUT", help="its uid, or PARTITION:OFFSET")
+    parser.add_argument("--full", action="store_true", help="all tokens; with --json, arrays in full")
+    parser.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="advantage as colour (default: %(default)s)",
+    )
 
 
 def show(config: RunConfig, args: argparse.Namespace) -> int:
-    """Print every rollout of a uid, or the one at a place."""
-    with View(config.kafka, config.run) as view:
-        places = [place_of(args.rollout)] if _is_place(args.rollout) else view.places_of(args.rollout)
+    """Print every rollout with a uid, or the one at an offset."""
+    with RunView(config.kafka, config.run) as view:
+        places = [parse_place(args.rollout)] if _is_place(args.rollout) else view.places_of(args.rollout)
         if not places:
             raise TopicError(
                 f"no rollout of run {config.run} has uid {args.rollout!r}; `rollstream cat rollouts` lists them"
             )
-        found = [_look(view, place) for place in places]
+        rollouts = [_details(view, place) for place in places]
         if args.json:
-            print(compact([_as_dict(shown, args.full) for shown in found]))
+            print(compact([_as_dict(details, args.full) for details in rollouts]))
             tell(view.skipped)
             return 0
-        # Imported late: a program that asks for JSON needs none of it.
+        # Imported late, because JSON output does not need it.
         from rich.console import Console
 
         if args.color == "auto":
             console = Console(soft_wrap=True)
         else:
             console = Console(soft_wrap=True, color_system="truecolor", force_terminal=args.color == "always")
-        for shown in found:
-            _print(console, shown, args.full)
+        for details in rollouts:
+            _print(console, details, args.full)
         tell(view.skipped)
         return 0
 
@@ -63,81 +77,80 @@ def _is_place(text: str) -> bool:
     return bool(colon) and partition.isdecimal() and offset.isdecimal()
 
 
-def _look(view: View, place: Place) -> Shown:
+def _details(view: RunView, place: RolloutPlace) -> RolloutDetails:
     message = view.record("rollouts", *place)
-    rollout = decoded(message.value())
+    rollout = decoded(message.value)
     if not isinstance(rollout, Rollout):
         raise TopicError(f"rollouts[{place.partition}] holds no rollout at offset {place.offset}; try `rollstream cat`")
     fate = view.fates(place.partition, {place.offset})[place.offset]
     batch = view.batch_of(place, fate) if fate.name == BATCHED else None
     group, advantage = _group(batch, place) if batch is not None else ([], None)
-    told = fate_node(view, place, fate, batch)
-    return Shown(place, message.timestamp()[1], rollout, advantage, group, told)
+    return RolloutDetails(place, message.timestamp_ms, rollout, advantage, group, fate_node(view, place, fate, batch))
 
 
-def _group(batch: TrainingBatch, place: Place) -> tuple[list[tuple[str, float, float]], float]:
+def _group(batch: TrainingBatch, place: RolloutPlace) -> tuple[list[tuple[str, float, float]], float]:
     row = batch.source_offsets.tolist().index(place.offset)
     advantages = batch.advantages[batch.splits[:-1]].tolist()
     members = [i for i, group in enumerate(batch.group_index.tolist()) if group == int(batch.group_index[row])]
     return [(batch.uids[i], float(batch.rewards[i]), advantages[i]) for i in members], advantages[row]
 
 
-def _as_dict(shown: Shown, full: bool) -> dict[str, Any]:
+def _as_dict(details: RolloutDetails, full: bool) -> dict[str, Any]:
     return {
-        "offset": str(shown.place),
-        "appended": time_text(shown.appended_ms),
-        "rollout": plain(shown.rollout, full=full),
-        "advantage": shown.advantage,
-        "group": [{"uid": uid, "reward": reward, "advantage": a} for uid, reward, a in shown.group],
-        "fate": shown.fate.as_dict(),
+        "offset": str(details.place),
+        "appended": time_text(details.appended_ms),
+        "rollout": plain(details.rollout, full=full),
+        "advantage": details.advantage,
+        "group": [{"uid": uid, "reward": reward, "advantage": a} for uid, reward, a in details.group],
+        "fate": details.fate.as_dict(),
     }
 
 
-def _print(console: Any, shown: Shown, full: bool) -> None:
-    r = shown.rollout
+def _print(console: Any, details: RolloutDetails, full: bool) -> None:
+    r = details.rollout
     console.print(_text(f"rollout {r.uid}", "bold"))
     versions = f"version {r.policy_version}"
     if r.lowest_version != r.highest_version:
         versions += f" (tokens by {r.lowest_version} to {r.highest_version})"
     console.print(
-        _text(f"{r.environment}/{r.example_id}, {versions}, rollouts {shown.place}, {time_text(shown.appended_ms)}")
+        _text(f"{r.environment}/{r.example_id}, {versions}, rollouts {details.place}, {time_text(details.appended_ms)}")
     )
     parts = [f"{name} {value:g}" for name, value in r.reward_components.items()]
-    told = f"reward {r.reward:g}" + (f" ({', '.join(parts)})" if parts else "")
-    told += "" if shown.advantage is None else f", advantage {shown.advantage:+.4g}"
-    console.print(_text(told + (", truncated" if r.truncated else "")))
+    reward = f"reward {r.reward:g}" + (f" ({', '.join(parts)})" if parts else "")
+    reward += "" if details.advantage is None else f", advantage {details.advantage:+.4g}"
+    console.print(_text(reward + (", truncated" if r.truncated else "")))
     for turn in r.turns:
         console.print(_text(f"\n{turn.role}", "bold"), _text(turn.text), sep="\n")
     console.print(
         _text(f"\n{len(r.tokens)} tokens, {int(r.loss_mask.sum())} sampled: id, below it its log-probability", "bold")
     )
-    console.print(_tokens(shown, None if full else 400))
-    if shown.group:
+    console.print(_tokens(details, None if full else 400))
+    if details.group:
         console.print(_text("\ngroup", "bold"))
-        rows = [("> " + uid if uid == r.uid else "  " + uid, reward, a) for uid, reward, a in shown.group]
+        rows = [("> " + uid if uid == r.uid else "  " + uid, reward, a) for uid, reward, a in details.group]
         console.print(_text(table(("  uid", "reward", "advantage"), rows)))
-    console.print(_text("\n" + "\n".join(shown.fate.lines())))
+    console.print(_text("\n" + "\n".join(details.fate.lines())))
 
 
 def _text(text: str, style: str = "") -> Any:
-    """A record's words, none of which a terminal obeys."""
+    """Text of a record without control characters."""
     from rich.text import Text
 
     return Text(printable(text), style)
 
 
-def _tokens(shown: Shown, most: int | None) -> Any:
-    """Sampled tokens on green for a positive advantage and red for a negative one, the stronger the less likely."""
+def _tokens(details: RolloutDetails, most: int | None) -> Any:
+    """Table of tokens, sampled ones on green for a positive advantage, red for a negative one, stronger if unlikely."""
     from rich.text import Text
 
-    r, text = shown.rollout, Text()
+    r, text = details.rollout, Text()
     count = len(r.tokens) if most is None else min(most, len(r.tokens))
     cells = 8
     for begin in range(0, count, cells):
         ids, below = Text(), Text()
         for i in range(begin, min(begin + cells, count)):
             sampled = bool(r.loss_mask[i])
-            style = _style(shown.advantage, float(r.logprobs[i])) if sampled else "dim"
+            style = _style(details.advantage, float(r.logprobs[i])) if sampled else "dim"
             ids.append(f"{int(r.tokens[i]):>8} ", style)
             below.append(f"{r.logprobs[i]:>8.3f} " if sampled else " " * 9, "dim")
         text.append(ids).append("\n").append(below).append("\n")

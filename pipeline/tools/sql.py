@@ -1,4 +1,4 @@
-"""`rollstream sql`: one query over an archive, as a table, JSON or CSV, and as a picture where it has two columns."""
+"""`rollstream sql`: runs one query over an archive and prints a table, JSON or CSV, or draws two columns."""
 
 import argparse
 import csv
@@ -10,25 +10,37 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from consumers.archive.sql import VIEWS, Answer, query, times_of
-from consumers.archive.store import open_store
-from consumers.archive.tables import SCHEMAS
-from pipeline.config import RunConfig
-from pipeline.tables import table
-from pipeline.tools.archive import place_of
-from pipeline.tools.plain import compact
-from topics.errors import ConfigurationError
+from rollstream.consumers.archive.sql import VIEWS, QueryResult, query, times_of
+from rollstream.consumers.archive.store import open_store
+from rollstream.consumers.archive.tables import SCHEMAS
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.text_tables import table
+from rollstream.pipeline.tools.archive import place_of
+from rollstream.pipeline.tools.plain_values import compact
+from rollstream.topics.errors import ConfigurationError
 
 _MOST_BARS = 40
 
 
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream sql`."""
+    set_handler(parser, show_sql, example="rollstream sql 'select * from drops_by_reason'", json=True)
+    parser.add_argument("query", nargs="?", metavar="QUERY", help="one SELECT")
+    parser.add_argument(
+        "--archive", metavar="ARCHIVE", help="a directory, or a URL of fsspec's (default: archive in data_dir)"
+    )
+    parser.add_argument("--csv", action="store_true", help="print CSV")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw two columns: a line, or bars over texts")
+
+
 def show_sql(config: RunConfig, args: argparse.Namespace) -> int:
-    """Print the answer, or what can be asked about."""
+    """Print the result of the query, or the tables if there is no query."""
     if args.query is None:
         show_tables(args.json)
         return 0
     if args.csv and args.json:
-        raise ConfigurationError("--json and --csv are two ways to print; say one")
+        raise ConfigurationError("--json and --csv are two ways to print; give one")
     answer = query(open_store(place_of(config, args.archive)), args.query)
     if args.plot is not None:
         plot(answer, args.plot)
@@ -62,9 +74,9 @@ def show_tables(as_json: bool) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """A value as a plain value for JSON."""
     if isinstance(value, Decimal):
-        return float(value) if value.as_tuple().exponent else int(value)  # A sum of integers is one without places.
+        return float(value) if value.as_tuple().exponent else int(value)  # A sum of integers has no decimal places.
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, date | datetime):
@@ -77,17 +89,17 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> Any:
-    """A value as a cell: numbers as they are, the rest as text."""
+    """A value as a table cell: numbers as they are, the rest as text."""
     plain = _plain(value)
     if plain is None or isinstance(plain, bool | int | float | str):
         return "" if plain is None else plain
     return json.dumps(plain, ensure_ascii=False)
 
 
-def plot(answer: Answer, path: Path) -> None:
+def plot(answer: QueryResult, path: Path) -> None:
     """Draw two columns: bars over texts, a line over numbers and times.
 
-    Raises ConfigurationError where matplotlib is missing, or the columns are not such.
+    Raises ConfigurationError if matplotlib is missing or the columns cannot be drawn.
     """
     if len(answer.columns) != 2 or not answer.rows:
         raise ConfigurationError(f"--plot draws two columns with rows; the query has {', '.join(answer.columns)}")

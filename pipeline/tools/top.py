@@ -1,6 +1,6 @@
-"""`rollstream top`: how a run goes, on one screen, from its topics alone; of a run that is over, how it went.
+"""`rollstream top`: shows the state of a run on one screen, from its topics alone, also after the run has ended.
 
-`frame` and `line` are pure: a `Snapshot` in, what is shown out. The demo shows the same frame.
+`frame` and `line` are pure functions of a `RunSnapshot`. The demo shows the same frame.
 """
 
 import argparse
@@ -15,24 +15,37 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.config import RunConfig
-from pipeline.flow import Snapshot
-from pipeline.observer import RunObserver
-from pipeline.tables import printable
-from pipeline.tools.plain import compact, tell
-from topics import clients
+from rollstream.pipeline import interruption
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.component_metrics import component_lines
+from rollstream.pipeline.run.observer import RunObserver
+from rollstream.pipeline.run.run_statistics import RunSnapshot
+from rollstream.pipeline.text_tables import printable
+from rollstream.pipeline.tools.plain_values import compact, tell
+from rollstream.topics.kafka import clients
 
 NEWEST = 1000
-"""Rollouts whose mean reward is shown as the present one."""
+"""Number of newest rollouts whose mean reward is shown."""
+LINES = 20
+"""Height of a frame without the tables of components."""
+_ALL_LINES = 1_000_000
 _FRAME_S = 0.5
-_LINE_S = 2.0
+LINE_S = 2.0
+"""Time between two lines that show how much of the history is read."""
 _LEAST_WIDTH = 80
 _MOST_WIDTH = 120
 _ROWS = 4
 _FAR = 1e300
-"""What an infinite mean is shown as: differences stay finite."""
+"""Value that stands for an infinite mean, so that differences stay finite."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _NODES = ("envs", "rollouts", "grouping", "batches", "inference", "weights", "learner")
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream top`."""
+    set_handler(parser, top, example="rollstream top --run main", json=True)
+    parser.add_argument("--once", action="store_true", help="show it as it is now and end, as --json does")
 
 
 def top(config: RunConfig, args: argparse.Namespace) -> int:
@@ -40,44 +53,58 @@ def top(config: RunConfig, args: argparse.Namespace) -> int:
     clients.check_broker(config.kafka)
     with closing(RunObserver(config.kafka, config.run, logged=False)) as observer:
         if args.json or args.once:
-            observer.catch_up(_telling(observer, lambda s: print(_history(s), file=sys.stderr, flush=True), _LINE_S))
-            found = observer.snapshot(NEWEST)
+            observer.catch_up(
+                _history_progress(observer, lambda s: print(_history(s), file=sys.stderr, flush=True), LINE_S)
+            )
+            snapshot = observer.snapshot(NEWEST)
             if args.json:
-                print(compact(found.as_dict()))
+                print(compact(snapshot.as_dict()))
             else:
-                Console().print(frame(found, Console().width))
+                console = Console()
+                console.print(frame(snapshot, console.width, _ALL_LINES))
             tell(observer.skipped)
         elif sys.stdout.isatty():
-            _follow(observer)
+            follow(observer, Console())
         else:
-            _tell(observer)
+            _print_lines(observer)
     return 0
 
 
-def _follow(observer: RunObserver) -> None:
-    console = Console()
-    with Live(console=console, auto_refresh=False, screen=True) as live:
-        while True:
-            live.update(frame(observer.snapshot(NEWEST), console.width), refresh=True)
-            _read_for(observer, _FRAME_S)
+def follow(observer: RunObserver, console: Console) -> None:
+    """Show the run on its own screen until interrupted, and restore the terminal whenever that happens."""
+
+    def restore() -> None:
+        console.set_alt_screen(False)
+        console.show_cursor(True)
+
+    interruption.last_acts.append(restore)
+    try:
+        with Live(console=console, auto_refresh=False, screen=True) as live:
+            while True:
+                live.update(frame(observer.snapshot(NEWEST), console.width, console.height), refresh=True)
+                _read_for(observer, _FRAME_S)
+    finally:
+        restore()  # `Live` does not restore it if interrupted while it starts
+        interruption.last_acts.remove(restore)
 
 
-def _tell(observer: RunObserver) -> None:
-    observer.catch_up(_telling(observer, lambda s: print(line(s), flush=True), 0.0))
+def _print_lines(observer: RunObserver) -> None:
+    """Print a line every few seconds until interrupted."""
+    observer.catch_up(_history_progress(observer, lambda s: print(line(s), flush=True), 0.0))
     while True:
         print(line(observer.snapshot(NEWEST)), flush=True)
-        _read_for(observer, _LINE_S)
+        _read_for(observer, LINE_S)
 
 
-def _telling(observer: RunObserver, show: Callable[[Snapshot], None], first_s: float) -> Callable[[], None]:
-    """While history is read, `show` gets a snapshot every few seconds, the first after `first_s`."""
+def _history_progress(observer: RunObserver, show: Callable[[RunSnapshot], None], first_s: float) -> Callable[[], None]:
+    """Return a callback that, while history is read, shows a snapshot every few seconds, the first after `first_s`."""
     due = time.monotonic() + first_s
 
     def tell() -> None:
         nonlocal due
         if time.monotonic() >= due and observer.history_left:
             show(observer.snapshot(NEWEST))
-            due = time.monotonic() + _LINE_S
+            due = time.monotonic() + LINE_S
 
     return tell
 
@@ -91,8 +118,8 @@ def _read_for(observer: RunObserver, seconds: float) -> None:
 # ---------------------------------------------------------------------- what is shown
 
 
-def line(s: Snapshot) -> str:
-    """A run in a line."""
+def line(s: RunSnapshot) -> str:
+    """The state of a run in one line."""
     return (
         (f"{_history(s)}  " if s.history_left else "")
         + f"step {s.step}  version {s.policy_version}  rollouts {s.rollouts:,} ({_rate(s.rollouts_per_s)})  "
@@ -103,12 +130,13 @@ def line(s: Snapshot) -> str:
     )
 
 
-def _history(s: Snapshot) -> str:
+def _history(s: RunSnapshot) -> str:
     return f"reading history, {100 * (s.history - s.history_left) // s.history} %"
 
 
-def frame(s: Snapshot, width: int) -> Group:
-    """A run on a screen of 80 columns or more: 20 lines, whatever there is to show."""
+def frame(s: RunSnapshot, width: int, height: int = LINES) -> Group:
+    """The state of a run on a screen of 80 columns or more, in 20 lines and tables of its components in the lines below
+    that `height` leaves."""
     width = min(max(width, _LEAST_WIDTH), _MOST_WIDTH)
     inner = width - 4
     half = width // 2
@@ -117,15 +145,17 @@ def frame(s: Snapshot, width: int) -> Group:
         grid.add_column(width=half)
         grid.add_column(width=width - half)
     middle.add_row(
-        _panel("rewards of what is produced", _rewards(s, half - 4)),
+        _panel("rewards of rollouts produced", _rewards(s, half - 4)),
         _panel("versions behind, when trained on", _staleness(s, width - half - 4)),
     )
     books = f"where records are, {s.records_skipped:,} unreadable" if s.records_skipped else "where records are"
     bottom.add_row(_panel(books, _books(s, half - 4)), _panel("dropped", _drops(s, width - half - 4)))
-    return Group(_header(s, width), _panel("", _flow(s, inner), width), middle, bottom)
+    tables = component_lines(s.components, height - LINES)
+    components = [Text("\n".join(line.ljust(width) for line in tables), no_wrap=True)] if tables else []
+    return Group(_header(s, width), _panel("", _flow(s, inner), width), middle, bottom, *components)
 
 
-def _header(s: Snapshot, width: int) -> Text:
+def _header(s: RunSnapshot, width: int) -> Text:
     state = _history(s) if s.history_left else f"quiet for {_duration(s.quiet_s)}" if s.quiet else "live"
     right = f"{_duration(s.seconds)} of records, {state} "
     name = f" {s.run}"[: width - len(right) - 1]
@@ -142,9 +172,9 @@ def _panel(title: str, lines: Iterable[str], width: int | None = None) -> Panel:
     return Panel(text, title=title or None, title_align="left", width=width, border_style="dim")
 
 
-def _flow(s: Snapshot, width: int) -> list[str]:
-    """Where records go, with rates on the edges, what waits beside them, and totals below the nodes."""
-    there, columns = _chain(
+def _flow(s: RunSnapshot, width: int) -> list[str]:
+    """Diagram of the loop, with rates on the edges and totals below the nodes."""
+    forward, columns = _chain(
         ("envs", "rollouts", "grouping", "batches"),
         (_rate(s.rollouts_per_s), _rate(s.read_per_s), _rate(s.batches_per_s)),
         width,
@@ -162,7 +192,7 @@ def _flow(s: Snapshot, width: int) -> list[str]:
     )
     produced, held = f"{_count(s.produced)}, {_count(s.unread)} unread", f"{_count(s.in_flight)} in flight"
     return [
-        there,
+        forward,
         _put(width, zip([*columns[1:3], width], (produced, held, _count(s.batches)), strict=True)),
         _put(width, ((columns[0] + 1, "▲"), (width, f"{_count(s.waiting)} waiting, {_rate(s.steps_per_s)} steps ▼"))),
         back,
@@ -171,7 +201,7 @@ def _flow(s: Snapshot, width: int) -> list[str]:
 
 
 def _chain(nodes: Sequence[str], labels: Sequence[str], width: int, arrow: str) -> tuple[str, list[int]]:
-    """Nodes with labelled arrows between them, as wide as told; and the column of each node."""
+    """Nodes with labeled arrows between them, `width` wide; and the column of each node."""
     room = width - sum(map(len, nodes))
     text, columns = "", []
     for i, (node, label) in enumerate(zip(nodes, labels, strict=False)):
@@ -182,7 +212,7 @@ def _chain(nodes: Sequence[str], labels: Sequence[str], width: int, arrow: str) 
 
 
 def _put(width: int, parts: Iterable[tuple[int, str]]) -> str:
-    """Texts at their columns; what would pass the right margin ends there."""
+    """Texts at their columns, moved to the left if they would pass the right margin."""
     text = ""
     for column, part in parts:
         start = max(min(column, width - len(part)), len(text) + 1 if text else 0)
@@ -190,7 +220,7 @@ def _put(width: int, parts: Iterable[tuple[int, str]]) -> str:
     return text[:width]
 
 
-def _rewards(s: Snapshot, width: int) -> list[str]:
+def _rewards(s: RunSnapshot, width: int) -> list[str]:
     return [
         f"reward  {s.reward:.3f}",
         sparkline(s.rewards, width),
@@ -200,24 +230,24 @@ def _rewards(s: Snapshot, width: int) -> list[str]:
 
 
 def sparkline(values: Sequence[float], width: int, least: float = 0.0, most: float = 1.0) -> str:
-    """The newest values that fit, a character each, between the bounds or what passes them."""
+    """The newest values that fit, one character each, scaled to the bounds or beyond to the values' own range."""
     values = [min(max(value, -_FAR), _FAR) if value == value else 0.0 for value in values[-width:]]
     least, most = min((least, *values)), max((most, *values))
     return "".join(_SPARKS[round((value - least) / (most - least) * (len(_SPARKS) - 1))] for value in values)
 
 
-def _staleness(s: Snapshot, width: int) -> list[str]:
-    """Bars of the smallest lags, the rest as one."""
+def _staleness(s: RunSnapshot, width: int) -> list[str]:
+    """Bars of the smallest policy lags, with the rest as one entry."""
     lags = {lag: s.staleness.get(lag, 0) for lag in range(_ROWS - 1)}
     rest = sum(s.staleness.values()) - sum(lags.values())
     rows = [*((str(lag), rollouts) for lag, rollouts in lags.items()), (f"{_ROWS - 1}+", rest)]
     return _bars(rows, width) if s.staleness else ["nothing trained on yet", *[""] * (_ROWS - 1)]
 
 
-def _drops(s: Snapshot, width: int) -> list[str]:
-    """The most frequent reasons, the rest as one."""
-    found = sorted(s.dropped.items(), key=lambda item: (-item[1], item[0]))
-    rows = [(printable(reason.replace("_", " "), keep=""), count) for reason, count in found]
+def _drops(s: RunSnapshot, width: int) -> list[str]:
+    """The most frequent reasons, with the rest as one entry."""
+    drops = sorted(s.dropped.items(), key=lambda item: (-item[1], item[0]))
+    rows = [(printable(reason.replace("_", " "), keep=""), count) for reason, count in drops]
     if len(rows) > _ROWS:
         rows[_ROWS - 1 :] = [("others", sum(count for _reason, count in rows[_ROWS - 1 :]))]
     lines = _bars(rows, width) if rows else ["nothing"]
@@ -233,8 +263,8 @@ def _bars(rows: Sequence[tuple[str, int]], width: int) -> list[str]:
     ]
 
 
-def _books(s: Snapshot, width: int) -> list[str]:
-    """What the ledger proves, as far as the journal and the steps say."""
+def _books(s: RunSnapshot, width: int) -> list[str]:
+    """Fates of records, as counted by the journal and the steps."""
     pairs: Mapping[str, tuple[int, str, int]] = {
         "produced": (s.produced, "unread", s.unread),
         "batched": (s.batched, "in flight", s.in_flight),
@@ -253,7 +283,7 @@ def _books(s: Snapshot, width: int) -> list[str]:
 
 
 def _count(number: int) -> str:
-    """A count in six characters or so, whatever a record says."""
+    """A count in about six characters, however large."""
     if abs(number) < 1_000_000:
         return f"{number:,}"
     size = abs(number)

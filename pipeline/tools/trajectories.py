@@ -1,6 +1,6 @@
-"""`rollstream trajectories`: what a saved trajectory buffer holds; several as one, one as several.
+"""`rollstream trajectories`: shows, merges and splits saved trajectory buffers.
 
-Files are linked where the file system can, and copied else; the sources stay as they are. No topic is read.
+Files are linked if the file system allows it, else copied; sources stay unchanged. No topic is read.
 """
 
 import argparse
@@ -13,31 +13,67 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from consumers.buffers.files import StoreError
-from consumers.buffers.trajectory_checkpoint import read_checkpoint, shard, write_checkpoint
-from consumers.buffers.trajectory_folder import Found
-from consumers.buffers.trajectory_formats import DEFAULT, Format, format_named
-from consumers.buffers.trajectory_index import TrajectoryIndex
-from consumers.buffers.trajectory_journal import Content
-from consumers.buffers.trajectory_rows import layout_of, refuse_other
-from pipeline.config import RunConfig
-from pipeline.tables import bytes_text, table
-from topics.errors import ConfigurationError, RecordError
+from rollstream.consumers.buffers.trajectories.checkpoint import read_checkpoint, shard, write_checkpoint
+from rollstream.consumers.buffers.trajectories.folder import SavedCheckpoint
+from rollstream.consumers.buffers.trajectories.formats import DEFAULT, Format, format_named
+from rollstream.consumers.buffers.trajectories.index import TrajectoryIndex
+from rollstream.consumers.buffers.trajectories.journal import JournalContent
+from rollstream.consumers.buffers.trajectories.rows import layout_of, refuse_other
+from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.pipeline.command_parser import add_command, set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.text_tables import bytes_text, table
+from rollstream.topics.errors import ConfigurationError, RecordError
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of `rollstream trajectories`."""
+    actions = parser.add_subparsers(dest="action", metavar="COMMAND", required=True)
+    showing = add_command(actions, "show", "show what a directory of trajectories holds")
+    set_handler(showing, show, example="rollstream trajectories show checkpoints/100", json=True)
+    showing.add_argument("directory", type=Path, metavar="DIRECTORY", help="a checkpoint, or what a buffer saves to")
+    showing.add_argument(
+        "--check", action="store_true", help="read every file, and compare checksums where it has them"
+    )
+    merging = add_command(actions, "merge", "make one checkpoint of several; trajectories get new ids")
+    set_handler(
+        merging, merge, example="rollstream trajectories merge checkpoints/100 --into checkpoints/whole", json=True
+    )
+    merging.add_argument(
+        "source", nargs="+", type=Path, metavar="SOURCE", help="a checkpoint, or a directory of rank_0, rank_1, ..."
+    )
+    merging.add_argument("--into", type=Path, required=True, metavar="DIRECTORY", help="a new directory")
+    splitting = add_command(actions, "split", "make several checkpoints of one, or one of its oldest trajectories")
+    set_handler(
+        splitting,
+        split,
+        example="rollstream trajectories split checkpoints/whole --into checkpoints/100 --parts 4",
+        json=True,
+    )
+    splitting.add_argument("source", type=Path, metavar="SOURCE", help="a checkpoint")
+    splitting.add_argument("--into", type=Path, required=True, metavar="DIRECTORY", help="a new directory")
+    how = splitting.add_mutually_exclusive_group(required=True)
+    how.add_argument("--parts", type=int, metavar="N", help="rank_0 to rank_N-1, as N ranks would load it")
+    how.add_argument("--first", type=int, metavar="N", help="the N oldest")
+    for command in (showing, merging, splitting):
+        command.add_argument(
+            "--allow-pickle", action="store_true", help="load pkl files, which run what their writer put into them"
+        )
 
 
 def show(_: RunConfig, args: argparse.Namespace) -> int:
-    """Print what a directory holds; 1 where --check finds files that are not as they were."""
-    found = _read(args.directory, args)
-    damaged = _damaged(found) if args.check else []
-    told = {**_told(found), **({"damaged": damaged} if args.check else {})}
-    print(json.dumps(told) if args.json else _text(told))
+    """Print the content of a directory; return 1 if --check finds damaged files."""
+    checkpoint = _read(args.directory, args)
+    damaged = _damaged(checkpoint) if args.check else []
+    summary = {**_summary(checkpoint), **({"damaged": damaged} if args.check else {})}
+    print(json.dumps(summary) if args.json else _text(summary))
     for line in damaged:
         print(line, file=sys.stderr)
     return 1 if damaged else 0
 
 
 def merge(_: RunConfig, args: argparse.Namespace) -> int:
-    """Write one checkpoint that holds what several do: oldest first by id, then in the order they are given."""
+    """Write one checkpoint with the trajectories of several: by id, then in the order of the sources."""
     _refuse_full(args.into)
     sources = [_read(directory, args) for source in args.source for directory in _ranks(source)]
     places = sorted(
@@ -51,24 +87,24 @@ def merge(_: RunConfig, args: argparse.Namespace) -> int:
         source = sources[number]
         entry = source.content[place]
         refuse_other(layout, source.content.layout, str(source.directory))
-        index.append(entry.uuid, entry.about, entry.size_bytes)
+        index.append(entry.uuid, entry.description, entry.size_bytes)
         paths.append(source.path(entry))
     position, parted = _position(sources)
-    content = replace(Content.of(index, layout), position=position, seed=sources[0].content.seed)
+    content = replace(JournalContent.of(index, layout), position=position, seed=sources[0].content.seed)
     write_checkpoint(args.into, content, paths.__getitem__, sources[0].formats, DEFAULT)
-    told = {**_told(_read(args.into, args)), "merged": len(sources)}
-    print(json.dumps(told) if args.json else _text(told))
+    summary = {**_summary(_read(args.into, args)), "merged": len(sources)}
+    print(json.dumps(summary) if args.json else _text(summary))
     if parted:
         print(
-            f"it has no position: its sources stand at different offsets of partition {parted[0]}; it is not to be "
-            "filled on from the log",
+            f"it has no position: its sources stand at different offsets of partition {parted[0]}; do not fill it "
+            "further from the log",
             file=sys.stderr,
         )
     return 0
 
 
 def split(_: RunConfig, args: argparse.Namespace) -> int:
-    """Write the shares of so many ranks, or the oldest trajectories."""
+    """Write the shares of several ranks, or the oldest trajectories."""
     _refuse_full(args.into)
     source = _read(args.source, args)
     held = len(source.content)
@@ -79,34 +115,34 @@ def split(_: RunConfig, args: argparse.Namespace) -> int:
     else:
         if not 1 <= args.first <= held:
             raise ConfigurationError(f"--first {args.first}, and {args.source} holds {held}; give 1 to {held}")
-        # What is left out was read from the log too: such a part is not to be filled on.
+        # The other parts were read from the log, too, so this part must not be filled further.
         content = replace(shard(source, 0, 1).content.part(0, args.first), position={})
         parts = [
             (args.into, source._replace(content=replace(content, counter=content[args.first - 1].trajectory_id + 1)))
         ]
-    told = []
+    summaries = []
     for directory, part in parts:
         paths = [part.path(part.content[place]) for place in range(len(part.content))]
         write_checkpoint(directory, part.content, paths.__getitem__, part.formats, DEFAULT)
-        told.append(_told(part._replace(directory=directory)))
-    rows = [(one["directory"], one["trajectories"], one["samples"]) for one in told]
-    print(json.dumps(told) if args.json else table(("directory", "trajectories", "samples"), rows))
+        summaries.append(_summary(part._replace(directory=directory)))
+    rows = [(part["directory"], part["trajectories"], part["samples"]) for part in summaries]
+    print(json.dumps(summaries) if args.json else table(("directory", "trajectories", "samples"), rows))
     return 0
 
 
-def _read(directory: Path, args: argparse.Namespace) -> Found:
+def _read(directory: Path, args: argparse.Namespace) -> SavedCheckpoint:
     def formats(name: str) -> Format:
         try:
             return format_named(name, allow_pickle=args.allow_pickle)
         except ConfigurationError as error:
-            said = str(error).replace("allow_pickle=True", "--allow-pickle")
-            raise ConfigurationError(f"{directory}: {said}") from error
+            message = str(error).replace("allow_pickle=True", "--allow-pickle")
+            raise ConfigurationError(f"{directory}: {message}") from error
 
     return read_checkpoint(directory, formats)
 
 
 def _ranks(source: Path) -> list[Path]:
-    """The directories of ranks below one, in the order of the ranks; itself where it has none."""
+    """Rank directories of a source in order of rank; the source itself if it has none."""
     ranks = [path for path in source.glob("rank_*") if path.is_dir() and path.name[5:].isdigit()]
     return sorted(ranks, key=lambda path: int(path.name[5:])) or [source]
 
@@ -116,8 +152,8 @@ def _refuse_full(directory: Path) -> None:
         raise ConfigurationError(f"{directory} is not empty; give a new directory")
 
 
-def _position(sources: Sequence[Found]) -> tuple[dict[int, int], list[int]]:
-    """The position of all of them together, and the partitions that they do not agree about: then there is none."""
+def _position(sources: Sequence[SavedCheckpoint]) -> tuple[dict[int, int], list[int]]:
+    """The common position of the sources, and the partitions on which they disagree; if any, the position is empty."""
     position: dict[int, int] = {}
     parted = set()
     for source in sources:
@@ -127,39 +163,39 @@ def _position(sources: Sequence[Found]) -> tuple[dict[int, int], list[int]]:
     return ({} if parted else position), sorted(parted)
 
 
-def _damaged(found: Found) -> list[str]:
-    """What is wrong with files, by name."""
-    said = []
-    for place in range(len(found.content)):
-        entry = found.content[place]
-        path = found.path(entry)
+def _damaged(checkpoint: SavedCheckpoint) -> list[str]:
+    """Describe each damaged file."""
+    problems = []
+    for place in range(len(checkpoint.content)):
+        entry = checkpoint.content[place]
+        path = checkpoint.path(entry)
         try:
-            arrays = found.formats(entry.about.format).arrays(path)
-            refuse_other(found.content.layout, layout_of(arrays), str(path))
+            arrays = checkpoint.formats(entry.description.format).arrays(path)
+            refuse_other(checkpoint.content.layout, layout_of(arrays), str(path))
             if path.suffix in (".npz", ".pt"):
                 with zipfile.ZipFile(path) as file:
                     if wrong := file.testzip():
-                        said.append(f"{path}: {wrong} is not as it was written")
+                        problems.append(f"{path}: {wrong} is not as it was written")
         except FileNotFoundError:
-            said.append(f"{path} is gone")
+            problems.append(f"{path} is missing")
         except (StoreError, RecordError, zipfile.BadZipFile) as error:
-            said.append(str(error))
-    return said
+            problems.append(str(error))
+    return problems
 
 
-def _told(found: Found) -> dict[str, Any]:
-    content = found.content
-    abouts = [content.abouts[number] for number in content.entries["about"]]
+def _summary(checkpoint: SavedCheckpoint) -> dict[str, Any]:
+    content = checkpoint.content
+    descriptions = [content.descriptions[number] for number in content.entries["description"]]
     return {
-        "directory": str(found.directory),
+        "directory": str(checkpoint.directory),
         "trajectories": len(content),
-        "samples": sum(about.samples for about in abouts),
+        "samples": sum(description.samples for description in descriptions),
         "bytes": int(content.entries["size_bytes"].sum()),
         "first_id": int(content.entries["id"][0]) if len(content) else None,
         "next_id": content.counter,
-        "formats": dict(Counter(about.format for about in abouts)),
-        "environments": dict(Counter(about.environment for about in abouts)),
-        "model_weights_ids": len({about.model_weights_id for about in abouts}),
+        "formats": dict(Counter(description.format for description in descriptions)),
+        "environments": dict(Counter(description.environment for description in descriptions)),
+        "model_weights_ids": len({description.model_weights_id for description in descriptions}),
         "seed": content.seed,
         "draws": content.draws,
         "position": {str(partition): offset for partition, offset in content.position.items()},
@@ -167,15 +203,17 @@ def _told(found: Found) -> dict[str, Any]:
     }
 
 
-def _text(told: dict[str, Any]) -> str:
-    position = ", ".join(f"{partition}:{offset}" for partition, offset in told["position"].items())
+def _text(summary: dict[str, Any]) -> str:
+    position = ", ".join(f"{partition}:{offset}" for partition, offset in summary["position"].items())
     lines = [
-        f"{told['directory']}: {told['trajectories']:,} trajectories, {told['samples']:,} samples, "
-        f"{bytes_text(told['bytes'])}",
-        f"ids {told['first_id']} to {told['next_id'] - 1}" if told["trajectories"] else f"next id {told['next_id']}",
-        f"formats {told['formats']}; {told['model_weights_ids']} ids of weights; seed {told['seed']}, "
-        f"{told['draws']} draws",
+        f"{summary['directory']}: {summary['trajectories']:,} trajectories, {summary['samples']:,} samples, "
+        f"{bytes_text(summary['bytes'])}",
+        f"ids {summary['first_id']} to {summary['next_id'] - 1}"
+        if summary["trajectories"]
+        else f"next id {summary['next_id']}",
+        f"formats {summary['formats']}; {summary['model_weights_ids']} ids of weights; seed {summary['seed']}, "
+        f"{summary['draws']} draws",
         f"filled from the log to {position}" if position else "filled by hand",
     ]
-    rows = [(path, leaf["dtype"], str(leaf["shape"])) for path, leaf in told["arrays"].items()]
+    rows = [(path, leaf["dtype"], str(leaf["shape"])) for path, leaf in summary["arrays"].items()]
     return "\n".join([*lines, "", table(("array", "dtype", "shape of a row"), rows)])

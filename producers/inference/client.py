@@ -1,88 +1,127 @@
-"""Asks OpenAI-compatible completion servers for samples, and returns token ids exactly as the server sampled them.
+"""Requests samples from inference servers and returns token ids exactly as the server sampled them.
 
-Ours and vLLM (return_token_ids) answer in one shape. What may pass (no connection, 429, 502, 503, 504) is tried again,
-on the next server, until a deadline; what will not (other errors) is raised at once.
+Speaks to our server, vLLM and SGLang. Transient failures (no connection, 429, 502, 503, 504, an aborted sample) are
+retried until a deadline, on another server where there is one; other errors are raised at once.
 """
 
 import asyncio
-import itertools
-import math
+import email.utils
+import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeVar
 
 import aiohttp
-import numpy as np
 
-from topics.errors import RollstreamError
-from topics.records import Float32, Int32
-from topics.secrets import resolve
+from rollstream.producers.config import WorkerConfig
+from rollstream.producers.inference.answers import Sample, refusal_of, samples_of, token_versions
+from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
+from rollstream.producers.inference.replicas import Replica, ReplicaSet, RetryBudget
+from rollstream.producers.inference.requests import (
+    EngineName,
+    SampleRequest,
+    engine_of,
+    engine_request,
+    takes_tokens,
+)
+from rollstream.producers.policy_versions import UNKNOWN, PolicyFollower, PolicyVersions
+from rollstream.topics.logs import event
+from rollstream.topics.records import Float32, Int32, Int64
+from rollstream.topics.secrets import resolve
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 _RETRIED_STATUS = {429, 502, 503, 504}
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 2.0
+_NEW_LABEL_S = 1.0
+"""Longest wait for the manifest of a version that was just sampled."""
+_NO_SUCH_ROUTE = {403, 404, 405}
+_MISSING_S = 30.0
+"""Time until a label that named no version on record is looked for again."""
+_LOOK_S = 5.0
 
 
-class InferenceUnavailable(RollstreamError):
-    """No server answered within the deadline."""
-
-
-class InferenceRefused(RollstreamError):
-    """A server refused the request, or its answer lacks what a rollout needs; asking again would not help."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
-    """One sample."""
+    """One sample of N tokens, with what its request and the policies on record tell of it."""
 
     text: str
-    """What was sampled, without the end token or stop string."""
+    """Text sampled, without the end token or stop string."""
     truncated: bool
-    """Whether a token limit cut it off."""
+    """Whether a token limit cut the sample off."""
     prompt_tokens: Int32
-    """The prompt as the server saw it."""
+    """Token ids of the prompt, as the server reports them."""
     tokens: Int32
-    """The tokens sampled, the end token included."""
+    """Token ids sampled, including the end token; shape [N]."""
     logprobs: Float32
-    """Their log-probabilities."""
-    lowest_version: int
-    """Lowest policy version that sampled any of them; -1 when the server does not say."""
-    highest_version: int
+    """Log-probabilities of `tokens`."""
+    versions: Int64
+    """Policy version that sampled each token, -1 where the server reports none; shape [N]."""
+    weight_step: int = UNKNOWN
+    """Learner step of the lowest version; -1 if the version is not on record."""
     replica_id: str = "unknown"
-    """Which server it was."""
+    """Name of the server."""
     sampling_params: Mapping[str, str]
-    """What was asked for."""
+    """Sampling parameters of the request."""
     timestamp: float
     """Wall time of the answer, seconds since the Unix epoch."""
     inference_time_s: float
     """Seconds between request and answer."""
+
+    @property
+    def lowest_version(self) -> int:
+        """Lowest policy version that sampled a token; -1 if the server reports none."""
+        return int(self.versions.min()) if len(self.versions) else UNKNOWN
+
+    @property
+    def highest_version(self) -> int:
+        """Highest policy version that sampled a token; -1 if the server reports none."""
+        return int(self.versions.max()) if len(self.versions) else UNKNOWN
 
 
 class CompletionsClient:
     """An async client over one or more servers of the same model; use it as an async context manager."""
 
     def __init__(
-        self, base_urls: Sequence[str], *, model: str = "policy", api_key: str = "", timeout_s: float = 60.0
+        self,
+        base_urls: Sequence[str],
+        *,
+        model: str = "policy",
+        api_key: str = "",
+        timeout_s: float = 60.0,
+        engine: Literal["auto"] | EngineName = "auto",
+        max_version_skew: int = 2,
+        policies: PolicyFollower | None = None,
     ) -> None:
         """`base_urls` end in /v1, as OpenAI's clients take them; `timeout_s` bounds a call, retries included.
 
-        `api_key` may be a reference (topics.secrets). Raises ConfigurationError where it leads nowhere.
+        `api_key` may be a reference (rollstream.topics.secrets). `policies` maps labels of weights to versions and
+        steps; without it only labels that are numbers name a version. Raises ConfigurationError if the key cannot be
+        resolved.
         """
         api_key = resolve("worker.api_key", api_key)
         self.model = model
         self.timeout_s = timeout_s
-        self.newest_version = -1
-        """Newest policy version any answer named."""
-        self._urls = [url.rstrip("/") for url in base_urls]
-        self._turn = itertools.count()
+        self._engine = engine
+        self._replicas = ReplicaSet(base_urls, max_version_skew=max_version_skew)
+        self._budget = RetryBudget()
+        self._policies = policies
+        self._missing: dict[str, float] = {}
+        """Labels that named no version on record, with the time to look for them again."""
+        self._sessions = 0
+        self._looks: set[asyncio.Task[None]] = set()
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._session: aiohttp.ClientSession | None = None
+        self._http: aiohttp.ClientSession | None = None
+
+    @property
+    def newest_version(self) -> int:
+        """Newest policy version in any answer; -1 before the first."""
+        return self._replicas.newest_version
 
     async def __aenter__(self) -> Self:
-        # The deadline of each call bounds everything; connections are as many as the caller's concurrency.
-        self._session = aiohttp.ClientSession(
+        # The deadline of each call bounds the time; the caller's concurrency bounds the connections.
+        self._http = aiohttp.ClientSession(
             headers=self._headers,
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None),
@@ -92,8 +131,11 @@ class CompletionsClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if self._session:
-            await self._session.close()
+        for look in self._looks:
+            look.cancel()
+        await asyncio.gather(*self._looks, return_exceptions=True)
+        if self._http:
+            await self._http.close()
 
     async def complete(
         self,
@@ -104,149 +146,235 @@ class CompletionsClient:
         temperature: float,
         seed: int,
         stop: Sequence[str] = (),
+        session: str = "",
     ) -> list[Completion]:
-        """`n` samples after a prompt, in the order of the choices.
+        """Return `n` samples after a prompt, in the order of the choices.
 
-        Raises InferenceUnavailable after the deadline, InferenceRefused for an answer that cannot be used.
+        Requests of one `session` go to one server while it is healthy. Raises InferenceUnavailable after the deadline,
+        ContextTooLong for a prompt that leaves no room, InferenceRefused for an answer that cannot be used.
         """
-        asked: dict[str, Any] = {
-            "model": self.model,
-            "prompt": prompt if isinstance(prompt, str) else [int(token) for token in prompt],
-            "n": n,
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "seed": seed,
-            "logprobs": 1,
-            "return_token_ids": True,
-            **({"stop": list(stop)} if stop else {}),
-        }
+        request = SampleRequest(
+            model=self.model,
+            prompt=prompt if isinstance(prompt, str) else [int(token) for token in prompt],
+            n=n,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop=tuple(stop),
+        )
         began = time.monotonic()
-        url, body = await self._request("POST", "/completions", asked)
-        found = parse_completions(body, url=url, asked=asked, elapsed_s=time.monotonic() - began)
-        if len(found) != n:
-            raise InferenceRefused(f"{url} answered {len(found)} choices where n={n} were asked for")
-        self.newest_version = max(self.newest_version, *(c.highest_version for c in found))
-        return found
+        samples, replica = await self._ask(
+            session, "/completions", lambda chosen: self._samples(chosen, request, session)
+        )
+        if len(samples) != n:
+            raise InferenceRefused(f"{replica.url} answered {len(samples)} choices where n={n} were asked for")
+        elapsed_s = time.monotonic() - began
+        known = await self._known_versions({span.label for sample in samples for span in sample.spans})
+        completions = [_completion(sample, replica.url, request, known, elapsed_s) for sample in samples]
+        self._replicas.answered(replica, max(completion.highest_version for completion in completions))
+        return completions
 
-    async def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens, by the server's tokenizer (POST /tokenize, as vLLM has it)."""
-        asked = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        url, body = await self._request("POST", "/tokenize", asked, under_v1=False)
-        tokens = body.get("tokens")
-        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
-            raise InferenceRefused(f"{url}/tokenize answered without tokens")
-        return tokens
+    async def tokenize(self, text: str, *, session: str = "") -> list[int]:
+        """Return the token ids of a text, without special tokens, from a server's tokenizer (vLLM's /tokenize)."""
+        return (await self._ask(session, "/tokenize", lambda replica: self._tokens(replica, text)))[0]
 
     async def version(self) -> int:
-        """The policy version a server has now, by its list of models; -1 when it does not say."""
-        _url, body = await self._request("GET", "/models", None)
-        versions = [m.get("policy_version", -1) for m in body.get("data", []) if m.get("id") == self.model]
-        version = max((v for v in versions if isinstance(v, int)), default=-1)
-        self.newest_version = max(self.newest_version, version)
-        return version
+        """Return the lowest policy version of the servers that answer, by their lists of models; -1 if none names one.
 
-    async def _request(
-        self, method: str, path: str, asked: dict[str, Any] | None, *, under_v1: bool = True
-    ) -> tuple[str, dict[str, Any]]:
-        assert self._session, "used outside its context manager"
+        Raises InferenceUnavailable if no server answers within the deadline.
+        """
+        await self._ask("", "/models", self._look)
+        replicas = self._replicas.replicas
+        await asyncio.gather(*map(self._look_or_rest, replicas if len(replicas) > 1 else ()))
+        return min((r.version for r in replicas if r.version >= 0 and not r.failures), default=UNKNOWN)
+
+    async def _ask(self, session: str, route: str, call: Callable[[Replica], Awaitable[T]]) -> tuple[T, Replica]:
+        """Return what `call` returns and the server that answered, within the deadline."""
         deadline = time.monotonic() + self.timeout_s
-        first = next(self._turn)
-        for attempt in itertools.count():
-            url = self._urls[(first + attempt) % len(self._urls)]
-            url = url if under_v1 else url.removesuffix("/v1")
-            left_s = deadline - time.monotonic()
+        if not session:
+            self._sessions += 1
+            session = str(self._sessions)
+        self._look_around()
+        pause_s = 0.0
+        while True:
+            await asyncio.sleep(pause_s)
+            replica = self._replicas.choose(session, time.monotonic())
+            cause: BaseException
+            retry_after_s = None
             try:
-                async with (
-                    asyncio.timeout(max(left_s, 0.001)),
-                    self._session.request(method, url + path, json=asked) as response,
-                ):
-                    if response.status == 200:
-                        return url, await _json_object(response, url)
-                    cause = f"{response.status} {_error_message(await response.text())}"
-                    if response.status not in _RETRIED_STATUS:
-                        raise InferenceRefused(f"{url}{path} refused the request: {cause}")
+                async with asyncio.timeout(max(deadline - time.monotonic(), 0.001)):
+                    answer = await call(replica)
+                self._replicas.answered(replica, UNKNOWN)
+                return answer, replica
+            except _Busy as error:
+                cause, retry_after_s = error, error.retry_after_s
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-                cause = str(error) or type(error).__name__
+                cause = error
             except aiohttp.InvalidURL as error:
                 raise InferenceRefused(
-                    f"{url} is no URL; worker.inference_urls are like http://host:8000/v1"
+                    f"{replica.url} is no URL; worker.inference_urls are like http://host:8000/v1"
                 ) from error
-            pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt)
-            if time.monotonic() + pause_s >= deadline:
+            now = time.monotonic()
+            self._replicas.failed(replica, now, retry_after_s)
+            rest_s = self._replicas.choose(session, now).ready_at - now
+            pause_s = max(rest_s, self._budget.reserve(now), 0.0)
+            if now + pause_s >= deadline:
                 raise InferenceUnavailable(
-                    f"no answer from {url}{path} within {self.timeout_s:g} s ({cause}); is the inference server up, "
-                    "and are weights published?"
-                )
-            await asyncio.sleep(pause_s)
-        raise AssertionError("unreachable")
+                    f"no answer from {replica.url}{route} within {self.timeout_s:g} s "
+                    f"({str(cause) or type(cause).__name__}); is the inference server up, and are weights published?"
+                ) from cause
+
+    async def _samples(self, replica: Replica, request: SampleRequest, session: str) -> list[Sample]:
+        engine = await self._engine_of(replica)
+        if takes_tokens(engine) and isinstance(request.prompt, str):
+            request = replace(request, prompt=await self._tokens(replica, request.prompt))
+        route = engine_request(request, engine)
+        headers = {"X-Session-ID": session} if session else {}
+        try:
+            body = await self._json(replica, "POST", route.path, route.payload, headers)
+        except InferenceRefused as error:
+            if self._engine != "auto" or engine == "rollstream" or error.status not in _NO_SUCH_ROUTE:
+                raise
+            # The engine is older than its route, or was started without it; its completions name no versions.
+            event(logger, "route_missing", level=logging.WARNING, url=replica.url, engine=engine, error=str(error))
+            replica.engine = "rollstream"
+            return await self._samples(replica, request, session)
+        prompt = None if isinstance(request.prompt, str) else request.prompt
+        samples = samples_of(body, route.dialect, source=replica.url, prompt_tokens=prompt)
+        if any(sample.aborted for sample in samples):
+            raise _Busy(f"{replica.url} aborted the request")
+        return samples
+
+    async def _engine_of(self, replica: Replica) -> EngineName:
+        if self._engine != "auto":
+            return self._engine
+        if not replica.engine:
+            await self._look(replica)
+        return replica.engine or "rollstream"
+
+    async def _tokens(self, replica: Replica, text: str) -> list[int]:
+        payload = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        body = await self._json(replica, "POST", "/tokenize", payload)
+        tokens = body.get("tokens") if isinstance(body, dict) else None
+        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+            raise InferenceRefused(f"{replica.url} answered /tokenize without tokens")
+        return tokens
+
+    async def _look(self, replica: Replica) -> int:
+        """Ask a server for its list of models; note its kind and version."""
+        body = await self._json(replica, "GET", "/v1/models", None)
+        if not isinstance(body, dict):
+            raise InferenceRefused(f"{replica.url} answered /v1/models with no object")
+        replica.engine = engine_of(body)
+        entries = body.get("data") if isinstance(body.get("data"), list) else []
+        versions = [entry.get("policy_version") for entry in entries or () if isinstance(entry, dict)]
+        version = max((v for v in versions if isinstance(v, int)), default=UNKNOWN)
+        self._replicas.answered(replica, version)
+        return version
+
+    def _look_around(self) -> None:
+        """Look at servers that get no requests, so that they get some again once they are up and up to date."""
+        for replica in self._replicas.to_look_at(time.monotonic()):
+            look = asyncio.create_task(self._look_or_rest(replica))
+            self._looks.add(look)
+            look.add_done_callback(self._looks.discard)
+
+    async def _look_or_rest(self, replica: Replica) -> None:
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                await self._look(replica)
+        except (aiohttp.ClientError, TimeoutError, InferenceRefused, _Busy):
+            self._replicas.failed(replica, time.monotonic())
+
+    async def _known_versions(self, labels: Collection[str]) -> PolicyVersions:
+        """Return the versions on record, read on to those of `labels` where they are new."""
+        if self._policies is None:
+            return PolicyVersions()
+        versions = self._policies.versions
+        now = time.monotonic()
+        fresh = [label for label in labels if versions.lacks([label]) and now >= self._missing.get(label, 0.0)]
+        if fresh and not await asyncio.to_thread(self._policies.await_labels, fresh, _NEW_LABEL_S):
+            self._missing = dict.fromkeys(fresh, now + _MISSING_S) | {
+                label: until for label, until in self._missing.items() if until > now
+            }
+        return versions
+
+    async def _json(
+        self,
+        replica: Replica,
+        method: str,
+        path: str,
+        payload: Mapping[str, Any] | None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
+        """Return the JSON of an answer. Raises _Busy for a passing refusal, InferenceRefused for another."""
+        assert self._http, "used outside its context manager"
+        url = replica.url.removesuffix("/v1") + path
+        async with self._http.request(method, url, json=payload, headers=headers) as response:
+            if response.status == 200:
+                try:
+                    return await response.json(content_type=None)
+                except (ValueError, RecursionError) as error:
+                    raise InferenceRefused(f"{url} answered something that is not JSON: {error}") from error
+            refusal = refusal_of(response.status, await response.text(errors="replace"), source=url)
+            if response.status in _RETRIED_STATUS:
+                raise _Busy(str(refusal), _retry_after_s(response.headers.get("Retry-After")))
+            raise refusal
 
 
-async def _json_object(response: aiohttp.ClientResponse, url: str) -> dict[str, Any]:
-    try:
-        body = await response.json(content_type=None)
-    except ValueError as error:
-        raise InferenceRefused(f"{url} answered something that is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise InferenceRefused(f"{url} answered a JSON {type(body).__name__} where an object belongs")
-    return body
-
-
-def _error_message(text: str) -> str:
-    return " ".join(text.split())[:500]
-
-
-def parse_completions(
-    body: Mapping[str, Any], *, url: str, asked: Mapping[str, Any], elapsed_s: float
-) -> list[Completion]:
-    """Completions in an answer of ours or vLLM's, in the order of their index.
-
-    Raises InferenceRefused, naming what is missing: token ids, the prompt's, logprobs, or numbers that do not match.
-    """
-    try:
-        choices = sorted(body["choices"], key=lambda choice: choice["index"])
-        return [_completion(choice, body, url, asked, elapsed_s) for choice in choices]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InferenceRefused(f"{url} answered in a shape that is not OpenAI's completions: {error!r}") from error
-
-
-def _completion(
-    choice: Mapping[str, Any], body: Mapping[str, Any], url: str, asked: Mapping[str, Any], elapsed_s: float
-) -> Completion:
-    tokens = choice.get("token_ids")
-    prompt_tokens = choice.get("prompt_token_ids") or body.get("prompt_token_ids")
-    if tokens is None or prompt_tokens is None:
-        raise InferenceRefused(
-            f"{url} answered without token_ids and prompt_token_ids; tokens are never guessed from text: use a server "
-            "that returns them (rollstream infer, or a vLLM that knows return_token_ids)"
-        )
-    logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-    if logprobs is None or len(logprobs) != len(tokens) or any(value is None for value in logprobs):
-        raise InferenceRefused(
-            f"{url} answered {len(tokens)} tokens without a logprob for each; does it allow logprobs?"
-        )
-    values = np.asarray(logprobs, np.float32)
-    if not all(map(math.isfinite, values)):
-        raise InferenceRefused(f"{url} answered a logprob that is not finite")
-    version = _version(body)
-    return Completion(
-        text=str(choice["text"]),
-        truncated=choice["finish_reason"] != "stop",
-        prompt_tokens=np.asarray(prompt_tokens, np.int32),
-        tokens=np.asarray(tokens, np.int32),
-        logprobs=values,
-        lowest_version=int(choice.get("lowest_version", version)),
-        highest_version=int(choice.get("highest_version", version)),
-        replica_id=str(body.get("replica_id") or url),
-        sampling_params={key: str(asked[key]) for key in ("temperature", "max_tokens", "seed", "stop") if key in asked},
-        timestamp=time.time(),
-        inference_time_s=elapsed_s,
+def client_of(config: WorkerConfig, policies: PolicyFollower | None = None) -> CompletionsClient:
+    """Return a client of the servers that a worker's settings name. Raises ConfigurationError as the client does."""
+    return CompletionsClient(
+        config.inference_urls,
+        model=config.model,
+        api_key=config.api_key,
+        timeout_s=config.request_timeout_s,
+        engine=config.engine,
+        max_version_skew=config.max_version_skew,
+        policies=policies,
     )
 
 
-def _version(body: Mapping[str, Any]) -> int:
-    """Ours says policy_version; SGLang's shape has metadata.weight_version, a string."""
-    said = body.get("policy_version", (body.get("metadata") or {}).get("weight_version"))
+class _Busy(Exception):
+    """A refusal that may pass."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+def _retry_after_s(value: str | None) -> float | None:
+    """Return the seconds in a Retry-After header, which holds seconds or a date; None if it holds neither."""
+    if value is None:
+        return None
+    if value.strip().isdecimal():
+        return float(value)
     try:
-        return int(said)
-    except (TypeError, ValueError):
-        return -1
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None
+
+
+def _completion(
+    sample: Sample, url: str, request: SampleRequest, known: PolicyVersions, elapsed_s: float
+) -> Completion:
+    versions = token_versions(sample.spans, len(sample.tokens), known.version_of)
+    stop = {"stop": str(list(request.stop))} if request.stop else {}
+    return Completion(
+        text=sample.text,
+        truncated=sample.truncated,
+        prompt_tokens=sample.prompt_tokens,
+        tokens=sample.tokens,
+        logprobs=sample.logprobs,
+        versions=versions,
+        weight_step=known.step_of(int(versions.min())) if len(versions) else UNKNOWN,
+        replica_id=sample.replica_id or url,
+        sampling_params={
+            "temperature": str(request.temperature),
+            "max_tokens": str(request.max_tokens),
+            "seed": str(request.seed),
+            **stop,
+        },
+        timestamp=time.time(),
+        inference_time_s=elapsed_s,
+    )

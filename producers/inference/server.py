@@ -1,49 +1,79 @@
-"""The inference server: OpenAI completions over HTTP, in front of an engine that follows the weights topic.
+"""The inference server: the dialects over HTTP, in front of an engine that follows the topic `weights`.
 
-Any OpenAI client can ask it. Each answer names the policy version that sampled it; `/readyz` is 200 once there is one.
+Any OpenAI client can use it. Each answer names the policy versions that sampled it. `/readyz` is 200 once a version is
+loaded.
 """
 
 import asyncio
 import itertools
+import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from aiohttp import web
 
-from producers.config import InferenceConfig
-from producers.inference.batching import Engine, Generator, NotReady, Request, row_seed
-from producers.inference.protocol import (
-    BadRequest,
-    CompletionRequest,
-    Limits,
-    Tokenizer,
-    completion_body,
-    encode,
-    error_body,
-    parse_request,
-    parse_text,
+from rollstream.producers.config import InferenceConfig
+from rollstream.producers.inference.admission import (
+    RETRY_AFTER_S,
+    Admission,
+    Draining,
+    TooManyWaiting,
+    authorised,
 )
-from topics.errors import ConfigurationError
-from topics.logs import event
+from rollstream.producers.inference.chat.conversations import ConversationMemory
+from rollstream.producers.inference.chat.plain_template import PlainTemplate
+from rollstream.producers.inference.chat.template import ChatTemplate
+from rollstream.producers.inference.decoding import DecodeRequest, DecodeResult, Generator, NotReady, row_seed
+from rollstream.producers.inference.dialects import fields
+from rollstream.producers.inference.dialects.answer_frame import AnswerHeader
+from rollstream.producers.inference.dialects.chat_completions import ChatCompletions
+from rollstream.producers.inference.dialects.completions import Completions
+from rollstream.producers.inference.dialects.dialect import Dialect
+from rollstream.producers.inference.dialects.refusals import BadRequest, error_body
+from rollstream.producers.inference.dialects.sampled_choices import choices_of
+from rollstream.producers.inference.dialects.sampling_parameters import RequestLimits, SamplingRequest
+from rollstream.producers.inference.dialects.sglang_generation import SglangGeneration
+from rollstream.producers.inference.dialects.token_generation import TokenGeneration
+from rollstream.producers.inference.dialects.tokenization import Tokenization
+from rollstream.producers.inference.engine import Engine
+from rollstream.producers.inference.event_stream import EventStream
+from rollstream.producers.inference.token_codec import TokenCodec
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.logs import event
+from rollstream.topics.secrets import resolve
 
 logger = logging.getLogger(__name__)
-_MAX_BODY_BYTES = 64 * 1024 * 1024
+_OPEN_PATHS = {"/livez", "/readyz", "/health", "/metrics"}
+"""Paths that need no key: probes and scrapers have none."""
 
 
 class InferenceServer:
-    """Serves a generator; use it as an async context manager, then `url` and `base_url` say where it listens."""
+    """Serves a generator; use it as an async context manager. `url` and `base_url` are its address once it listens."""
 
-    def __init__(self, generator: Generator, tokenizer: Tokenizer, config: InferenceConfig) -> None:
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: TokenCodec,
+        config: InferenceConfig,
+        template: ChatTemplate | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        """`template` renders chats, by default the plain one; `vocab_size` is the model's, by default the tokenizer's.
+
+        Raises ConfigurationError if the key cannot be resolved.
+        """
         self.config = config
+        self._key = resolve("inference.api_key", config.api_key)
         self._tokenizer = tokenizer
-        self._limits = Limits(
-            max_prompt_tokens=generator.max_prompt_tokens,
-            max_new_tokens=generator.max_new_tokens,
+        self._limits = RequestLimits(
+            max_model_len=generator.max_model_len,
             max_rows=config.max_rows,
+            vocab_size=vocab_size or tokenizer.vocab_size,
+            truncated_sampling=config.truncated_sampling,
         )
         self._counter = itertools.count()
         self._errors = 0
@@ -51,35 +81,48 @@ class InferenceServer:
         self._failed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._engine = Engine(generator, config, on_failure=self._on_failure)
+        self._admission = Admission(config.max_waiting_requests, lambda: self._engine.waiting)
+        memory = ConversationMemory(config.conversation_cache_tokens)
+        chat = ChatCompletions(tokenizer, self._limits, template or PlainTemplate(tokenizer), memory)
+        self._tokenization = Tokenization(tokenizer, self._limits, chat)
+        self._dialects: dict[str, Dialect[Any]] = {
+            "/v1/completions": Completions(tokenizer, self._limits),
+            "/v1/chat/completions": chat,
+            "/inference/v1/generate": TokenGeneration(tokenizer, self._limits),
+            "/generate": SglangGeneration(tokenizer, self._limits),
+        }
         self._runner: web.AppRunner | None = None
         self.url = ""
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client takes as base_url."""
+        """Base URL for OpenAI clients."""
         return f"{self.url}/v1"
 
     @property
     def version(self) -> int:
-        """The policy version in place, -1 before the first."""
+        """The policy version loaded, -1 before the first."""
         return self._engine.version
 
     async def start(self) -> None:
-        """Listen and start the engine. Raises ConfigurationError when the address cannot be listened on."""
+        """Listen and start the engine. Raises ConfigurationError if it cannot listen on the address."""
         self._loop = asyncio.get_running_loop()
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._openai_errors])
+        app = web.Application(client_max_size=self.config.max_body_bytes, middlewares=[self._openai_errors])
         app.add_routes(
             [
-                web.post("/v1/completions", self._completions),
+                *(web.post(path, self._sample) for path in self._dialects),
                 web.post("/tokenize", self._tokenize),
+                web.post("/detokenize", self._detokenize),
                 web.get("/v1/models", self._models),
                 web.get("/livez", self._livez),
                 web.get("/readyz", self._readyz),
+                web.get("/health", self._readyz),
                 web.get("/metrics", self._metrics),
             ]
         )
-        # The engine has answered or refused every request by the time this waits for handlers.
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0)
+        # The engine has answered or refused every request by the time this waits for handlers. A client that goes away
+        # cancels its handler, and with it its request.
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0, handler_cancellation=True)
         await self._runner.setup()
         host, port = self.config.host, self.config.port
         try:
@@ -96,7 +139,10 @@ class InferenceServer:
         event(logger, "inference_listening", url=self.url, replica_id=self.config.replica_id)
 
     async def close(self) -> None:
-        """Answer what is being decoded, refuse the rest, and stop listening."""
+        """Refuse new requests, answer those admitted within inference.drain_timeout_s, and stop listening."""
+        drained = not self._engine.alive or await self._admission.drain(self.config.drain_timeout_s)
+        if not drained:
+            event(logger, "drain_timeout", level=logging.WARNING, unanswered=self._admission.admitted)
         await asyncio.to_thread(self._engine.close)
         if self._runner:
             await self._runner.cleanup()
@@ -111,7 +157,7 @@ class InferenceServer:
         await self.close()
 
     async def serve_until(self, stop: asyncio.Event) -> None:
-        """Return when `stop` is set. Raises what stopped the engine, if it stops first."""
+        """Return when `stop` is set. Raises the error of the engine if that stops first."""
         waits = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self._failed.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -130,75 +176,102 @@ class InferenceServer:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         try:
+            if request.path not in _OPEN_PATHS and not authorised(request.headers.get("Authorization"), self._key):
+                raise BadRequest(
+                    "the Authorization header does not hold this server's key", status=401, code="invalid_api_key"
+                )
             return await handler(request)
         except BadRequest as error:
             self._errors += 1
             return web.json_response(error.body, status=error.status)
-        except NotReady as error:
-            self._errors += 1
-            return web.json_response(
-                error_body(str(error), kind="server_error", code="not_ready"), status=503, headers={"Retry-After": "1"}
-            )
+        except (NotReady, Draining) as error:
+            return self._try_again(error, 503, "not_ready")
+        except TooManyWaiting as error:
+            return self._try_again(error, 429, "rate_limit_exceeded")
         except web.HTTPException as error:
             if error.status < 400:
                 raise
             return web.json_response(error_body(error.reason, kind="invalid_request_error"), status=error.status)
-        except Exception as error:  # the generator's own failure: this request fails, the server goes on
+        except Exception as error:  # the generator failed: this request fails, the server continues
             self._errors += 1
             event(logger, "request_failed", level=logging.ERROR, path=request.path, error=repr(error))
             return web.json_response(error_body(repr(error), kind="server_error"), status=500)
 
-    async def _completions(self, request: web.Request) -> web.Response:
-        asked = parse_request(await self._body(request), self._tokenizer, self._limits)
-        if self._engine.version < 0:
-            raise NotReady("no weights have arrived yet; try again")
-        answer = await asyncio.wrap_future(
-            self._engine.submit(
-                Request(
-                    prompts=asked.row_prompts,
-                    seeds=self._seeds(asked),
-                    temperature=asked.temperature,
-                    max_tokens=asked.max_tokens,
-                )
+    def _try_again(self, error: Exception, status: int, code: str) -> web.Response:
+        self._errors += 1
+        body = error_body(str(error), kind="server_error", code=code)
+        return web.json_response(body, status=status, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+    async def _sample(self, http: web.Request) -> web.StreamResponse:
+        with self._admission.admit():
+            dialect = self._dialects[http.path]
+            request = dialect.parse(await self._body(http), http.headers.get("X-Session-ID", ""))
+            if self._engine.version < 0:
+                raise NotReady("no weights have arrived yet; try again")
+            header = AnswerHeader(
+                identifier=f"{dialect.prefix}-{uuid.uuid4().hex}",
+                created=int(time.time()),
+                model=self.config.model,
+                replica_id=self.config.replica_id,
             )
-        )
-        completion = completion_body(
-            asked,
-            answer,
-            self._tokenizer,
-            identifier=f"cmpl-{uuid.uuid4().hex}",
-            created=int(time.time()),
-            model=self.config.model,
-        )
-        return web.json_response({**completion, "replica_id": self.config.replica_id})
+            if request.stream:
+                stream = EventStream(http, dialect, request, header)
+                return await stream.write(self._decode(request.sampling, stream.on_tokens))
+            choices = choices_of(request.sampling, await self._decode(request.sampling), self._tokenizer)
+            for choice in choices:
+                dialect.remember(request, choice)
+            return web.json_response(dialect.answer(request, choices, header))
 
-    async def _tokenize(self, request: web.Request) -> web.Response:
-        tokens = encode(parse_text(await self._body(request)), self._tokenizer)
-        return web.json_response(
-            {"tokens": tokens, "count": len(tokens), "max_model_len": self._limits.max_prompt_tokens}
-        )
+    def _decode(
+        self,
+        sampling: SamplingRequest,
+        on_tokens: Callable[[int, Sequence[int], Sequence[float]], None] | None = None,
+    ) -> "asyncio.Future[DecodeResult]":
+        rows, parameters = sampling.row_prompts, sampling.parameters
 
-    async def _body(self, request: web.Request) -> dict[str, Any]:
+        def ends(tokens: Sequence[int]) -> bool:
+            text = self._tokenizer.decode(tokens)
+            return any(stop in text for stop in parameters.stop)
+
+        request = DecodeRequest(
+            prompts=rows,
+            seeds=[row_seed(parameters.seed, row) for row in range(len(rows))]
+            if parameters.seed is not None
+            else [row_seed("server", self.config.seed, self.config.replica_id, next(self._counter)) for _ in rows],
+            max_tokens=sampling.max_tokens,
+            temperature=parameters.temperature,
+            top_p=parameters.top_p,
+            top_k=parameters.top_k,
+            min_p=parameters.min_p,
+            stop_token_ids=sorted(parameters.stop_token_ids),
+            on_tokens=on_tokens,
+            ends=ends if parameters.stop else None,
+        )
+        return asyncio.wrap_future(self._engine.submit(request))
+
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        tokens = self._tokenization.tokens(await self._body(http))
+        return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": self._limits.max_model_len})
+
+    async def _detokenize(self, http: web.Request) -> web.Response:
+        return web.json_response({"prompt": self._tokenization.text(await self._body(http))})
+
+    async def _body(self, http: web.Request) -> dict[str, Any]:
         try:
-            body = await request.json()
-        except ValueError as error:
+            body = json.loads(await http.read())
+        except (ValueError, RecursionError) as error:
             raise BadRequest(f"the body is not JSON: {error}") from error
         if not isinstance(body, dict):
             raise BadRequest("the body must be a JSON object")
-        if body.get("model", self.config.model) != self.config.model:
+        model = body.get("model")
+        if model is not None and model != self.config.model:
             raise BadRequest(
-                f"the model {body['model']!r} does not exist; this server has {self.config.model!r}",
+                f"the model {fields.shown(model)} does not exist; this server has {self.config.model!r}",
                 "model",
                 status=404,
                 code="model_not_found",
             )
         return body
-
-    def _seeds(self, asked: CompletionRequest) -> list[int]:
-        rows = range(len(asked.prompts) * asked.n)
-        if asked.seed is not None:
-            return [row_seed(asked.seed, row) for row in rows]
-        return [row_seed("server", self.config.seed, self.config.replica_id, next(self._counter)) for _ in rows]
 
     async def _models(self, _request: web.Request) -> web.Response:
         model = {
@@ -206,6 +279,7 @@ class InferenceServer:
             "object": "model",
             "created": self._started,
             "owned_by": "rollstream",
+            "max_model_len": self._limits.max_model_len,
             "policy_version": self._engine.version,
         }
         return web.json_response({"object": "list", "data": [model]})
@@ -218,23 +292,33 @@ class InferenceServer:
     async def _readyz(self, _request: web.Request) -> web.Response:
         if not self._engine.alive or self._engine.version < 0:
             return web.Response(text="no weights yet\n", status=503)
+        if self._admission.draining:
+            return web.Response(text="draining\n", status=503)
         return web.Response(text=f"ok, policy version {self._engine.version}\n")
 
-    async def _metrics(self, _request: web.Request) -> web.Response:
-        seen = self._engine.statistics
-        counters = {
-            "requests_total": seen.requests,
+    def metrics(self) -> dict[str, float]:
+        """Metrics by name: totals since the start, which end in _total, and the state now."""
+        statistics = self._engine.statistics
+        return {
+            "requests_total": statistics.requests,
             "errors_total": self._errors,
-            "batches_total": seen.batches,
-            "rows_total": seen.rows,
-            "prompt_tokens_total": seen.prompt_tokens,
-            "completion_tokens_total": seen.tokens,
-            "generate_seconds_total": seen.generate_s,
-            "weight_swaps_total": seen.swaps,
+            "decode_calls_total": statistics.decode_calls,
+            "rows_total": statistics.rows,
+            "prompt_tokens_total": statistics.prompt_tokens,
+            "completion_tokens_total": statistics.tokens,
+            "generate_seconds_total": statistics.generate_s,
+            "weight_swaps_total": statistics.swaps,
+            "policy_version": self._engine.version,
+            "waiting_requests": self._engine.waiting,
+            "admitted_requests": self._admission.admitted,
+            "decoding_rows": self._engine.decoding,
+            "max_rows": self.config.max_rows,
+            "cache_bytes": self._engine.generator.cache_bytes,
         }
-        gauges = {"policy_version": self._engine.version, "waiting_requests": self._engine.waiting}
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
         lines = []
-        for kind, values in (("counter", counters), ("gauge", gauges)):
-            for name, value in values.items():
-                lines += [f"# TYPE rollstream_inference_{name} {kind}", f"rollstream_inference_{name} {value}"]
+        for name, value in self.metrics().items():
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# TYPE rollstream_inference_{name} {kind}", f"rollstream_inference_{name} {value}"]
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")

@@ -1,9 +1,9 @@
-"""Addition of two digits: `7+8=` is to be answered `15`. All or nothing."""
+"""Addition of two digits: the right answer to `7+8=` is `15`. No partial credit."""
 
 import itertools
 
-from producers.environment import Prompt, Score
-from producers.tasks.task import Task
+from rollstream.producers.environment import Prompt, Score
+from rollstream.producers.tasks.task import Task
 
 
 class Addition(Task):
@@ -21,6 +21,6 @@ class Addition(Task):
         )
 
     def score(self, prompt: Prompt, response_text: str, truncated: bool) -> Score:
-        """1 for the sum and nothing else, ended; otherwise 0."""
+        """Return 1 for an answer that is the sum alone and ends, otherwise 0."""
         exact = float(not truncated and response_text == prompt.answer)
         return Score(reward=exact, components={"exact": exact})

@@ -1,9 +1,9 @@
-"""Digit sorting: `429>` is to be answered `249`. Partial credit by position, nothing for an answer that never ends."""
+"""Digit sorting: the right answer to `429>` is `249`. Partial credit by position, none for an answer without an end."""
 
 import itertools
 
-from producers.environment import Prompt, Score
-from producers.tasks.task import Task
+from rollstream.producers.environment import Prompt, Score
+from rollstream.producers.tasks.task import Task
 
 DIGITS = "0123456789"
 
@@ -16,14 +16,14 @@ class DigitSorting(Task):
         super().__init__(
             name=name,
             vocabulary=DIGITS + ">",
-            # Room to say too much: an answer that does not end must be possible, or ending could not be learned.
+            # Longer than the answer: the policy can only learn to end if answers that do not end are possible.
             max_tokens=digits + 5,
             prompts=(Prompt(example_id=n, text=f"{n}>", answer="".join(sorted(n))) for n in numbers),
         )
 
     def score(self, prompt: Prompt, response_text: str, truncated: bool) -> Score:
-        """The fraction of positions that are right, 0 when truncated; characters too many count as wrong positions."""
-        right = sum(said == wanted for said, wanted in zip(response_text, prompt.answer, strict=False))
+        """Return the fraction of right positions, 0 if truncated; surplus characters count as wrong positions."""
+        right = sum(actual == wanted for actual, wanted in zip(response_text, prompt.answer, strict=False))
         fraction = right / max(len(prompt.answer), len(response_text))
         reward = 0.0 if truncated else fraction
         return Score(reward=reward, components={"exact": float(reward == 1.0)})

@@ -1,7 +1,7 @@
 """Arithmetic in words, in the format of GSM8K (arXiv:2110.14168): worked answers that end in #### and a number.
 
-The problems come from files of one's own; nothing is fetched. One number counts, compared as a number: an answer that
-names several, says more beside it, or never ends earns nothing.
+The problems come from the user's files; nothing is downloaded. The final number is compared as a number. An answer with
+several numbers, with text beside the number, or without an end earns nothing.
 """
 
 import json
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 
-from producers.config import Gsm8kConfig
-from producers.environment import Prompt, Score
-from producers.tasks.task import Task
-from topics.errors import ConfigurationError
+from rollstream.producers.config import Gsm8kConfig
+from rollstream.producers.environment import Prompt, Score
+from rollstream.producers.tasks.task import Task
+from rollstream.topics.errors import ConfigurationError
 
 MARK = "####"
 _INSTRUCTION = f"Solve the problem step by step. Then write {MARK} and the answer as a number alone, e.g. {MARK} 42"
@@ -30,7 +30,7 @@ class Gsm8k(Task):
     """The problems of the files that the settings name."""
 
     def __init__(self, name: str, config: Gsm8kConfig) -> None:
-        """Raises ConfigurationError where a file is missing, or naming the line that is no such problem."""
+        """Raises ConfigurationError if a file is missing or a line is not a problem, naming the line."""
         if not config.train_file:
             raise ConfigurationError(
                 f"the task {name} needs problems: set tasks.gsm8k.train_file to a file of GSM8K's format"
@@ -49,18 +49,18 @@ class Gsm8k(Task):
             self.stop = ("\nQuestion:",)
 
     def score(self, prompt: Prompt, response_text: str, truncated: bool) -> Score:
-        """1 for the right number after the only ####, ended; otherwise 0. `format` says that there was a number."""
-        said = None if truncated else answer_of(response_text)
-        exact = float(said is not None and said == Decimal(prompt.answer))
-        return Score(reward=exact, components={"exact": exact, "format": float(said is not None)})
+        """Return 1 for the right number after the only ####, ended, otherwise 0. `format` is 1 if there is a number."""
+        answer = None if truncated else answer_of(response_text)
+        exact = float(answer is not None and answer == Decimal(prompt.answer))
+        return Score(reward=exact, components={"exact": exact, "format": float(answer is not None)})
 
     def warm_start_examples(self, seed: int, n: int) -> list[tuple[str, str]]:
-        """None: a model that knows words knows the format once it is told."""
+        """Return no examples: a language model follows the format from the instruction."""
         return []
 
 
 def answer_of(text: str) -> Decimal | None:
-    """The number that stands alone on its line after the only ####; None where there is no such number."""
+    """Return the number that stands alone on its line after the only ####; None if there is no such number."""
     parts = text.split(MARK)
     if len(parts) != 2:
         return None
@@ -71,7 +71,7 @@ def answer_of(text: str) -> Decimal | None:
 
 
 def _read(path: Path, split: str, template: str) -> Iterator[Prompt]:
-    """The problems of a file, named by split and line."""
+    """Yield the problems of a file, named by split and line."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:

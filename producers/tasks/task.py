@@ -1,13 +1,13 @@
-"""What the built-in tasks share: a single-turn environment over a character vocabulary, small enough to list.
+"""The base of the built-in tasks: a single-turn environment over a character vocabulary, small enough to list.
 
-A task also says how to warm a model up for its format without teaching it the task.
+A task also provides examples that teach a model its format without teaching it the task.
 """
 
 import random
 from collections.abc import Iterable, Sequence
 
-from producers.environment import Prompt, SingleTurn, Split
-from producers.tasks.splits import split_prompts
+from rollstream.producers.environment import Prompt, SingleTurn, Split
+from rollstream.producers.tasks.splits import split_prompts
 
 
 class Task(SingleTurn):
@@ -23,13 +23,13 @@ class Task(SingleTurn):
         self._splits = split_prompts(name, prompts)
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """The prompts of a split."""
+        """Return the prompts of a split."""
         return self._splits[split]
 
     def warm_start_examples(self, seed: int, n: int) -> list[tuple[str, str]]:
-        """`n` pairs of a training prompt and an answer to some other one: they teach the format, not the task.
+        """Return `n` pairs of a training prompt and another prompt's answer: they teach the format, not the task.
 
-        Answers are those of the prompts drawn, shuffled across them; deterministic in the seed.
+        The answers of the drawn prompts are shuffled across them; the seed determines the result.
         """
         generator = random.Random(seed)
         drawn = generator.choices(self._splits["train"], k=n)

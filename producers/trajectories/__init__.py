@@ -1,1 +1,1 @@
-"""Who writes trajectories of control tasks: what collects them from running environments, and what sends them."""
+"""Writers of trajectories of control tasks: collect chunk steps from running environments, and send trajectories."""

@@ -1,4 +1,4 @@
-"""A collecting process: plays what its user's player yields, and writes the trajectories until it is told to stop.
+"""A collecting process: runs a user's player and writes the trajectories of its chunk steps until stopped.
 
 Trajectories without rewards go to `unlabelled`, others to `trajectories`; the first step of a process decides.
 """
@@ -10,24 +10,24 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
-from producers.config import CollectConfig
-from producers.trajectories.collector import TrajectoryCollector
-from producers.trajectories.producer import TrajectoryProducer
-from producers.trajectories.steps import ChunkStepResult
-from topics import clients
-from topics.config import KafkaConfig
-from topics.errors import ConfigurationError
+from rollstream.producers.config import CollectConfig
+from rollstream.producers.trajectories.collector import TrajectoryCollector
+from rollstream.producers.trajectories.producer import TrajectoryProducer
+from rollstream.producers.trajectories.steps import ChunkStepResult
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.kafka import clients
 
 _IDLE_S = 0.005
-"""Pause after a player has yielded None."""
+"""Pause after a player yields None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """What a player is told about the process it plays in."""
+    """Data for a player about its process."""
 
     kafka: KafkaConfig
-    """Brokers of the run, e.g. for a StateManager that follows the weights."""
+    """Connection to the run's brokers, e.g. for a StateManager that follows the weights."""
     run: str
     ordinal: int
     """Number of this process, from 0."""
@@ -44,7 +44,7 @@ Player = Callable[[Seat], Generator[ChunkStepResult | None]]
 
 
 def topic_of(step: ChunkStepResult) -> Literal["unlabelled", "trajectories"]:
-    """Where trajectories of such steps go: those without rewards wait for a labeler."""
+    """Return the topic for trajectories of such steps: those without rewards wait for a labeler."""
     return "unlabelled" if step.rewards is None else "trajectories"
 
 
@@ -58,10 +58,10 @@ def run_collecting(
     stop: threading.Event,
     on_ready: Callable[[], None],
 ) -> int:
-    """Collect until the player returns, `config.trajectories` are sent or `stop` is set; returns how many were sent.
+    """Collect until the player returns, `config.trajectories` are sent or `stop` is set; return the number sent.
 
-    Raises BrokerUnavailable and TopicError where there is nothing to write to, ConfigurationError for a player that is
-    no generator function, RecordError for a step that is unsound, and what the player raises.
+    Raises BrokerUnavailable or TopicError if there is no topic to write to, ConfigurationError if the player is not a
+    generator function, RecordError for an invalid step, and the player's own errors.
     """
     clients.check_broker(kafka)
     seat = Seat(kafka=kafka, run=run, ordinal=ordinal, seed=config.seed, steps=config.steps, options=config.options)

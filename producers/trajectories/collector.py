@@ -1,7 +1,7 @@
-"""Collects chunk steps of environments that run side by side into trajectories, for whoever sends them.
+"""Collects chunk steps of environments that run side by side into trajectories.
 
-A trajectory has `steps` chunk steps, or as many as a record may hold. Episodes go on from one to the next under the
-same uid; nothing given to `add` is referred to afterwards, as environments use their arrays again.
+A trajectory has `steps` chunk steps, or as many as a record can hold. An episode keeps its uid across trajectories.
+`add` copies its arrays, because environments reuse them.
 """
 
 import time
@@ -13,22 +13,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from producers.trajectories.steps import ChunkStepResult, Leaves, control_modes_of, leaves_of
-from topics.codec import encode
-from topics.errors import ConfigurationError, RecordError, RecordTooLarge
-from topics.keys import encode_key
-from topics.records import EpisodeSpan, RolloutMetadata
-from topics.trajectories import BOOTSTRAPPED, Trajectory, nest, to_record
+from rollstream.producers.trajectories.steps import ChunkStepResult, Leaves, control_modes_of, leaves_of
+from rollstream.topics.codec import encode
+from rollstream.topics.errors import ConfigurationError, RecordError, RecordTooLarge
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import EpisodeSpan, RolloutMetadata
+from rollstream.topics.trajectories import BOOTSTRAPPED, Trajectory, nest, to_record
 
 _LENGTHS_BYTES = 32
-"""What numbers of an array's entry may grow by when there are more rows."""
+"""Largest growth of the numbers in an array's entry as rows are added."""
 _SPAN_BYTES = 64
-"""What a span takes besides the incarnation in its uid."""
+"""Largest size of a span without the incarnation in its uid."""
 
 
 @dataclass
 class _Episode:
-    """The episode that is going on in a column."""
+    """The unfinished episode of a column."""
 
     uid: str
     control_mode: int
@@ -38,7 +38,7 @@ class _Episode:
 
 @dataclass
 class _Rows:
-    """Steps of the trajectory in the making."""
+    """Steps of the unfinished trajectory."""
 
     arrays: dict[str, NDArray[Any]]
     """[capacity, B, ...] by path."""
@@ -70,11 +70,11 @@ class TrajectoryCollector:
         incarnation: str | None = None,
         extra: Mapping[str, str] | None = None,
     ) -> None:
-        """Of `max_bytes` (a TrajectoryProducer's `limit_bytes`) no trajectory's record takes more.
+        """`max_bytes` (a TrajectoryProducer's `limit_bytes`) bounds the record of a trajectory.
 
-        dones, terminations and truncations get `bootstrap_rows` more rows: each of so many equal parts of the steps
-        is headed by the flags before it. One that is shorter and cannot be parted so has one. `incarnation` begins
-        the uids of episodes, and must differ at each start of a worker; by default it does.
+        dones, terminations and truncations get `bootstrap_rows` more rows: the steps are divided into as many equal
+        parts, each headed by the flags before it. A shorter trajectory that cannot be divided so has one part.
+        `incarnation` begins the uids of episodes, and must differ at each start of a worker; the default does.
 
         Raises ConfigurationError for settings that make no trajectory.
         """
@@ -96,20 +96,20 @@ class TrajectoryCollector:
         self._layout: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
         self._flags: dict[str, NDArray[Any]] = {}
         """Flags of the newest step."""
-        self._begun = 0
+        self._episodes_begun = 0
         self._episodes: dict[int, _Episode] = {}
         self._rows: _Rows | None = None
 
     @property
     def pending(self) -> int:
-        """Steps that no trajectory has yet."""
+        """Steps that are not in a trajectory yet."""
         return 0 if self._rows is None else self._rows.count
 
     def add(self, step: ChunkStepResult) -> Trajectory | None:
-        """Take one step; returns the trajectory it completed, or None.
+        """Add one step; return the trajectory it completes, or None.
 
-        Raises RecordError for arrays that are none of `width` environments or differ from those of the steps before,
-        RecordTooLarge where a record has no room for a single step. Nothing of such a step is taken.
+        Raises RecordError for arrays that are not of `width` environments or differ from those of earlier steps, and
+        RecordTooLarge if a record has no room for a single step. Such a step is not added.
         """
         leaves, modes = leaves_of(step, self._width), control_modes_of(step, self._width)
         self._check(leaves)
@@ -124,9 +124,9 @@ class TrajectoryCollector:
         return self._cut() if rows.count == rows.capacity else None
 
     def finish(self) -> Trajectory | None:
-        """The steps that are left, for the end of a worker: episodes that are going on end here, without a flag.
+        """End all episodes, without a flag, and return the trajectory of the remaining steps; None if there are none.
 
-        None where no step is left.
+        Call it at the end of a worker.
         """
         if self._rows is not None:
             for column in list(self._episodes):
@@ -134,10 +134,8 @@ class TrajectoryCollector:
         self._episodes.clear()
         return self._cut() if self._rows is not None else None
 
-    # ------------------------------------------------------------------ within
-
     def _check(self, leaves: Leaves) -> None:
-        """Refuse arrays that are not those of the steps before."""
+        """Refuse arrays that differ from those of earlier steps."""
         layout = {path: (array.dtype, array.shape) for path, array in leaves.items()}
         if not self._layout:
             self._layout = layout
@@ -163,13 +161,13 @@ class TrajectoryCollector:
         return _Rows(arrays, before, step.model_weights_id)
 
     def _capacity(self, leaves: Leaves, model_weights_id: str) -> int:
-        """How many steps a record holds for sure: an episode might begin in each column at each of them."""
+        """Return how many steps always fit into a record: an episode may begin in each column at each step."""
         if self._max_bytes is None:
             return self._steps
-        one = self._trajectory({path: array[None] for path, array in leaves.items()}, (), model_weights_id)
+        single = self._trajectory({path: array[None] for path, array in leaves.items()}, (), model_weights_id)
         row_bytes = sum(array.nbytes for array in leaves.values())
         key_bytes = len(encode_key(self._environment, self._worker_id))
-        fixed_bytes = len(encode(to_record(one))) - row_bytes + key_bytes + _LENGTHS_BYTES * (len(leaves) + 4)
+        fixed_bytes = len(encode(to_record(single))) - row_bytes + key_bytes + _LENGTHS_BYTES * (len(leaves) + 4)
         flags_bytes = sum(leaves[path].nbytes for path in BOOTSTRAPPED if path in leaves)
         fixed_bytes += self._bootstrap_rows * flags_bytes
         row_bytes += self._width * (len(self._incarnation.encode()) + _SPAN_BYTES)
@@ -188,14 +186,14 @@ class TrajectoryCollector:
         ended = rows.arrays["dones"][row].reshape(self._width, -1).astype(bool).any(axis=1)
         for column in range(self._width):
             if column not in self._episodes:
-                self._episodes[column] = _Episode(f"{self._incarnation}-{self._begun}", modes[column], row)
-                self._begun += 1
+                self._episodes[column] = _Episode(f"{self._incarnation}-{self._episodes_begun}", modes[column], row)
+                self._episodes_begun += 1
             if ended[column]:
                 self._end(rows, column, last=True)
                 del self._episodes[column]
 
     def _end(self, rows: _Rows, column: int, *, last: bool) -> None:
-        """Note the rows of the trajectory in the making that belong to the episode of a column."""
+        """Add the span of a column's episode in the unfinished trajectory."""
         episode = self._episodes[column]
         rows.spans.append(
             EpisodeSpan(
@@ -215,7 +213,7 @@ class TrajectoryCollector:
         for column, episode in self._episodes.items():
             self._end(rows, column, last=False)
             episode.start, episode.first = 0, False
-        # What is handed out may be written to by its owner.
+        # The caller owns the returned trajectory and may write to its arrays.
         self._flags = {path: array.copy() for path, array in self._flags.items()}
         arrays = {path: array[: rows.count] for path, array in rows.arrays.items()}
         for path, before in rows.before.items():
@@ -225,7 +223,7 @@ class TrajectoryCollector:
         return self._trajectory(arrays, spans, rows.model_weights_id)
 
     def _bootstrapped(self, flags: NDArray[Any], before: NDArray[Any]) -> NDArray[Any]:
-        """Flags [T, B, ...] with a row more at the head of each part: [T + E, B, ...]."""
+        """Return flags [T, B, ...] with one more row at the head of each part: [T + E, B, ...]."""
         if not self._bootstrap_rows:
             return flags
         parts = self._bootstrap_rows if len(flags) % self._bootstrap_rows == 0 else 1

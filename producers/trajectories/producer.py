@@ -1,29 +1,29 @@
 """Writes trajectories to the log: idempotent, acks=all, whole or not at all.
 
-Those of a worker lie on one partition in the order they were sent, as episodes go on from one to the next. What is
-unsound, too large or not delivered is an error that names the trajectory.
+A worker's trajectories lie on one partition in the order they were sent, because episodes span several of them. An
+error names each trajectory that is invalid, too large or not delivered.
 """
 
 from collections.abc import Callable
 from typing import Any, Literal
 
-from producers.sending import Delivery, RecordSender
-from topics.catalogue import topic_name
-from topics.config import KafkaConfig
-from topics.errors import RecordError
-from topics.keys import encode_key
-from topics.trajectories import Trajectory, to_record
+from rollstream.producers.record_sender import RecordSender, RolloutDelivery
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RecordError
+from rollstream.topics.keys import encode_key
+from rollstream.topics.trajectories import Trajectory, to_record
 
 
 class TrajectoryProducer(RecordSender):
-    """Sends trajectories of one run; what waits for its rewards with `topic="unlabelled"`.
+    """Sends trajectories of one run; `topic="unlabelled"` is for those that wait for rewards.
 
-    `limit_bytes` is what a TrajectoryCollector is told, so that what it collects can be sent. Raises BrokerUnavailable
-    or TopicError at once when there is nothing to write to.
+    Pass `limit_bytes` to a TrajectoryCollector as max_bytes, so that its trajectories fit into records. Raises
+    BrokerUnavailable or TopicError at once if there is no topic to write to.
     """
 
     too_large = "collect fewer steps, with a TrajectoryCollector's max_bytes, or run fewer environments side by side"
-    not_delivered = "episodes of its worker may go on after the gap, so start the worker again: it begins new ones"
+    not_delivered = "episodes of its worker may continue after the gap, so start the worker again: it begins new ones"
 
     def __init__(
         self,
@@ -31,31 +31,31 @@ class TrajectoryProducer(RecordSender):
         run: str,
         *,
         topic: Literal["trajectories", "unlabelled"] = "trajectories",
-        on_delivery: Callable[[Delivery], None] | None = None,
+        on_delivery: Callable[[RolloutDelivery], None] | None = None,
         send_timeout_s: float = 30.0,
         **overrides: Any,
     ) -> None:
-        """`on_delivery` is called for each trajectory the broker acknowledged; `overrides` are librdkafka keys."""
+        """`on_delivery` is called for each acknowledged trajectory; `overrides` are librdkafka keys."""
         super().__init__(kafka, topic_name(run, topic), send_timeout_s=send_timeout_s, **overrides)
         self._on_delivery = on_delivery
 
     def send(self, trajectory: Trajectory, *, timeout_s: float | None = None) -> None:
         """Queue a trajectory; it is written in the background and acknowledged in `poll` or `flush`.
 
-        Raises RecordError when it is unsound or names no worker, RecordTooLarge beyond the record limit,
-        DeadlineExceeded when the queue stayed full for `timeout_s` (default: send_timeout_s), DeliveryError when an
-        earlier one was not delivered. In each of these cases this trajectory was not sent.
+        Raises RecordError if it is invalid or names no worker, RecordTooLarge beyond the record limit,
+        DeadlineExceeded if the queue stays full for `timeout_s` (default: send_timeout_s), DeliveryError if an
+        earlier trajectory was not delivered. In each of these cases this trajectory was not sent.
         """
         worker_id = trajectory.metadata.worker_id
         if not worker_id:
             raise RecordError(
-                f"trajectory {trajectory.uid!r} names no worker (metadata.worker_id), which its place in the log "
-                "follows from; a TrajectoryCollector gives one"
+                f"trajectory {trajectory.uid!r} names no worker (metadata.worker_id), which determines its partition; "
+                "a TrajectoryCollector sets it"
             )
 
         def delivered(partition: int, offset: int) -> None:
             if self._on_delivery:
-                self._on_delivery(Delivery(trajectory.uid, partition, offset))
+                self._on_delivery(RolloutDelivery(trajectory.uid, partition, offset))
 
         key = encode_key(trajectory.environment, worker_id)
         self._send(f"trajectory {trajectory.uid}", key, to_record(trajectory), timeout_s, delivered)

@@ -1,6 +1,6 @@
-"""One chunk step of environments that run side by side, as whoever plays them has it, and its arrays by path.
+"""One chunk step of environments that run side by side, as a player yields it, and its arrays by path.
 
-What cannot become a row of a trajectory is refused by the name of the array, before anything of it is kept.
+A step that cannot become a row of a trajectory is refused as a whole; the error names the arrays.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from topics.arrays import dtype_name
-from topics.errors import RecordError
-from topics.trajectories import CONTROL_MODES, Tree, flatten
+from rollstream.topics.arrays import dtype_name
+from rollstream.topics.errors import RecordError
+from rollstream.topics.trajectories import CONTROL_MODES, Tree, flatten
 
 Leaves = Mapping[str, NDArray[Any]]
 """Arrays [B, ...] by path."""
@@ -33,44 +33,44 @@ _TREES = ("forward_inputs", "curr_obs", "next_obs")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkStepResult:
-    """What one chunk step of B environments gave. Arrays are [B, ...]; what is None or empty is not recorded.
+    """Result of one chunk step of B environments. Arrays are [B, ...]; fields that are None or empty are not recorded.
 
-    A chunk of several actions has them along the second axis. `next_obs` is what the step led to, so at the end of an
-    episode the last observation of it, not the first of the next; `curr_obs` is what was acted on.
+    A chunk of several actions has them along the second axis. `curr_obs` is the observation before the step and
+    `next_obs` the one after it: at the end of an episode its last observation, not the first of the next episode.
     """
 
     actions: Any
     terminations: Any = None
-    """bool: the task was over."""
+    """bool: the task ended."""
     truncations: Any = None
     """bool: a limit cut the episode off."""
     dones: Any = None
-    """bool: the episode ended here; by default where it was terminated or truncated."""
+    """bool: the episode ended with this step; by default, if it was terminated or truncated."""
     rewards: Any = None
-    """None where somebody else gives them."""
+    """None if a labeler provides them."""
     curr_obs: Any = None
     """A tree of arrays, or one array."""
     next_obs: Any = None
     prev_logprobs: Any = None
-    """Log-probabilities of the actions, as they were sampled."""
+    """Log-probabilities of the actions when they were sampled."""
     prev_values: Any = None
     versions: Any = None
-    """int: policy versions that acted; below 0 where none did."""
+    """int: policy versions that acted; below 0 if none did."""
     intervene_flags: Any = None
     """bool: whether a human acted."""
     forward_inputs: Tree = field(default_factory=dict)
     others: Tree = field(default_factory=dict)
-    """Further arrays, by names of yours."""
+    """Further arrays, by names of your own."""
     control_modes: Any = 0
-    """Who acts in an episode that begins with this step: 0 the policy, 1 a human; one number, or one for each of B."""
+    """Actor in an episode that begins with this step: 0 the policy, 1 a human; one number, or one for each of B."""
     model_weights_id: str = ""
     """Name of the weights that acted."""
 
 
 def leaves_of(step: ChunkStepResult, width: int) -> dict[str, NDArray[Any]]:
-    """The arrays of a step by path, each [B, ...] where B is `width`; dones are among them.
+    """Return the arrays of a step by path, dones included, each [B, ...] where B is `width`.
 
-    Raises RecordError naming all that is no such array, and where nothing says whether episodes ended.
+    Raises RecordError, naming every other array, and if no array tells whether episodes ended.
     """
     tree = {name: value for name in _ARRAYS if (value := getattr(step, name)) is not None}
     tree |= {name: value for name in _TREES if (value := getattr(step, name)) is not None and not _is_empty(value)}
@@ -82,15 +82,15 @@ def leaves_of(step: ChunkStepResult, width: int) -> dict[str, NDArray[Any]]:
     twice = sorted(tree.keys() & step.others.keys())
     if twice:
         raise RecordError(f"others of a chunk step hold {', '.join(twice)}, which have fields of their own")
-    found = {path: np.asarray(leaf) for path, leaf in flatten({**tree, **step.others}).items()}
-    wrong = [why for path, array in found.items() if (why := _problem(path, array, width))]
+    arrays = {path: np.asarray(leaf) for path, leaf in flatten({**tree, **step.others}).items()}
+    wrong = [problem for path, array in arrays.items() if (problem := _problem(path, array, width))]
     if wrong:
         raise RecordError(f"a chunk step of {width} environments: {'; '.join(wrong)}")
-    return found
+    return arrays
 
 
 def control_modes_of(step: ChunkStepResult, width: int) -> list[int]:
-    """Who acts, by column. Raises RecordError for what is no control mode of each of them."""
+    """Return the control mode of each column. Raises RecordError for invalid ones."""
     given = np.asarray(step.control_modes)
     modes = [given.item()] * width if given.ndim == 0 else given.tolist()
     if given.dtype.kind not in "biu" or given.ndim > 1 or len(modes) != width or not set(modes) <= set(CONTROL_MODES):

@@ -14,12 +14,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from infra.broker import LocalBroker
+from rollstream.infra.broker import LocalBroker
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RollstreamError
 from tests.bench import (
     archive_row,
     buffer_row,
     codec_row,
+    decode_row,
     fold_row,
+    gateway_row,
     group_row,
     latency_row,
     learner_rows,
@@ -27,20 +31,21 @@ from tests.bench import (
     restore_row,
     slice_row,
     trajectory_row,
+    worker_row,
 )
 from tests.bench.measure import LatencyRow, Row, Settings
-from topics.config import KafkaConfig
-from topics.errors import RollstreamError
 
 ROWS: dict[str, Callable[[Settings], Row | LatencyRow]] = {
     "codec": codec_row.measure,
     "produce": produce_row.measure,
+    "worker": worker_row.measure,
     "fold-1k": fold_row.row("fold-1k", 1_000),
     "fold-10k": fold_row.row("fold-10k", 10_000),
     "fold-100k": fold_row.row("fold-100k", 100_000),
     "group-and-batch": group_row.measure,
     "latency-100": latency_row.row("latency-100", 100),
     "latency-1000": latency_row.row("latency-1000", 1_000),
+    "gateway": gateway_row.measure,
     "restore": restore_row.measure,
     "archive": archive_row.measure,
     "buffer": buffer_row.measure,
@@ -48,11 +53,15 @@ ROWS: dict[str, Callable[[Settings], Row | LatencyRow]] = {
     "slices-images": slice_row.row("slices-images", images=True),
     "trajectories": trajectory_row.row("trajectories", images=False),
     "trajectories-img": trajectory_row.row("trajectories-img", images=True),
+    "decode-equal": decode_row.equal,
+    "decode-mixed": decode_row.mixed,
+    "decode-arrivals": decode_row.arrivals,
     "feed": learner_rows.measure_feed,
     "learn": learner_rows.measure_learn,
 }
 _FILES = {"slices", "slices-images", "trajectories", "trajectories-img"}
-_NO_BROKER = {"codec", "buffer", *_FILES, "fold-1k", "fold-10k", "fold-100k"}
+_DECODING = {"decode-equal", "decode-mixed", "decode-arrivals"}
+_NO_BROKER = {"codec", "buffer", *_FILES, *_DECODING, "fold-1k", "fold-10k", "fold-100k"}
 _WIDTH = 80
 
 

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from consumers.archive import manifest as manifests
-from consumers.archive.archiver import Archiver
-from consumers.archive.restorer import restore
-from consumers.archive.store import LocalStore
-from consumers.archive.writer import read_table
+from rollstream.consumers.archive import manifest as manifests
+from rollstream.consumers.archive.archiver import Archiver
+from rollstream.consumers.archive.restorer import restore
+from rollstream.consumers.archive.store import LocalStore
+from rollstream.consumers.archive.writer import read_table
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import TopicsConfig
+from rollstream.topics.kafka import clients, provisioning
 from tests.bench import material, produce_baseline
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 from tests.bench.runs import prepared
-from topics import clients, provisioning
-from topics.catalogue import topic_name
-from topics.config import TopicsConfig
 
 
 def measure(settings: Settings) -> Row:

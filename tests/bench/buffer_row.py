@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from consumers.buffers.rollout_buffer import RolloutReplayBuffer
-from consumers.grouping.testing import example_rollout
+from rollstream.consumers.buffers.rollouts.buffer import RolloutReplayBuffer
+from rollstream.consumers.grouping.testing import example_rollout
+from rollstream.topics.codec import encode
+from rollstream.topics.records import Rollout
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
-from topics.codec import encode
-from topics.records import Rollout
 
 _CAPACITY = 4096
 _SAMPLE = 256

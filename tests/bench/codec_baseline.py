@@ -1,6 +1,6 @@
 """Baseline of `codec`: the three arrays alone, by numpy's tobytes and frombuffer, in an Avro record of bytes fields.
 
-What any Avro format with raw arrays must cost: no framing, no other field, no dataclass.
+Cost that any Avro format with raw arrays has: no framing, no other field, no dataclass.
 """
 
 import io
@@ -8,8 +8,8 @@ import io
 import fastavro
 import numpy as np
 
+from rollstream.topics.records import Rollout
 from tests.bench.measure import Stopwatch, Timing
-from topics.records import Rollout
 
 _DTYPES = (("tokens", "<i4"), ("loss_mask", "|b1"), ("logprobs", "<f4"))
 _SCHEMA = fastavro.parse_schema(

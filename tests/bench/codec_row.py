@@ -1,12 +1,12 @@
-"""Row `codec`: a whole rollout to bytes and back by topics.codec, against its arrays alone."""
+"""Row `codec`: a whole rollout to bytes and back by rollstream.topics.codec, against its arrays alone."""
 
 import numpy as np
 
+from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.records import Rollout
 from tests.bench import codec_baseline
 from tests.bench.material import rollout
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
-from topics.codec import decode_as, encode
-from topics.records import Rollout
 
 
 def measure(settings: Settings) -> Row:

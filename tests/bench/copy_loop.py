@@ -9,11 +9,11 @@ import sys
 import threading
 from typing import Any
 
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka import clients, topic_admin
 from tests.bench.measure import Timing
 from tests.bench.timer import TransactionTimer
-from topics import clients
-from topics.catalogue import topic_name
-from topics.config import KafkaConfig
 
 
 def copy(arguments: dict[str, Any]) -> Timing:
@@ -21,7 +21,7 @@ def copy(arguments: dict[str, Any]) -> Timing:
     kafka = KafkaConfig(bootstrap_servers=arguments["bootstrap_servers"])
     run = arguments["run"]
     source, target = topic_name(run, "rollouts"), topic_name(run, "evals")
-    clients.partitions_of(kafka, source)
+    topic_admin.partitions_of(kafka, source)
     consumer = clients.group_member(kafka, f"{run}.copy", "copy", **{"auto.offset.reset": "earliest"})
     producer = clients.transactional_producer(kafka, f"grouper-{run}-copy")
     producer.init_transactions(30)

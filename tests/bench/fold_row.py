@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from consumers.grouping import state
-from consumers.grouping.changes import Record
-from consumers.grouping.config import GroupingConfig
-from consumers.grouping.fold import Fold
-from consumers.grouping.testing import example_rollout
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core import task_state
+from rollstream.consumers.grouping.core.effects import InputRecord
+from rollstream.consumers.grouping.core.fold import Fold
+from rollstream.consumers.grouping.testing import example_rollout
+from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import Rollout
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
-from topics.codec import decode_as, encode
-from topics.keys import encode_key
-from topics.records import Rollout
 
 _TOKENS = np.arange(64, dtype="<i4")
 _TAKE_EVERY = 250
@@ -35,7 +35,7 @@ def row(name: str, open_groups: int) -> Callable[[Settings], Row]:
             for i, step in enumerate(steps):
                 fold.apply(step)
                 if i % _TAKE_EVERY == 0:
-                    fold.take()
+                    fold.prepare_commit()
             timing = watch.timing(len(steps))
             if fold.open_groups != waiting:
                 raise RuntimeError(f"{fold.open_groups} groups are open instead of {waiting}")
@@ -63,15 +63,15 @@ def row(name: str, open_groups: int) -> Callable[[Settings], Row]:
 
 
 def _fold_with(open_groups: int) -> Fold:
-    first = state.initial(0, 1, "bench", GroupingConfig(capacity_bytes=10**12))
-    fold = Fold(state.restore([replace(first, policy_version=0, watermark_policy_version=0)]))
+    first = task_state.initial_record(0, 1, "bench", GroupingConfig(capacity_bytes=10**12))
+    fold = Fold(task_state.restored_state([replace(first, policy_version=0, watermark_policy_version=0)]))
     for group in range(open_groups):
         fold.apply(_record(group, group, 0))
-    fold.take()
+    fold.prepare_commit()
     return fold
 
 
-def _steps(offset: int, open_groups: int, count: int) -> list[Record]:
+def _steps(offset: int, open_groups: int, count: int) -> list[InputRecord]:
     """`count` records from `offset` on: the second member of the oldest group, then the first of a new one, in turn."""
     oldest = (offset - open_groups) // 2
     pairs = ((_record(offset + 2 * i, oldest + i, 1), _record(offset + 2 * i + 1, oldest + open_groups + i, 0))
@@ -79,6 +79,6 @@ def _steps(offset: int, open_groups: int, count: int) -> list[Record]:
     return [record for pair in pairs for record in pair]
 
 
-def _record(offset: int, group: int, member: int) -> Record:
+def _record(offset: int, group: int, member: int) -> InputRecord:
     rollout = example_rollout(str(member), float(member), example_id=str(group), tokens=_TOKENS)
-    return Record(offset, offset, encode_key("env", str(group)), encode(rollout))
+    return InputRecord(offset, offset, encode_key("env", str(group)), encode(rollout))

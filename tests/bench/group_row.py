@@ -1,9 +1,9 @@
 """Row `group-and-batch`: a grouping process with a backlog, against a transactional copy loop on the same topic."""
 
+from rollstream.topics.catalogue import topic_name
 from tests.bench import material, produce_baseline
 from tests.bench.measure import Row, Settings, Timing, in_child
 from tests.bench.runs import prepared
-from topics.catalogue import topic_name
 
 _COPY, _GROUP = "copy_loop", "grouping_process"
 

@@ -7,14 +7,15 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from consumers.grouping import shell
-from consumers.grouping.config import GrouperConfig, GroupingConfig
-from consumers.grouping.publisher import Part, TransactionPublisher
-from pipeline.roles.group import COLLECT_AFTER
+from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
+from rollstream.consumers.grouping.core.grouping_task import TaskCommit
+from rollstream.consumers.grouping.process import grouping_process
+from rollstream.consumers.grouping.process.transaction_publisher import TransactionPublisher
+from rollstream.pipeline.roles.group import COLLECT_AFTER
+from rollstream.topics import logs
+from rollstream.topics.config import KafkaConfig
 from tests.bench.measure import Timing
 from tests.bench.timer import TransactionTimer
-from topics import logs
-from topics.config import KafkaConfig
 
 
 def group(arguments: dict[str, Any]) -> Timing:
@@ -23,18 +24,20 @@ def group(arguments: dict[str, Any]) -> Timing:
     timer = TransactionTimer(arguments["rollouts"] + arguments["partitions"], done)
 
     class Timed(TransactionPublisher):
-        def _publish_as(self, member: object, parts: Sequence[Part]) -> None:
+        def _publish_as(self, member: object, parts: Sequence[TaskCommit]) -> None:
             super()._publish_as(member, parts)
-            timer.committed(sum(p.output.journal.position - p.output.journal.begin for p in parts))
+            timer.committed(sum(p.effects.journal.position - p.effects.journal.begin for p in parts))
 
-    shell.TransactionPublisher = Timed  # type: ignore[misc]
+    grouping_process.TransactionPublisher = Timed  # type: ignore[misc]
     gc.set_threshold(*COLLECT_AFTER)
     grouper = GrouperConfig(
         max_poll_records=arguments["poll_records"],
         commit_interval_s=arguments["commit_interval_s"],
     )
     kafka = KafkaConfig(bootstrap_servers=arguments["bootstrap_servers"])
-    shell.run_grouping(kafka, arguments["run"], GroupingConfig(), grouper, 0, done, lambda: print("ready", flush=True))
+    grouping_process.run_grouping(
+        kafka, arguments["run"], GroupingConfig(), grouper, 0, done, lambda: print("ready", flush=True)
+    )
     return timer.timing
 
 

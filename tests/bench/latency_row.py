@@ -13,17 +13,19 @@ from statistics import median
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from confluent_kafka import OFFSET_BEGINNING, KafkaError, Message, TopicPartition
+from confluent_kafka import KafkaError, Message
 
-from consumers.batch_reader import BatchReader
-from consumers.grouping.config import GroupingConfig
+from rollstream.consumers.batch_reader import BatchReader
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.hanging_transactions import open_on
+from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.kafka.records import BEGINNING
+from rollstream.topics.records import TrainingBatch
 from tests.bench import material
 from tests.bench.measure import LatencyRow, Settings, ready_child
 from tests.bench.runs import prepared
-from topics import clients
-from topics.catalogue import topic_name
-from topics.hanging import open_on
-from topics.records import TrainingBatch
 
 _BATCH_ROLLOUTS = 32
 _WARM_UP = 0.2
@@ -79,7 +81,7 @@ def _grouped(settings: Settings, rate: int, seed: int) -> Measured:
         Production(settings, run, rate, seed) as production,
     ):
         readable: list[tuple[TrainingBatch, float]] = []
-        # What is left at the end does not fill a batch.
+        # The rest at the end does not fill a batch.
         enough = settings.rollouts - settings.partitions * (_BATCH_ROLLOUTS + settings.group_size)
         watch = Watch(production, child, topic_name(run, "batches"), enough)
         while watch.waits(sum(len(batch) for batch, _ in readable)):
@@ -98,18 +100,14 @@ def _copied(settings: Settings, rate: int, seed: int) -> Measured:
     copies = [0] * settings.partitions
     with prepared(settings, "latency", GroupingConfig()) as run, ready_child("copy_loop", settings, run) as child:
         topic = topic_name(run, "evals")
-        consumer = clients.reader(settings.kafka)
-        begin = [TopicPartition(topic, partition, OFFSET_BEGINNING) for partition in range(settings.partitions)]
-        clients.follow(consumer, settings.kafka, begin)
-        with Production(settings, run, rate, seed) as production:
+        with Reader(settings.kafka) as reader, Production(settings, run, rate, seed) as production:
+            reader.assign({(topic, partition): BEGINNING for partition in range(settings.partitions)})
             watch = Watch(production, child, topic, settings.rollouts + settings.partitions)
             while watch.waits(sum(copies)):
-                for message in clients.at_hand(consumer, 500, 0.1):
-                    if message.error() is None:
-                        partition = message.partition() or 0
-                        seen.append(((partition, copies[partition]), time.perf_counter()))
-                        copies[partition] += 1
-        consumer.close()
+                for record in reader.poll(500, 0.1).records:
+                    partition = record.partition
+                    seen.append(((partition, copies[partition]), time.perf_counter()))
+                    copies[partition] += 1
     latencies = [at - production.acknowledged[of] for of, at in seen if of in production.acknowledged]
     return Measured(tuple(latencies[int(len(latencies) * _WARM_UP) :]), production.rate)
 
@@ -160,7 +158,7 @@ class Production:
     def _produce(self) -> None:
         kafka = self.settings.kafka
         producer = clients.producer(kafka, **{"linger.ms": "1"})
-        clients.partitions_of(kafka, self._topic)
+        topic_admin.partitions_of(kafka, self._topic)
         began = time.perf_counter()
         for i, (key, value) in enumerate(self._records):
             while (ahead_s := began + i * self._every_s - time.perf_counter()) > 0 and not self._stopping.is_set():

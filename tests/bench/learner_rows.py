@@ -11,17 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
-from confluent_kafka import TopicPartition
-
-from consumers.batch_reader import IndexReader
-from consumers.learner.config import LearnerConfig
-from consumers.learner.environment import prepare_environment
-from tests.batches import random_batch, send_batches
+from rollstream.consumers.batch_reader import IndexReader
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.reproducibility import prepare_environment
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.records import TrainingBatch
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 from tests.bench.runs import prepared
-from topics import clients
-from topics.catalogue import topic_name
-from topics.records import TrainingBatch
+from tests.support.batches import random_batch, send_batches
 
 _ROWS = 16
 """Rollouts of a batch."""
@@ -60,7 +58,7 @@ def measure_learn(settings: Settings) -> Row:
     prepare_environment(config)
     import jax
 
-    from consumers.learner.step import TrainStep
+    from rollstream.consumers.learner.training.train_step import TrainStep
 
     train_step = TrainStep(config)
     start = train_step.initial_state()
@@ -68,7 +66,7 @@ def measure_learn(settings: Settings) -> Row:
     with _run(settings, config, "learn", (16, 112)) as run:
         with _supply(settings, config, run) as supply:
             steps = [_next(supply) for _ in range(config.max_steps)]
-        rollouts = sum(use.rows for step in steps for use in step.taken.uses)
+        rollouts = sum(use.rows for step in steps for use in step.plan.uses)
         waits: list[float] = []
         memory: list[float] = []
 
@@ -78,9 +76,9 @@ def measure_learn(settings: Settings) -> Row:
                 watch = Stopwatch()
                 for number in range(config.max_steps):
                     began = time.perf_counter()
-                    supplied = _next(supply)
+                    loaded = _next(supply)
                     waited += time.perf_counter() - began if number else 0.0
-                    state, _metrics = train_step.train(state, supplied.packed)
+                    state, _metrics = train_step.train(state, loaded.packed)
                     memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
                 timing = watch.timing(rollouts)
             waits.append(waited / timing.seconds)
@@ -128,10 +126,10 @@ def measure_feed(settings: Settings) -> Row:
             watch, rollouts = Stopwatch(), 0
             with _supply(settings, config, run) as supply:
                 for _ in range(config.max_steps):
-                    supplied = _next(supply)
-                    placed = [jax.device_put(microbatch.arrays()) for microbatch in supplied.packed.microbatches]
+                    loaded = _next(supply)
+                    placed = [jax.device_put(microbatch.arrays()) for microbatch in loaded.packed.microbatches]
                     jax.block_until_ready(placed)
-                    rollouts += sum(use.rows for use in supplied.taken.uses)
+                    rollouts += sum(use.rows for use in loaded.plan.uses)
             return watch.timing(rollouts)
 
         def raw() -> Timing:
@@ -166,15 +164,15 @@ def _run(settings: Settings, config: LearnerConfig, name: str, answers: tuple[in
 @contextmanager
 def _supply(settings: Settings, config: LearnerConfig, run: str) -> Iterator[Any]:
     """The steps of a run, as a learner gets them."""
-    from consumers.learner.intake import Intake
-    from consumers.learner.supply import Loader, Supply
-    from consumers.learner.team import Alone
+    from rollstream.consumers.learner.input.batch_selection import BatchSelection
+    from rollstream.consumers.learner.input.step_loader import ShareLoader, StepLoader
+    from rollstream.consumers.learner.parallel.team import Alone
 
-    class Source:
+    class BenchSource:
         def __init__(self, stack: ExitStack) -> None:
-            loader = stack.enter_context(closing(Loader(config, settings.kafka, run)))
+            loader = stack.enter_context(closing(ShareLoader(config, settings.kafka, run)))
             self.load: Callable[[Any], Any] = loader.load
-            self._intake = Intake(
+            self._selection = BatchSelection(
                 stack.enter_context(IndexReader(settings.kafka, run)),
                 rollouts_per_step=config.rollouts_per_step,
                 max_policy_lag=config.max_policy_lag,
@@ -182,40 +180,35 @@ def _supply(settings: Settings, config: LearnerConfig, run: str) -> Iterator[Any
                 skipped=lambda _uses: None,
             )
 
-        def take(self, step: int, stop: threading.Event) -> Any:
-            return self._intake.take(step, stop)
+        def plan(self, step: int, stop: threading.Event) -> Any:
+            return self._selection.plan(step, stop)
 
         def close(self) -> None:
             """The stack closes what it reads from."""
 
     with ExitStack() as stack:
-        yield stack.enter_context(Supply(Source(stack), Alone(), 1, config.max_steps, threading.Event()))
+        yield stack.enter_context(StepLoader(BenchSource(stack), Alone(), 1, config.max_steps, threading.Event()))
 
 
 def _next(supply: Any) -> Any:
     """The next step; RuntimeError when there is none."""
-    supplied = supply.next(_SPARE_S)
-    if supplied is None:
+    loaded = supply.next(_SPARE_S)
+    if loaded is None:
         raise RuntimeError(f"no step was ready within {_SPARE_S:g} s")
-    return supplied
+    return loaded
 
 
 def _read_all(settings: Settings, run: str, batches: int) -> int:
     """Bytes of a run's batches."""
     topic = topic_name(run, "batches")
-    consumer = clients.reader(settings.kafka, isolation="read_uncommitted")
-    try:
-        places = [TopicPartition(topic, partition, 0) for partition in range(settings.partitions)]
-        clients.follow(consumer, settings.kafka, places)
+    with Reader(settings.kafka, isolation="read_uncommitted") as reader:
+        reader.assign({(topic, partition): 0 for partition in range(settings.partitions)})
         found = size = 0
         deadline = time.monotonic() + _SPARE_S
         while found < batches:
-            for message in clients.at_hand(consumer, 100, 0.05):
-                if message.error() is None:
-                    found += 1
-                    size += len(message.value() or b"")
+            for record in reader.poll(100, 0.05).records:
+                found += 1
+                size += len(record.value or b"")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{found} of {batches} batches came within {_SPARE_S:g} s")
         return size
-    finally:
-        consumer.close()

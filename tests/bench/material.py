@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from rollstream.topics.codec import encode
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import InferenceMetadata, Rollout, RolloutMetadata, Turn
 from tests.bench.measure import Settings
-from topics.codec import encode
-from topics.keys import encode_key
-from topics.records import InferenceMetadata, Rollout, RolloutMetadata, Turn
 
 _IN_FLIGHT = 16
 

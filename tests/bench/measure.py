@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from topics.config import KafkaConfig
+from rollstream.topics.config import KafkaConfig
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 CHILD_TIMEOUT_S = 300.0
 
 
@@ -44,17 +44,17 @@ class Stopwatch:
         self._began, self._cpu_began = time.perf_counter(), time.process_time()
 
     def timing(self, rollouts: int) -> Timing:
-        """What `rollouts` rollouts took so far."""
+        """Cost of `rollouts` rollouts so far."""
         return Timing(rollouts, time.perf_counter() - self._began, time.process_time() - self._cpu_began)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every row is measured with."""
+    """Settings of every row."""
 
     kafka: KafkaConfig
     directory: Path
-    """Where logs of child processes go."""
+    """Directory of the logs of child processes."""
     rollouts: int = 8000
     tokens: int = 2560
     """Tokens of a rollout."""
@@ -78,7 +78,7 @@ class Row:
     ours: tuple[Timing, ...]
     raw: tuple[Timing, ...]
     figures: Mapping[str, float] = field(default_factory=dict)
-    """What else was seen, by name."""
+    """Further figures, by name."""
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -124,7 +124,7 @@ class LatencyRow:
     ours: tuple[tuple[float, ...], ...]
     raw: tuple[tuple[float, ...], ...]
     figures: Mapping[str, float] = field(default_factory=dict)
-    """What else was seen, by name."""
+    """Further figures, by name."""
 
     @property
     def ratios(self) -> tuple[float, ...]:

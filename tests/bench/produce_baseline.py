@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka import clients, topic_admin
 from tests.bench.measure import Stopwatch, Timing
-from topics import clients
-from topics.config import KafkaConfig
 
 
 def measure(kafka: KafkaConfig, topic: str, records: Sequence[tuple[bytes, bytes]]) -> Timing:
     """Produce keys and values and wait until the broker has them all. Raises RuntimeError when it does not."""
     producer = clients.producer(kafka)
-    clients.partitions_of(kafka, topic)
+    topic_admin.partitions_of(kafka, topic)
     watch = Stopwatch()
     for key, value in records:
         while True:

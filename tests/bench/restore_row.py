@@ -2,16 +2,16 @@
 
 import time
 
-from confluent_kafka import TopicPartition
-
-from consumers.grouping.config import GrouperConfig, GroupingConfig
-from consumers.grouping.fold import Fold
-from consumers.grouping.restore import records_of, restore_task
+from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
+from rollstream.consumers.grouping.core.fold import Fold
+from rollstream.consumers.grouping.process.restoration import records_of
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.reader import Reader
 from tests.bench import material, produce_baseline
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, in_child, interleaved
 from tests.bench.runs import prepared
-from topics import clients
-from topics.catalogue import topic_name
+from tests.support.restoring import restore_task
 
 _SPARE_S = 60.0
 
@@ -24,7 +24,7 @@ def measure(settings: Settings) -> Row:
         topic = topic_name(run, "rollouts")
         produce_baseline.measure(settings.kafka, topic, records)
         in_child("grouping_process", settings, run)
-        topic_id = clients.topic_ids(settings.kafka, [topic])[topic]
+        topic_id = topic_admin.topic_ids(settings.kafka, [topic])[topic]
 
         def ours() -> Timing:
             watch = Stopwatch()
@@ -62,17 +62,15 @@ def _check(folds: list[Fold], rollouts: int) -> None:
 
 def _read(settings: Settings, topic: str, partition: int) -> int:
     """Read a partition from its beginning to its end as restoring does, without a look at the records."""
-    consumer = clients.reader(settings.kafka, fetch_wait_ms=10)
-    try:
-        clients.follow(consumer, settings.kafka, [TopicPartition(topic, partition, 0)])
+    with Reader(settings.kafka, fetch_wait_ms=10) as reader:
+        reader.assign({(topic, partition): 0})
         deadline = time.monotonic() + _SPARE_S
         read = 0
         while time.monotonic() < deadline:
-            for message in clients.at_hand(consumer, 500, 0.05):
-                if message.error() is not None:
-                    return read
-                records_of(message)
+            records, ends = reader.poll(500, 0.05)
+            for record in records:
+                records_of(record)
                 read += 1
+            if ends:
+                return read
         raise RuntimeError(f"{topic}[{partition}] did not end within {_SPARE_S:g} s")
-    finally:
-        consumer.close()

@@ -4,15 +4,15 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from consumers.grouping.bootstrap import initialise
-from consumers.grouping.config import GrouperConfig, GroupingConfig
+from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
+from rollstream.consumers.grouping.process.bootstrap import initialise
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import encode
+from rollstream.topics.config import TopicsConfig
+from rollstream.topics.kafka import clients, provisioning
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import Mark
 from tests.bench.measure import Settings
-from topics import clients, provisioning
-from topics.catalogue import topic_name
-from topics.codec import encode
-from topics.config import TopicsConfig
-from topics.keys import encode_key
-from topics.records import Mark
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from consumers.buffers.slice_buffer import EpisodeSliceBuffer
+from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 
 _STEPS = 80

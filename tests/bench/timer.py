@@ -31,7 +31,7 @@ class TransactionTimer:
 
     @property
     def timing(self) -> Timing:
-        """What was measured. Raises RuntimeError when there was only one transaction, which measures nothing."""
+        """Return the measurement. Raises RuntimeError when there was only one transaction, which measures nothing."""
         if self._timing is None:
             raise RuntimeError("everything fitted in one transaction: measure with more rollouts or a smaller poll")
         return self._timing

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
+from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
+from rollstream.topics.trajectories import Trajectory, flatten
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
-from topics.trajectories import Trajectory, flatten
 
 PEER = "ROLLSTREAM_RLINF"
 _STEPS, _WIDTH = 80, 8
@@ -144,7 +144,7 @@ def _ours(kinds: list[Arrays]) -> Make:
 
 
 def _peer(kinds: list[Arrays]) -> tuple[Make, str]:
-    """What is measured against, and what it is called."""
+    """Baseline, with its name."""
     checkout = os.environ.get(PEER)
     if not checkout:
         return _numpy(kinds), f"numpy's list and npz files of flattened arrays, as {PEER} names no checkout of RLinf"

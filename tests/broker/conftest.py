@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import RealRun
-from topics.config import KafkaConfig
+from rollstream.topics.config import KafkaConfig
+from tests.support.runs import RealRun
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def real_run(broker: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where JAX keeps what it compiled."""
+    """Directory in which JAX keeps compiled functions."""
     return tmp_path_factory.getbasetemp() / "jax"
 
 

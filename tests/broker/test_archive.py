@@ -10,45 +10,46 @@ from dataclasses import replace
 import pytest
 from confluent_kafka import Producer, TopicPartition
 
-from consumers.archive import manifest as manifests
-from consumers.archive.archiver import TOPICS, Archiver
-from consumers.archive.restorer import restore
-from consumers.archive.store import LocalStore, Store, open_store
-from consumers.archive.tables import Entry
-from consumers.archive.writer import records
-from consumers.batch_reader import BatchReader
-from consumers.grouping.bootstrap import recover
-from consumers.grouping.config import GroupingConfig
-from pipeline.ledger import Ledger, ledger
-from pipeline.tools.prune import read_positions
-from pipeline.verify import verify
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics import clients
-from topics.catalogue import topic_name
-from topics.codec import decode_as, encode
-from topics.errors import StateRefused
-from topics.keys import encode_key
-from topics.records import BatchUse, LearnerStep, TrainingBatch
+from rollstream.consumers.archive import manifest as manifests
+from rollstream.consumers.archive.archiver import TOPICS, Archiver
+from rollstream.consumers.archive.restorer import restore
+from rollstream.consumers.archive.store import LocalStore, Store, open_store
+from rollstream.consumers.archive.tables import ArchivedRecord
+from rollstream.consumers.archive.writer import records
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.process.bootstrap import recover
+from rollstream.pipeline.audit.ledger import Ledger, ledger
+from rollstream.pipeline.audit.verification import verify
+from rollstream.pipeline.tools.prune import read_positions
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.errors import StateRefused
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import BatchUse, LearnerStep, TrainingBatch
+from tests.support.batches import indexed_batches
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
-Held = dict[str, list[Entry]]
+Held = dict[str, list[ArchivedRecord]]
 
 
 def of_topics(run: RealRun, name: str) -> Held:
     """Every record of a run's topics, as archives keep them, by another way than theirs."""
     found: Held = {}
     for topic in TOPICS:
-        messages = clients.read_to_end(run.kafka, topic_name(name, topic))
+        messages = read_to_end(run.kafka, topic_name(name, topic))
         found[topic] = sorted(
             (
-                Entry(
+                ArchivedRecord(
                     topic,
-                    m.partition() or 0,
-                    m.offset() or 0,
-                    m.timestamp()[1],
-                    m.key(),
-                    m.value(),
-                    None if m.headers() is None else tuple(m.headers() or ()),  # type: ignore[arg-type]
+                    m.partition,
+                    m.offset,
+                    m.timestamp_ms,
+                    m.key,
+                    m.value,
+                    m.headers or None,
                 )
                 for m in messages
             ),
@@ -78,7 +79,7 @@ def steps_as(held: Held, name: str) -> Held:
 
 def ask(run: RealRun, *words: str) -> str:
     done = subprocess.run(
-        run.command(*words), capture_output=True, text=True, timeout=60, check=False, cwd=run.directory
+        run.command(*words), capture_output=True, text=True, timeout=120, check=False, cwd=run.directory
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -100,11 +101,8 @@ def made(run: RealRun) -> list[TrainingBatch]:
 
     eventually(settled, 60, "every record in its place", every_s=0.3)
     process.terminate()
-    assert process.wait(30) == 0
-    with BatchReader(run.kafka, run.name) as reader:
-        batches = []
-        while (read := reader.poll(0.5)) is not None:
-            batches.append(read.batch)
+    assert process.wait(60) == 0
+    batches = [read.batch for read in indexed_batches(run.kafka, run.name)]
     first = batches[0]
     use = BatchUse(batch_id=first.batch_id, index_offset=0, rows=len(first), use="trained")
     step = LearnerStep(
@@ -119,6 +117,7 @@ def test_an_archive_survives_kill_9_answers_and_becomes_a_run_that_verifies(real
     batches = made(real_run)
     store = LocalStore(real_run.directory / "archive")
     process = real_run.start("archive", "--follow", "--every", "0.05", "--arrays")
+    eventually(lambda: manifests.newest(store, real_run.name), 60, "the first manifest")
     sent = 0
     while sent < 4000:  # Until it has committed several times, and is in the middle of something.
         producer = clients.producer(real_run.kafka)
@@ -155,9 +154,7 @@ def test_an_archive_survives_kill_9_answers_and_becomes_a_run_that_verifies(real
     assert book.balanced, book.problems
     assert (book.batched, book.trained, book.dead_lettered) == (36, len(batches[0]), 1)
     assert book.as_dict() == before.as_dict()
-    with BatchReader(real_run.kafka, again) as reader:
-        read = [reader.poll(5.0) for _ in batches]
-    assert [r.batch.digest for r in read if r] == [batch.digest for batch in batches]
+    assert [r.batch.digest for r in indexed_batches(real_run.kafka, again)] == [batch.digest for batch in batches]
     with pytest.raises(StateRefused, match="exists; restore into a run of another name"):
         restore(real_run.kafka, real_run.topics, store, current, again)
 
@@ -170,7 +167,7 @@ def test_a_restored_run_is_grouped_further_with_the_groups_that_were_open(real_r
     run.send([*(rollout(f"x{n}", member) for n in range(6) for member in range(4)), rollout("open", 0)])
     settle(run, batched=24, in_flight=1)
     process.terminate()
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     store = open_store(f"memory://{run.name}")
     with Archiver(run.kafka, run.name, store) as archiver:
         current = archiver.once().manifest
@@ -192,7 +189,7 @@ def test_a_restored_run_is_grouped_further_with_the_groups_that_were_open(real_r
     again.send(rollout(f"y{n}", member) for n in range(6) for member in range(4))
     book = settle(again, batched=52)
     process.terminate()
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     assert (book.balanced, book.produced) == (True, before["produced"] + 3 + 24 + book.control - before["control"])
     found = verify(run.kafka, again.name)
     assert (found.mismatches, found.unverifiable, found.batches) == ([], 0, book.batches)
@@ -245,7 +242,7 @@ def test_what_lies_between_records_lies_there_again(real_run: RealRun) -> None:
     transaction(other, [(letters, 0)], other.commit_transaction)
     admin = clients.admin(real_run.kafka)
     for future in admin.delete_records([TopicPartition(rollouts, 0, 5), TopicPartition(rollouts, 1, 3)]).values():
-        future.result(30)
+        future.result(60)
 
     store = open_store(f"memory://{real_run.name}")
     with Archiver(real_run.kafka, real_run.name, store, flush_bytes=20_000) as archiver:
@@ -255,7 +252,7 @@ def test_what_lies_between_records_lies_there_again(real_run: RealRun) -> None:
     send(rollouts, 0, 1)
     # The janitor knows what is archived, and keeps the rest.
     known = read_positions(real_run.kafka, real_run.name, real_run.grouper.group_id(real_run.name), None).groups
-    _low, end = clients.bounds(real_run.kafka, rollouts)[0]
+    _low, end = topic_admin.bounds(real_run.kafka, rollouts)[0]
     assert known[f"{real_run.name}.archive"]["rollouts", 0] == end - 1
     with Archiver(real_run.kafka, real_run.name, store) as archiver:
         second = archiver.once()
@@ -264,6 +261,6 @@ def test_what_lies_between_records_lies_there_again(real_run: RealRun) -> None:
     assert restore(real_run.kafka, real_run.topics, store, second.manifest, again) == first.records + 1
     assert of_topics(real_run, again) == of_topics(real_run, real_run.name) == of_archive(store, real_run.name)
     for name in TOPICS:
-        was, now = (clients.bounds(real_run.kafka, topic_name(run, name)) for run in (real_run.name, again))
+        was, now = (topic_admin.bounds(real_run.kafka, topic_name(run, name)) for run in (real_run.name, again))
         assert {p: end for p, (_low, end) in was.items()} == {p: end for p, (_low, end) in now.items()}
-    assert clients.bounds(real_run.kafka, topic_name(again, "rollouts"))[0][0] == 5
+    assert topic_admin.bounds(real_run.kafka, topic_name(again, "rollouts"))[0][0] == 5

@@ -8,20 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 
-from consumers.grouping.changes import CORE_VERSION
-from consumers.grouping.config import GroupingConfig
-from consumers.grouping.configuring import CORE_STEP
-from pipeline.ledger import Ledger, ledger
-from pipeline.verify import verify
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics import clients
-from topics.catalogue import topic_name
-from topics.codec import encode
-from topics.config import KafkaConfig, TopicsConfig
-from topics.keys import encode_key
-from topics.records import Mark, NamedArray, SamplingParams
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core.configuration_marks import CORE_STEP
+from rollstream.consumers.grouping.core.effects import CORE_VERSION
+from rollstream.pipeline.audit.ledger import Ledger, ledger
+from rollstream.pipeline.audit.verification import verify
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import encode
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import Mark, NamedArray, SamplingParams
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def read(run: RealRun, **expected: object) -> Ledger:
 
 
 def said(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(run.command(*words), cwd=run.directory, env=run._env(), capture_output=True, text=True)
+    return subprocess.run(run.command(*words), cwd=run.directory, env=run.environment(), capture_output=True, text=True)
 
 
 def group(run: RealRun, example: str, members: int = 4) -> None:
@@ -141,3 +142,102 @@ def test_a_record_that_ends_grouping_at_every_start_is_skipped_on_the_record(run
     assert json.loads(replayed.stdout)["replayed"]["dropped"] == {"skipped": 1}
     late = said(run, "group", "skip", f"0:{offset}", "--reason", "again")
     assert (late.returncode, "was read up to" in late.stderr) == (2, True)
+
+
+BOMB_BYTES = 300_000_000
+
+
+def bomb(run: RealRun) -> str:
+    """One gzip batch of a third of a megabyte that is kept as it came; its offsets as `group skip` takes them."""
+    topic = run.topic("rollouts")
+    resource = ConfigResource(
+        ConfigResource.Type.TOPIC,
+        topic,
+        incremental_configs=[ConfigEntry("compression.type", "producer", incremental_operation=AlterConfigOpType.SET)],
+    )
+    admin = clients.admin(run.kafka)
+    admin.incremental_alter_configs([resource])[resource].result(60)
+    settings = {
+        "compression.type": "gzip",
+        "linger.ms": "5000",
+        "batch.size": 1_000_000_000,
+        "message.max.bytes": 1_000_000_000,
+        "queue.buffering.max.kbytes": 2_000_000,
+    }
+    producer = clients.producer(run.kafka, **settings)
+    begin = topic_admin.bounds(run.kafka, topic)[0][1]
+    for _ in range(BOMB_BYTES // 1_000_000):
+        producer.produce(topic, bytes(1_000_000), partition=0)
+    assert producer.flush(120) == 0
+    return f"0:{begin}-{topic_admin.bounds(run.kafka, topic)[0][1] - 1}"
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+from rollstream.pipeline.cli import main
+
+code = main()
+sys.stderr.write(Path("/proc/self/status").read_text())
+sys.exit(code)
+"""
+
+
+def assert_tools_never_fetch(run: RealRun, place: str) -> None:
+    """Every tool that reads `rollouts` answers for the records around the bomb, within the memory of a small run."""
+    first, last = place.removeprefix("0:").split("-")
+    answers = {}
+    for words in (
+        ("cat", "rollouts"),
+        ("cat", "rollouts", "-o", "-2"),
+        ("lineage", "--rollout", "before-3"),
+        ("lineage", "--offset", f"0:{int(first) - 1}"),
+        ("lineage", "--offset", f"0:{first}"),
+        ("archive",),
+        ("restore", "archive", "--into", f"{run.name}-again"),
+        ("cat", f"{run.name}-again.rollouts"),
+    ):
+        command = run.command(*words)
+        command[2:4] = ["-c", MEASURED]
+        done = subprocess.run(command, cwd=run.directory, env=run.environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "record_unreadable" not in done.stderr
+        assert int(done.stderr.rsplit("VmHWM:", 1)[1].split()[0]) * 1024 < BOMB_BYTES, words
+        answers[words[0], words[-1]] = done.stdout
+    offsets = [int(line.split()[1]) for line in answers["cat", "rollouts"].splitlines()]
+    assert min(offsets) < int(first)
+    assert max(offsets) > int(last)
+    assert not set(offsets) & set(range(int(first), int(last) + 1))
+    assert [int(line.split()[1]) for line in answers["cat", "-2"].splitlines()] == offsets[-2:]
+    again = [int(line.split()[1]) for line in answers["cat", f"{run.name}-again.rollouts"].splitlines()]
+    assert again == offsets
+    assert "dropped: skipped" in answers["lineage", f"0:{first}"]
+    assert "rollout before-2" in answers["lineage", f"0:{int(first) - 1}"]
+    assert "batch 0-1" in answers["lineage", "before-3"]
+
+
+def test_a_bomb_that_lies_in_the_topic_as_it_came_is_skipped_and_never_fetched(run: RealRun) -> None:
+    group(run, "before", 3)
+    place = bomb(run)
+    group(run, "behind")
+    met = run.start("group")
+    eventually(lambda: peak_bytes(met) > BOMB_BYTES, 60, "the client inflates the bomb")
+    met.kill()
+    met.wait()
+
+    skipped = said(run, "group", "skip", place, "--reason", "a bomb")
+    assert skipped.returncode == 0, skipped.stderr
+    for number in range(2):
+        going = run.start("group")
+        book = read(run, batched=4)
+        assert (book.dropped, book.dead_lettered, book.problems) == ({"skipped": 300}, 0, [])
+        assert peak_bytes(going) < BOMB_BYTES, f"start {number}"
+        going.kill()
+        going.wait()
+    run.start("group")
+    run.send([rollout("before", 3)])
+    book = read(run, batched=8)
+    assert (book.dropped, book.problems) == ({"skipped": 300}, [])
+    assert_tools_never_fetch(run, place)
+    found = verify(run.kafka, run.name)
+    assert (found.mismatches, found.batches, found.drops) == ([], 2, 300)

@@ -7,26 +7,25 @@ from contextlib import closing
 
 import pytest
 
-from consumers.batch_reader import BatchReader, IndexReader
-from consumers.grouping.bootstrap import recover
-from consumers.learner.exclusions import Exclusions
-from consumers.learner.step_log import read_steps
-from consumers.weights.follower import WeightsFollower
-from pipeline.observer import RunObserver
-from producers.evaluator import _Manifests
-from producers.journal_tailer import JournalTailer
+from rollstream.consumers.batch_reader import BatchReader, IndexReader
+from rollstream.consumers.grouping.process.bootstrap import recover
+from rollstream.consumers.learner.input.excluded_batches import Exclusions
+from rollstream.consumers.step_log import read_steps
+from rollstream.consumers.weights.follower import WeightsFollower
+from rollstream.pipeline.run.observer import RunObserver
+from rollstream.producers.journal_tailer import JournalTailer
+from rollstream.producers.policy_versions import PolicyFollower
+from rollstream.topics.codec import encode
+from rollstream.topics.errors import StateRefused
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import Mark, Metrics
 from tests.broker.test_journal_tailer import ROLLOUTS, entry, step
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics.codec import encode
-from topics.errors import StateRefused
-from topics.keys import encode_key
-from topics.records import Mark, Metrics
-from topics.skipped import SkippedRecords
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 BAD = (b"junk", None, encode(Mark(kind="drain")), encode(rollout())[:40])
 FOREIGN = (b"junk", None)
-"""What cannot be one of ours."""
+"""Bytes that cannot be a record of ours."""
 
 
 def spoil(run: RealRun, topic: str, values: tuple[bytes | None, ...] = BAD, partition: int = 0) -> None:
@@ -65,11 +64,11 @@ def test_grouping_goes_on_over_bad_policies_and_a_bad_journal_and_names_them(rea
         told = [r for r in run.read("metrics") if isinstance(r, Metrics) and "transactions_total" in r.values]
         return told[-1].values["records_skipped_total"] if told else 0
 
-    eventually(lambda: skipped() == 4, 30, "the bad records of policies in the figures")
+    eventually(lambda: skipped() == 4, 60, "the bad records of policies in the figures")
     spoil(run, "policies", (b"junk",))
-    eventually(lambda: skipped() == 5, 30, "one that came while it ran")
+    eventually(lambda: skipped() == 5, 60, "one that came while it ran")
     process.terminate()
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     events = [json.loads(line) for line in run.log_of(process).splitlines() if '"record_skipped"' in line]
     assert {(e["reader"], e["topic"], e["partition"]) for e in events} == {
         (f"grouper-{run.name}-0", run.topic("policies"), 0)
@@ -82,7 +81,7 @@ def test_grouping_goes_on_over_bad_policies_and_a_bad_journal_and_names_them(rea
     run.send(whole_groups(100, 16))
     batched(run, 128)
     process.terminate()
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
 
 
 def test_every_reader_of_a_run_passes_over_bad_records(real_run: RealRun) -> None:
@@ -105,26 +104,25 @@ def test_every_reader_of_a_run_passes_over_bad_records(real_run: RealRun) -> Non
         assert (tailer.progress.consumed, tailer.progress.skipped) == (ROLLOUTS, 4 + 9 + 8)
         assert tailer.progress.partitions.keys() == {0, 1}, "generation 0 lies before them"
         spoil(run, "steps")
-        eventually(lambda: tailer.progress.skipped == 25, 20, "what came since")
+        eventually(lambda: tailer.progress.skipped == 25, 60, "what came since")
     with closing(RunObserver(run.kafka, run.name)) as observer:
         observer.catch_up()
         assert (observer.skipped.total, observer.steps) == (4 + 9 + 4 + 4, 1)
         assert observer.snapshot(10).policy_version == 1
-    skipped = SkippedRecords()
-    with closing(_Manifests(run.kafka, run.name, skipped)) as manifests:
-        assert eventually(lambda: len(manifests.read()) == 2 and manifests.steps, 20, "manifests") == {0: 0, 1: 1}
-    assert skipped.total == 4
+    with PolicyFollower(run.kafka, run.name) as policies:
+        eventually(lambda: policies.read().steps == {0: 0, 1: 1}, 60, "manifests")
+        assert policies.skipped.total == 4
     with WeightsFollower(run.kafka, run.name) as follower:
-        eventually(lambda: follower.skipped.total == 4, 20, "the follower to pass them over")
+        eventually(lambda: follower.skipped.total == 4, 60, "the follower to pass them over")
         assert follower.get_state(-1) is None
     with IndexReader(run.kafka, run.name) as index:
-        eventually(lambda: index.poll(0.1) is None and index.at_end, 20, "the index to its end")
+        eventually(lambda: index.poll(0.1) is None and index.at_end, 60, "the index to its end")
         assert index.skipped.total == 4
     with Exclusions(run.kafka, run.name) as exclusions:
         assert exclusions.reason("0-0") == ""
         assert [s.offset for s in exclusions.skipped.first] == list(range(9))
         spoil(run, "control", (b"junk",))
-        assert eventually(lambda: exclusions.reason("0-0") or exclusions.skipped.total == 10, 20, "one more")
+        assert eventually(lambda: exclusions.reason("0-0") or exclusions.skipped.total == 10, 60, "one more")
     assert read_steps(run.kafka, run.name, "default") == {}
     assert read_steps(run.kafka, run.name, "main").keys() == {1}
 
@@ -133,7 +131,7 @@ def test_top_shows_a_run_with_bad_records_and_how_many_they_are(real_run: RealRu
     run = real_run.prepare()
     spoil(run, "steps")
     done = subprocess.run(
-        run.command("top", "--once"), capture_output=True, text=True, timeout=60, env=run._env(), check=False
+        run.command("top", "--once"), capture_output=True, text=True, timeout=120, env=run.environment(), check=False
     )
     assert done.returncode == 0, done.stderr
     assert "4 unreadable" in done.stdout

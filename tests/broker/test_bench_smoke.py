@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rollstream.topics.config import KafkaConfig
 from tests.bench import latency_row
 from tests.bench.__main__ import ROWS, build_parser, main, report
 from tests.bench.measure import LatencyRow, Row, Settings
-from tests.runs import RealRun
-from topics.config import KafkaConfig
+from tests.support.runs import RealRun
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,13 @@ def wait_out(watch: latency_row.Watch, readable: int) -> None:
 def test_latency_that_cannot_be_measured_says_how_far_it_was(real_run: RealRun, tmp_path: Path) -> None:
     run = real_run.prepare()
     settings = settings_of(run.kafka, tmp_path, rollouts=8, tokens=8)
-    with subprocess.Popen(["sleep", "60"], text=True) as child:
+    with subprocess.Popen(["sleep", "600"], text=True) as child:
         with latency_row.Production(settings, run.name, 1000, 0) as production, run.open_transaction("batches"):
-            watch = latency_row.Watch(production, child, run.topic("batches"), 8, 1.0)
+            watch = latency_row.Watch(production, child, run.topic("batches"), 8, 3.0)
             with pytest.raises(RuntimeError) as failure:
                 wait_out(watch, 3)
         said = str(failure.value)
-        assert said.startswith("for 1 s nothing was acknowledged and nothing became readable; 8 of 8 rollouts were ack")
+        assert said.startswith("for 3 s nothing was acknowledged and nothing became readable; 8 of 8 rollouts were ack")
         assert "3 of 8 became readable" in said
         assert f"{run.topic('batches')}[0] from offset 0 on" in said
         child.kill()

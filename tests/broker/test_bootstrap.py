@@ -7,18 +7,18 @@ import threading
 
 import pytest
 
-from consumers.grouping.bootstrap import committed_offsets, initialise, recover
-from pipeline.ledger import ledger
-from pipeline.verify import verify
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics import provisioning
-from topics.errors import DeadlineExceeded
-from topics.open_transactions import undecided
+from rollstream.consumers.grouping.process.bootstrap import committed_offsets, initialise, recover
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.audit.verification import verify
+from rollstream.topics.errors import DeadlineExceeded
+from rollstream.topics.kafka import provisioning
+from rollstream.topics.kafka.open_transactions import undecided
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 PAUSING = """
-import os, signal, sys
-from topics import clients
+import signal, sys, threading
+from rollstream.topics.kafka import clients
 
 class Pausing:
     "A producer that stops its process between sending offsets and the commit, once."
@@ -31,12 +31,12 @@ class Pausing:
     def commit_transaction(self, *arguments):
         if not self._paused:
             self._paused = True
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # This thread goes no further.
         self._producer.commit_transaction(*arguments)
 
 build = clients.transactional_producer
 clients.transactional_producer = lambda *arguments, **settings: Pausing(build(*arguments, **settings))
-from pipeline.cli import main
+from rollstream.pipeline.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -56,7 +56,7 @@ def test_two_that_initialise_at_once_write_generation_0_once(real_run: RealRun, 
     both, results = threading.Barrier(2), []
 
     def work() -> None:
-        both.wait(30)
+        both.wait(60)
         results.append(initialise(run.kafka, run.name, run.grouping, run.grouper))
 
     threads = [threading.Thread(target=work) for _ in range(2)]
@@ -91,7 +91,7 @@ def test_a_process_paused_before_its_commit_is_fenced_by_recover_and_doubles_not
     process = run.start("group")
     eventually(lambda: sum(len(b.uids) for b in run.read("batches")) >= 64, 60, "all rollouts batched")  # type: ignore[attr-defined]
     process.terminate()
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     book = ledger(run.kafka, run.name)
     assert book.balanced, book.problems
     assert (book.batched, book.rollouts) == (64, 64)

@@ -3,9 +3,9 @@
 import pytest
 from confluent_kafka.admin import NewTopic
 
-from pipeline.tools.cat import Span, messages
-from topics import clients
-from topics.config import KafkaConfig
+from rollstream.pipeline.tools.cat import ReadSpan, messages
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka import clients
 
 
 @pytest.fixture(scope="module")
@@ -13,7 +13,7 @@ def topic(broker: str) -> str:
     """Partition 0 has 30 transactions of one record, 60 aborted records and one record more, 1 has a record, 2 none."""
     kafka, name = KafkaConfig(bootstrap_servers=broker), "cat-last"
     client = clients.admin(kafka)
-    client.create_topics([NewTopic(name, 3, 1)])[name].result(30)
+    client.create_topics([NewTopic(name, 3, 1)])[name].result(60)
     producer = clients.transactional_producer(kafka, name)
     producer.init_transactions(30)
     for number in range(30):
@@ -36,7 +36,7 @@ def topic(broker: str) -> str:
 def test_the_last_records_of_each_partition_are_that_many(
     broker: str, topic: str, wanted: int, expected: list[int]
 ) -> None:
-    found = list(messages(KafkaConfig(bootstrap_servers=broker), topic, Span(start=f"-{wanted}")))
-    values = {p: [(m.value() or b"").decode() for m in found if m.partition() == p] for p in range(3)}
+    found = list(messages(KafkaConfig(bootstrap_servers=broker), topic, ReadSpan(start=f"-{wanted}")))
+    values = {p: [(m.value or b"").decode() for m in found if m.partition == p] for p in range(3)}
     last = ["last"] if wanted else []
     assert values == {0: [*map(str, expected), *last], 1: last, 2: []}

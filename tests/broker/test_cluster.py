@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 from confluent_kafka.admin import NewTopic
 
-from infra.broker import LocalBroker
-from infra.cluster import LocalCluster
-from infra.config import BrokerConfig
-from infra.processes import identify, is_running
+from rollstream.infra.broker import LocalBroker
+from rollstream.infra.cluster import LocalCluster
+from rollstream.infra.config import BrokerConfig
+from rollstream.infra.process_identity import identify, is_running
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable, ConfigurationError
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.reader import read_to_end
 from tests.broker.test_local_broker import command
-from topics import clients
-from topics.config import KafkaConfig
-from topics.errors import BrokerUnavailable, ConfigurationError
 
 
 def produce(kafka: KafkaConfig, topic: str, values: list[bytes]) -> None:
@@ -28,7 +29,7 @@ def produce(kafka: KafkaConfig, topic: str, values: list[bytes]) -> None:
 
 
 def values(kafka: KafkaConfig, topic: str) -> list[bytes | None]:
-    return [message.value() for message in clients.read_to_end(kafka, topic)]
+    return [message.value for message in read_to_end(kafka, topic)]
 
 
 def processes_of(data: Path) -> list[str]:
@@ -41,7 +42,7 @@ def test_a_cluster_survives_the_loss_of_any_node_and_leaves_no_process(tmp_path:
     with LocalCluster.start(tmp_path, 3, bound_to_parent=True) as cluster:
         kafka = KafkaConfig(bootstrap_servers=cluster.bootstrap_servers)
         client = clients.admin(kafka)
-        client.create_topics([NewTopic(run_name, 3, 3)])[run_name].result(30)
+        client.create_topics([NewTopic(run_name, 3, 3)])[run_name].result(60)
         produce(kafka, run_name, [b"%d" % n for n in range(300)])
 
         lost = cluster.leader(run_name, 1)

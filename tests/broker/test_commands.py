@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from topics import clients
-from topics.catalogue import CATALOGUE
-from topics.config import KafkaConfig
+from rollstream.topics.catalogue import CATALOGUE
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka import clients
 
 
 def rollstream(broker: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLSTREAM", "KAFKA_"))}
     return subprocess.run(
-        [sys.executable, "-P", "-m", "pipeline", *arguments, "-b", broker],
+        [sys.executable, "-P", "-m", "rollstream", *arguments, "-b", broker],
         env=environment,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=120,
     )
 
 

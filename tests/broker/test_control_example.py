@@ -1,4 +1,4 @@
-"""The example of a control task on a real broker: what is played is labelled, learned from and played better."""
+"""The example of a control task on a real broker: what is played is labeled, learned from and played better."""
 
 import json
 import os
@@ -13,18 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from consumers.buffers.episode_hil import HilEpisodeBuffer
-from consumers.buffers.filling import TrajectoryFiller
-from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
-from consumers.labelling.positions import SOURCE
-from consumers.weights.publisher import read_manifests
-from topics import clients
-from topics.catalogue import topic_name
-from topics.codec import decode
-from topics.config import KafkaConfig
-from topics.trajectories import aligned, from_record
+from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer
+from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
+from rollstream.consumers.buffers.trajectories.filler import TrajectoryFiller
+from rollstream.consumers.labeling.positions import SOURCE
+from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import decode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.trajectories import aligned, from_record
+from tests.support.paths import ROOT
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "control"
+EXAMPLE = ROOT / "examples" / "control"
 Played = Callable[..., tuple[KafkaConfig, dict[str, Any], Path]]
 
 
@@ -36,11 +38,11 @@ def play(broker: str, compiled: Path, tmp_path_factory: pytest.TempPathFactory) 
     def run(*flags: str) -> tuple[KafkaConfig, dict[str, Any], Path]:
         data = tmp_path_factory.mktemp("control")
         result = subprocess.run(
-            [sys.executable, "-P", EXAMPLE / "run.py", "--json", "--data", data, *flags],
+            [sys.executable, EXAMPLE / "run.py", "--json", "--data", data, *flags],
             env={**os.environ, "KAFKA_BOOTSTRAP_SERVERS": broker, "JAX_COMPILATION_CACHE_DIR": str(compiled)},
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=280,
             check=False,
         )
         assert result.returncode == 0, result.stderr
@@ -76,14 +78,14 @@ def test_the_return_rises_on_images(play: Played) -> None:
 
 def test_rewards_are_the_environments_or_the_labelers_and_are_the_same(play: Played, reach: ModuleType) -> None:
     kafka, report, _data = play("--seed", "0")
-    labelled: dict[str, set[bool]] = {}
+    labeled: dict[str, set[bool]] = {}
     versions: set[int] = set()
     modes = set()
-    for message in clients.read_to_end(kafka, topic_name(report["run"], "trajectories")):
-        trajectory = from_record(decode(message.value()))
+    for message in read_to_end(kafka, topic_name(report["run"], "trajectories")):
+        trajectory = from_record(decode(message.value))
         arrays = trajectory.arrays
-        headers = {name for name, _value in message.headers() or ()}
-        labelled.setdefault(trajectory.metadata.worker_id, set()).add(SOURCE in headers)
+        headers = {name for name, _value in message.headers}
+        labeled.setdefault(trajectory.metadata.worker_id, set()).add(SOURCE in headers)
         np.testing.assert_array_equal(arrays["rewards"], reach.judge(trajectory).arrays["rewards"])
         terminated = aligned(arrays["terminations"], len(arrays["rewards"]))
         np.testing.assert_array_equal(terminated, arrays["rewards"] > 0.9)
@@ -92,14 +94,14 @@ def test_rewards_are_the_environments_or_the_labelers_and_are_the_same(play: Pla
             human = arrays["intervene_flags"][span.start : span.stop, span.column]
             assert (human == (span.control_mode == 1)).all()
             modes.add(span.control_mode)
-    assert labelled == {"collect-0": {False}, "collect-1": {True}}
+    assert labeled == {"collect-0": {False}, "collect-1": {True}}
     assert modes == {0, 1}
     assert versions == {-1, *read_manifests(kafka, report["run"])}, "every version that was published was played"
 
 
 def test_its_buffers_open_again_where_they_were_and_take_in_the_rest(play: Played) -> None:
     kafka, report, data = play("--seed", "0")
-    ends = {p: end for p, (_begin, end) in clients.bounds(kafka, topic_name(report["run"], "trajectories")).items()}
+    ends = {p: end for p, (_begin, end) in topic_admin.bounds(kafka, topic_name(report["run"], "trajectories")).items()}
     windows = TrajectoryReplayBuffer(auto_save=True, auto_save_path=data / "windows")
     options = {"capacity": 100_000, "slice_len": 4, "strict_length": False, "pad_output": True}
     with windows, HilEpisodeBuffer(data / "slices", **options) as slices:
@@ -110,7 +112,7 @@ def test_its_buffers_open_again_where_they_were_and_take_in_the_rest(play: Playe
         filler = TrajectoryFiller(kafka, report["run"], [windows, slices], identity_file=data / "topic.json")
         filler.fill(30)
         filler.close()
-        added = sum(1 for m in clients.read_to_end(kafka, topic_name(report["run"], "trajectories"), start=before))
+        added = sum(1 for m in read_to_end(kafka, topic_name(report["run"], "trajectories"), start=before))
         assert filler.counts == (added, 0)
         assert len(windows) == report["windows"]["num_trajectories"] + added
         assert slices.position == windows.position

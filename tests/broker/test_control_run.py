@@ -6,19 +6,19 @@ import subprocess
 import numpy as np
 import pytest
 
-from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
-from tests.runs import RealRun
-from tests.waiting import eventually
-from topics import clients
-from topics.codec import decode
-from topics.trajectories import from_record
+from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
+from rollstream.topics.codec import decode
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.trajectories import from_record
+from tests.support.runs import RealRun
+from tests.support.waiting import eventually
 
 COUNTING = '''
 from dataclasses import replace
 
 import numpy as np
 
-from producers.trajectories.steps import ChunkStepResult
+from rollstream.producers.trajectories.steps import ChunkStepResult
 
 
 def play(seat):
@@ -75,7 +75,7 @@ def start(run: RealRun, **settings: object) -> "subprocess.Popen[bytes]":
         steps = 8
         trajectories = 5
         options = {{ first = "100" }}
-        [labelling]
+        [labeling]
         processes = 1
         labeler = "counting:judge"
         [fill]
@@ -86,28 +86,28 @@ def start(run: RealRun, **settings: object) -> "subprocess.Popen[bytes]":
 
 
 def book_of(run: RealRun) -> dict[str, object]:
-    result = subprocess.run(run.command("ledger", "--json"), capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(run.command("ledger", "--json"), capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
 def test_a_run_of_a_control_task_collects_labels_fills_and_ends(run: RealRun) -> None:
     running = start(run)
-    assert running.wait(90) == 0, run.log_of(running)
+    assert running.wait(200) == 0, run.log_of(running)
     logs = run.directory / "runs" / run.name / "logs"
     assert sorted(log.name for log in logs.iterdir()) == ["collect-0.log", "collect-1.log", "fill.log", "label-0.log"]
 
     book = book_of(run)
     assert book["balanced"]
     fates = {"left_out": 0, "dead_lettered": 0, "pending": 0, "undecided": 0, "pruned": 0}
-    assert book["unlabelled"] == {"produced": 5, "labelled": 5, **fates}
+    assert book["unlabelled"] == {"produced": 5, "labeled": 5, **fates}
     trajectories = book["trajectories"]
     assert isinstance(trajectories, dict)
     assert (trajectories["records"], trajectories["fillers"]["fill"]["waiting"]) == (10, 0)
 
     by_worker: dict[str, list[float]] = {}
-    for message in clients.read_to_end(run.kafka, run.topic("trajectories")):
-        trajectory = from_record(decode(message.value()))
+    for message in read_to_end(run.kafka, run.topic("trajectories")):
+        trajectory = from_record(decode(message.value))
         assert (trajectory.arrays["actions"] == 7).all(), "the player is given the seed of the run"
         rewards = trajectory.arrays["rewards"][:, 0].tolist()
         by_worker.setdefault(trajectory.metadata.worker_id, []).extend(rewards)
@@ -119,7 +119,7 @@ def test_a_run_of_a_control_task_collects_labels_fills_and_ends(run: RealRun) ->
 
 def test_a_run_ends_when_its_players_have_returned_and_sends_their_last_steps(run: RealRun) -> None:
     running = start(run, collect__player="counting:play_for_a_while", collect__trajectories=0)
-    assert running.wait(90) == 0, run.log_of(running)
+    assert running.wait(200) == 0, run.log_of(running)
     book = book_of(run)
     assert book["balanced"]
     trajectories = book["trajectories"]
@@ -132,9 +132,9 @@ def test_a_run_that_is_told_to_stop_stops_and_the_next_goes_on_from_there(run: R
     running = start(run, collect__trajectories=0)
     eventually(lambda: list((run.directory / "windows").glob("**/*.npz")), 60, "something is filled in")
     running.terminate()
-    assert running.wait(30) == 0, run.log_of(running)
+    assert running.wait(60) == 0, run.log_of(running)
     rest = start(run, collect__trajectories=1)
-    assert rest.wait(90) == 0, run.log_of(rest)
+    assert rest.wait(200) == 0, run.log_of(rest)
     book = book_of(run)
     unlabelled, trajectories = book["unlabelled"], book["trajectories"]
     assert isinstance(unlabelled, dict)

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from infra.broker import LocalBroker
-from tests.documentation import ROOT, pages
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
+from rollstream.infra.broker import LocalBroker
+from tests.documentation import pages
+from tests.support.paths import ROOT
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 _RUNNABLE = re.compile(r"^<!-- run: ([a-z ]+) -->\n```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCKS = [
@@ -36,12 +37,12 @@ def run_lines(body: str, directory: Path, **variables: str) -> list[str]:
         program, *words = shlex.split(line)
         assert program == "rollstream", line
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "pipeline", *words],
+            [sys.executable, "-P", "-m", "rollstream", *words],
             cwd=directory,
             env={**environment, "PYTHONPATH": str(ROOT), **variables},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=120,
             check=False,
         )
         assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
@@ -83,7 +84,7 @@ def test_a_local_broker_starts_answers_and_stops_as_documented(tmp_path: Path) -
 def test_trajectories_are_collected_and_drawn_as_documented(
     real_run: RealRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from topics import provisioning
+    from rollstream.topics.kafka import provisioning
 
     provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
     monkeypatch.chdir(tmp_path)

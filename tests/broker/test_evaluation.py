@@ -5,23 +5,24 @@ import itertools
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
-from pipeline.ledger import ledger
-from pipeline.questions import book_text
-from producers.config import EvaluationConfig, WorkerConfig
-from producers.evaluator import _Manifests, run_evaluator
-from producers.rollout_producer import RolloutProducer
-from producers.tasks import create_task
-from tests.producing import SortingGenerator, serving
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics import clients, provisioning
-from topics.codec import encode
-from topics.keys import encode_key
-from topics.records import Metrics, PolicyManifest, Rollout
-from topics.skipped import SkippedRecords
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.tools.ledger import book_text
+from rollstream.producers.config import EvaluationConfig, WorkerConfig
+from rollstream.producers.environment_loading import with_settings
+from rollstream.producers.evaluator import run_evaluator
+from rollstream.producers.policy_versions import PolicyFollower
+from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.producers.tasks import create_task
+from rollstream.topics.codec import encode
+from rollstream.topics.kafka import clients, provisioning
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import Metrics, PolicyManifest, Rollout
+from tests.support.producing import SortingGenerator, serving
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 TASK = create_task("dsort3")
 PROMPTS = 20
@@ -32,7 +33,7 @@ def evaluating(run: RealRun, base_url: str) -> Iterator[None]:
     """An evaluator of every second version, in a thread of its own; told to stop, and waited for, at the end."""
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     work = run_evaluator(
-        TASK,
+        [with_settings(TASK, WorkerConfig())],
         run.kafka,
         run.name,
         EvaluationConfig(every_versions=2, max_prompts=PROMPTS),
@@ -76,13 +77,13 @@ def test_versions_that_are_due_are_evaluated_once_and_the_ledger_shows_that_none
     generator = SortingGenerator()
     with serving(generator, refresh_ms=1) as server:
         with evaluating(run, server.base_url):
-            eventually(lambda: evaluated(run) == {0: {(0, 0)}}, 30, "version 0 evaluated")
+            eventually(lambda: evaluated(run) == {0: {(0, 0)}}, 60, "version 0 evaluated")
             # The server has moved on by the time version 2 is asked for.
             generator.versions = [3]
             run.publish_version(2)
-            eventually(lambda: 2 in evaluated(run), 30, "version 2 evaluated")
+            eventually(lambda: 2 in evaluated(run), 60, "version 2 evaluated")
         generator.versions = [8]
-        eventually(lambda: sum(len(batch.uids) for batch in run.read("batches")) == 16, 30, "everything in batches")  # type: ignore[attr-defined]
+        eventually(lambda: sum(len(batch.uids) for batch in run.read("batches")) == 16, 60, "everything in batches")  # type: ignore[attr-defined]
         for version in (4, 5, 6, 8):
             run.publish_version(version)
         with evaluating(run, server.base_url):
@@ -98,7 +99,7 @@ def test_versions_that_are_due_are_evaluated_once_and_the_ledger_shows_that_none
     ]
     assert {(r.values["eval/reward"], r.values["eval/exact"], r.values["eval/prompts"]) for r in told} == {(1, 1, 20)}
 
-    eventually(lambda: not ledger(run.kafka, run.name).unread, 30, "everything read")
+    eventually(lambda: not ledger(run.kafka, run.name).unread, 60, "everything read")
     book = ledger(run.kafka, run.name)
     assert book.balanced, book.problems
     assert (book.evals, book.evals_batched, book.rollouts) == (3 * PROMPTS, 0, 16)
@@ -129,8 +130,8 @@ def test_versions_published_without_a_pause_do_not_hold_it_up(real_run: RealRun)
             producer.flush(30)
 
     def read() -> None:
-        with closing(_Manifests(real_run.kafka, real_run.name, SkippedRecords())) as manifests:
-            while not manifests.read():
+        with PolicyFollower(real_run.kafka, real_run.name) as policies:
+            while not policies.read().steps:
                 pass
         returned.set()
 
@@ -138,8 +139,8 @@ def test_versions_published_without_a_pause_do_not_hold_it_up(real_run: RealRun)
     for thread in threads:
         thread.start()
     try:
-        assert returned.wait(30), "read to where the topic ended while more came"
+        assert returned.wait(60), "read to where the topic ended while more came"
     finally:
         stop.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)

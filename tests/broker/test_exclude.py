@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.ledger import Ledger, ledger
-from pipeline.verify import verify
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics import clients
-from topics.codec import encode
-from topics.config import TopicsConfig
-from topics.keys import encode_key
-from topics.records import (
+from rollstream.pipeline.audit.ledger import Ledger, ledger
+from rollstream.pipeline.audit.verification import verify
+from rollstream.topics.codec import encode
+from rollstream.topics.config import TopicsConfig
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import (
     BatchIndexEntry,
     BatchUse,
     ExcludedBatch,
@@ -26,11 +24,13 @@ from topics.records import (
     Rollout,
     RolloutMetadata,
 )
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 
 def ran(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        run.command(*words), cwd=run.directory, env=run._env(), capture_output=True, text=True, timeout=90
+        run.command(*words), cwd=run.directory, env=run.environment(), capture_output=True, text=True, timeout=120
     )
 
 
@@ -46,8 +46,8 @@ def group(example: str, members: int = 4, worker: str = "w0", **changes: object)
 
 
 def offset_of(run: RealRun, uid: str) -> int:
-    messages = clients.read_to_end(run.kafka, run.topic("rollouts"))
-    [offset] = [m.offset() for m in messages if uid.encode() in (m.value() or b"")]
+    messages = read_to_end(run.kafka, run.topic("rollouts"))
+    [offset] = [m.offset for m in messages if uid.encode() in (m.value or b"")]
     return offset or 0
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from consumers.learner.step_log import StepLog
-from consumers.models import huggingface
-from consumers.models.tokenizer_file import load_tokenizer
-from consumers.weights.config import WeightsConfig
-from consumers.weights.publisher import WeightsPublisher
-from tests.checkpoints import random_parameters
-from tests.recipe import write_model
-from tests.runs import RealRun
-from topics import provisioning
+from rollstream.consumers.models import huggingface
+from rollstream.consumers.models.tokenizer_file import load_tokenizer
+from rollstream.consumers.step_log import StepLog
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.publisher import WeightsPublisher
+from rollstream.topics.kafka import provisioning
+from tests.support.checkpoints import random_parameters
+from tests.support.recipe import write_model
+from tests.support.runs import RealRun
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 

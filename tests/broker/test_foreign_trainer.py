@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.ledger import ledger
-from tests.documentation import ROOT
-from tests.runs import RealRun
-from topics.records import LearnerStep
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.topics.records import LearnerStep
+from tests.support.paths import ROOT
+from tests.support.runs import RealRun
 
 PAGE = (ROOT / "docs" / "batch-reader.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(sh|python)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -34,7 +34,7 @@ class Reader:
         self.environment = {**kept, "PYTHONPATH": str(ROOT), **servers}
 
     def here(self, text: str) -> str:
-        """What the page says, of the tests' broker and run."""
+        """Text of the page, with the tests' broker and run in it."""
         text = text.replace("127.0.0.1:9092", self.run.kafka.bootstrap_servers)
         return re.sub(r"\bmain\b", self.run.name, text)
 
@@ -44,7 +44,7 @@ class Reader:
 
     def does(self, *command: str) -> str:
         process = self.start(*command)
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=120)
         assert process.returncode == 0, f"{command}: {out}{err}"
         return out
 
@@ -62,7 +62,7 @@ class Reader:
             elif program == "python":
                 outputs.append(self.does(sys.executable, "-W", "error", *words))
             else:
-                outputs.append(self.does(sys.executable, "-P", "-m", "pipeline", *words))
+                outputs.append(self.does(sys.executable, "-P", "-m", "rollstream", *words))
         return "".join(outputs)
 
 
@@ -103,13 +103,13 @@ def test_the_trainer_is_killed_again_and_again_and_trains_on_each_batch_once(rea
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
     reader.does(*train)
     steps = {step.step: step for step in run.read("steps") if isinstance(step, LearnerStep)}
     assert sorted(steps) == [1, 2, 3, 4]
     assert Counter(use.batch_id for step in steps.values() for use in step.uses) == {f"0-{n}": 1 for n in range(4)}
     assert [steps[n].policy_version for n in sorted(steps)] == [1, 2, 3, 4]
-    told = json.loads(reader.does(sys.executable, "-P", "-m", "pipeline", "ledger", "--run", run.name, "--json"))
+    told = json.loads(reader.does(sys.executable, "-P", "-m", "rollstream", "ledger", "--run", run.name, "--json"))
     assert told["trained"] == 256, told
 
 

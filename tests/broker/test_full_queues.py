@@ -1,11 +1,12 @@
-"""Whoever writes more than a producer's queue holds waits for room in it."""
+"""A writer of more than a producer's queue holds waits for room in it."""
 
 import dataclasses
 
-from tests.runs import RealRun, rollout
-from topics import clients
-from topics.codec import encode
-from topics.keys import encode_key
+from rollstream.topics.codec import encode
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.sender import Sender
+from rollstream.topics.keys import encode_key
+from tests.support.runs import RealRun, rollout
 
 LITTLE_ROOM = {"kafka__client.queue.buffering.max.messages": 3}
 
@@ -13,7 +14,7 @@ LITTLE_ROOM = {"kafka__client.queue.buffering.max.messages": 3}
 def test_eighty_letters_of_a_megabyte_are_sent_again(real_run: RealRun) -> None:
     run = real_run.prepare()
     big = dataclasses.replace(rollout(), extra={"notes": "x" * 1_000_000})
-    producer = clients.producer(run.kafka)
+    sender = Sender(clients.producer(run.kafka))
     for offset in range(80):
         key = encode_key("env", "x")
         headers = {
@@ -21,8 +22,8 @@ def test_eighty_letters_of_a_megabyte_are_sent_again(real_run: RealRun) -> None:
             "__streams.errors.partition": "0",
             "__streams.errors.offset": str(offset),
         }
-        clients.produce(producer, run.topic("dead-letters"), encode(big), key, partition=0, headers=headers)
-    assert producer.flush(60) == 0
+        sender.send(run.topic("dead-letters"), encode(big), key, partition=0, headers=headers)
+    sender.flush(60)
     process = run.start("dlq", "redrive")
     assert process.wait(120) == 0, run.log_of(process)
     assert len(run.read("rollouts")) == 80

@@ -1,23 +1,56 @@
-"""What happens around a grouping process: clocks that are set, partitions that are added, settings that differ."""
+"""Changes around a grouping process: clocks that are set, partitions that are added, settings that differ."""
 
 import json
 from dataclasses import replace
 
 from confluent_kafka.admin import NewPartitions
 
-from pipeline.ledger import ledger
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics import clients
-from topics.records import Metrics
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.topics.kafka import clients
+from rollstream.topics.records import Metrics
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 CLOCK = """
 import os, sys, time
 now = time.time
 time.time = lambda: now() - (86_400 if os.path.exists("set-back") else 0)
-from pipeline.cli import main
+from rollstream.pipeline.cli import main
 sys.exit(main(sys.argv[1:]))
 """
+
+ASTRAY = """
+import sys
+from confluent_kafka import OFFSET_END, TopicPartition
+from rollstream.topics.kafka import clients
+
+class Astray:
+    "A consumer that its first seek of a partition leads to the partition's end, and not where it was sent."
+    def __init__(self, consumer):
+        self._consumer, self._sent = consumer, set()
+    def __getattr__(self, name):
+        return getattr(self._consumer, name)
+    def seek(self, place):
+        if place.partition not in self._sent:
+            self._consumer.seek(TopicPartition(place.topic, place.partition, OFFSET_END))
+            self._sent.add(place.partition)
+        else:
+            self._consumer.seek(place)
+
+build = clients.group_member
+clients.group_member = lambda *arguments, **settings: Astray(build(*arguments, **settings))
+from rollstream.pipeline.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_records_that_a_seek_left_behind_are_read(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    run.send([rollout(f"x{example}", member) for example in range(16) for member in range(4)])
+    process = run.start("group", script=ASTRAY)
+    eventually(lambda: ledger(run.kafka, run.name).batched == 64, 60, "all of it in batches")
+    assert ledger(run.kafka, run.name).problems == []
+    assert run.log_of(process).count('"seek_repeated"') == 2
 
 
 def test_a_host_clock_that_is_set_back_silences_no_deadline(real_run: RealRun) -> None:
@@ -29,7 +62,7 @@ def test_a_host_clock_that_is_set_back_silences_no_deadline(real_run: RealRun) -
     (run.directory / "set-back").touch()
     run.send([rollout("half", member) for member in range(2)])
     eventually(
-        lambda: ledger(run.kafka, run.name).dropped.get("group_too_small") == 2, 30, "the deadline of half a group"
+        lambda: ledger(run.kafka, run.name).dropped.get("group_too_small") == 2, 60, "the deadline of half a group"
     )
 
 
@@ -40,7 +73,7 @@ def test_partitions_that_were_added_are_refused_with_the_remedy(real_run: RealRu
     eventually(lambda: run.log_of(process).count('"task_restored"') == 2, 60, "the process groups")
     topic = run.topic("rollouts")
     admin = clients.admin(run.kafka)
-    admin.create_partitions([NewPartitions(topic, 3)])[topic].result(30)
+    admin.create_partitions([NewPartitions(topic, 3)])[topic].result(60)
     assert process.wait(60) == 2
     last = run.log_of(process).strip().splitlines()[-1]
     assert last.startswith(

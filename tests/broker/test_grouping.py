@@ -9,26 +9,30 @@ import signal
 import time
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from consumers.batch_reader import BatchReader
-from consumers.grouping.batch_maker import FifoBatchMaker, SealedGroup
-from consumers.grouping.bootstrap import committed_offsets, initialise, recover
-from consumers.grouping.changes import DROPPED
-from consumers.grouping.marks import drain
-from pipeline.ledger import Ledger, ledger
-from pipeline.observer import RunObserver
-from pipeline.verify import verify
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics import clients
-from topics.codec import decode_as, encode
-from topics.errors import StateRefused
-from topics.examples import RLExample
-from topics.keys import encode_key
-from topics.records import JournalRecord, Mark, Metrics, TrainingBatch
+from rollstream.consumers.batch_reader import BatchReader
+from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker, SealedGroup
+from rollstream.consumers.grouping.process.bootstrap import committed_offsets, initialise, recover
+from rollstream.consumers.grouping.process.mark_writer import drain
+from rollstream.pipeline.audit.ledger import Ledger, ledger
+from rollstream.pipeline.audit.verification import verify
+from rollstream.pipeline.run.observer import RunObserver
+from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.errors import StateRefused
+from rollstream.topics.fates import DROPPED
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.group_member import GroupMember
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import JournalRecord, Mark, Metrics, TrainingBatch
+from rollstream.topics.rl_examples import RLExample
+from tests.support.restoring import restore_task
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 
 def groups(first: int, count: int) -> list:
@@ -68,55 +72,58 @@ def test_rollouts_become_batches_that_name_their_offsets(real_run: RealRun) -> N
     assert verify(real_run.kafka, real_run.name).mismatches == []
 
 
-def test_a_batch_appears_only_when_its_transaction_commits(real_run: RealRun) -> None:
+def test_a_batch_appears_only_when_its_transaction_commits(real_run: RealRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """An open transaction holds a batch, journal and index record; none of it is read before the commit."""
-    from consumers.grouping.publisher import Part, TransactionPublisher
-    from consumers.grouping.restore import records_of, restore_task
+    from rollstream.consumers.grouping.core.grouping_task import TaskCommit
+    from rollstream.consumers.grouping.process.restoration import records_of
+    from rollstream.consumers.grouping.process.transaction_publisher import TransactionPublisher
 
     real_run.topics = type(real_run.topics)(partitions=1)
     real_run.prepare()
     real_run.send(groups(0, 4))
     topic = real_run.topic("rollouts")
-    member = clients.group_member(real_run.kafka, real_run.grouper.group_id(real_run.name), "tester")
-    publisher = TransactionPublisher(real_run.kafka, real_run.name, real_run.grouper.group_id(real_run.name), 0, member)
-    publisher.start()
-    fold, journal = restore_task(
-        real_run.kafka, real_run.name, 0, 1, clients.topic_ids(real_run.kafka, [topic])[topic], real_run.grouper
-    )
-    for message in clients.read_to_end(real_run.kafka, topic):
-        fold.apply(records_of(message))
-    fold.apply(records_of_mark(fold.position, fold.stream_time_ms, version=0))
-    part = Part(fold.take(), journal)
-    assert part.output.batches
-    commit = publisher._producer.commit_transaction
-    seen: list[int] = []
+    member = GroupMember(real_run.kafka, real_run.grouper.group_id(real_run.name), "tester", topic)
+    build, seen = clients.transactional_producer, list[int]()
 
     class Watched:
-        """The producer, looking at the topics at the moment before the commit."""
+        """A producer that looks at the topics at the moment before a commit."""
 
-        def __getattr__(self, name: str) -> object:
-            return getattr(publisher_producer, name)
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            self.producer = build(*arguments, **settings)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.producer, name)
 
         def __len__(self) -> int:
-            return len(publisher_producer)
+            return len(self.producer)
 
         def commit_transaction(self, timeout_s: float) -> None:
             seen.append(len(real_run.read("batches")) + len(real_run.read("batch-index")))
             seen.append(len(real_run.read("batches", "read_uncommitted")))
-            commit(timeout_s)
+            self.producer.commit_transaction(timeout_s)
 
-    publisher_producer = publisher._producer
-    publisher._producer = Watched()  # type: ignore[assignment]
+    monkeypatch.setattr(clients, "transactional_producer", Watched)
+    publisher = TransactionPublisher(real_run.kafka, real_run.name, real_run.grouper.group_id(real_run.name), 0, member)
+    publisher.start()
+    fold, journal = restore_task(
+        real_run.kafka, real_run.name, 0, 1, topic_admin.topic_ids(real_run.kafka, [topic])[topic], real_run.grouper
+    )
+    for message in read_to_end(real_run.kafka, topic):
+        fold.apply(records_of(message))
+    fold.apply(records_of_mark(fold.position, fold.stream_time_ms, version=0))
+    part = TaskCommit(fold.prepare_commit(), journal)
+    assert part.effects.batches
+    seen.clear()
     publisher.publish([part])
     member.close()
-    assert seen == [0, len(part.output.batches)]
-    assert len(read_batches(real_run, 16)) == len(part.output.batches)
+    assert seen == [0, len(part.effects.batches)]
+    assert len(read_batches(real_run, 16)) == len(part.effects.batches)
 
 
 def records_of_mark(offset: int, time_ms: int, version: int):
-    from consumers.grouping.changes import Record
+    from rollstream.consumers.grouping.core.effects import InputRecord
 
-    return Record(offset, time_ms, None, encode(Mark(kind="policy_version", policy_version=version)))
+    return InputRecord(offset, time_ms, None, encode(Mark(kind="policy_version", policy_version=version)))
 
 
 @pytest.mark.long  # In the short form two of them are killed under load (tests/faults).
@@ -141,7 +148,7 @@ def test_killing_a_grouping_consumer_loses_and_repeats_nothing(real_run: RealRun
     check = verify(real_run.kafka, real_run.name)
     assert check.mismatches == []
     process.terminate()
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
 
 
 def test_bad_input_goes_to_dead_letters_or_drops_and_stops_nobody(real_run: RealRun) -> None:
@@ -156,13 +163,13 @@ def test_bad_input_goes_to_dead_letters_or_drops_and_stops_nobody(real_run: Real
     real_run.send([rollout("bad", 2, policy_version=-3)])
     real_run.send(good[16:])
     read_batches(real_run, 32)
-    eventually(lambda: ledger(real_run.kafka, real_run.name).unread == 0, 30, "everything read")
+    eventually(lambda: ledger(real_run.kafka, real_run.name).unread == 0, 60, "everything read")
     result = ledger(real_run.kafka, real_run.name)
     assert result.balanced, result.problems
     assert (result.dead_lettered, result.dropped) == (2, {"invalid": 3})
-    letters = list(clients.read_to_end(real_run.kafka, real_run.topic("dead-letters")))
-    assert sorted((m.value() for m in letters), key=str) == sorted([poison, None], key=str)
-    headers = dict(letters[0].headers() or [])
+    letters = list(read_to_end(real_run.kafka, real_run.topic("dead-letters")))
+    assert sorted((m.value for m in letters), key=str) == sorted([poison, None], key=str)
+    headers = dict(letters[0].headers)
     assert headers["__streams.errors.topic"] == real_run.topic("rollouts").encode()
     assert {"__streams.errors.message", "__streams.errors.partition", "__streams.errors.offset"} <= set(headers)
     drops = [d for record in real_run.read("journal") if isinstance(record, JournalRecord) for d in record.drops]
@@ -179,7 +186,7 @@ def test_a_group_that_stays_incomplete_ends_at_its_deadline_though_nothing_else_
     real_run.start("group")
     real_run.send(groups(0, 1)[:3])
     eventually(
-        lambda: ledger(real_run.kafka, real_run.name).dropped == {"group_too_small": 3}, 30, "the deadline to pass"
+        lambda: ledger(real_run.kafka, real_run.name).dropped == {"group_too_small": 3}, 60, "the deadline to pass"
     )
     assert DROPPED == "dropped"
 
@@ -203,10 +210,10 @@ def test_generation_0_is_written_once_and_lost_offsets_are_refused_until_recover
     real_run.send(groups(0, 8))
     read_batches(real_run, 32)
     process.terminate()
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     group = real_run.grouper.group_id(real_run.name)
     admin = clients.admin(real_run.kafka)
-    eventually(lambda: admin.delete_consumer_groups([group])[group].result(10) is None, 30, "the group to be deleted")
+    eventually(lambda: admin.delete_consumer_groups([group])[group].result(60) is None, 60, "the group to be deleted")
     with pytest.raises(StateRefused, match="group recover"):
         initialise(real_run.kafka, real_run.name, real_run.grouping, real_run.grouper)
     refused = real_run.start("group")
@@ -214,7 +221,7 @@ def test_generation_0_is_written_once_and_lost_offsets_are_refused_until_recover
     assert "rollstream group recover" in real_run.log_of(refused)
     # A static member counts as one until its session times out.
     positions = eventually(
-        lambda: recover(real_run.kafka, real_run.name, real_run.grouper), 30, "the group to be without members"
+        lambda: recover(real_run.kafka, real_run.name, real_run.grouper), 60, "the group to be without members"
     )
     assert sum(positions.values()) > 0
     committed = committed_offsets(real_run.kafka, group, real_run.topic("rollouts"), 2)
@@ -258,7 +265,7 @@ def test_losing_the_longest_is_reported_while_it_happens_and_in_the_ledger(
     [warned] = [r for r in caplog.records if r.getMessage() == "selection_biased"]
     assert warned.levelno == logging.WARNING
     # The grouping process looks at what it owns, which is all of it here.
-    eventually(lambda: "selection_biased" in real_run.log_of(process), 30, "the grouping process to warn")
+    eventually(lambda: "selection_biased" in real_run.log_of(process), 60, "the grouping process to warn")
     assert (warned.rollstream_fields["environment"], warned.rollstream_fields["figure"]) == ("env", "length")  # type: ignore[attr-defined]
 
 
@@ -276,13 +283,13 @@ def test_a_dead_letter_that_would_not_fit_keeps_headers_digest_and_source_offset
     real_run.send(groups(0, 8))
     read_batches(real_run, 32)
     letters = {}
-    for message in clients.read_to_end(real_run.kafka, real_run.topic("dead-letters")):
-        headers = {name: (value or b"").decode() for name, value in message.headers() or []}
-        letters[int(headers["__streams.errors.offset"])] = (message.key(), message.value(), headers)
+    for message in read_to_end(real_run.kafka, real_run.topic("dead-letters")):
+        headers = {name: (value or b"").decode() for name, value in message.headers}
+        letters[int(headers["__streams.errors.offset"])] = (message.key, message.value, headers)
     assert letters.keys() == {0, 1, 2}
     assert letters[0][:2] == (key, None)
     assert letters[0][2] == {
-        "__streams.errors.exception": "topics.errors.RecordError",
+        "__streams.errors.exception": "rollstream.topics.errors.RecordError",
         "__streams.errors.message": letters[0][2]["__streams.errors.message"],
         "__streams.errors.stacktrace": "",
         "__streams.errors.topic": real_run.topic("rollouts"),
@@ -396,23 +403,32 @@ def test_figures_of_grouping_are_on_the_metrics_topic_and_add_up(real_run: RealR
         told = [r for r in real_run.read("metrics") if isinstance(r, Metrics) and "transactions_total" in r.values]
         return dict(told[-1].values) if told else {}
 
-    eventually(lambda: whole().get("batched_total") == 64 and whole()["lag"] == 0, 30, "figures of all of it")
+    eventually(lambda: whole().get("batched_total") == 64 and whole()["lag"] == 0, 60, "figures of all of it")
     values = whole()
     assert (values["in_flight"], values["open_groups"], values["dropped_total"]) == (3, 1, 1)
     assert values["finished_groups_total"] == 16
     assert (values["partitions"], values["partitions_restoring"]) == (2, 0)
     assert values["held_bytes"] > 0
-    latest: dict[str, Metrics] = {}
-    for message in clients.read_to_end(real_run.kafka, real_run.topic("metrics")):
-        record = decode_as(Metrics, message.value())
-        assert message.key() == encode_key(f"grouper-{real_run.name}-0")
-        assert record.component == f"grouper-{real_run.name}-0"
-        assert record.labels["consumergroup"] == real_run.grouper.group_id(real_run.name)
-        latest[record.labels.get("partition", record.labels.get("environment", ""))] = record
+
+    def newest() -> dict[str, Metrics]:
+        latest: dict[str, Metrics] = {}
+        for message in read_to_end(real_run.kafka, real_run.topic("metrics")):
+            record = decode_as(Metrics, message.value)
+            assert message.key == encode_key(f"grouper-{real_run.name}-0")
+            assert record.component == f"grouper-{real_run.name}-0"
+            assert record.labels["consumergroup"] == real_run.grouper.group_id(real_run.name)
+            latest[record.labels.get("partition", record.labels.get("environment", ""))] = record
+        return latest
+
+    # Those of one moment are several records.
+    def positions_fit() -> bool:
+        latest = newest()
+        return latest["0"].values["position"] + latest["1"].values["position"] == len(real_run.read("rollouts"))
+
+    eventually(positions_fit, 60, "positions at the end of rollouts")
+    latest = newest()
     assert latest.keys() == {"", "0", "1", "env"}
     assert (latest["env"].values["batched_rollouts"], latest["env"].values["batched_mean_length"]) == (64, 3)
-    sent = len(real_run.read("rollouts"))
-    assert latest["0"].values["position"] + latest["1"].values["position"] == sent
     assert any("commit_seconds_max" in r.values for r in real_run.read("metrics") if isinstance(r, Metrics))
 
 
@@ -421,7 +437,7 @@ def test_grouping_goes_on_where_its_figures_cannot_be_written(real_run: RealRun)
     real_run.prepare()
     admin = clients.admin(real_run.kafka)
     topic = real_run.topic("metrics")
-    admin.delete_topics([topic])[topic].result(30)
+    admin.delete_topics([topic])[topic].result(60)
     process = real_run.start("group", grouper__metrics_interval_s=0.05)
     real_run.send(groups(0, 16))
     read_batches(real_run, 64)
@@ -429,4 +445,4 @@ def test_grouping_goes_on_where_its_figures_cannot_be_written(real_run: RealRun)
     real_run.send(groups(100, 16))
     read_batches(real_run, 128)
     process.terminate()
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0

@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 
-from consumers.grouping.bootstrap import committed_offsets
-from consumers.grouping.config import GroupingConfig
-from consumers.grouping.restore import _range
-from infra.broker import LocalBroker
-from infra.config import BrokerConfig
-from pipeline.ledger.proof import ledger
-from tests.hanging import NO_VERIFICATION, UNKNOWN_PRODUCER, hang, hang_offsets
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics import clients, hanging
-from topics.config import KafkaConfig
-from topics.errors import BrokerUnavailable, DeadlineExceeded
-from topics.open_transactions import await_decided, undecided
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.process.bootstrap import committed_offsets
+from rollstream.infra.broker import LocalBroker
+from rollstream.infra.config import BrokerConfig
+from rollstream.pipeline.audit.ledger.proof import ledger
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable, DeadlineExceeded
+from rollstream.topics.kafka import clients, hanging_transactions, topic_admin
+from rollstream.topics.kafka.open_transactions import await_decided, undecided
+from rollstream.topics.kafka.reader import record_at
+from rollstream.topics.kafka.skipping_reader import records_between
+from tests.support.hanging import NO_VERIFICATION, UNKNOWN_PRODUCER, hang, hang_offsets
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 HANGS = rf"a transaction hangs: {{}} from offset {{}} on, of producer {UNKNOWN_PRODUCER} epoch 0, silent for \d+ s"
 
@@ -53,7 +54,7 @@ def run(trusting: LocalBroker, run_name: str, tmp_path: Path) -> Iterator[RealRu
 def mend(run: RealRun, *flags: str) -> tuple[int, str]:
     """`rollstream broker mend`: exit code, and what it printed."""
     words = run.command("broker", "mend", *flags, kafka__transaction_timeout_s=2.0)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=run.directory, env=run._env())
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=run.directory, env=run.environment())
     assert done.stderr == ""
     return done.returncode, done.stdout
 
@@ -67,7 +68,7 @@ def await_batches(run: RealRun, count: int) -> None:
 
 
 def end_of(run: RealRun, partition: int) -> int:
-    """Where a partition of the journal ends, which hangs."""
+    """End offset of a partition of the journal that hangs."""
     return undecided(run.kafka, run.topic("journal"))[partition].end
 
 
@@ -89,20 +90,22 @@ def test_a_run_whose_journal_and_offsets_hang_is_mended_and_goes_on(run: RealRun
     run.publish_version(1)
     eventually(lambda: end_of(run, place) > start + 3, 60, "it writes on")
     stop(process)
-    hang_offsets(run.kafka, group, rollouts, place, clients.partitions_of(run.kafka, hanging.OFFSETS))
+    hang_offsets(run.kafka, group, rollouts, place, topic_admin.partitions_of(run.kafka, hanging_transactions.OFFSETS))
 
     end = end_of(run, place)
     journal = rf"{run.topic('journal')}\[{place}\]"
     hurried = Hurried(bootstrap_servers=run.kafka.bootstrap_servers, transaction_timeout_s=0.1)
     with pytest.raises(DeadlineExceeded, match="did not show offset .* 1 s; " + HANGS.format(journal, start)):
-        list(_range(hurried, run.topic("journal"), place, 0, end))
+        list(records_between(hurried, run.topic("journal"), place, 0, end))
     with pytest.raises(DeadlineExceeded, match=HANGS.format(journal, start) + r"\. Nobody .*rollstream broker mend"):
         await_decided(run.kafka, run.topic("journal"), "nothing was done", 0.5)
-    pending = HANGS.format(rf"{hanging.OFFSETS}\[\d+\]", r"\d+")
+    pending = HANGS.format(rf"{hanging_transactions.OFFSETS}\[\d+\]", r"\d+")
     with pytest.raises(BrokerUnavailable, match=f"reading offsets of group {group}: .*; {pending}"):
         committed_offsets(hurried, group, rollouts, 2)
 
-    eventually(lambda: len(hanging.hanging(run.kafka, run.name)) == 2, 30, "both have been silent for long enough")
+    eventually(
+        lambda: len(hanging_transactions.hanging(run.kafka, run.name)) == 2, 60, "both have been silent for long enough"
+    )
     code, text = mend(run)
     assert code == 1
     assert f"{run.topic('journal')}[{place}] from offset {start} on" in text
@@ -112,7 +115,7 @@ def test_a_run_whose_journal_and_offsets_hang_is_mended_and_goes_on(run: RealRun
     assert (code, len(ended)) == (0, 2)
     assert {(row["topic"], row["ended"], row["ends_as"]) for row in ended} == {
         (run.topic("journal"), True, "aborted"),
-        (hanging.OFFSETS, True, "aborted"),
+        (hanging_transactions.OFFSETS, True, "aborted"),
     }
     assert mend(run) == (0, f"no transaction of run {run.name} hangs at {run.kafka.bootstrap_servers}\n")
     assert undecided(run.kafka, run.topic("journal")) == {}
@@ -133,7 +136,7 @@ def commit_one(run: RealRun, topic: str, name: str) -> Any:
     producer.produce(topic, b"seen", partition=0)
     producer.flush(30)
     producer.commit_transaction(30)
-    with hanging._client(run.kafka) as client:
+    with hanging_transactions.admin_client(run.kafka) as client:
         return client.describe_transactions([name])[name]
 
 
@@ -144,15 +147,15 @@ def test_what_its_coordinator_counts_as_committed_is_committed(run: RealRun) -> 
     of = (told.producer_id, told.producer_epoch)
     began_s = told.transaction_start_time_ms / 1000
     hang(run.kafka, topic, 1, producer=of, value=b"hidden", written_at_s=began_s + 0.002)
-    assert clients.fetch(run.kafka, topic, 1, 0) is None
-    eventually(lambda: hanging.hanging(run.kafka, run.name), 30, "its timeout is over")
+    assert record_at(run.kafka, topic, 1, 0) is None
+    eventually(lambda: hanging_transactions.hanging(run.kafka, run.name), 60, "its timeout is over")
     code, text = mend(run, "--yes")
     assert code == 0
     assert f"({name}, CompleteCommit)" in text
     assert text.rstrip().endswith(": committed")
-    hidden = clients.fetch(run.kafka, topic, 1, 0)
+    hidden = record_at(run.kafka, topic, 1, 0)
     assert hidden is not None
-    assert hidden.value() == b"hidden"
+    assert hidden.value == b"hidden"
 
 
 def test_what_its_coordinator_aborted_is_aborted_though_a_later_one_was_committed(run: RealRun) -> None:
@@ -160,38 +163,40 @@ def test_what_its_coordinator_aborted_is_aborted_though_a_later_one_was_committe
     told = commit_one(run, topic, name)
     of = (told.producer_id, told.producer_epoch)
     hang(run.kafka, topic, 1, producer=of, written_at_s=told.transaction_start_time_ms / 1000 - 60)
-    [found] = hanging.hanging(run.kafka, run.name)
+    [found] = hanging_transactions.hanging(run.kafka, run.name)
     assert not found.committed
-    assert hanging.end(run.kafka, [found]) == []
+    assert hanging_transactions.end(run.kafka, [found]) == []
     assert undecided(run.kafka, topic) == {}
-    assert clients.fetch(run.kafka, topic, 1, 0) is None
+    assert record_at(run.kafka, topic, 1, 0) is None
 
 
 def test_a_transaction_that_somebody_may_still_end_is_left_alone(run: RealRun) -> None:
     with run.open_transaction("journal") as producer:
-        said = hanging.open_on(run.kafka, run.topic("journal"), [0, 1])
+        said = hanging_transactions.open_on(run.kafka, run.topic("journal"), [0, 1])
         assert said.startswith(f"a transaction stands open: {run.topic('journal')}[0] from offset 2 on, of producer ")
         assert f"({run.name}-foreign, Ongoing)" in said
         assert "after its timeout (300 s)" in said
         # However long it has been silent: its coordinator ends it.
         impatient = replace(run.kafka, transaction_timeout_s=0.0)
-        assert hanging.hanging(impatient, run.name) == []
+        assert hanging_transactions.hanging(impatient, run.name) == []
         assert mend(run, "--yes")[0] == 0
         producer.produce(run.topic("journal"), b"more", b"foreign", 0)
         producer.commit_transaction(30)
         producer.begin_transaction()
-    assert hanging.open_on(run.kafka, run.topic("journal"), [0, 1]) == "no transaction stands open there now"
+    assert (
+        hanging_transactions.open_on(run.kafka, run.topic("journal"), [0, 1]) == "no transaction stands open there now"
+    )
 
 
 def test_what_is_younger_than_the_timeout_is_left_alone(run: RealRun) -> None:
     hang(run.kafka, run.topic("journal"))
     patient = replace(run.kafka, transaction_timeout_s=600.0)
-    assert hanging.hanging(patient, run.name) == []
-    assert "a transaction stands open" in hanging.open_on(patient, run.topic("journal"), [0])
-    [found] = hanging.hanging(run.kafka, run.name)
+    assert hanging_transactions.hanging(patient, run.name) == []
+    assert "a transaction stands open" in hanging_transactions.open_on(patient, run.topic("journal"), [0])
+    [found] = hanging_transactions.hanging(run.kafka, run.name)
     assert found.start == 2
 
 
 def test_where_nobody_answers_the_error_says_that_it_could_not_look() -> None:
     nobody = KafkaConfig(bootstrap_servers="127.0.0.1:1")
-    assert "cannot be seen (no Kafka broker answers" in hanging.open_on(nobody, "main.journal", [0])
+    assert "cannot be seen (no Kafka broker answers" in hanging_transactions.open_on(nobody, "main.journal", [0])

@@ -15,20 +15,19 @@ from typing import Any
 
 import pytest
 
-from pipeline.cli import main
-from tests import hostile, planted
-from tests.planted import Planted
-from tests.runs import RealRun
-from topics import clients
-from topics.catalogue import CATALOGUE, spec_of
-from topics.codec import HEADER_SIZE, frames
-from topics.config import KafkaConfig
-from topics.errors import RecordError
-from topics.headers import header, header_pairs
+from rollstream.pipeline.cli import main
+from rollstream.topics.catalogue import CATALOGUE, spec_of
+from rollstream.topics.codec import HEADER_SIZE, frames
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RecordError
+from rollstream.topics.kafka.reader import read_to_end, record_at
+from tests.support import hostile, planted
+from tests.support.planted import Planted
+from tests.support.runs import RealRun
 
 RUN = "hostile"
 COLOUR = re.compile(r"\x1b\[(0|1|2|3[23456]|1;3[23456]|48;[\d;]+)m")
-"""What the tools themselves send."""
+"""Escapes that the tools themselves send."""
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +38,8 @@ def run(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant
         found = planted.plant(real)
         hostile.plant_rollouts(real)
         process = real.start("group")
-        planted._await(real, lambda book: not book.in_flight)
-        planted._end(process)
+        planted.await_settled(real, lambda book: not book.in_flight)
+        planted.end(process)
         hostile.plant(real)
         yield found
     finally:
@@ -73,25 +72,25 @@ def test_cat_prints_every_record_of_every_topic(run: Planted, flags: str, capfd:
     for topic in (spec.name for spec in CATALOGUE):
         assert call(run, "cat", topic, *flags.split()) == 0
         lines = capfd.readouterr().out.splitlines()
-        there = list(clients.read_to_end(run.run.kafka, run.run.topic(topic)))
+        there = list(read_to_end(run.run.kafka, run.run.topic(topic)))
         assert len([line for line in lines if line.startswith((f"{RUN}.", "{"))]) == len(there)
         if "--json" in flags:
             places = [(record["partition"], record["offset"]) for record in map(strict, lines)]
-            assert sorted(places) == sorted((message.partition(), message.offset()) for message in there)
+            assert sorted(places) == sorted((message.partition, message.offset) for message in there)
 
 
 def test_a_header_that_is_no_utf8_is_named_and_no_process_ends_however_often_it_is_asked_for(run: Planted) -> None:
-    messages = clients.read_to_end(run.run.kafka, run.run.topic("dead-letters"))
-    [bad] = [message for message in messages if message.key() == b"header"]
+    messages = read_to_end(run.run.kafka, run.run.topic("dead-letters"))
+    [bad] = [message for message in messages if message.key == b"header"]
     for _ in range(3):
         with pytest.raises(RecordError, match="the name of one is not UTF-8"):
-            header_pairs(bad)
-        assert header(bad, "x") is None
+            bad.header_pairs()
+        assert bad.header("x") is None
 
 
 VIEW = ("batch-index", "journal", "policies", "steps")
 COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "top --once": ("top --once", ("rollouts", *VIEW)),
+    "top --once": ("top --once", ("metrics", "rollouts", *VIEW)),
     "lineage of a batch": ("lineage --batch 0-0", ("batch-index", "policies", "steps")),
     "lineage of a rollout": ("lineage --rollout good0-0", VIEW),
     "lineage of a hostile rollout": ("lineage --rollout hostile0-0", ("journal", "policies")),
@@ -133,9 +132,9 @@ def test_a_command_answers_and_names_what_it_passed_over(
     for topic, (count, first) in said.items():
         assert count >= 3
         # The very offset is one that holds nothing of ours.
-        message = clients.fetch(run.run.kafka, run.run.topic(topic), 0, first)
+        message = record_at(run.run.kafka, run.run.topic(topic), 0, first)
         assert message is not None
-        assert (message.value() or b"")[:HEADER_SIZE] not in sound(topic)
+        assert (message.value or b"")[:HEADER_SIZE] not in sound(topic)
     if flags:
         answer = strict(out)
         if name in ("verify", "replay --set", "exclude"):
@@ -144,7 +143,7 @@ def test_a_command_answers_and_names_what_it_passed_over(
 
 
 def sound(topic: str) -> set[bytes]:
-    """What a record of the topic begins with."""
+    """First bytes of a record of the topic."""
     return {frame for name in spec_of(topic).values for frame in frames(name)}
 
 
@@ -165,7 +164,7 @@ def test_an_export_names_the_versions_that_cannot_be_had_and_ends(
     began = time.monotonic()
     assert call(run, "export", str(run.run.directory / "exported"), "--json") == 2
     out, err = capfd.readouterr()
-    assert time.monotonic() - began < 60, "not the ten minutes of a version that may yet come"
+    assert time.monotonic() - began < 200, "not the ten minutes of a version that may yet come"
     assert out == ""
     assert f"passed over policy version {hostile.HUGE}: " in err
     assert f"passed over policy version {-hostile.HUGE}: " in err
@@ -199,7 +198,7 @@ def test_nothing_in_a_record_is_obeyed_by_a_terminal(run: Planted, words: str) -
 
 
 def read_terminal(terminal: int) -> bytes:
-    """What a terminal was sent, b"" once its last writer is gone."""
+    """Bytes sent to a terminal; b"" once its last writer is gone."""
     try:
         return os.read(terminal, 65536)
     except OSError:
@@ -234,7 +233,7 @@ def test_what_is_archived_is_asked_and_restored_record_by_record(
     assert strict(capfd.readouterr().out)["records"] == rows
     for topic in ("evals", "metrics"):
         before, after = (
-            [(m.offset(), m.key(), m.value()) for m in clients.read_to_end(run.run.kafka, f"{name}.{topic}")]
+            [(m.offset, m.key, m.value) for m in read_to_end(run.run.kafka, f"{name}.{topic}")]
             for name in (RUN, run_name)
         )
         assert before == after

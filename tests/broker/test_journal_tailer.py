@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 from confluent_kafka import Producer, TopicPartition
 
-from producers.capacity import PartitionCounts, Progress
-from producers.journal_tailer import JournalTailer
-from tests.waiting import eventually
-from topics import clients, codec
-from topics.catalogue import topic_name
-from topics.config import KafkaConfig, TopicsConfig
-from topics.errors import TopicError
-from topics.keys import encode_key
-from topics.provisioning import apply
-from topics.records import BatchIndexEntry, FateCount, JournalRecord, LearnerStep, Mark
+from rollstream.producers.flow_control import PartitionProgress, RunProgress
+from rollstream.producers.journal_tailer import JournalTailer
+from rollstream.topics import codec
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.errors import TopicError
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.provisioning import apply
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import BatchIndexEntry, FateCount, JournalRecord, LearnerStep, Mark
+from tests.support.waiting import eventually
 
 ROLLOUTS = 4
 
@@ -117,13 +118,18 @@ def put_entries(kafka: KafkaConfig, run: str, first: int, end: int) -> None:
     assert producer.flush(30) == 0
 
 
-def seen(position: int) -> PartitionCounts:
-    return PartitionCounts(position=position, produced=position, finished_untrained=1)
+def seen(position: int) -> PartitionProgress:
+    return PartitionProgress(position=position, produced=position, finished_untrained=1)
+
+
+def overall(tailer: JournalTailer) -> RunProgress:
+    """Progress of all environments together."""
+    return replace(tailer.progress, by_environment={})
 
 
 def test_an_empty_run_is_at_its_start(kafka: KafkaConfig, run_name: str) -> None:
     with JournalTailer(kafka, run_name) as tailer:
-        assert tailer.progress == Progress()
+        assert overall(tailer) == RunProgress()
         assert tailer.progress.outstanding == 0
         assert tailer.rollout_ends == {0: 0, 1: 0}
 
@@ -139,19 +145,20 @@ def test_the_newest_records_count_at_start_and_later_ones_follow(
         for number, (trained, skipped) in enumerate([(4, 0), (8, 4)]):
             put_step(writer, run_name, step(number + 1, 1 + 2 * number, trained, skipped))
     with JournalTailer(kafka, run_name) as tailer:
-        assert tailer.progress == Progress({0: seen(58), 1: seen(59)}, consumed=12)
+        assert overall(tailer) == RunProgress({0: seen(58), 1: seen(59)}, consumed=12)
         assert tailer.progress.outstanding == 58 + 59 - 2 - 12
+        assert sum(tailer.progress.by_environment.values()) == 58 + 59 - 2, "no batch is on record"
         with transaction(writer):
             put_journal(writer, run_name, 0, 80)
             put_step(writer, run_name, step(3, 5, 16, 4))
-        expected = Progress({0: seen(80), 1: seen(59)}, consumed=20)
-        eventually(lambda: tailer.progress == expected, 20, "what was written since")
+        expected = RunProgress({0: seen(80), 1: seen(59)}, consumed=20)
+        eventually(lambda: overall(tailer) == expected, 60, "what was written since")
         # A learner that resumed writes an old step again.
         with transaction(writer):
             put_step(writer, run_name, step(2, 3, 8, 4))
             put_journal(writer, run_name, 1, 90)
-        expected = Progress({0: seen(80), 1: seen(90)}, consumed=20)
-        eventually(lambda: tailer.progress == expected, 20, "the old step changes nothing")
+        expected = RunProgress({0: seen(80), 1: seen(90)}, consumed=20)
+        eventually(lambda: overall(tailer) == expected, 60, "the old step changes nothing")
 
 
 def test_counts_are_those_since_the_last_snapshot_however_far_back_it_is(
@@ -164,8 +171,8 @@ def test_counts_are_those_since_the_last_snapshot_however_far_back_it_is(
         record = replace(record, core_version=3, snapshot=snapshot, counts=counts, produced=produced)
         writer.produce(topic_name(run_name, "journal"), codec.encode(record), encode_key(0), 0)
 
-    def counted(position: int, produced: int) -> PartitionCounts:
-        return PartitionCounts(position=position, produced=produced, finished_untrained=2)
+    def counted(position: int, produced: int) -> PartitionProgress:
+        return PartitionProgress(position=position, produced=produced, finished_untrained=2)
 
     with transaction(writer):
         put("before", 900)
@@ -174,10 +181,10 @@ def test_counts_are_those_since_the_last_snapshot_however_far_back_it_is(
         with transaction(writer, commit=position % 3 != 0):
             put("sort", position)
     with JournalTailer(kafka, run_name) as tailer:
-        assert tailer.progress == Progress({0: counted(59, 5 + 59)})
+        assert overall(tailer) == RunProgress({0: counted(59, 5 + 59)})
         with transaction(writer):
             put("add", 70)
-        eventually(lambda: tailer.progress == Progress({0: counted(70, 59 + 70)}), 20, "the counts that changed")
+        eventually(lambda: overall(tailer) == RunProgress({0: counted(70, 59 + 70)}), 60, "the counts that changed")
 
 
 def test_after_a_prune_a_learner_of_a_new_name_makes_room_for_workers_again(
@@ -189,15 +196,15 @@ def test_after_a_prune_a_learner_of_a_new_name_makes_room_for_workers_again(
         put_step(writer, run_name, step(1, 8, 8 * ROLLOUTS, learner="old"))
     admin = clients.admin(kafka)
     for future in admin.delete_records([TopicPartition(topic_name(run_name, "batch-index"), 0, 6)]).values():
-        future.result(30)
+        future.result(60)
     with JournalTailer(kafka, run_name) as tailer:
         assert tailer.progress.consumed == 8 * ROLLOUTS
         with transaction(writer):
             put_step(writer, run_name, step(0, 0, 0, learner="new"))
-        eventually(lambda: tailer.progress.consumed == 6 * ROLLOUTS, 20, "it has yet to read what the index holds")
+        eventually(lambda: tailer.progress.consumed == 6 * ROLLOUTS, 60, "it has yet to read what the index holds")
         with transaction(writer):
             put_step(writer, run_name, step(2, 10, 4 * ROLLOUTS, learner="new"))
-        eventually(lambda: tailer.progress.consumed == 10 * ROLLOUTS, 20, "it has read all there is")
+        eventually(lambda: tailer.progress.consumed == 10 * ROLLOUTS, 60, "it has read all there is")
     with JournalTailer(kafka, run_name) as anew:
         assert anew.progress.consumed == 10 * ROLLOUTS
 
@@ -212,7 +219,7 @@ def test_junk_in_steps_and_in_the_index_is_passed_over(kafka: KafkaConfig, run_n
         writer.produce(topic_name(run_name, "batch-index"), nameless, b"key", 0)
         put_step(writer, run_name, step(1, 2, 8))
     with JournalTailer(kafka, run_name) as tailer:
-        assert tailer.progress == Progress({}, consumed=2 * ROLLOUTS, skipped=4)
+        assert overall(tailer) == RunProgress({}, consumed=2 * ROLLOUTS, skipped=4)
 
 
 def test_the_last_record_is_found_behind_a_long_run_of_aborted_transactions(
@@ -227,10 +234,10 @@ def test_the_last_record_is_found_behind_a_long_run_of_aborted_transactions(
     put_journal(writer, run_name, 0, 8)
     writer.flush(30)
     with JournalTailer(kafka, run_name) as tailer:
-        assert tailer.progress == Progress({0: seen(7)})
+        assert overall(tailer) == RunProgress({0: seen(7)})
         writer.commit_transaction(30)
         eventually(
-            lambda: tailer.progress == Progress({0: seen(8)}), 20, "the open transaction's record, once committed"
+            lambda: overall(tailer) == RunProgress({0: seen(8)}), 60, "the open transaction's record, once committed"
         )
 
 
@@ -265,6 +272,6 @@ def test_a_record_that_is_no_journals_is_passed_over_and_the_newest_before_it_co
         with transaction(writer):
             junk()
             put_journal(writer, run_name, 1, 8)
-        expected = Progress({1: seen(8)}, skipped=31)
-        eventually(lambda: tailer.progress == expected, 20, "what came after it")
+        expected = RunProgress({1: seen(8)}, skipped=31)
+        eventually(lambda: overall(tailer) == expected, 60, "what came after it")
         assert str(tailer.skipped.first[0]).startswith(f"{run_name}.journal[1] offset ")

@@ -13,19 +13,20 @@ import numpy as np
 import pytest
 from confluent_kafka import TopicPartition
 
-from consumers.learner.exclusions import Exclusions
-from consumers.learner.step_log import read_steps
-from consumers.weights.follower import WeightsFollower
-from consumers.weights.layout import params_digest
-from consumers.weights.publisher import read_manifests
-from tests.batches import random_batch, send_batches
-from tests.runs import RealRun, with_batches
-from tests.waiting import eventually
-from topics import clients, provisioning
-from topics.codec import encode
-from topics.examples import batch_digest
-from topics.keys import encode_key
-from topics.records import ExcludedBatch, LearnerStep, TrainingBatch
+from rollstream.consumers.learner.input.excluded_batches import Exclusions
+from rollstream.consumers.step_log import read_steps
+from rollstream.consumers.weights.follower import WeightsFollower
+from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.topics.codec import encode
+from rollstream.topics.kafka import clients, provisioning
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import encode_key
+from rollstream.topics.params_digest import params_digest
+from rollstream.topics.records import ExcludedBatch, LearnerStep, TrainingBatch
+from rollstream.topics.rl_examples import batch_digest
+from tests.support.batches import random_batch, send_batches
+from tests.support.runs import RealRun, with_batches
+from tests.support.waiting import eventually
 
 SETTINGS = {
     "learner__rollouts_per_step": 32,
@@ -89,10 +90,10 @@ def test_a_learner_killed_between_checkpoints_ends_with_the_bits_of_an_uninterru
 
 def test_a_learner_that_begins_anew_begins_where_the_index_does(real_run: RealRun) -> None:
     run = with_batches(real_run, 12)
-    entries = [message.offset() or 0 for message in clients.read_to_end(run.kafka, run.topic("batch-index"))]
+    entries = [message.offset for message in read_to_end(run.kafka, run.topic("batch-index"))]
     place = TopicPartition(run.topic("batch-index"), 0, entries[4])
     client = clients.admin(run.kafka)
-    client.delete_records([place])[place].result(30)
+    client.delete_records([place])[place].result(60)
     finish(run, run.start("learn", **{**SETTINGS, "learner__max_steps": 1}))
     steps = steps_of(run)
     assert steps[0].position == entries[4]
@@ -173,7 +174,7 @@ def test_sigterm_saves_a_checkpoint_and_steps_executed_again_must_come_out_as_re
     steps = steps_of(run)
     assert [steps[step].policy_version for step in range(9)] == [0, -1, -1, 1, -1, -1, 2, -1, -1]
     with WeightsFollower(run.kafka, run.name) as follower:
-        version, arrays = follower.wait_for(2, 30)
+        version, arrays = follower.wait_for(2, 60)
     assert (version, params_digest(arrays)) == (2, steps[6].params_digest)
 
     # Without its checkpoints a learner begins again from the log, and what it then makes must be what is on record.
@@ -315,4 +316,4 @@ def test_a_learner_hears_of_exclusions_while_it_runs(real_run: RealRun) -> None:
     with Exclusions(real_run.kafka, real_run.name) as exclusions:
         assert [exclusions.reason(name) for name in ("0-0", "0-1")] == ["", "excluded: worker w"]
         exclude(real_run, "0-0")
-        eventually(lambda: exclusions.reason("0-0") == "excluded: worker w", 30, "the exclusion to be heard of")
+        eventually(lambda: exclusions.reason("0-0") == "excluded: worker w", 60, "the exclusion to be heard of")

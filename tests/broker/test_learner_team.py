@@ -9,14 +9,14 @@ import subprocess
 import numpy as np
 import pytest
 
-from consumers.learner.step_log import read_steps
-from consumers.weights.follower import WeightsFollower
-from consumers.weights.publisher import read_manifests
-from tests.batches import random_batch, send_batches
+from rollstream.consumers.step_log import read_steps
+from rollstream.consumers.weights.follower import WeightsFollower
+from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.topics.records import LearnerStep
 from tests.broker.test_learner import SETTINGS
-from tests.runs import RealRun, with_batches
-from tests.waiting import eventually
-from topics.records import LearnerStep
+from tests.support.batches import random_batch, send_batches
+from tests.support.runs import RealRun, with_batches
+from tests.support.waiting import eventually
 
 STEPS = 6
 TOLERANCE = 2e-4
@@ -56,7 +56,7 @@ def steps_of(run: RealRun) -> dict[int, LearnerStep]:
 
 def last_params(run: RealRun, version: int) -> dict[str, np.ndarray]:
     with WeightsFollower(run.kafka, run.name) as follower:
-        found, arrays = follower.wait_for(version, 30)
+        found, arrays = follower.wait_for(version, 60)
     assert found == version
     return dict(arrays)
 
@@ -76,7 +76,7 @@ def kill_one(run: RealRun, team: list[subprocess.Popen[bytes]], number: int) -> 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_two_processes_train_together_and_after_kill_9_make_the_bits_on_record_again(real_run: RealRun) -> None:
     run = with_batches(real_run, 2 * STEPS)
     team = start(run)
@@ -119,9 +119,9 @@ def test_two_processes_end_with_the_bits_of_two_and_within_rounding_of_one(real_
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_another_number_of_processes_goes_on_from_a_checkpoint(real_run: RealRun) -> None:
-    """What two processes began one goes on with, then two again: within rounding as one would have done it all."""
+    """One process continues the work of two, then two again: within rounding the parameters are those of one alone."""
     mixed = with_batches(real_run, 0)
     alone = with_batches(mixed.beside("a"), 2 * STEPS)
     try:
@@ -143,7 +143,7 @@ def test_another_number_of_processes_goes_on_from_a_checkpoint(real_run: RealRun
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_second_team_fences_the_first(real_run: RealRun) -> None:
     run = with_batches(real_run, STEPS)
     first = start(run)

@@ -10,20 +10,21 @@ from pathlib import Path
 import pytest
 from confluent_kafka import TopicPartition
 
-from consumers.batch_reader import BatchReader, first_offset
-from consumers.grouping.bootstrap import committed_offsets
-from consumers.grouping.config import GroupingConfig
-from infra.broker import LocalBroker
-from infra.config import BrokerConfig
-from pipeline.ledger import Ledger, ledger
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics import clients
-from topics.codec import decode_as, encode
-from topics.config import KafkaConfig, TopicsConfig
-from topics.errors import TopicError
-from topics.keys import encode_key
-from topics.records import BatchIndexEntry, BatchUse, LearnerStep
+from rollstream.consumers.batch_reader import BatchReader, first_offset
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.process.bootstrap import committed_offsets
+from rollstream.infra.broker import LocalBroker
+from rollstream.infra.config import BrokerConfig
+from rollstream.pipeline.audit.ledger import Ledger, ledger
+from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.errors import TopicError
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 BATCHES = 21
 
@@ -44,7 +45,7 @@ def grouped(run: RealRun) -> RealRun:
     send(run, "old", BATCHES)
     book = eventually(lambda: settled(run), 60, "every record in its place", every_s=0.2)
     process.terminate()
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     assert (book.batches, book.problems, book.undecided, book.balanced) == (BATCHES, [], [], True)
     return run
 
@@ -70,12 +71,12 @@ def delete(run: RealRun, topic: str, before: int) -> None:
     """Delete the records of partition 0 below an offset."""
     client = clients.admin(run.kafka)
     place = TopicPartition(run.topic(topic), 0, before)
-    client.delete_records([place])[place].result(30)
+    client.delete_records([place])[place].result(60)
 
 
 def index(run: RealRun) -> dict[int, BatchIndexEntry]:
-    messages = clients.read_to_end(run.kafka, run.topic("batch-index"))
-    return {message.offset() or 0: decode_as(BatchIndexEntry, message.value()) for message in messages}
+    messages = read_to_end(run.kafka, run.topic("batch-index"))
+    return {message.offset: decode_as(BatchIndexEntry, message.value) for message in messages}
 
 
 def put(run: RealRun, entry: BatchIndexEntry) -> None:
@@ -103,7 +104,7 @@ def step(run: RealRun, number: int, entries: dict[int, BatchIndexEntry], positio
 
 
 def test_rollouts_deleted_unread_are_named(run: RealRun) -> None:
-    read = clients.bounds(run.kafka, run.topic("rollouts"))[0][1]
+    read = topic_admin.bounds(run.kafka, run.topic("rollouts"))[0][1]
     send(run, "lost", 25)
     delete(run, "rollouts", read)
     assert problems(run) == [], "what was read may be deleted: it is counted as pruned"
@@ -159,7 +160,7 @@ def test_a_position_past_what_the_steps_name_is_told(run: RealRun) -> None:
         f"step 2 of learner main moved past 2 batches that no step names, the first is 0-4 at index offset "
         f"{entries[4][0]}",
         f"step 3 of learner main stands at index offset 10000, and batch-index ends at "
-        f"{clients.bounds(run.kafka, run.topic('batch-index'))[0][1]}",
+        f"{topic_admin.bounds(run.kafka, run.topic('batch-index'))[0][1]}",
         f"step 3 of learner main moved past 13 batches that no step names, the first is 0-8 at index offset "
         f"{entries[8][0]}",
     ]
@@ -169,7 +170,7 @@ def test_a_log_cut_off_and_written_again_is_named_and_refused(tmp_path: Path) ->
     with LocalBroker.start(config=BrokerConfig(data_dir=tmp_path / "broker"), bound_to_parent=True) as broker:
         run = RealRun(KafkaConfig(bootstrap_servers=broker.bootstrap_servers), "cut", tmp_path)
         grouped(run)
-        position = clients.bounds(run.kafka, run.topic("rollouts"))[0][1]
+        position = topic_admin.bounds(run.kafka, run.topic("rollouts"))[0][1]
         broker.stop()
         [segment] = broker.data_dir.glob(f"**/{run.topic('rollouts')}-0/*.log")
         first_new = cut_off(segment, position - 40)
@@ -230,7 +231,7 @@ def test_what_an_open_transaction_hides_is_undecided(
             told = rollstream(run, "ledger")
             assert told.returncode == 4, told.stdout
             assert "every record is in exactly one place, as far as it is decided yet" in told.stdout
-        # What nobody had read when the process was asked to end is read by the next.
+        # The next process reads the records that were unread when this one was asked to end.
         run.start("group")
         eventually(lambda: ledger(run.kafka, run.name).batched == 8, 60, "the other batch")
         book = ledger(run.kafka, run.name)
@@ -251,7 +252,7 @@ def undecided(run: RealRun) -> list[str]:
 
 
 def rollstream(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(run.command(*words), cwd=run.directory, env=run._env(), capture_output=True, text=True)
+    return subprocess.run(run.command(*words), cwd=run.directory, env=run.environment(), capture_output=True, text=True)
 
 
 # ---------------------------------------------------------------------- records that cannot be read

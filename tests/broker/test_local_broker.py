@@ -12,38 +12,25 @@ from pathlib import Path
 import pytest
 from confluent_kafka.admin import NewTopic
 
-from infra.broker import ExternalBroker, LocalBroker, open_broker
-from infra.config import BrokerConfig
-from infra.jar_lock import locked_jars
-from infra.jars import REPOSITORY_VARIABLE, cache_dir, find_jars
-from infra.java import find_java, packaged_java
-from infra.processes import ProcessIdentity, identify, is_running, send
-from tests.repository import artifact_path, serving
-from tests.waiting import eventually
-from topics import clients
-from topics.config import KafkaConfig
-from topics.errors import BrokerUnavailable
-
-COMMAND = """
-import argparse, sys
-from infra import commands
-from topics.errors import RollstreamError
-parser = argparse.ArgumentParser()
-commands.register(parser.add_subparsers())
-args = parser.parse_args(sys.argv[1:])
-try:
-    sys.exit(args.run(args))
-except RollstreamError as error:
-    print(error, file=sys.stderr)
-    sys.exit(error.exit_code)
-"""
+from rollstream.infra.broker import ExternalBroker, LocalBroker, open_broker
+from rollstream.infra.config import BrokerConfig
+from rollstream.infra.jar_lock import locked_jars
+from rollstream.infra.jars import REPOSITORY_VARIABLE, cache_dir, find_jars
+from rollstream.infra.java import find_java, packaged_java
+from rollstream.infra.process_identity import ProcessIdentity, identify, is_running, send
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.reader import read_to_end
+from tests.support.repository import artifact_path, serving
+from tests.support.waiting import eventually
 
 
 def command(*arguments: str, environment: Mapping[str, str] = os.environ) -> subprocess.CompletedProcess[str]:
     """`rollstream broker ...`, in an environment that names no broker."""
     environment = {key: value for key, value in environment.items() if key != "KAFKA_BOOTSTRAP_SERVERS"}
     return subprocess.run(
-        [sys.executable, "-P", "-c", COMMAND, "broker", *arguments],
+        [sys.executable, "-P", "-m", "rollstream", "broker", *arguments],
         capture_output=True,
         text=True,
         timeout=500,
@@ -59,7 +46,7 @@ def identity(broker: LocalBroker) -> ProcessIdentity:
 
 def create(broker: LocalBroker, topic: str) -> None:
     client = clients.admin(KafkaConfig(bootstrap_servers=broker.bootstrap_servers))
-    client.create_topics([NewTopic(topic, 1, 1)])[topic].result(10)
+    client.create_topics([NewTopic(topic, 1, 1)])[topic].result(60)
 
 
 def produce(broker: LocalBroker, topic: str, value: bytes) -> None:
@@ -70,7 +57,7 @@ def produce(broker: LocalBroker, topic: str, value: bytes) -> None:
 
 def values(broker: LocalBroker, topic: str) -> list[bytes | None]:
     config = KafkaConfig(bootstrap_servers=broker.bootstrap_servers)
-    return [message.value() for message in clients.read_to_end(config, topic)]
+    return [message.value for message in read_to_end(config, topic)]
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +76,8 @@ def test_a_started_broker_takes_and_gives_records(running: LocalBroker, run_name
 
 def test_topics_are_not_created_by_a_mistyped_name(running: LocalBroker, run_name: str) -> None:
     client = clients.admin(KafkaConfig(bootstrap_servers=running.bootstrap_servers))
-    assert client.list_topics(run_name, timeout=10).topics[run_name].error is not None
-    assert run_name not in client.list_topics(timeout=10).topics
+    assert client.list_topics(run_name, timeout=60).topics[run_name].error is not None
+    assert run_name not in client.list_topics(timeout=60).topics
 
 
 @pytest.mark.long
@@ -137,7 +124,7 @@ def test_the_packaged_java_runs_a_broker(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def bare_environment(home: Path, **more: str) -> dict[str, str]:
-    """Of a machine that has Python and nothing else: no java, mvn or docker, and nothing cached."""
+    """Environment of a machine that has Python alone: no java, mvn or docker, and nothing cached."""
     nothing = home / "bin"
     nothing.mkdir()
     kept = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "HTTPS_PROXY", "https_proxy")
@@ -162,9 +149,9 @@ def assert_starts(data: Path, environment: dict[str, str]) -> None:
 
 
 def test_a_broker_starts_where_there_is_nothing_but_python(tmp_path: Path) -> None:
-    java = find_java(os.environ, packaged_java()).found
+    java = find_java(os.environ, packaged_java()).runtime
     assert java is not None
-    jars = find_jars({key: value for key, value in os.environ.items() if key != "KAFKA_HOME"}, java).found
+    jars = find_jars({key: value for key, value in os.environ.items() if key != "KAFKA_HOME"}, java).jars
     assert jars is not None
     for jar in locked_jars():
         kept = tmp_path / "repository" / artifact_path(jar)
@@ -228,7 +215,7 @@ def test_a_state_file_that_is_none_is_named(tmp_path: Path) -> None:
 STARTER = """
 import signal
 import sys
-from infra.broker import LocalBroker
+from rollstream.infra.broker import LocalBroker
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a shell
 broker = LocalBroker.start(sys.argv[1], bound_to_parent=True)
 print(broker.pid, flush=True)
@@ -248,8 +235,8 @@ def test_a_bound_broker_ends_with_its_parent_however_that_ends(tmp_path: Path, n
         broker = identify(int(parent.stdout.readline()))
         assert broker is not None
         parent.send_signal(number)
-        assert parent.wait(10) != 0
-    eventually(lambda: not is_running(broker), 20, "the broker ended after its parent")
+        assert parent.wait(60) != 0
+    eventually(lambda: not is_running(broker), 60, "the broker ended after its parent")
 
 
 def test_a_broker_started_by_command_outlives_it_and_is_found_by_its_data(tmp_path: Path) -> None:
@@ -285,7 +272,7 @@ def test_a_broker_that_crashed_is_not_found(tmp_path: Path) -> None:
     broker = LocalBroker.start(tmp_path)
     process = identity(broker)
     assert send(process, signal.SIGKILL)
-    eventually(lambda: not is_running(process), 10, "the broker ended")
+    eventually(lambda: not is_running(process), 60, "the broker ended")
     assert LocalBroker.find(tmp_path) is None
     broker.stop()
 

@@ -1,7 +1,6 @@
 """A batch maker of the user's in a run: named in the configuration, imported by grouping and by verification only."""
 
 import json
-import os
 import signal
 import sys
 from collections import Counter
@@ -9,25 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from consumers.grouping.config import GroupingConfig
-from pipeline.verify import verify
-from tests.documentation import ROOT
-from tests.runs import RealRun, rollout
-from tests.unit.consumers.grouping.test_makers import CODE, MINE
-from tests.waiting import eventually
-from topics.errors import ConfigurationError
-from topics.records import JournalRecord, TrainingBatch
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.pipeline.audit.verification import verify
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.records import JournalRecord, TrainingBatch
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
+from tests.unit.consumers.grouping.makers.test_registry import CODE, MINE
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def module(real_run: RealRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the module of docs/batch-makers.md, on the path of this process and of those it starts."""
     (tmp_path / "my_makers.py").write_text("\n".join(CODE))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_makers", raising=False)
-    monkeypatch.setattr(
-        RealRun, "_env", lambda _run: {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
-    )
+    real_run.python_path = (tmp_path,)
     return tmp_path
 
 

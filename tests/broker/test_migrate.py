@@ -10,13 +10,13 @@ from typing import Any
 import fastavro
 import pytest
 
-from consumers.buffers.group_view import GroupStore
-from pipeline.cli import main
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics.codec import encode, schemas, values_of
-from topics.records import Mark, OldMetadata, Rollout, RolloutBatch, TrainingBatch
-from topics.upcast import downcast
+from rollstream.consumers.buffers.groups.view import GroupStore
+from rollstream.pipeline.cli import main
+from rollstream.topics.codec import encode, schemas, values_of
+from rollstream.topics.records import Mark, OldMetadata, Rollout, RolloutBatch, TrainingBatch
+from rollstream.topics.rollout_batch_upcast import downcast
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 
 def old_batch(name: str, groups: int = 4) -> RolloutBatch:

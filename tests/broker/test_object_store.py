@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from consumers.learner.step_log import read_steps
-from tests.object_store import object_store
-from tests.runs import RealRun, with_batches
-from tests.waiting import eventually
+from rollstream.consumers.step_log import read_steps
+from tests.support.object_store import object_store
+from tests.support.paths import ROOT
+from tests.support.runs import RealRun, with_batches
+from tests.support.waiting import eventually
 
 BUCKET = "gs://bucket/checkpoints"
 SETTINGS = {
@@ -38,15 +39,15 @@ def script(tmp_path: Path) -> Iterator[str]:
     """The command line of a process that has gs://."""
     folder = tmp_path / "store"
     with object_store(folder) as port:
-        use = f"from tests.object_store import use; use(Path({str(folder)!r}), {port})"
-        yield f"import sys; from pathlib import Path; {use}; from pipeline.cli import main; sys.exit(main())"
+        use = f"from tests.support.object_store import use; use(Path({str(folder)!r}), {port})"
+        yield f"import sys; from pathlib import Path; {use}; from rollstream.pipeline.cli import main; sys.exit(main())"
 
 
 def answer(run: RealRun, script: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = run.command(*words, **SETTINGS)
     command[2:4] = ["-c", script]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.run(command, cwd=run.directory, env=environment, capture_output=True, text=True, timeout=100)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=run.directory, env=environment, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.timeout(400)

@@ -1,4 +1,4 @@
-"""What an open transaction hides is waited for by whoever must not write it twice."""
+"""Writers that must not write a record twice wait for the end of a transaction that hides records."""
 
 import subprocess
 import threading
@@ -6,17 +6,17 @@ import threading
 import pytest
 from confluent_kafka.admin import NewTopic
 
-from consumers.archive.archiver import Archiver
-from consumers.archive.restorer import restore
-from consumers.archive.store import open_store
-from pipeline.ledger import ledger
-from pipeline.tools.dlq import read
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics import clients
-from topics.codec import encode
-from topics.keys import encode_key
-from topics.open_transactions import await_decided, undecided
+from rollstream.consumers.archive.archiver import Archiver
+from rollstream.consumers.archive.restorer import restore
+from rollstream.consumers.archive.store import open_store
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.tools.dlq import read
+from rollstream.topics.codec import encode
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.open_transactions import await_decided, undecided
+from rollstream.topics.keys import encode_key
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 POISON = b"\xc3\x01 not a record"
 
@@ -76,7 +76,7 @@ def test_a_run_with_one_partition_of_dead_letters_goes_on_and_is_restored(real_r
     earlier = NewTopic(run.topic("dead-letters"), num_partitions=1)
     client = clients.admin(run.kafka)
     for created in client.create_topics([earlier]).values():
-        created.result(30)
+        created.result(60)
     run.prepare()
     run.start("group")
     for partition in (0, 1):
@@ -108,10 +108,10 @@ def test_what_is_written_after_the_question_is_not_waited_for(
         assert (part.start, part.end) == (2, 3), "generation 0 and its marker lie before it"
         asked = threading.Thread(target=await_decided, args=(run.kafka, run.topic("journal"), "nothing was done", 60.0))
         asked.start()
-        eventually(lambda: "transaction_open" in caplog.text, 30, "it waits for what is open now")
+        eventually(lambda: "transaction_open" in caplog.text, 60, "it waits for what is open now")
         producer.commit_transaction(30)
         producer.begin_transaction()
         producer.produce(run.topic("journal"), b"foreign", b"foreign", 0)
         producer.flush(30)
-        asked.join(30)
+        asked.join(60)
         assert not asked.is_alive()

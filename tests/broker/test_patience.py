@@ -1,4 +1,4 @@
-"""What is waited for until a transaction ends is waited for as long as one may stand open, and no fixed time."""
+"""Readers wait for the end of a transaction as long as one may stand open, and not for a fixed time."""
 
 import subprocess
 import time
@@ -9,16 +9,17 @@ from dataclasses import fields
 import pytest
 from confluent_kafka import TopicPartition
 
-from consumers.grouping.bootstrap import committed_offsets
-from consumers.grouping.config import GrouperConfig
-from consumers.grouping.restore import restore_task
-from pipeline.ledger import ledger
+from rollstream.consumers.grouping.config import GrouperConfig
+from rollstream.consumers.grouping.process.bootstrap import committed_offsets
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable, DeadlineExceeded
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.reader import Reader
 from tests.broker.test_bootstrap import pausing_grouper
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics import clients
-from topics.config import KafkaConfig
-from topics.errors import BrokerUnavailable, DeadlineExceeded
+from tests.support.restoring import restore_task
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 
 class Impatient(KafkaConfig):
@@ -52,13 +53,13 @@ def reading_committed_offsets(run: RealRun) -> None:
 
 def restoring(run: RealRun) -> None:
     kafka = impatient(run.kafka)
-    topic_id = clients.topic_ids(kafka, [run.topic("rollouts")])[run.topic("rollouts")]
+    topic_id = topic_admin.topic_ids(kafka, [run.topic("rollouts")])[run.topic("rollouts")]
     restore_task(kafka, run.name, 0, 2, topic_id, GrouperConfig())
 
 
 def asking_a_member(run: RealRun) -> None:
-    member = clients.reader(run.kafka, group=run.grouper.group_id(run.name))
-    clients.committed(impatient(run.kafka), member, [TopicPartition(run.topic("rollouts"), 0)], "asking")
+    with Reader(impatient(run.kafka), group=run.grouper.group_id(run.name)) as reader:
+        reader.committed(run.topic("rollouts"), [0], "asking")
 
 
 @pytest.mark.parametrize("waiting", [reading_committed_offsets, restoring, asking_a_member])
@@ -70,7 +71,7 @@ def test_offsets_of_an_open_transaction_are_waited_for_as_the_configuration_says
         began = time.monotonic()
         with pytest.raises(BrokerUnavailable):
             waiting(run)
-        assert 1.0 <= time.monotonic() - began < 15
+        assert 1.0 <= time.monotonic() - began < 45, "the minute and more of the default"
     waiting(run)
 
 
@@ -81,7 +82,7 @@ def test_a_journal_that_an_open_transaction_hides_is_waited_for_as_the_configura
         process = run.start("group")
         eventually(lambda: '"batch"' in run.log_of(process), 60, "a batch that is journaled behind what is open")
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
         with pytest.raises(DeadlineExceeded, match=r"journal\[0\] did not show offset \d+ within 1 s"):
             restoring(run)
     restoring(run)
@@ -94,7 +95,7 @@ def test_batches_whose_index_entries_an_open_transaction_hides_are_no_mismatch(r
         process = run.start("group")
         eventually(lambda: batched(run) == 64, 60, "batches whose index entries nobody sees")
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
         verifying = run.start("verify")
         # Longer than processes that agree take to show it.
         with pytest.raises(subprocess.TimeoutExpired):
@@ -115,5 +116,5 @@ def test_a_grouper_outlives_a_neighbour_whose_transaction_stands_open_for_longer
     assert neighbour.poll() is None, run.log_of(neighbour)
     assert run.log_of(neighbour).count('"seek_put_off"') <= 2
     neighbour.terminate()
-    assert neighbour.wait(30) == 0
+    assert neighbour.wait(60) == 0
     assert ledger(run.kafka, run.name).batched == 64

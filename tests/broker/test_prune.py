@@ -15,23 +15,24 @@ from typing import Any
 import pytest
 from confluent_kafka import TopicPartition
 
-from consumers.batch_reader import BatchReader
-from consumers.grouping.config import GrouperConfig, GroupingConfig
-from consumers.learner.step_log import StepLog, read_steps
-from pipeline.ledger import Ledger, ledger
-from pipeline.pruning import Deletion, plan
-from pipeline.tools.prune import delete, read_positions
-from pipeline.tools.replay import replay
-from pipeline.verify import index_of, verify
-from producers.journal_tailer import JournalTailer
-from tests.batches import random_batch, send_batches
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics import clients, provisioning
-from topics.codec import encode
-from topics.errors import Fenced, StateRefused
-from topics.keys import encode_key
-from topics.records import BatchUse, LearnerStep
+from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
+from rollstream.consumers.step_log import StepLog, read_steps
+from rollstream.pipeline.audit.ledger import Ledger, ledger
+from rollstream.pipeline.audit.pruning_plan import Deletion, plan
+from rollstream.pipeline.audit.verification import index_of, verify
+from rollstream.pipeline.tools.prune import delete, read_positions
+from rollstream.pipeline.tools.replay import replay
+from rollstream.producers.journal_tailer import JournalTailer
+from rollstream.topics.codec import encode
+from rollstream.topics.errors import Fenced, StateRefused
+from rollstream.topics.kafka import clients, provisioning, topic_admin
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import BatchUse, LearnerStep
+from tests.support.batches import indexed_batches, random_batch, send_batches
+from tests.support.paths import ROOT
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 EXAMPLES = count()
 
@@ -55,9 +56,9 @@ def settled(run: RealRun, in_flight: int = 0) -> Ledger:
 def learn(run: RealRun, name: str, read: int, at: float = 0.0) -> None:
     """A learner's step by hand: it trained on the first `read` entries of the index."""
     entries = list(index_of(run.kafka, run.name).values())[:read]
-    messages = list(clients.read_to_end(run.kafka, run.topic("batch-index")))[:read]
+    messages = list(read_to_end(run.kafka, run.topic("batch-index")))[:read]
     uses = tuple(
-        BatchUse(batch_id=entry.batch_id, index_offset=message.offset() or 0, rows=entry.rollouts, use="trained")
+        BatchUse(batch_id=entry.batch_id, index_offset=message.offset, rows=entry.rollouts, use="trained")
         for entry, message in zip(entries, messages, strict=True)
     )
     step = LearnerStep(
@@ -65,7 +66,7 @@ def learn(run: RealRun, name: str, read: int, at: float = 0.0) -> None:
         step=1,
         input_run=run.name,
         uses=uses,
-        position=(messages[-1].offset() or 0) + 1,
+        position=messages[-1].offset + 1,
         policy_version=1,
         params_digest="ab" * 32,
         trained_total=sum(use.rows for use in uses),
@@ -76,7 +77,7 @@ def learn(run: RealRun, name: str, read: int, at: float = 0.0) -> None:
 
 
 def checkpoint(run: RealRun, learner: str, position: int) -> Path:
-    """What prune reads of a checkpoint, as orbax lays it out."""
+    """Write the part of a checkpoint that prune reads, as orbax lays it out."""
     directory = run.directory / "checkpoints"
     path = directory / run.name / learner / "1" / "meta" / "metadata"
     path.parent.mkdir(parents=True)
@@ -97,16 +98,16 @@ def prune(run: RealRun, *words: str) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def rollstream(run: RealRun, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = run.command(*words)
-    return subprocess.run(command, cwd=run.directory, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=run.directory, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def begins(run: RealRun) -> dict[tuple[str, int], int]:
     return {
         (topic, partition): low
         for topic in ("rollouts", "journal", "batch-index", "batches")
-        for partition, (low, _end) in clients.bounds(run.kafka, run.topic(topic)).items()
+        for partition, (low, _end) in topic_admin.bounds(run.kafka, run.topic(topic)).items()
     }
 
 
@@ -158,7 +159,7 @@ def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed
         done = rollstream(run, "learner", "retire", "gone", "--reason", "it diverged")
         assert done.returncode == 0, done.stderr
         assert held() == {"learner main": before["learner main"]}
-        eventually(lambda: tailer.progress.consumed == sums[6], 30, "the retired learner left out")
+        eventually(lambda: tailer.progress.consumed == sums[6], 60, "the retired learner left out")
         with pytest.raises(Fenced):
             log.commit([log.record(read_steps(run.kafka, run.name, "gone")[1])])
     with pytest.raises(StateRefused, match=r"is retired \(it diverged\).*rollstream learner resume gone"):
@@ -199,7 +200,7 @@ def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_r
     assert before.balanced, before.problems
     assert before.trained > 0
     assert planned(run, run.directory, 0)["batch-index", 0].why == "learner main (no checkpoint)"
-    position = [m.offset() or 0 for m in clients.read_to_end(run.kafka, run.topic("batch-index"))][batches - 20]
+    position = [m.offset for m in read_to_end(run.kafka, run.topic("batch-index"))][batches - 20]
     checkpoints = checkpoint(run, "main", position)
     where = ("--checkpoints", str(checkpoints), "--keep-batches", "6")
 
@@ -239,10 +240,7 @@ def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_r
     assert last.batched == before.batched + 1 + 3 + 48
     assert last.pruned == after.pruned
     check_window(run)
-    with BatchReader(run.kafka, run.name, start=position) as reader:
-        read = []
-        while (item := reader.poll(0.5)) is not None:
-            read.append(item.batch.batch_id)
+    read = [item.batch.batch_id for item in indexed_batches(run.kafka, run.name, position)]
     names = list(index_of(run.kafka, run.name))
     assert names[-len(read) :] == read
     assert len(read) >= 8

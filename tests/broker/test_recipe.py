@@ -2,21 +2,21 @@
 
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from consumers.learner.step_log import read_steps
-from consumers.models.tokenizer_file import load_tokenizer
-from consumers.weights.publisher import read_manifests
-from pipeline.config import load
-from producers.tasks import create_task
-from tests.recipe import write_model, write_problems
-from tests.runs import RealRun
-from topics.records import Rollout
+from rollstream.consumers.models.tokenizer_file import load_tokenizer
+from rollstream.consumers.step_log import read_steps
+from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.pipeline.config import load
+from rollstream.producers.tasks import create_task
+from rollstream.topics.records import Rollout
+from tests.support.paths import ROOT
+from tests.support.recipe import write_model, write_problems
+from tests.support.runs import RealRun
 
-RECIPE = Path(__file__).parents[2] / "examples" / "gsm8k-qwen2.5-0.5b.toml"
+RECIPE = ROOT / "examples" / "gsm8k-qwen2.5-0.5b.toml"
 STEPS = 24
 SMALL = {
     "hidden_size": 64,

@@ -7,16 +7,16 @@ import signal
 import numpy as np
 import pytest
 
-from consumers.learner.config import LearnerConfig
-from consumers.learner.intake import rows_of, trained_rows
-from consumers.learner.progress import Progress
-from consumers.learner.recorder import Recorder
-from consumers.learner.step_log import read_steps
-from tests.batches import random_batch, send_batches
-from tests.runs import RealRun, with_batches
-from tests.waiting import eventually
-from topics import provisioning
-from topics.records import BatchUse, LearnerStep
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.records.learner_position import LearnerPosition
+from rollstream.consumers.learner.records.step_recorder import StepRecorder
+from rollstream.consumers.step_log import read_steps
+from rollstream.topics.batch_uses import rows_of, trained_rows
+from rollstream.topics.kafka import provisioning
+from rollstream.topics.records import BatchUse, LearnerStep
+from tests.support.batches import random_batch, send_batches
+from tests.support.runs import RealRun, with_batches
+from tests.support.waiting import eventually
 
 SETTINGS = {
     "learner__source": "rollout_buffer",
@@ -93,8 +93,8 @@ def test_skips_that_are_heard_of_too_late_do_not_replace_the_step_they_belong_to
     provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
     skipped = (BatchUse(batch_id="0-0", index_offset=0, rows=16, use="skipped", reason="old"),)
     trained = (*skipped, BatchUse(batch_id="0-1", index_offset=2, rows=16, use="trained"))
-    with Recorder(LearnerConfig(), real_run.kafka, real_run.name, "{}") as recorder:
-        progress = Progress()
+    with StepRecorder(LearnerConfig(), real_run.kafka, real_run.name, "{}") as recorder:
+        progress = LearnerPosition()
         for step, uses in ((0, ()), (1, trained)):
             record = recorder.record(step, uses, 3, {}, {"w": np.full(2, step, "<f4")}, progress)
             progress = progress.after(record)
@@ -108,7 +108,7 @@ def test_skips_that_are_heard_of_too_late_do_not_replace_the_step_they_belong_to
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_rollouts_that_come_while_it_is_killed_again_and_again_are_drawn_as_the_record_says(real_run: RealRun) -> None:
-    """What it drew depended on when; but the record alone gives the same parameters, step by step."""
+    """Its draws depend on the time; but the record alone gives the same parameters, step by step."""
     settings = {**SETTINGS, "learner__max_steps": 14, "learner__buffer__max_rollout_step_delay": 6}
     run = with_batches(real_run, 4)
     for kill in range(4):

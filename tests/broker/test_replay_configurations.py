@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from consumers.grouping.config import GroupingConfig
-from pipeline.ledger import ledger
-from pipeline.tools.replay import replay
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics import clients
-from topics.config import TopicsConfig
-from topics.records import Mark
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.tools.replay import replay
+from rollstream.topics.config import TopicsConfig
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.records import Mark
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 
 def generations(run: RealRun) -> list[int]:
@@ -27,7 +27,7 @@ def group(run: RealRun, batched: int, *names: str) -> None:
     run.send(rollout(name, member) for name in names for member in range(4))
     eventually(lambda: ledger(run.kafka, run.name).batched == batched, 60, f"{batched} rollouts batched", every_s=0.2)
     process.terminate()
-    assert process.wait(30) == 0, run.log_of(process)
+    assert process.wait(60) == 0, run.log_of(process)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_replay_under_the_first_configuration_changes_what_was_cut_under_the_s
 
 def test_a_replay_from_a_time_on_keeps_the_configuration_in_force_then(changed_run: RealRun) -> None:
     run = changed_run
-    end = max(m.timestamp()[1] for m in clients.read_to_end(run.kafka, run.topic("rollouts")))
+    end = max(m.timestamp_ms for m in read_to_end(run.kafka, run.topic("rollouts")))
     group(run, 24, "e", "f")
     found = replay(run.kafka, run.name, {"batch_rollouts": 4}, since_ms=end + 1)
     assert (found.recorded.batches, found.replayed.batches) == (1, 2)

@@ -6,14 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from producers.rollout_producer import RolloutProducer
-from producers.sending import Delivery
-from tests.waiting import eventually
-from topics import clients
-from topics.catalogue import topic_name
-from topics.codec import decode, decode_as
-from topics.config import KafkaConfig, TopicsConfig
-from topics.errors import (
+from rollstream.producers.record_sender import RolloutDelivery
+from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import decode, decode_as
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.errors import (
     ConfigurationError,
     DeadlineExceeded,
     DeliveryError,
@@ -21,10 +19,13 @@ from topics.errors import (
     RecordTooLarge,
     TopicError,
 )
-from topics.keys import encode_key, partition_of
-from topics.provisioning import apply
-from topics.records import GroupCancelled, Rollout, SamplingParams, same
-from topics.validation import cancellation_problems
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.provisioning import apply
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import encode_key, partition_of
+from rollstream.topics.records import GroupCancelled, Rollout, SamplingParams, same
+from rollstream.topics.validation import cancellation_problems
+from tests.support.waiting import eventually
 
 PARTITIONS = 2
 
@@ -57,18 +58,18 @@ def make_rollout(number: int = 0, *, length: int = 6, environment: str = "dsort3
 
 
 def test_rollouts_land_where_their_key_says_and_come_back_equal(kafka: KafkaConfig, run_name: str) -> None:
-    deliveries: list[Delivery] = []
+    deliveries: list[RolloutDelivery] = []
     sent = {rollout.uid: rollout for rollout in map(make_rollout, range(40))}
     with RolloutProducer(kafka, run_name, on_delivery=deliveries.append) as producer:
         for rollout in sent.values():
             producer.send(rollout)
     found = {}
-    for message in clients.read_to_end(kafka, topic_name(run_name, "rollouts")):
-        rollout = decode_as(Rollout, message.value())
-        assert message.key() == encode_key(rollout.environment, rollout.example_id)
-        assert message.partition() == partition_of(message.key(), PARTITIONS)
+    for message in read_to_end(kafka, topic_name(run_name, "rollouts")):
+        rollout = decode_as(Rollout, message.value)
+        assert message.key == encode_key(rollout.environment, rollout.example_id)
+        assert message.partition == partition_of(message.key, PARTITIONS)
         assert same(rollout, sent[rollout.uid])
-        found[rollout.uid] = Delivery(rollout.uid, message.partition(), message.offset())
+        found[rollout.uid] = RolloutDelivery(rollout.uid, message.partition, message.offset, rollout.environment)
     assert {delivery.uid: delivery for delivery in deliveries} == found
     assert set(found) == set(sent)
     assert {delivery.partition for delivery in deliveries} == {0, 1}
@@ -90,9 +91,9 @@ def test_a_cancellation_lands_on_its_groups_partition(kafka: KafkaConfig, run_na
         producer.cancel(cancelled)
         with pytest.raises(RecordError, match="uids"):
             producer.cancel(replace(cancelled, uids=()))
-    first, second = clients.read_to_end(kafka, topic_name(run_name, "rollouts"))
-    assert first.partition() == second.partition()
-    assert same(decode(second.value()), cancelled)
+    first, second = read_to_end(kafka, topic_name(run_name, "rollouts"))
+    assert first.partition == second.partition
+    assert same(decode(second.value), cancelled)
 
 
 def test_a_cancellation_of_more_uids_than_a_record_may_hold_goes_out_in_several(
@@ -102,8 +103,8 @@ def test_a_cancellation_of_more_uids_than_a_record_may_hold_goes_out_in_several(
     cancelled = GroupCancelled(environment="env", example_id="0", policy_version=0, group_size=10_000, uids=uids)
     with RolloutProducer(kafka, run_name) as producer:
         producer.cancel(cancelled)
-    messages = clients.read_to_end(kafka, topic_name(run_name, "rollouts"))
-    found = [decode_as(GroupCancelled, message.value()) for message in messages]
+    messages = read_to_end(kafka, topic_name(run_name, "rollouts"))
+    found = [decode_as(GroupCancelled, message.value) for message in messages]
     assert [cancellation_problems(record) for record in found] == [[], [], []]
     assert tuple(uid for record in found for uid in record.uids) == uids
 
@@ -115,8 +116,8 @@ def test_evaluations_have_a_topic_of_their_own_without_cancellations(kafka: Kafk
             producer.cancel(
                 GroupCancelled(environment="e", example_id="x", policy_version=0, group_size=1, uids=("u",))
             )
-    assert len(list(clients.read_to_end(kafka, topic_name(run_name, "evals")))) == 1
-    assert list(clients.read_to_end(kafka, topic_name(run_name, "rollouts"))) == []
+    assert len(list(read_to_end(kafka, topic_name(run_name, "evals")))) == 1
+    assert list(read_to_end(kafka, topic_name(run_name, "rollouts"))) == []
 
 
 def test_a_senseless_rollout_is_refused_with_every_reason(kafka: KafkaConfig, run_name: str) -> None:
@@ -129,7 +130,7 @@ def test_a_senseless_rollout_is_refused_with_every_reason(kafka: KafkaConfig, ru
             producer.send(filtered)
     with RolloutProducer(kafka, run_name, allow_filtered_sampling=True) as producer:
         producer.send(filtered)
-    assert len(list(clients.read_to_end(kafka, topic_name(run_name, "rollouts")))) == 1
+    assert len(list(read_to_end(kafka, topic_name(run_name, "rollouts")))) == 1
 
 
 def test_a_value_beyond_the_limit_is_refused_and_one_just_below_is_taken(kafka: KafkaConfig, run_name: str) -> None:
@@ -144,7 +145,7 @@ def test_a_value_beyond_the_limit_is_refused_and_one_just_below_is_taken(kafka: 
         with pytest.raises(RecordTooLarge, match=r"rollout w\.1\.0 has .* kafka\.max_record_bytes"):
             producer.send(of_length(11_000))  # 9 bytes a token
         producer.send(of_length(10_980))
-    assert len(list(clients.read_to_end(kafka, topic_name(run_name, "rollouts")))) == 1
+    assert len(list(read_to_end(kafka, topic_name(run_name, "rollouts")))) == 1
 
 
 def test_a_missing_topic_is_named_before_anything_is_sent(kafka: KafkaConfig) -> None:
@@ -159,8 +160,8 @@ def test_a_delivery_that_fails_is_raised_on_the_next_call_and_names_the_rollout(
     producer = RolloutProducer(kafka, run_name, **overrides)
     topic = topic_name(run_name, "rollouts")
     admin = clients.admin(kafka)
-    admin.delete_topics([topic])[topic].result(30)
-    eventually(lambda: topic not in admin.list_topics(timeout=5).topics, 30, f"{topic} is deleted")
+    admin.delete_topics([topic])[topic].result(60)
+    eventually(lambda: topic not in admin.list_topics(timeout=60).topics, 60, f"{topic} is deleted")
     producer.send(make_rollout(7))
     with pytest.raises(DeliveryError, match=rf"rollout w\.1\.7 was not delivered to {topic}"):
         producer.flush(60)
@@ -172,16 +173,14 @@ def test_a_full_queue_blocks_no_longer_than_the_deadline(broker: str, run_name: 
     kafka = KafkaConfig(bootstrap_servers=broker)
     apply(kafka, TopicsConfig(partitions=PARTITIONS), run_name)
     # Nothing leaves the queue within linger, so it stays full.
-    producer = RolloutProducer(kafka, run_name, **{"queue.buffering.max.messages": 3, "linger.ms": 1500})
+    producer = RolloutProducer(kafka, run_name, **{"queue.buffering.max.messages": 3, "linger.ms": 4000})
     for number in range(3):
         producer.send(make_rollout(number))
     with pytest.raises(DeadlineExceeded, match=r"rollout w\.1\.3 was not sent: .* full for 0.2 s"):
         producer.send(make_rollout(3), timeout_s=0.2)
-    producer.send(make_rollout(3), timeout_s=20)
+    producer.send(make_rollout(3), timeout_s=60)
     producer.close()
-    uids = Counter(
-        decode_as(Rollout, m.value()).uid for m in clients.read_to_end(kafka, topic_name(run_name, "rollouts"))
-    )
+    uids = Counter(decode_as(Rollout, m.value).uid for m in read_to_end(kafka, topic_name(run_name, "rollouts")))
     assert uids == Counter(f"w.1.{number}" for number in range(4))
 
 
@@ -193,4 +192,4 @@ def test_an_error_in_the_block_is_not_hidden_and_what_was_sent_is_written(kafka:
 
     with pytest.raises(ZeroDivisionError):
         fail_after_sending()
-    assert len(list(clients.read_to_end(kafka, topic_name(run_name, "rollouts")))) == 1
+    assert len(list(read_to_end(kafka, topic_name(run_name, "rollouts")))) == 1

@@ -1,11 +1,11 @@
 """A learner's figures on the topic `metrics`: each step once, whatever is executed again."""
 
-from consumers.learner.sinks import open_sinks
-from consumers.learner.sinks_config import SinksConfig
-from tests.runs import RealRun
-from topics import provisioning
-from topics.metrics import MetricsWriter
-from topics.records import LearnerStep, Metrics
+from rollstream.consumers.learner.records.metric_sinks import open_sinks
+from rollstream.consumers.learner.records.metric_sinks_config import SinksConfig
+from rollstream.topics.kafka import provisioning
+from rollstream.topics.metrics import MetricsWriter
+from rollstream.topics.records import LearnerStep, Metrics
+from tests.support.runs import RealRun
 
 
 def step_of(number: int) -> LearnerStep:

@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from consumers.batch_reader import BatchReader, ReadBatch
-from consumers.step_writer import StepWriter, publish_version
-from consumers.weights.follower import WeightsFollower
-from pipeline.tools.prune import read_positions
-from producers.journal_tailer import JournalTailer
-from tests.batches import random_batch, send_batches
-from tests.runs import RealRun, with_batches
-from tests.waiting import eventually
-from topics.errors import ConfigurationError, Fenced, StateRefused
-from topics.records import LearnerStep, PolicyManifest
+from rollstream.consumers.batch_reader import BatchReader, ReadBatch
+from rollstream.consumers.step_writer import StepWriter, publish_version
+from rollstream.consumers.weights.follower import WeightsFollower
+from rollstream.pipeline.tools.prune import read_positions
+from rollstream.producers.journal_tailer import JournalTailer
+from rollstream.topics.errors import ConfigurationError, Fenced, StateRefused
+from rollstream.topics.records import LearnerStep, PolicyManifest
+from tests.support.batches import random_batch, send_batches
+from tests.support.runs import RealRun, with_batches
+from tests.support.waiting import eventually
 
 BATCHES, ROWS = 6, 16
 
@@ -58,7 +58,7 @@ def test_a_version_is_published_once_under_the_number_that_is_said(run: RealRun)
         (2, "external", "trainer"),
     ]
     with WeightsFollower(run.kafka, run.name) as follower:
-        version, arrays = follower.wait_for(1, 30)
+        version, arrays = follower.wait_for(1, 60)
     assert (version, float(arrays["dense/kernel"][0, 0])) == (1, 1.5), "an external version is not on the log"
 
 
@@ -104,7 +104,7 @@ def test_a_step_made_again_is_the_one_on_record_or_gets_a_version_of_its_own(run
     written = len(run.read("steps"))
     with StepWriter(run.kafka, run.name, after_step=0) as steps:
         reads = reads_of(run, steps.position, 1)
-        with pytest.raises(StateRefused, match=r"step 1 .* made again, is of batches 0-0 skipped; on record"):
+        with pytest.raises(StateRefused, match=r"step 1 .* executed again, has batches 0-0 skipped; on record"):
             steps.record(reads, params(1.0), skipped={"0-0": "too old"})
         assert steps.record(reads, params(1.0)).policy_version == 0
         assert (len(run.read("steps")), steps.version) == (written, 1), "nothing is written twice"
@@ -124,7 +124,7 @@ def test_batches_between_steps_are_not_lost_in_silence(run: RealRun) -> None:
                 steps.record(wrong, params(2.0))
         with pytest.raises(ConfigurationError, match="1-5 are not among those of the step"):
             steps.record(reads[1:2], params(2.0), skipped={"1-5": "too old"})
-        with pytest.raises(ConfigurationError, match="one batch at least"):
+        with pytest.raises(ConfigurationError, match="at least one batch"):
             steps.record([], params(2.0))
         assert steps.record(reads[1:], params(2.0)).step == 2
 
@@ -144,7 +144,7 @@ def test_workers_count_what_was_trained_or_skipped_as_consumed(run: RealRun) -> 
         assert tailer.progress.consumed == 0
         reads = reads_of(run, steps.position, 3)
         steps.record(reads, params(1.0), skipped={reads[0].entry.batch_id: "too old"})
-        eventually(lambda: tailer.progress.consumed == 3 * ROWS, 30, "the step is seen by workers")
+        eventually(lambda: tailer.progress.consumed == 3 * ROWS, 60, "the step is seen by workers")
 
 
 def test_prune_keeps_what_the_trainer_may_read_again(real_run: RealRun) -> None:
@@ -163,5 +163,5 @@ def test_prune_keeps_what_the_trainer_may_read_again(real_run: RealRun) -> None:
         steps.record(reads_of(run, steps.position, 1), params(3.0), oldest_checkpoint=3)
         assert kept() == {"learner trainer": steps.position}
         assert steps.position > second.position > first.position
-        with pytest.raises(ConfigurationError, match="oldest_checkpoint 9 is no step"):
+        with pytest.raises(ConfigurationError, match="oldest_checkpoint 9 is not a step"):
             steps.record(reads_of(run, steps.position, 1), params(4.0), oldest_checkpoint=9)

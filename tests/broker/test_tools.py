@@ -11,18 +11,20 @@ from typing import Any
 
 import pytest
 
-from consumers.batch_reader import BatchReader
-from infra.broker import LocalBroker
-from infra.config import BrokerConfig
-from pipeline.ledger import ledger
-from pipeline.tools.lineage import of_policy
-from pipeline.tools.view import View
-from tests.planted import GOOD, POISON, Planted, check, plant
-from tests.runs import RealRun
-from topics import clients, provisioning
-from topics.catalogue import topic_name
-from topics.config import KafkaConfig
-from topics.keys import encode_key
+from rollstream.infra.broker import LocalBroker
+from rollstream.infra.config import BrokerConfig
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.tools.lineage import policy_lineage
+from rollstream.pipeline.tools.run_view import RunView
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka import clients, provisioning
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import encode_key
+from tests.support.batches import indexed_batches
+from tests.support.paths import ROOT
+from tests.support.planted import GOOD, POISON, Planted, check, plant
+from tests.support.runs import RealRun
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +49,9 @@ def planted(tools_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory)
 def rollstream(planted: Planted, *words: str) -> subprocess.CompletedProcess[str]:
     run = planted.run
     where = () if "--run" in words else ("--run", run.name)
-    command = [sys.executable, "-P", "-m", "pipeline", *words, *where, "-b", run.kafka.bootstrap_servers]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.run(command, cwd=run.directory, env=environment, capture_output=True, text=True, timeout=90)
+    command = [sys.executable, "-P", "-m", "rollstream", *words, *where, "-b", run.kafka.bootstrap_servers]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=run.directory, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def lines(planted: Planted, *words: str) -> list[str]:
@@ -82,7 +84,7 @@ def test_the_ledger_tells_tokens_and_each_environment_apart(planted: Planted) ->
     assert book["tokens"]["batched"] == 6 * good
     assert book["produced"] == good + 7 + 1 + book["control"]
     assert (book["evals"], book["pruned"]) == (0, 0)
-    # Of two groups too small and four stale, and of the batch that the learner skipped.
+    # Lost are two of groups too small, four stale ones, and the batch that the learner skipped.
     assert book["skipped_as"] == {"stale_version": book["skipped"]}
     assert book["selection"]["env"]["lost"]["rollouts"] == 6 + book["skipped"]
     assert book["selection"]["env"]["batched"]["rollouts"] == good - book["skipped"]
@@ -94,11 +96,11 @@ def test_the_ledger_tells_tokens_and_each_environment_apart(planted: Planted) ->
 
 def test_the_ledger_follows_until_interrupted(planted: Planted) -> None:
     command = planted.run.command("ledger", "--json", "--watch", "0.1")
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         books = [json.loads(process.stdout.readline()) for _ in range(2)]
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        assert process.wait(60) == 130
     assert [book["balanced"] for book in books] == [True, True]
 
 
@@ -108,10 +110,10 @@ def test_a_ledger_that_does_not_close_names_the_first_offending_offsets(planted:
     provisioning.apply(kafka, planted.run.topics, copy)
     producer = clients.producer(kafka)
     for name in ("rollouts", "journal", "batches"):
-        for message in clients.read_to_end(kafka, planted.run.topic(name)):
-            if name == "rollouts" and message.offset() == 1:
+        for message in read_to_end(kafka, planted.run.topic(name)):
+            if name == "rollouts" and message.offset == 1:
                 continue
-            producer.produce(topic_name(copy, name), message.value(), message.key(), message.partition() or 0)
+            producer.produce(topic_name(copy, name), message.value, message.key, message.partition)
     assert producer.flush(30) == 0
     found = rollstream(planted, "ledger", "--run", copy)
     assert found.returncode == 1
@@ -280,15 +282,15 @@ def test_lineage_of_a_policy_reads_all_batches_by_one_client(planted: Planted, m
         return build(*args, **settings)
 
     monkeypatch.setattr(clients, "reader", counted)
-    with View(planted.run.kafka, planted.run.name) as view:
-        tree = of_policy(view, view.policies[0])
+    with RunView(planted.run.kafka, planted.run.name) as view:
+        tree = policy_lineage(view, view.policies[0])
         whole = len(made)
         assert view.index
         assert view.steps
         assert len(planted.batches) > 2
         # Index, steps and policies are read once each; what the batches hold, by one client more.
         assert whole == 3 + 1
-        assert of_policy(view, view.policies[0]).as_dict() == tree.as_dict()
+        assert policy_lineage(view, view.policies[0]).as_dict() == tree.as_dict()
         assert len(made) == whole
 
 
@@ -359,10 +361,7 @@ def test_a_replay_from_a_time_on_begins_at_a_snapshot(planted: Planted) -> None:
 def test_a_replay_into_another_run_is_one_a_learner_can_follow(planted: Planted) -> None:
     into = "planted-leave-nobody"
     found = answer(planted, "replay", "--set", "grouping.min_group_size=2", "--into", into)
-    with BatchReader(planted.run.kafka, into) as reader:
-        batches = []
-        while (read := reader.poll(0.5)) is not None:
-            batches.append(read.batch)
+    batches = [read.batch for read in indexed_batches(planted.run.kafka, into)]
     assert sum(map(len, batches)) == found["replayed"]["rollouts"] == found["recorded"]["rollouts"] + 2
     assert [b.cut_ms for b in batches] == sorted(b.cut_ms for b in batches)
     assert {r["key"] for r in records(planted, "policies", "--run", into)} == {"[0]", "[5]", "[6]"}
@@ -402,7 +401,7 @@ def test_show_has_the_advantage_as_colour(planted: Planted) -> None:
 # ---------------------------------------------------------------------- dead letters
 
 FIX = """
-from tests.runs import rollout
+from tests.support.runs import rollout
 
 def fix(value, key, headers):
     assert headers["__streams.errors.message"]

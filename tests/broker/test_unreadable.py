@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from confluent_kafka.admin import NewTopic
 
-from topics import clients
-from topics.catalogue import spec_of
-from topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.catalogue import spec_of
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.reader import read_to_end
 
 
 @pytest.fixture
@@ -14,7 +15,7 @@ def kafka(broker: str, run_name: str) -> KafkaConfig:
     config = KafkaConfig(bootstrap_servers=broker)
     client = clients.admin(config)
     settings = spec_of("rollouts").settings(TopicsConfig(), config)
-    client.create_topics([NewTopic(run_name, 1, 1, config=settings)])[run_name].result(30)
+    client.create_topics([NewTopic(run_name, 1, 1, config=settings)])[run_name].result(60)
     return config
 
 
@@ -45,12 +46,12 @@ def test_a_batch_that_cannot_be_read_is_as_many_records_as_it_has_and_no_more(
     send(kafka, run_name, [bytes(40_000_000)])
     send(kafka, run_name, bomb[:2])
     send(kafka, run_name, [b"last"])
-    read = list(clients.read_to_end(kafka, run_name))
-    assert [message.offset() for message in read] == list(range(15))
-    values = [message.value() for message in read]
+    read = list(read_to_end(kafka, run_name))
+    assert [message.offset for message in read] == list(range(15))
+    values = [message.value for message in read]
     assert values == [b"first", *[None] * 9, b"between", None, *bomb[:2], b"last"]
-    assert [message.timestamp()[1] == -1 for message in read] == [value is None for value in values]
-    assert all(message.key() is None and message.headers() is None for message in read if message.value() is None)
+    assert [message.timestamp_ms == -1 for message in read] == [value is None for value in values]
+    assert all(message.key is None and message.headers == () for message in read if message.value is None)
 
 
 @pytest.mark.parametrize("compression", ["gzip", "lz4", "snappy"])
@@ -60,21 +61,21 @@ def test_a_bomb_of_another_compression_is_as_unreadable_as_one_of_zstd(
     send(kafka, run_name, [b"first"], compression)
     send(kafka, run_name, [bytes(48_000_000)], compression)
     send(kafka, run_name, [b"last"], compression)
-    values = [message.value() for message in clients.read_to_end(kafka, run_name)]
+    values = [message.value for message in read_to_end(kafka, run_name)]
     assert [value and len(value) for value in values] == [5, None, 4]
 
 
 def test_a_log_that_ends_with_what_cannot_be_read_ends(kafka: KafkaConfig, run_name: str) -> None:
     send(kafka, run_name, [b"first"])
     send(kafka, run_name, [bytes(40_000_000)])
-    assert [message.value() for message in clients.read_to_end(kafka, run_name)] == [b"first", None]
+    assert [message.value for message in read_to_end(kafka, run_name)] == [b"first", None]
 
 
 def test_reading_from_the_middle_of_such_a_batch_begins_there(kafka: KafkaConfig, run_name: str) -> None:
     send(kafka, run_name, [bytes(4_000_000)] * 9)
     send(kafka, run_name, [b"last"])
-    read = list(clients.read_to_end(kafka, run_name, start=7))
-    assert [(message.offset(), message.value()) for message in read] == [(7, None), (8, None), (9, b"last")]
+    read = list(read_to_end(kafka, run_name, start=7))
+    assert [(message.offset, message.value) for message in read] == [(7, None), (8, None), (9, b"last")]
 
 
 def test_whatever_a_record_may_be_can_be_read_however_it_compresses(kafka: KafkaConfig, run_name: str) -> None:
@@ -87,4 +88,4 @@ def test_whatever_a_record_may_be_can_be_read_however_it_compresses(kafka: Kafka
     for value in values[1:]:
         send(kafka, run_name, [value])
     # Not compared whole: a difference would be shown, megabytes of it.
-    assert [hash(message.value()) for message in clients.read_to_end(kafka, run_name)] == [hash(v) for v in values]
+    assert [hash(message.value) for message in read_to_end(kafka, run_name)] == [hash(v) for v in values]

@@ -9,19 +9,21 @@ import pytest
 from confluent_kafka import OFFSET_END, KafkaException, TopicPartition
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
-from consumers.learner.step_log import StepLog
-from consumers.weights.config import WeightsConfig
-from consumers.weights.fetcher import ChunkFetcher, ChunksGone
-from consumers.weights.follower import WeightsFollower
-from consumers.weights.layout import params_digest, serialise, split
-from consumers.weights.publisher import WeightsPublisher, read_manifests
-from tests.runs import RealRun
-from tests.waiting import eventually
-from topics import clients, provisioning
-from topics.config import TopicsConfig
-from topics.errors import ConfigurationError, DeadlineExceeded, Fenced, StateRefused, TopicError
-from topics.keys import decode_key, encode_key
-from topics.records import PolicyManifest
+from rollstream.consumers.step_log import StepLog
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.fetcher import ChunkFetcher, ChunksGone
+from rollstream.consumers.weights.follower import WeightsFollower
+from rollstream.consumers.weights.layout import serialize, split
+from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests
+from rollstream.topics.config import TopicsConfig
+from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, Fenced, StateRefused, TopicError
+from rollstream.topics.kafka import clients, provisioning, topic_admin
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import decode_key, encode_key
+from rollstream.topics.params_digest import params_digest
+from rollstream.topics.records import PolicyManifest
+from tests.support.runs import RealRun
+from tests.support.waiting import eventually
 
 # Small chunks over two partitions: a version is a dozen records.
 SMALL = WeightsConfig(chunk_bytes=1000, keep_versions=2)
@@ -63,14 +65,14 @@ def delete_all_chunks(run: RealRun) -> None:
     entry = ConfigEntry("cleanup.policy", "delete", incremental_operation=AlterConfigOpType.SET)
     resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
     for future in client.incremental_alter_configs([resource]).values():
-        future.result(30)
+        future.result(60)
     for future in client.delete_records([TopicPartition(topic, p, OFFSET_END) for p in (0, 1)]).values():
-        future.result(30)
+        future.result(60)
 
 
 def live_chunks(run: RealRun) -> set[tuple[int, str, int]]:
     """Keys on `weights` whose last record is not a tombstone."""
-    last = {m.key(): m.value() for m in clients.read_to_end(run.kafka, run.topic("weights"))}
+    last = {m.key: m.value for m in read_to_end(run.kafka, run.topic("weights"))}
     return {decode_key(key) for key, value in last.items() if value is not None}
 
 
@@ -79,7 +81,7 @@ def test_a_follower_that_joins_late_gets_the_newest_version_at_once(run: RealRun
     for step in range(5):
         publish(source, log, step)
     with WeightsFollower(run.kafka, run.name) as follower:
-        version, found = follower.wait_for(0, 30)
+        version, found = follower.wait_for(0, 60)
         assert version == 4
         assert params_digest(found) == params_digest(arrays(4))
         assert follower.manifest is not None
@@ -113,8 +115,8 @@ def test_a_reader_during_publication_never_sees_a_torn_version(run: RealRun, log
             for step in range(12):
                 publish(source, log, step)
             for follower in (one, other):
-                assert follower.wait_for(11, 30)[0] == 11
-            eventually(lambda: all(versions and versions[-1] == 11 for versions in seen), 10, "both saw version 11")
+                assert follower.wait_for(11, 60)[0] == 11
+            eventually(lambda: all(versions and versions[-1] == 11 for versions in seen), 60, "both saw version 11")
         finally:
             done.set()
             for thread in threads:
@@ -132,13 +134,13 @@ def test_chunks_without_a_manifest_show_nowhere_and_are_tombstoned_at_the_next_s
     assert len(live_chunks(run)) == 2 * len(lost.chunks)
 
     with WeightsFollower(run.kafka, run.name) as follower:
-        assert follower.wait_for(0, 30)[0] == 0
+        assert follower.wait_for(0, 60)[0] == 0
         restarted = publisher(run)
         assert {version for version, _, _ in live_chunks(run)} == {0}
         assert restarted.latest_version == 0
         manifest = publish(restarted, log, 1)
         assert (manifest.version, manifest.epoch == lost.epoch) == (1, False)
-        assert follower.wait_for(1, 30)[0] == 1
+        assert follower.wait_for(1, 60)[0] == 1
 
 
 def test_a_manifest_of_an_aborted_transaction_is_never_followed(run: RealRun, log: StepLog) -> None:
@@ -153,9 +155,9 @@ def test_a_manifest_of_an_aborted_transaction_is_never_followed(run: RealRun, lo
     producer.flush(10)
     producer.abort_transaction(30)
     with WeightsFollower(run.kafka, run.name) as follower:
-        assert follower.wait_for(0, 30)[0] == 0
+        assert follower.wait_for(0, 60)[0] == 0
         publish(source, log, 1)
-        assert follower.wait_for(1, 30)[1]["layer.0"][0, 0] == 1
+        assert follower.wait_for(1, 60)[1]["layer.0"][0, 0] == 1
 
 
 def test_old_versions_lose_their_chunks_and_keep_their_manifests(run: RealRun, log: StepLog) -> None:
@@ -187,7 +189,7 @@ def test_a_version_whose_chunks_are_not_there_is_skipped_for_a_newer_one(
     fetcher.close()
     with WeightsFollower(run.kafka, run.name) as follower:
         publish(source, log, 2)
-        assert follower.wait_for(1, 30)[0] == 2
+        assert follower.wait_for(1, 60)[0] == 2
 
 
 def test_a_version_that_does_not_come_in_time_is_tried_again_until_it_is_held(run: RealRun, log: StepLog) -> None:
@@ -196,16 +198,16 @@ def test_a_version_that_does_not_come_in_time_is_tried_again_until_it_is_held(ru
     publish(source, log, 0)
     early = source.stage(1, arrays(1))
     last = early.chunks[-1]
-    _low, end = clients.bounds(run.kafka, run.topic("weights"))[last.partition]
+    _low, end = topic_admin.bounds(run.kafka, run.topic("weights"))[last.partition]
     late = dataclasses.replace(early, chunks=(*early.chunks[:-1], dataclasses.replace(last, offset=end)))
-    with WeightsFollower(run.kafka, run.name, config=WeightsConfig(fetch_timeout_s=0.2)) as follower:
-        assert follower.wait_for(0, 30)[0] == 0
+    with WeightsFollower(run.kafka, run.name, config=WeightsConfig(fetch_timeout_s=1.0)) as follower:
+        assert follower.wait_for(0, 60)[0] == 0
         log.commit([source.record(late)])
         with pytest.raises(DeadlineExceeded, match="newest: 0"):
-            follower.wait_for(1, 1.5)
-        [chunk] = list(split(serialise(arrays(1))[0], SMALL.chunk_bytes))[-1:]
+            follower.wait_for(1, 2.5)
+        [chunk] = list(split(serialize(arrays(1))[0], SMALL.chunk_bytes))[-1:]
         run.send_bytes("weights", chunk, encode_key(1, early.epoch, last.index), last.partition)
-        version, found = follower.wait_for(1, 30)
+        version, found = follower.wait_for(1, 60)
         assert (version, params_digest(found)) == (1, params_digest(arrays(1)))
 
 
@@ -218,7 +220,7 @@ def test_a_version_whose_weights_are_elsewhere_is_no_error_and_the_next_one_is_f
     source.committed(elsewhere)
     publish(source, log, 1)
     with WeightsFollower(run.kafka, run.name) as follower:
-        assert follower.wait_for(0, 30)[0] == 1
+        assert follower.wait_for(0, 60)[0] == 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
@@ -226,7 +228,7 @@ def test_a_follower_keeps_the_version_it_has_rather_than_one_that_does_not_match
     source = publisher(run)
     publish(source, log, 0)
     with WeightsFollower(run.kafka, run.name) as follower:
-        follower.wait_for(0, 30)
+        follower.wait_for(0, 60)
         lying = dataclasses.replace(source.stage(1, arrays(1)), digest="0" * 64)
         log.commit([source.record(lying)])
         source.committed(lying)
@@ -240,13 +242,13 @@ def test_a_follower_refuses_to_go_back(run: RealRun, log: StepLog) -> None:
     old = publish(source, log, 0)
     newer = publish(source, log, 1)
     with WeightsFollower(run.kafka, run.name) as follower:
-        follower.wait_for(1, 30)
+        follower.wait_for(1, 60)
         log.commit([source.record(old), source.record(newer)])
         publish(source, log, 2)
-        assert follower.wait_for(2, 30)[0] == 2
+        assert follower.wait_for(2, 60)[0] == 2
         log.commit([source.record(newer), (run.topic("policies"), encode_key(9), b"no manifest")])
         publish(source, log, 3)
-        assert follower.wait_for(3, 30)[0] == 3
+        assert follower.wait_for(3, 60)[0] == 3
 
 
 def test_a_step_published_with_the_same_digest_is_found_and_one_with_another_digest_is_not(
@@ -283,7 +285,7 @@ def test_a_run_has_one_publisher_whatever_learners_are_called(run: RealRun, log:
         "learner.take_over",
     ):
         assert part in str(refused.value)
-    publish(first, log, 1)  # Who is refused fences nobody.
+    publish(first, log, 1)  # A learner that is refused fences nobody.
 
     taken = StepLog(run.kafka, run.name, "other", take_over=True)
     second = WeightsPublisher(run.kafka, run.name, "other", "{}", SMALL)

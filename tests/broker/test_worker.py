@@ -12,23 +12,36 @@ from typing import Any
 import numpy as np
 import pytest
 
-from producers.config import CapacityConfig, WorkerConfig
-from producers.environment import Episode, Generate, Message, Prompt, Score
-from producers.evaluation import Evaluation, evaluate
-from producers.inference.client import CompletionsClient, InferenceRefused, InferenceUnavailable
-from producers.rollout_producer import RolloutProducer
-from producers.tasks import create_task
-from producers.worker import WorkerReport, run_worker
-from tests.producing import TOKENIZER, SortingGenerator, serving
-from tests.waiting import eventually
-from topics import clients, codec
-from topics.catalogue import topic_name
-from topics.config import KafkaConfig, TopicsConfig
-from topics.keys import encode_key
-from topics.provisioning import apply
-from topics.records import BatchIndexEntry, FateCount, GroupCancelled, JournalRecord, LearnerStep, Rollout, RolloutBatch
-from topics.upcast import upcast
-from topics.validation import cancellation_problems, problems
+from rollstream.producers.config import CapacityConfig, WorkerConfig
+from rollstream.producers.environment import Episode, Generate, Message, Prompt, Score, SingleTurn
+from rollstream.producers.environment_loading import with_settings
+from rollstream.producers.evaluation import Evaluation, evaluate
+from rollstream.producers.inference.client import CompletionsClient
+from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
+from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.producers.tasks import create_task
+from rollstream.producers.worker import WorkerReport, run_worker
+from rollstream.topics import codec
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.provisioning import apply
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import (
+    BatchIndexEntry,
+    FateCount,
+    GroupCancelled,
+    JournalRecord,
+    LearnerStep,
+    Metrics,
+    Rollout,
+    RolloutBatch,
+)
+from rollstream.topics.rollout_batch_upcast import upcast
+from rollstream.topics.validation import cancellation_problems, problems
+from tests.support.producing import TOKENIZER, SortingGenerator, serving
+from tests.support.waiting import eventually
 
 TASK = create_task("dsort3")
 
@@ -50,16 +63,17 @@ def config_for(base_url: str, **change: Any) -> WorkerConfig:
 def play(kafka: KafkaConfig, run_name: str, config: WorkerConfig, **change: Any) -> WorkerReport:
     async def run() -> WorkerReport:
         settings = {"incarnation": "1", "stop": asyncio.Event(), **change}
-        return await run_worker(settings.pop("environment", TASK), kafka, run_name, config, **settings)
+        environments = [with_settings(e, config) for e in settings.pop("environments", [TASK])]
+        return await run_worker(environments, kafka, run_name, config, **settings)
 
     return asyncio.run(run())
 
 
 def records(kafka: KafkaConfig, run_name: str, topic: str = "rollouts") -> list[Any]:
     found = []
-    for message in clients.read_to_end(kafka, topic_name(run_name, topic)):
-        record = codec.decode(message.value())
-        assert message.key() == encode_key(record.environment, record.example_id)
+    for message in read_to_end(kafka, topic_name(run_name, topic)):
+        record = codec.decode(message.value)
+        assert message.key == encode_key(record.environment, record.example_id)
         found.append(record)
     return found
 
@@ -111,7 +125,7 @@ def test_while_old_readers_remain_every_group_is_written_in_the_old_form_too(kaf
     with serving(SortingGenerator(versions=(3,))) as server:
         play(kafka, run_name, config_for(server.base_url, groups=3, dual_write_topic=old_topic))
     written = {rollout.uid: rollout for rollout in records(kafka, run_name)}
-    old = [codec.decode_as(RolloutBatch, m.value()) for m in clients.read_to_end(kafka, old_topic)]
+    old = [codec.decode_as(RolloutBatch, m.value) for m in read_to_end(kafka, old_topic)]
     assert [len(batch.groups) for batch in old] == [1, 1, 1]
     assert {batch.metadata[0].weight_step for batch in old} == {3}, "the policy version, where no step is known"
     read = [rollout for n, batch in enumerate(old) for rollout in upcast(batch, str(n)).rollouts]
@@ -122,21 +136,18 @@ def test_while_old_readers_remain_every_group_is_written_in_the_old_form_too(kaf
     assert {r.metadata.worker_id for r in read} == {"w"}
 
 
-def test_prompts_and_uids_follow_from_seed_worker_and_incarnation(kafka: KafkaConfig, run_name: str) -> None:
+def test_workers_share_an_epoch_and_a_restarted_one_goes_on_in_it(kafka: KafkaConfig, run_name: str) -> None:
+    """Each prompt is played once by all workers together before any is played again."""
+    prompts = TASK.prompts("train")[:24]
+    few = Few(prompts)
     with serving(SortingGenerator()) as server:
-        played = []
-        for incarnation, worker_id in (("1", "a"), ("1", "b"), ("2", "a")):
-            config = config_for(server.base_url, groups=6, worker_id=worker_id)
-            play(kafka, run_name, config, incarnation=incarnation)
-            members = groups_of(records(kafka, run_name))
-            prefix = f"{worker_id}.{incarnation}."
-            played.append([members[f"{prefix}{i}"][0].example_id for i in range(6)])
-        assert len({tuple(examples) for examples in played}) == 3
-        assert len({rollout.uid for rollout in records(kafka, run_name)}) == 3 * 24
-        play(kafka, run_name, config_for(server.base_url, groups=6, worker_id="a"), incarnation="1")
-    again = groups_of(records(kafka, run_name))
-    assert [len({member.example_id for member in again[f"a.1.{i}"]}) for i in range(6)] == [1] * 6
-    assert [len(again[f"a.1.{i}"]) for i in range(6)] == [8] * 6
+        for ordinal, incarnation in ((0, "1"), (1, "1"), (0, "2"), (1, "2")):
+            config = config_for(server.base_url, groups=6, worker_id="ab"[ordinal])
+            play(kafka, run_name, config, environments=[few], incarnation=incarnation, ordinal=ordinal, workers=2)
+    groups = groups_of(records(kafka, run_name))
+    played = {group_id: members[0].example_id for group_id, members in groups.items()}
+    assert set(played) == {f"{worker}.{life}.{i}" for worker in "ab" for life in "12" for i in range(6)}
+    assert sorted(played.values()) == sorted(prompt.example_id for prompt in prompts)
 
 
 def test_a_group_whose_generation_fails_is_cancelled_by_name(kafka: KafkaConfig, run_name: str) -> None:
@@ -146,7 +157,9 @@ def test_a_group_whose_generation_fails_is_cancelled_by_name(kafka: KafkaConfig,
     async def play_without_server() -> WorkerReport:
         # The version is assumed, so that the worker starts groups though nobody answers.
         config = config_for(base_url, groups=2, request_timeout_s=0.3, assume_version=4)
-        return await run_worker(TASK, kafka, run_name, config, incarnation="1", stop=asyncio.Event())
+        return await run_worker(
+            [with_settings(TASK, config)], kafka, run_name, config, incarnation="1", stop=asyncio.Event()
+        )
 
     report = asyncio.run(play_without_server())
     cancelled = records(kafka, run_name)
@@ -156,6 +169,22 @@ def test_a_group_whose_generation_fails_is_cancelled_by_name(kafka: KafkaConfig,
     assert {(r.policy_version, r.group_size, r.metadata.worker_id) for r in cancelled} == {(4, 4, "w")}
     assert "is the inference server up" in cancelled[0].reason
     assert (report.groups, report.rollouts, report.cancelled) == (2, 0, 8)
+
+
+class Few(SingleTurn):
+    """The first prompts of a task."""
+
+    name = "few"
+    max_tokens = 8
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        return self._prompts
+
+    def score(self, prompt: Prompt, response_text: str, truncated: bool) -> Score:
+        return Score(reward=float(response_text == prompt.answer))
 
 
 class Flaky:
@@ -188,7 +217,7 @@ class AsksTwice(Flaky):
 
 def test_a_second_turn_goes_on_from_the_tokens_of_the_first(kafka: KafkaConfig, run_name: str) -> None:
     with serving(SortingGenerator()) as server:
-        play(kafka, run_name, config_for(server.base_url, groups=3), environment=AsksTwice())
+        play(kafka, run_name, config_for(server.base_url, groups=3), environments=[AsksTwice()])
     rollouts = records(kafka, run_name)
     assert len(rollouts) == 12
     end = TOKENIZER.eos_id
@@ -207,7 +236,7 @@ def test_a_member_that_cannot_be_recorded_is_cancelled_and_the_others_are_kept(
     kafka: KafkaConfig, run_name: str
 ) -> None:
     with serving(SortingGenerator()) as server:
-        report = play(kafka, run_name, config_for(server.base_url, groups=1), environment=Flaky())
+        report = play(kafka, run_name, config_for(server.base_url, groups=1), environments=[Flaky()])
     *rollouts, cancelled = records(kafka, run_name)
     assert [rollout.uid for rollout in rollouts] == ["w.1.0.0", "w.1.0.2", "w.1.0.3"]
     assert isinstance(cancelled, GroupCancelled)
@@ -228,13 +257,14 @@ def test_a_stop_lets_groups_in_flight_finish(kafka: KafkaConfig, run_name: str) 
 
     def wait(_prompts: list[str]) -> None:
         began.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
 
     async def play_until_stopped(base_url: str) -> WorkerReport:
         stop = asyncio.Event()
         config = config_for(base_url, concurrency=2)
-        working = asyncio.ensure_future(run_worker(TASK, kafka, run_name, config, incarnation="1", stop=stop))
-        await asyncio.to_thread(began.wait, 20)
+        loaded = [with_settings(TASK, config)]
+        working = asyncio.ensure_future(run_worker(loaded, kafka, run_name, config, incarnation="1", stop=stop))
+        await asyncio.to_thread(began.wait, 60)
         stop.set()
         go_on.set()
         return await working
@@ -249,15 +279,22 @@ def test_a_stop_lets_groups_in_flight_finish(kafka: KafkaConfig, run_name: str) 
 
 WORKER_PROCESS = """
 import asyncio, sys
-from producers.config import WorkerConfig
-from producers.tasks import create_task
-from producers.worker import run_worker
-from topics.config import KafkaConfig
+from rollstream.producers.config import WorkerConfig
+from rollstream.producers.environment_loading import with_settings
+from rollstream.producers.tasks import create_task
+from rollstream.producers.worker import run_worker
+from rollstream.topics.config import KafkaConfig
 
 servers, run, url = sys.argv[1:]
 config = WorkerConfig(worker_id="p", inference_urls=(url,), group_size=4, concurrency=2, drain_timeout_s=0.5)
 report = asyncio.run(
-    run_worker(create_task("dsort3"), KafkaConfig(bootstrap_servers=servers), run, config, incarnation="1")
+    run_worker(
+        [with_settings(create_task("dsort3"), config)],
+        KafkaConfig(bootstrap_servers=servers),
+        run,
+        config,
+        incarnation="1",
+    )
 )
 print(report.groups, report.rollouts, report.cancelled)
 """
@@ -279,9 +316,9 @@ def test_sigterm_cancels_on_the_log_what_does_not_finish_in_time_and_exits_0(kaf
             text=True,
         )
         try:
-            assert stuck.wait(30)
+            assert stuck.wait(60)
             process.send_signal(signal.SIGTERM)
-            out, _ = process.communicate(timeout=30)
+            out, _ = process.communicate(timeout=120)
         finally:
             go_on.set()
             process.kill()
@@ -373,16 +410,17 @@ class Downstream:
         self._write("steps", encode_key("main", step), record, 0)
 
 
-# limit 48, floor 16 + 2 * (4 - 1 + 4) = 30, share 18: four groups of 4 unseen, 44 outstanding in all.
+# Resting 2 * (5 - 1 + 4) = 16, limit 4 * 16 - 16 = 48, floor 16 + 16 = 32, share 16: four groups of 4 unseen, 44
+# outstanding in all.
 CAPACITY = CapacityConfig(
-    max_policy_lag=2, rollouts_per_step=16, partitions=2, batch_rollouts=4, group_size=4, workers=1
+    max_policy_lag=3, rollouts_per_step=16, partitions=2, batch_rollouts=5, group_size=4, workers=1
 )
 
 
 def ends(kafka: KafkaConfig, run_name: str) -> list[int]:
     found = [0, 0]
-    for message in clients.read_to_end(kafka, topic_name(run_name, "rollouts")):
-        found[message.partition()] = message.offset() + 1
+    for message in read_to_end(kafka, topic_name(run_name, "rollouts")):
+        found[message.partition] = message.offset + 1
     return found
 
 
@@ -394,10 +432,12 @@ def test_the_worker_waits_for_grouping_and_the_learner_as_the_journal_tells(kafk
         stop = asyncio.Event()
         stops.append((asyncio.get_running_loop(), stop))
         config = config_for(base_url, concurrency=8)
-        return await run_worker(TASK, kafka, run_name, config, incarnation="1", capacity=CAPACITY, stop=stop)
+        return await run_worker(
+            [with_settings(TASK, config)], kafka, run_name, config, incarnation="1", capacity=CAPACITY, stop=stop
+        )
 
     def written(rollouts: int) -> None:
-        eventually(lambda: sum(ends(kafka, run_name)) == rollouts, 30, f"{rollouts} rollouts are written")
+        eventually(lambda: sum(ends(kafka, run_name)) == rollouts, 60, f"{rollouts} rollouts are written")
 
     def group_all(dropped: int = 0) -> None:
         for partition, end in enumerate(ends(kafka, run_name)):
@@ -408,7 +448,7 @@ def test_the_worker_waits_for_grouping_and_the_learner_as_the_journal_tells(kafk
         reports: list[WorkerReport] = []
         worker.start()
         try:
-            # Nothing is read yet: four groups, within the share of 18.
+            # Nothing is read yet: four groups, within the share of 16.
             written(16)
             group_all()
             written(32)
@@ -430,7 +470,7 @@ def test_the_worker_waits_for_grouping_and_the_learner_as_the_journal_tells(kafk
         finally:
             loop, stop = stops[0]
             loop.call_soon_threadsafe(stop.set)
-            worker.join(30)
+            worker.join(60)
     assert reports[0].rollouts == 68
 
 
@@ -452,3 +492,17 @@ def test_a_greedy_evaluation_of_the_held_out_split_goes_to_evals(kafka: KafkaCon
     }
     assert {rollout.sampling.temperature for rollout in rollouts} == {0.0}
     assert records(kafka, run_name) == []
+
+
+def test_a_worker_writes_its_metrics_and_the_record_of_its_end_holds_all(kafka: KafkaConfig, run_name: str) -> None:
+    with serving(SortingGenerator()) as server:
+        config = config_for(server.base_url, groups=6, metrics_interval_s=0.05)
+        play(kafka, run_name, config, environments=[Flaky()])
+    told = [codec.decode_as(Metrics, m.value) for m in read_to_end(kafka, topic_name(run_name, "metrics"))]
+    assert {(record.component, record.labels["role"]) for record in told} == {("w", "env")}
+    last = told[-1].values
+    totals = {name: last[f"{name}_total"] for name in ("groups", "rollouts", "cancelled", "failed", "tokens")}
+    rollouts = [record for record in records(kafka, run_name) if isinstance(record, Rollout)]
+    tokens = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
+    assert totals == {"groups": 6, "rollouts": 18, "cancelled": 6, "failed": 6, "tokens": tokens}
+    assert [record.values["running"] for record in told] == [1] * (len(told) - 1) + [0]

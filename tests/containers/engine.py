@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-import infra.keeper
-from infra.config import BrokerConfig
-from infra.image.build import TAG, build
-from tests.waiting import eventually
-from topics.errors import BrokerUnavailable
+import rollstream.infra.child_keeper
+from rollstream.infra.config import BrokerConfig
+from rollstream.infra.image.build import TAG, build
+from rollstream.topics.errors import BrokerUnavailable
+from tests.support.waiting import eventually
 
 REMEDY = (
     "install Docker and start it (or run the tests as root on Linux, then they do), name an engine in DOCKER_HOST, or "
@@ -64,7 +64,7 @@ def docker_engine(folder: Path) -> Iterator[None]:
     }
     # Under a keeper, as brokers are: the engine ends with these tests, however they end.
     engine = subprocess.Popen(
-        [sys.executable, "-I", "-S", infra.keeper.__file__, json.dumps(task)],
+        [sys.executable, "-I", "-S", rollstream.infra.child_keeper.__file__, json.dumps(task)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from consumers.batch_reader import BatchReader
-from infra.broker import LocalBroker
-from infra.config import BrokerConfig
-from infra.image.build import TAG, build
-from infra.testing import KafkaContainer
-from pipeline.ledger import ledger
-from pipeline.verify import verify
-from producers.rollout_producer import RolloutProducer
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics.config import KafkaConfig
-from topics.errors import BrokerUnavailable
+from rollstream.consumers.batch_reader import BatchReader
+from rollstream.infra.broker import LocalBroker
+from rollstream.infra.config import BrokerConfig
+from rollstream.infra.image.build import TAG, build
+from rollstream.infra.testing import KafkaContainer
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.audit.verification import verify
+from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 # The first may install Docker, start an engine and build the image: some 30 s, minutes where downloads are slow.
 pytestmark = pytest.mark.timeout(600)

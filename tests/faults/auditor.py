@@ -22,8 +22,10 @@ from tests.faults.purity import check_groups
 _DIGESTED = (
     *("batch_id", "partition", "number", "core_version", "generation", "cut", "cut_ms", "groups", "group_index"),
     *("source_offsets", "uids", "splits", "tokens", "loss_mask", "logprobs", "advantages", "rewards", "truncated"),
-    *("lowest_versions", "highest_versions", "temperatures", "logprobs_processed", "reference_logprobs", "metadata"),
+    *("lowest_versions", "highest_versions", "temperatures", "logprobs_processed", "reference_logprobs"),
+    *("weight_steps", "timestamps", "token_arrays", "metadata"),
 )
+_DIGESTED_SINCE_5 = ("weight_steps", "timestamps", "token_arrays")
 
 
 READABLE_BYTES = 8 * 1024 * 1024
@@ -37,7 +39,7 @@ def audit(bootstrap_servers: str, run: str, *, group: str = "grouper") -> Audit:
 
 @dataclass
 class _Journal:
-    """What the journal of one partition says, added up."""
+    """Sums over the journal of one partition."""
 
     position: int = 0
     config: dict[str, Any] = field(default_factory=dict)
@@ -119,9 +121,17 @@ def digest_of(batch: dict[str, Any]) -> str:
     # Core version 1 had another algorithm.
     sha: Any = hashlib.sha256() if batch["core_version"] == 1 else hashlib.blake2b(digest_size=32)
     for name in _DIGESTED:
+        if name in _DIGESTED_SINCE_5 and batch["core_version"] < 5:
+            continue
         value = batch[name]
+        if name == "token_arrays":
+            for entry in value:
+                array, rows = entry["array"], entry["rows"].tolist()
+                shape = f"({', '.join(map(str, array['shape']))}{',' if len(array['shape']) == 1 else ''})"
+                sha.update(f"{name}:{entry['name']}:{array['dtype']}{shape}{rows}:".encode() + array["data"])
+            continue
         if name == "advantages" and batch["core_version"] > 1:
-            # Where each row has one advantage, it counts once.
+            # A row with one advantage counts once.
             rows = np.split(value, batch["splits"][1:-1])
             if all(len(row) and len(set(row.view("<u4").tolist())) == 1 for row in rows):
                 name, value = "advantages by row", np.array([row[0] for row in rows], value.dtype)
@@ -323,7 +333,7 @@ def _check_places(
 
 
 def _check_counts(number: int, records: list[Raw], journal: _Journal, result: Audit) -> None:
-    """What the journal counted and summed up of rollouts, by environment and fate."""
+    """Counts and sums of rollouts in the journal, by environment and fate."""
     if any(environment == "(others)" for environment, _fate in journal.counts):
         return
     true: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * 6)
@@ -335,7 +345,7 @@ def _check_counts(number: int, records: list[Raw], journal: _Journal, result: Au
         reason = journal.drops.get(raw.offset)
         sums = true[record["environment"], fate if reason is None else f"{fate}:{reason}"]
         length, reward = int(np.count_nonzero(record["loss_mask"])), record["reward"]
-        # What is invalid may hold numbers that are none.
+        # An invalid record may hold values that are no numbers.
         measured = [0.0] * 4 if reason == "invalid" else [length, length * length, reward, reward * reward]
         sums[:] = [a + b for a, b in zip(sums, [1, len(record["tokens"]), *measured], strict=True)]
     names = ("rollouts", "tokens", "sampled_tokens", "sampled_tokens_squared", "reward", "reward_squared")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from consumers.grouping.config import GroupingConfig
-from infra.broker import LocalBroker
-from infra.config import BrokerConfig
-from tests.runs import RealRun
-from topics.config import KafkaConfig, TopicsConfig
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.infra.broker import LocalBroker
+from rollstream.infra.config import BrokerConfig
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from tests.support.runs import RealRun
 
 SESSION_S = 2.0
 

@@ -1,4 +1,4 @@
-"""What the auditor goes by: the records of a run's topics, read and decoded without any code of the application.
+"""Evidence of the auditor: the records of a run's topics, read and decoded without any code of the application.
 
 Schemas come from the files under topics/schemas; frames, fingerprints and arrays are worked out here once more.
 """
@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import fastavro
@@ -18,7 +17,9 @@ import numpy as np
 from confluent_kafka import Consumer, KafkaError, TopicPartition
 from fastavro.schema import to_parsing_canonical_form
 
-SCHEMAS = Path(__file__).parents[2] / "topics" / "schemas"
+from tests.support.paths import ROOT
+
+SCHEMAS = ROOT / "topics" / "schemas"
 TOPICS = ("rollouts", "batches", "batch-index", "journal", "dead-letters")
 _POLYNOMIAL = 0xC15D213AA4D7A795
 
@@ -96,7 +97,7 @@ def _place(raw: Raw) -> tuple[int, int]:
 
 
 def _partitions(consumer: Consumer, topic: str) -> int:
-    return len(consumer.list_topics(topic, timeout=30.0).topics[topic].partitions)
+    return len(consumer.list_topics(topic, timeout=60).topics[topic].partitions)
 
 
 def _read(consumer: Consumer, topic: str, timeout_s: float) -> Iterator[Raw]:

@@ -1,4 +1,4 @@
-"""What an audit finds, and the batches it looks at; shared by the parts of the auditor."""
+"""Findings of an audit, and the batches it looks at; shared by the parts of the auditor."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from tests.faults.evidence import Decoded, Raw
 
 @dataclass
 class Audit:
-    """What was found. `findings` is empty for a run that kept its promises."""
+    """Result of an audit. `findings` is empty for a run that kept its promises."""
 
     findings: list[str] = field(default_factory=list)
     produced: int = 0

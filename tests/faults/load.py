@@ -12,12 +12,12 @@ from typing import Self
 
 from confluent_kafka import KafkaError, Message
 
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics import clients
-from topics.codec import encode
-from topics.keys import encode_key
-from topics.records import Rollout
+from rollstream.topics.codec import encode
+from rollstream.topics.kafka import clients
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import Rollout
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 POISON = b"\xc3\x01 not a record of ours"
 

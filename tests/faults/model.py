@@ -1,7 +1,7 @@
 """The auditor's own idea of grouping: what the batches and drops of a partition must be, for the cases it knows.
 
 Written from the description of the behaviour, not from its code: whole groups in the order they sealed, cut by number
-of rollouts, by the age of the oldest, or by a drain. What it does not know it says, and judges nothing.
+of rollouts, by the age of the oldest, or by a drain. It names the records it does not know, and judges none of them.
 """
 
 import heapq
@@ -27,7 +27,7 @@ class NotModelled(Exception):
 
 @dataclass
 class Expected:
-    """What must have become of the records of one partition."""
+    """Fates that the records of one partition must have."""
 
     batches: list[tuple[str, list[int]]] = field(default_factory=list)
     """Reason of the cut and source offsets, in order."""
@@ -46,9 +46,9 @@ class _Group:
     members: dict[str, int] = field(default_factory=dict)
     """Offset by uid."""
     rewards: dict[str, list[float]] = field(default_factory=dict)
-    """Of the branches that came, by what is compared: episodes, or before core version 2 each branch by itself."""
+    """Rewards of the branches that came, by unit: episodes, or before core version 2 each branch by itself."""
     branches: dict[str, set[int]] = field(default_factory=dict)
-    """That came, by episode."""
+    """Numbers of the branches that came, by episode."""
     complete: int = 0
     """Episodes of which all branches came."""
     lowest: int = 2**62
@@ -212,7 +212,7 @@ class _Partition:
 
 
 def episode(rollout: Decoded) -> str:
-    """What a rollout counts for: its episode, where that has several branches."""
+    """Unit that a rollout counts for: its episode, if that has several branches."""
     return str(rollout["episode_uid"] if rollout["branches"] > 1 else rollout["uid"])
 
 
@@ -228,7 +228,7 @@ def _key(rollout: Decoded) -> Key:
 def refold(
     records: Sequence[Raw], position: int, config: Mapping[str, Any], clock: int, given: Mapping[int, str]
 ) -> Expected:
-    """What must have become of the records below `position`, which began under `config` and policy version `clock`.
+    """Fates that must be those of the records below `position`, which began under `config` and policy version `clock`.
 
     Raises NotModelled for a log this model has no idea of.
     """

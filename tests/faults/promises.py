@@ -1,16 +1,16 @@
-"""What must hold after every fault, whatever broke: the books close, the auditor finds nothing, every batch refolds."""
+"""Promises that hold after every fault: the books close, the auditor finds nothing, every batch refolds."""
 
 import signal
 import subprocess
 from collections.abc import Callable
 
-from pipeline.ledger import Ledger, ledger
-from pipeline.verify import verify
+from rollstream.pipeline.audit.ledger import Ledger, ledger
+from rollstream.pipeline.audit.verification import verify
 from tests.faults.auditor import audit
 from tests.faults.findings import Audit
 from tests.faults.load import Load
-from tests.runs import RealRun
-from tests.waiting import eventually
+from tests.support.runs import RealRun
+from tests.support.waiting import eventually
 
 
 def settle(run: RealRun, timeout_s: float = 150.0, *, meanwhile: Callable[[], None] = lambda: None) -> Ledger:

@@ -128,7 +128,7 @@ def _check_advantages(
     held: list[dict[str, Any]],
     result: Audit,
 ) -> None:
-    """What the formula of one of the configurations gives, on every position of each row."""
+    """Advantages by the formula of one of the configurations, on every position of each row."""
     record = batch.record
     if "reinforce_pp" in {config["estimator"] for config in held}:
         raise NotModelled("an estimator that looks at whole batches")
@@ -147,14 +147,14 @@ def _check_advantages(
 
 @dataclass(frozen=True)
 class _Compared:
-    """What is compared within a group, N of them."""
+    """Units that are compared within a group, N of them."""
 
     rewards: list[float]
-    """Of each, [N]."""
+    """Reward of each unit, [N]."""
     lengths: list[int]
     """Sampled tokens of each, [N]."""
     unit_of: list[int]
-    """Which of them each row is."""
+    """Index of each row's unit."""
     shared_by: list[int]
     """Among how many branches each row's advantage is shared."""
 

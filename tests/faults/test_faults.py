@@ -15,23 +15,27 @@ import numpy as np
 import pytest
 from confluent_kafka import ConsumerGroupState, KafkaException
 
-from consumers.grouping.shell import GroupingProcess
-from infra.broker import LocalBroker
-from infra.cluster import LocalCluster
-from pipeline.ledger import ledger
+from rollstream.consumers.grouping.process.grouping_process import GroupingProcess
+from rollstream.infra.broker import LocalBroker
+from rollstream.infra.cluster import LocalCluster
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka import clients, hanging_transactions
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.transactional_ids import transactional_id
+from rollstream.topics.keys import encode_key
 from tests.faults.conftest import SESSION_S, make_run
 from tests.faults.load import Load
 from tests.faults.promises import assert_promises, settle, stop
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics import clients, hanging
-from topics.keys import encode_key
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 # Some ten to thirty seconds each; a busy machine may take several times as long, and that is no failure.
 pytestmark = pytest.mark.timeout(300)
 
 SEED = 20
-TRANSACTION_S = 4.0
+TRANSACTION_S = 10.0
+"""Long enough for an answer on a busy machine: who hears nothing of whether it was replaced ends, but does not know."""
 
 
 def grouper(run: RealRun, ordinal: int, **kafka: object) -> subprocess.Popen[bytes]:
@@ -59,7 +63,7 @@ ALL = '"event": "assigned", "partitions": [0, 1, 2, 3]'
 
 @contextmanager
 def taking_all_partitions(run: RealRun, process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """What is done inside leaves every partition to `process`: waits until it has been given them."""
+    """The block inside leaves every partition to `process`: waits until it has been given them."""
     before = run.log_of(process).count(ALL)
     yield
     eventually(lambda: run.log_of(process).count(ALL) > before, 60, f"every partition assigned to {process.pid}")
@@ -120,16 +124,14 @@ def test_two_groupers_become_four_become_one_under_load(fault_run: RealRun) -> N
 
 def test_a_grouper_stopped_past_its_session_is_fenced_by_its_replacement(fault_run: RealRun) -> None:
     run = fault_run.prepare()
-    # Long enough for an answer on a busy machine: who hears nothing of whether it was replaced ends, but does not know.
-    patient = {"transaction_timeout_s": 10.0}
-    zombie, other = grouper(run, 0, **patient), grouper(run, 1, **patient)
+    zombie, other = grouper(run, 0), grouper(run, 1)
     with Load(run, SEED) as load:
         await_restored(run, zombie, other)
         await_logged(run, zombie, '"event": "batch"')
         # Its session ends, the other takes over, and somebody starts it anew.
         with taking_all_partitions(run, other):
             zombie.send_signal(signal.SIGSTOP)
-        replacement = grouper(run, 0, **patient)
+        replacement = grouper(run, 0)
         await_restored(run, replacement)
         load.await_more(50)
         zombie.send_signal(signal.SIGCONT)
@@ -145,7 +147,7 @@ def test_a_grouper_stopped_past_its_session_is_fenced_by_its_replacement(fault_r
 
 STALLING = """
 import os, signal, sys, threading
-from topics import clients
+from rollstream.topics.kafka import clients
 
 class Stalling:
     "A producer that stops its process before its first commit, which then never comes back."
@@ -170,7 +172,7 @@ def first_stalls(kafka, name, **settings):
     return Stalling(producer)
 
 clients.transactional_producer = first_stalls
-from pipeline.cli import main
+from rollstream.pipeline.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -181,7 +183,7 @@ def test_a_grouper_that_wakes_up_in_a_call_that_never_ends_leaves_its_replacemen
 ) -> None:
     run = fault_run.prepare()
     run.send(rollout(f"x{example}", member) for example in range(16) for member in range(4))
-    settings = {"session_timeout_s": SESSION_S, "transaction_timeout_s": 5.0, "group_protocol": protocol}
+    settings = {"session_timeout_s": SESSION_S, "transaction_timeout_s": TRANSACTION_S, "group_protocol": protocol}
     zombie = run.start("group", script=STALLING, **{f"kafka__{name}": value for name, value in settings.items()})
     options = os.WSTOPPED | os.WNOHANG
     eventually(lambda: os.waitid(os.P_PID, zombie.pid, options) is not None, 60, "the process stops itself")
@@ -259,9 +261,19 @@ def grouper_in_here(run: RealRun, meanwhile: Callable[[], None], **client: str) 
     kafka = replace(
         run.kafka, session_timeout_s=SESSION_S, transaction_timeout_s=60.0, client={**run.kafka.client, **client}
     )
-    process = GroupingProcess(kafka, run.name, run.grouping, run.grouper, 0, lambda: None)
-    interposed = Interposed(process._publisher._producer, meanwhile)
-    process._publisher._producer = interposed  # type: ignore[assignment]
+    build, made = clients.transactional_producer, list[Interposed]()
+
+    def interpose(kafka: KafkaConfig, name: str, **settings: Any) -> Any:
+        producer = build(kafka, name, **settings)
+        if made or name != transactional_id(run.name, "grouper", 0):
+            return producer
+        made.append(Interposed(producer, meanwhile))
+        return made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clients, "transactional_producer", interpose)
+        process = GroupingProcess(kafka, run.name, run.grouping, run.grouper, 0, lambda: None)
+    [interposed] = made
     stopping, failures = threading.Event(), []
 
     def work() -> None:
@@ -292,7 +304,7 @@ def test_a_rebalance_that_begins_in_the_middle_of_a_commit_waits_for_it(fault_ru
         joined.append(grouper(run, 1))
 
         def rebalancing() -> bool:
-            description = admin.describe_consumer_groups([group])[group].result(10)
+            description = admin.describe_consumer_groups([group])[group].result(60)
             return bool(description.state == ConsumerGroupState.PREPARING_REBALANCING)
 
         eventually(rebalancing, 60, "the group prepares to rebalance")
@@ -339,7 +351,7 @@ def test_a_grouper_expelled_in_the_middle_of_a_commit_aborts_and_restores(fault_
 class Supervised:
     """Two groupers with sessions and transactions much as they are by default, started again where one says it must be.
 
-    A broker's restart fits into those, on most machines. Where it does not, a transaction outlives its timeout, which
+    A broker's restart fits into those, on most machines. If it does not, a transaction outlives its timeout, which
     looks to its owner as if another had taken over; or nobody tells it whether one has. It says so and ends.
     """
 
@@ -360,7 +372,7 @@ class Supervised:
         stop(*self._running.values())
 
     def _start(self, ordinal: int) -> subprocess.Popen[bytes]:
-        return grouper(self._run, ordinal, session_timeout_s=6.0, transaction_timeout_s=10.0)
+        return grouper(self._run, ordinal, session_timeout_s=6.0)
 
 
 def kill_the_broker(run: RealRun, broker: LocalBroker, times: int) -> None:
@@ -382,8 +394,13 @@ def kill_the_broker(run: RealRun, broker: LocalBroker, times: int) -> None:
 
 def nothing_hangs(run: RealRun) -> None:
     """No record of the run, nor an offset of its group, waits for the end of a transaction."""
-    places = hanging.places_of(run.kafka, run.name)
-    eventually(lambda: not hanging.open_transactions(run.kafka, places), 60, "no transaction stands open", every_s=1.0)
+    places = hanging_transactions.places_of(run.kafka, run.name)
+    eventually(
+        lambda: not hanging_transactions.open_transactions(run.kafka, places),
+        60,
+        "no transaction stands open",
+        every_s=1.0,
+    )
 
 
 def test_killing_the_broker_under_load_loses_and_repeats_nothing(fault_run: RealRun, breakable: LocalBroker) -> None:
@@ -491,7 +508,7 @@ def test_poison_bombs_and_oversized_records_between_good_ones_stop_nobody(fault_
             send(bomb)
             run.send(oversized[number : number + 1])
         run.send(oversized[3:])
-        # What does not compress is refused where it is produced; nothing of it is on the log.
+        # A value that does not compress is refused where it is produced; nothing of it is on the log.
         send(np.random.default_rng(SEED).bytes(limit + 1000))
         assert refused == ["MSG_SIZE_TOO_LARGE"]
         load.await_more(20)
@@ -501,11 +518,9 @@ def test_poison_bombs_and_oversized_records_between_good_ones_stop_nobody(fault_
     assert found.places["batched"] == load.rollouts
     assert found.places["dead letter"] == load.poison + len(bombs)
     assert found.places["dropped:too_large"] == len(oversized)
-    letters = [
-        m for m in clients.read_to_end(run.kafka, run.topic("dead-letters")) if b"poison" not in (m.value() or b"")
-    ]
-    kept = [len(m.value()) for m in letters if m.value() is not None and len(m.value()) > 100]
-    digests = [dict(m.headers() or []).get("rollstream.value.size_bytes") for m in letters if m.value() is None]
+    letters = [m for m in read_to_end(run.kafka, run.topic("dead-letters")) if b"poison" not in (m.value or b"")]
+    kept = [len(m.value) for m in letters if m.value is not None and len(m.value) > 100]
+    digests = [dict(m.headers).get("rollstream.value.size_bytes") for m in letters if m.value is None]
     assert kept == [8_000_000]
     # Larger than a record may be: its digest. More than a client decompresses: nobody read it, its place is on record.
     assert set(digests) == {b"%d" % (limit + 1), None}

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from consumers.grouping.changes import CORE_VERSION
-from consumers.grouping.config import GroupingConfig
-from infra.broker import LocalBroker
-from pipeline.ledger import ledger
-from tests import upgrade
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core.effects import CORE_VERSION
+from rollstream.infra.broker import LocalBroker
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.records import JournalRecord, TrainingBatch, same
 from tests.faults.conftest import SESSION_S
 from tests.faults.promises import assert_promises, stop
 from tests.faults.upgrading import feed, leave, stamp
-from tests.runs import RealRun, rollout
-from tests.waiting import eventually
-from topics.config import KafkaConfig, TopicsConfig
-from topics.records import JournalRecord, TrainingBatch, same
+from tests.support import upgrade
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 NEW = {"example_id": "new", "group_size": 2, "policy_version": 3, "lowest_version": 3, "highest_version": 3}

@@ -8,12 +8,12 @@ from dataclasses import replace
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 
-from consumers.grouping.publisher import index_entry
-from tests.runs import RealRun
-from tests.upgrade import Recorded
-from topics import clients, provisioning
-from topics.codec import encode
-from topics.keys import encode_key
+from rollstream.topics.codec import encode
+from rollstream.topics.kafka import clients, provisioning, topic_admin
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import BatchIndexEntry
+from tests.support.runs import RealRun
+from tests.support.upgrade import Recorded
 
 _TIMEOUT_S = 30.0
 
@@ -25,7 +25,7 @@ def leave(run: RealRun, recorded: Recorded) -> None:
     stamp(run, "CreateTime")
     feed(run, recorded, 0, recorded.position)
     topic = run.topic("rollouts")
-    topic_id = clients.topic_ids(run.kafka, [topic])[topic]
+    topic_id = topic_admin.topic_ids(run.kafka, [topic])[topic]
     producer = clients.transactional_producer(run.kafka, f"grouper-{run.name}-0")
     outsider = clients.reader(run.kafka, group=run.grouper.group_id(run.name))
     producer.init_transactions(_TIMEOUT_S)
@@ -42,7 +42,7 @@ def leave(run: RealRun, recorded: Recorded) -> None:
     for offset, batch in enumerate(recorded.committed()):
         key = encode_key(batch.batch_id)
         producer.produce(run.topic("batches"), encode(batch), key, 0)
-        producer.produce(run.topic("batch-index"), encode(index_entry(batch, offset)), key, 0)
+        producer.produce(run.topic("batch-index"), encode(BatchIndexEntry.of(batch, offset)), key, 0)
     snapshot = 0
     for offset, record in enumerate(recorded.journal_records()):
         value = encode(replace(record, topic_id=topic_id), version=1)

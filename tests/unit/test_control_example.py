@@ -1,17 +1,17 @@
 """The parts of the control example: a sound environment, rewards that follow from observations, targets by hand."""
 
 import importlib
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from topics.records import EpisodeSpan, RolloutMetadata
-from topics.trajectories import Trajectory
+from rollstream.topics.records import EpisodeSpan, RolloutMetadata
+from rollstream.topics.trajectories import Trajectory
+from tests.support.paths import ROOT
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "control"
+EXAMPLE = ROOT / "examples" / "control"
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def test_the_labeler_gives_what_the_environment_would_have(example: SimpleNamesp
     arrays = {
         name: {"image": np.stack([getattr(step, name)["image"] for step in steps])} for name in ("curr_obs", "next_obs")
     }
-    labelled = example.reach.judge(Trajectory(arrays=arrays, environment="reach"))
-    np.testing.assert_array_equal(labelled.arrays["rewards"], np.stack([step.rewards for step in steps]))
+    labeled = example.reach.judge(Trajectory(arrays=arrays, environment="reach"))
+    np.testing.assert_array_equal(labeled.arrays["rewards"], np.stack([step.rewards for step in steps]))
     assert any(step.terminations.any() for step in steps)
     human = np.stack([step.control_modes for step in steps])
     assert {0, 1} == set(human.ravel().tolist())

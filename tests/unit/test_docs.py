@@ -13,16 +13,17 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from consumers.grouping.changes import DROP_REASONS
-from consumers.grouping.estimators import ESTIMATORS, Outcomes, rloo, rloo_normalized
-from consumers.grouping.makers import MAKERS
-from consumers.learner.objective import RECIPES, LossConfig, policy_metrics
-from pipeline.cli import build_parser
-from pipeline.config import RunConfig
-from pipeline.settings import known_keys
-from tests.documentation import ROOT, pages, rendered
-from topics.codec import schemas
-from topics.errors import RollstreamError
+from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Outcomes, rloo, rloo_normalized
+from rollstream.consumers.grouping.makers.registry import MAKERS
+from rollstream.consumers.learner.training.objective import RECIPES, LossConfig, policy_metrics
+from rollstream.pipeline.cli import COMMANDS, build_parser
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.settings import known_keys
+from rollstream.topics.codec import schemas
+from rollstream.topics.errors import RollstreamError
+from rollstream.topics.fates import DROP_REASONS
+from tests.documentation import pages, rendered
+from tests.support.paths import ROOT
 
 PACKAGES = ("topics", "producers", "consumers", "pipeline", "infra")
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages()}
@@ -145,7 +146,7 @@ def _tests_with_a_broker() -> list[str]:
 @every_page
 def test_every_command_named_in_prose_exists(name: str) -> None:
     for quoted in re.findall(r"`rollstream ([^`]+)`", prose(name)):
-        parser = build_parser()
+        parser = build_parser(load=COMMANDS)
         for word in quoted.split():
             if word.startswith("-"):
                 known = {flag for action in parser._actions for flag in action.option_strings}

@@ -1,4 +1,4 @@
-"""Whatever runs the tests, the names of those that failed are the last thing it says."""
+"""The last line of every test run has the names of the failed tests."""
 
 import os
 import subprocess
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+
 TESTS = """
 import pytest
 

@@ -1,42 +1,42 @@
-"""What tools and servers import of the consumers must not bring JAX in; threads are set before it comes."""
+"""Modules of the consumers that tools and servers import bring no JAX in; threads are set before it comes."""
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from tests.support.paths import ROOT
+
 JAX_FREE = (
-    "consumers.models.config",
-    "consumers.models.tokenizer",
-    "consumers.models.errors",
-    "consumers.models.huggingface",
-    "consumers.models.tokenizer_file",
-    "consumers.learner.config",
-    "consumers.learner.environment",
-    "consumers.learner.packing",
-    "consumers.learner.pretrained",
-    "consumers.learner.step_log",
-    "consumers.learner.intake",
-    "consumers.learner.checkpoint_paths",
-    "consumers.learner.replay",
-    "consumers.buffers.rollout_buffer",
-    "consumers.buffers.trajectory_dataset",
-    "consumers.buffers.trajectory_buffer",
-    "consumers.buffers.filling",
-    "consumers.labelling.stage",
-    "consumers.buffers.episode_hil",
-    "consumers.weights.follower",
-    "consumers.weights.publisher",
-    "consumers.weights.state_manager",
-    "consumers.batch_reader",
-    "consumers.step_writer",
+    "rollstream.consumers.models.config",
+    "rollstream.consumers.models.tokenizer",
+    "rollstream.consumers.models.errors",
+    "rollstream.consumers.models.huggingface",
+    "rollstream.consumers.models.tokenizer_file",
+    "rollstream.consumers.learner.config",
+    "rollstream.consumers.learner.reproducibility",
+    "rollstream.consumers.learner.input.packing",
+    "rollstream.consumers.learner.pretrained",
+    "rollstream.consumers.step_log",
+    "rollstream.consumers.learner.input.batch_selection",
+    "rollstream.consumers.learner.records.checkpoint_paths",
+    "rollstream.consumers.learner.input.replay_selection",
+    "rollstream.consumers.buffers.rollouts.buffer",
+    "rollstream.consumers.buffers.trajectories.dataset",
+    "rollstream.consumers.buffers.trajectories.buffer",
+    "rollstream.consumers.buffers.trajectories.filler",
+    "rollstream.consumers.labeling.process",
+    "rollstream.consumers.buffers.slices.human_in_the_loop",
+    "rollstream.consumers.weights.follower",
+    "rollstream.consumers.weights.publisher",
+    "rollstream.consumers.weights.state_manager",
+    "rollstream.consumers.batch_reader",
+    "rollstream.consumers.step_writer",
 )
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**{k: v for k, v in os.environ.items() if k != "NPROC"}, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
 
 
 def test_these_modules_are_imported_without_jax() -> None:
@@ -45,7 +45,7 @@ def test_these_modules_are_imported_without_jax() -> None:
     assert result.returncode == 0, result.stderr
 
 
-PREPARE = "from consumers.learner.environment import prepare_environment as p, LearnerConfig as c"
+PREPARE = "from rollstream.consumers.learner.reproducibility import prepare_environment as p, LearnerConfig as c"
 
 
 def test_threads_are_set_before_jax_is_imported() -> None:

@@ -4,24 +4,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from consumers.grouping.config import GroupingConfig
-from consumers.grouping.parts import in_parts
-from consumers.grouping.publisher import index_entry
-from consumers.grouping.testing import GroupingTestDriver, example_rollout
-from tests import upgrade
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core.journal_splitting import split_record
+from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
+from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.records import BatchIndexEntry, JournalRecord, Rollout, TrainingBatch
+from rollstream.topics.rl_examples import batch_digest
 from tests.faults.auditor import digest_of, judge
 from tests.faults.evidence import Evidence, Raw, decode
 from tests.faults.findings import Audit
-from topics.codec import decode_as, encode
-from topics.examples import batch_digest
-from topics.records import BatchIndexEntry, JournalRecord, Rollout, TrainingBatch
+from tests.support import upgrade
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[3]
 CONFIG = GroupingConfig(batch_rollouts=8, max_batch_age_s=10.0, group_deadline_s=5.0)
 POISON = b"\xc3\x01 nothing of ours"
 
@@ -62,13 +60,15 @@ def driven() -> GroupingTestDriver:
 
 
 def evidence_of(driver: GroupingTestDriver) -> Evidence:
-    """What a broker would hold of it."""
+    """Records that a broker would hold of it."""
     batches = driver.batches
     return Evidence(
         topics={
             "rollouts": [Raw(0, r.offset, r.timestamp_ms, r.key, r.value) for r in driver.log],
             "batches": [Raw(0, 3 * at, 0, b"", encode(batch)) for at, batch in enumerate(batches)],
-            "batch-index": [Raw(0, 2 * at, 0, b"", encode(index_entry(b, 3 * at))) for at, b in enumerate(batches)],
+            "batch-index": [
+                Raw(0, 2 * at, 0, b"", encode(BatchIndexEntry.of(b, 3 * at))) for at, b in enumerate(batches)
+            ],
             "journal": [Raw(0, at, 0, b"", encode(record)) for at, record in enumerate(driver.journal)],
             "dead-letters": [
                 Raw(
@@ -110,7 +110,7 @@ def recut(evidence: Evidence, at: int, **changes: object) -> Evidence:
     """The evidence with a batch altered and its index entry to match."""
     altered = change(evidence, "batches", at, lambda batch: with_digest(batch, **changes))  # type: ignore[arg-type]
     batch = decode_as(TrainingBatch, altered.topics["batches"][at].value)
-    return change(altered, "batch-index", at, lambda entry: index_entry(batch, entry.offset))  # type: ignore[attr-defined]
+    return change(altered, "batch-index", at, lambda entry: BatchIndexEntry.of(batch, entry.offset))  # type: ignore[attr-defined]
 
 
 def promises(audit: Audit) -> set[str]:
@@ -274,7 +274,7 @@ def in_pieces(sound: Evidence) -> Evidence:
     pieces: list[JournalRecord] = []
     for raw in sound.topics["journal"]:
         whole = decode_as(JournalRecord, raw.value)
-        pieces += in_parts(replace(whole, sequence=len(pieces)), 200)
+        pieces += split_record(replace(whole, sequence=len(pieces)), 200)
     assert len(pieces) > 2 * len(sound.topics["journal"])
     journal = [Raw(0, at, 0, b"", encode(record)) for at, record in enumerate(pieces)]
     return replace(sound, topics={**sound.topics, "journal": journal})
@@ -349,7 +349,7 @@ def test_other_estimators_are_known(estimator: str) -> None:
 
 @pytest.fixture
 def of_core_1() -> Evidence:
-    """What core version 1 left behind: branches, cancellations, another configuration half-way."""
+    """Log that core version 1 left behind: branches, cancellations, another configuration half-way."""
     recorded = upgrade.load(1)
     letters = [
         Raw(
@@ -368,7 +368,7 @@ def of_core_1() -> Evidence:
             "rollouts": [Raw(0, r.offset, r.timestamp_ms, r.key, r.value) for r in recorded.log],
             "batches": [Raw(0, at, 0, b"", encode(batch)) for at, batch in enumerate(recorded.committed())],
             "batch-index": [
-                Raw(0, at, 0, b"", encode(index_entry(b, at))) for at, b in enumerate(recorded.committed())
+                Raw(0, at, 0, b"", encode(BatchIndexEntry.of(b, at))) for at, b in enumerate(recorded.committed())
             ],
             "journal": [Raw(0, at, 0, b"", value) for at, value in enumerate(recorded.journal)],
             "dead-letters": letters,

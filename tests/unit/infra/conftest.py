@@ -2,13 +2,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.infra.machine import JAR, Machine
+from tests.support.machine import JAR, Machine
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """A machine with nothing on it, for which one small jar is locked."""
-    monkeypatch.setattr("infra.jars.locked_jars", lambda: (JAR,))
+    monkeypatch.setattr("rollstream.infra.jars.locked_jars", lambda: (JAR,))
     made = Machine(tmp_path)
     made.bin.mkdir()
     return made

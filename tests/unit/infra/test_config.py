@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.config import BrokerConfig, ClusterNode, image_environment, render_properties, server_properties
-from topics.errors import ConfigurationError
+from rollstream.infra.config import BrokerConfig, ClusterNode, image_environment, render_properties, server_properties
+from rollstream.topics.errors import ConfigurationError
 
 
 def properties(config: BrokerConfig | None = None) -> dict[str, str]:

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from infra.image.archive import write_image
-from infra.image.contents import USER_ID, Entry, find_parts
-from tests.unit.infra.machine import Machine, script
-from topics.errors import BrokerUnavailable
+from rollstream.infra.image.archive import write_image
+from rollstream.infra.image.contents import USER_ID, ImageEntry, find_inputs
+from rollstream.topics.errors import BrokerUnavailable
+from tests.support.machine import Machine, script
 
 ENTRIES = [
-    Entry("/bin"),
-    Entry("/bin/busybox", b"\x7fELF", mode=0o755),
-    Entry("/bin/sh", link="busybox"),
-    Entry("/data", user_id=USER_ID),
+    ImageEntry("/bin"),
+    ImageEntry("/bin/busybox", b"\x7fELF", mode=0o755),
+    ImageEntry("/bin/sh", link="busybox"),
+    ImageEntry("/data", user_id=USER_ID),
 ]
 
 
-def image(folder: Path, entries: list[Entry]) -> tuple[str, bytes]:
+def image(folder: Path, entries: list[ImageEntry]) -> tuple[str, bytes]:
     folder.mkdir()
     image_id = write_image(folder / "image.tar", entries, "some/kafka:1", folder)
     return image_id, (folder / "image.tar").read_bytes()
@@ -31,7 +31,7 @@ def test_the_same_entries_are_the_same_image(tmp_path: Path) -> None:
 
 
 def test_any_difference_is_another_image(tmp_path: Path) -> None:
-    other = [*ENTRIES[:-1], Entry("/data", user_id=0)]
+    other = [*ENTRIES[:-1], ImageEntry("/data", user_id=0)]
     assert image(tmp_path / "a", ENTRIES)[0] != image(tmp_path / "b", other)[0]
 
 
@@ -62,7 +62,7 @@ def test_everything_that_is_missing_is_named_at_once(machine: Machine) -> None:
     machine.maven(works=False)
     script(machine.bin / "ldd", "exit 1")
     with pytest.raises(BrokerUnavailable) as refusal:
-        find_parts(machine.environment())
+        find_inputs(machine.environment())
     for part in ("busybox is not on PATH", "no bin/jlink", "could not get the Kafka jars"):
         assert part in str(refusal.value)
     assert "\n" not in str(refusal.value)

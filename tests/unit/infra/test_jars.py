@@ -1,4 +1,4 @@
-"""Where the jars come from, and that a cache is complete or absent."""
+"""Sources of the jars; a cache is complete or absent."""
 
 import os
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.jar_lock import locked_jars
-from infra.jars import KAFKA_VERSION, REPOSITORY_VARIABLE, cache_dir, find_jars
-from infra.java import JavaRuntime
-from tests.repository import artifact_path, serving
-from tests.unit.infra.machine import CONTENT, JAR, Machine
+from rollstream.infra.jar_lock import locked_jars
+from rollstream.infra.jars import KAFKA_VERSION, REPOSITORY_VARIABLE, cache_dir, find_jars
+from rollstream.infra.java import JavaRuntime
+from tests.support.machine import CONTENT, JAR, Machine
+from tests.support.repository import artifact_path, serving
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_jars_come_without_maven_or_where_it_fails(
     if maven:
         machine.maven(works=False)
     given = machine.environment(**{REPOSITORY_VARIABLE: repository[0]})
-    first, second = find_jars(given, java).found, find_jars(given, java).found
+    first, second = find_jars(given, java).jars, find_jars(given, java).jars
     assert first is not None
     assert second is not None
     assert (first.source, second.source) == ("jgo", "cache")
@@ -51,7 +51,7 @@ def test_a_jar_that_is_not_the_locked_one_is_refused_whoever_brings_it(
     machine.maven(content="another broker")
     repository[1].write_text("yet another broker")
     search = find_jars(machine.environment(**{REPOSITORY_VARIABLE: repository[0]}), java)
-    assert search.found is None
+    assert search.jars is None
     assert [f"{JAR.coordinates} has not the digest" in reason for reason in search.refused] == [True, True]
     assert list(machine.cache.parent.iterdir()) == []
 
@@ -63,8 +63,8 @@ def test_the_lock_names_the_kafka_that_is_asked_for_and_no_registry() -> None:
 
 def test_maven_fills_the_cache_once(machine: Machine, java: JavaRuntime) -> None:
     machine.maven()
-    first = find_jars(machine.environment(), java).found
-    second = find_jars(machine.environment(), java).found
+    first = find_jars(machine.environment(), java).jars
+    second = find_jars(machine.environment(), java).jars
     assert first is not None
     assert second is not None
     assert (first.source, second.source) == ("Maven", "cache")
@@ -76,7 +76,7 @@ def test_maven_fills_the_cache_once(machine: Machine, java: JavaRuntime) -> None
 def test_kafka_home_saves_maven(machine: Machine, java: JavaRuntime) -> None:
     machine.maven()
     home = machine.kafka_home("4.1.0")
-    jars = find_jars(machine.environment(KAFKA_HOME=home), java).found
+    jars = find_jars(machine.environment(KAFKA_HOME=home), java).jars
     assert jars is not None
     assert (jars.source, jars.version, jars.classpath) == ("KAFKA_HOME", "4.1.0", f"{home}/libs/*")
     assert machine.maven_calls() == []
@@ -89,15 +89,15 @@ def test_a_kafka_home_that_will_not_do_is_passed_over_with_a_reason(
     machine.maven()
     home = machine.kafka_home(version) if version else os.fspath(machine.root)
     search = find_jars(machine.environment(KAFKA_HOME=home), java)
-    assert search.found is not None
-    assert search.found.source == "Maven"
+    assert search.jars is not None
+    assert search.jars.source == "Maven"
     assert reason in search.refused[0]
 
 
 def test_a_failed_download_leaves_no_cache(machine: Machine, java: JavaRuntime) -> None:
     machine.maven(works=False)
     search = find_jars(machine.environment(), java)
-    assert search.found is None
+    assert search.jars is None
     assert "Could not resolve org.apache.kafka:kafka_2.13" in search.refused[0]
     assert list(machine.cache.parent.iterdir()) == []
 
@@ -106,7 +106,7 @@ def test_a_cache_that_cannot_be_written_is_a_reason_not_a_traceback(machine: Mac
     machine.maven()
     (machine.root / "file").touch()
     search = find_jars(machine.environment(XDG_CACHE_HOME=f"{machine.root}/file"), java)
-    assert search.found is None
+    assert search.jars is None
     assert "the cache of Kafka jars cannot be written" in search.refused[0]
 
 
@@ -114,8 +114,8 @@ def test_processes_that_fill_the_cache_together_all_get_it(machine: Machine, jav
     machine.maven()
     with ThreadPoolExecutor(4) as pool:
         searches = list(pool.map(lambda _: find_jars(machine.environment(), java), range(4)))
-    assert {search.found.directory for search in searches if search.found} == {machine.cache}
-    assert all(search.found for search in searches)
+    assert {search.jars.directory for search in searches if search.jars} == {machine.cache}
+    assert all(search.jars for search in searches)
     assert [path.name for path in machine.cache.parent.iterdir()] == [machine.cache.name]
 
 
@@ -134,7 +134,9 @@ def test_the_cache_lies_where_the_desktop_says(tmp_path: Path) -> None:
 def test_the_version_in_the_pom_is_the_one_the_cache_is_named_after() -> None:
     from importlib.resources import files
 
-    from infra.config import BrokerConfig
+    from rollstream.infra.config import BrokerConfig
 
-    assert f"<kafka.version>{KAFKA_VERSION}</kafka.version>" in files("infra").joinpath("pom.xml").read_text()
+    assert (
+        f"<kafka.version>{KAFKA_VERSION}</kafka.version>" in files("rollstream.infra").joinpath("pom.xml").read_text()
+    )
     assert BrokerConfig().image.endswith(f":{KAFKA_VERSION}")

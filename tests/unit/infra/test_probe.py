@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from infra.probe import broker_answers
+from rollstream.infra.probe import broker_answers
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which provider runs the broker, on machines that have different things installed."""
+"""The choice of a provider on machines with different software installed."""
 
 import logging
 import os
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from infra.jars import REPOSITORY_VARIABLE
-from infra.java import find_java, java_version
-from infra.providers import DockerKafka, JavaKafka, choose_local, external
-from tests.unit.infra.machine import Machine, script
-from topics.errors import BrokerUnavailable
+from rollstream.infra.jars import REPOSITORY_VARIABLE
+from rollstream.infra.java import find_java, java_version
+from rollstream.infra.providers import DockerKafka, JavaKafka, choose_local, external_kafka
+from rollstream.topics.errors import BrokerUnavailable
+from tests.support.machine import Machine, script
 
 
 def nothing_packaged() -> None:
@@ -55,7 +55,7 @@ def test_the_first_java_that_is_new_enough_is_taken(
     if on_path:
         machine.java(on_path)
     search = find_java(machine.environment(**more), machine.java(packaged, folder="packaged") if packaged else None)
-    assert (search.found.source if search.found else None) == chosen
+    assert (search.runtime.source if search.runtime else None) == chosen
 
 
 def test_a_java_that_is_too_old_is_named_with_what_is_needed(machine: Machine) -> None:
@@ -137,7 +137,7 @@ def test_the_choice_is_logged_with_where_its_parts_came_from(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     both(machine)
-    with caplog.at_level(logging.INFO, logger="infra"):
+    with caplog.at_level(logging.INFO, logger="rollstream.infra"):
         choose_local("auto", machine.environment(), nothing_packaged)
     (chosen,) = [record for record in caplog.records if record.message == "kafka_provider_chosen"]
     fields = chosen.rollstream_fields  # type: ignore[attr-defined]
@@ -147,18 +147,18 @@ def test_the_choice_is_logged_with_where_its_parts_came_from(
 
 @pytest.mark.parametrize(("value", "servers"), [("kafka:9092", "kafka:9092"), (" a:1,b:2 ", "a:1,b:2")])
 def test_a_broker_given_by_the_environment_wins(value: str, servers: str) -> None:
-    given = external({"KAFKA_BOOTSTRAP_SERVERS": value})
+    given = external_kafka({"KAFKA_BOOTSTRAP_SERVERS": value})
     assert given is not None
     assert given.bootstrap_servers == servers
 
 
 @pytest.mark.parametrize("environment", [{}, {"KAFKA_BOOTSTRAP_SERVERS": ""}, {"KAFKA_BOOTSTRAP_SERVERS": " "}])
 def test_an_empty_address_in_the_environment_is_none(environment: dict[str, str]) -> None:
-    assert external(environment) is None
+    assert external_kafka(environment) is None
 
 
 def test_the_packaged_java_is_that_of_the_jre_extra() -> None:
-    from infra.java import JAVA_NEEDED, packaged_java
+    from rollstream.infra.java import JAVA_NEEDED, packaged_java
 
     java = packaged_java()
     assert isinstance(java, Path)

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import plan
-from pipeline.config import RunConfig, load, to_toml
-from pipeline.plan import child_environment
-from pipeline.settings import known_keys
-from producers.inference.client import CompletionsClient
-from topics import clients
-from topics.config import KafkaConfig
-from topics.errors import ConfigurationError
-from topics.secrets import resolve
+from rollstream.pipeline.config import RunConfig, load, to_toml
+from rollstream.pipeline.run import plan
+from rollstream.pipeline.run.plan import child_environment
+from rollstream.pipeline.settings import known_keys
+from rollstream.producers.inference.client import CompletionsClient
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.kafka import clients
+from rollstream.topics.secrets import resolve
 
 
 def write(folder: Path, text: str) -> Path:
@@ -160,7 +160,7 @@ optimizer.epsilon = 1e-9
         (("= 16", "= 16"), {"options": [("--run", "run=a/b")]}, "--run: "),
     ],
 )
-def test_of_a_bad_value_its_one_origin_is_named(
+def test_the_error_for_a_bad_value_names_its_origin(
     tmp_path: Path, changed: tuple[str, str], how: dict[str, Any], origin: str | None
 ) -> None:
     """The line of the file, the variable or the flag that gave it, whatever else is set beside it."""
@@ -184,7 +184,7 @@ def test_lists_in_variables_and_flags_are_written_as_in_toml() -> None:
     assert config.worker.inference_urls == ("http://a/v1", "http://b/v1")
 
 
-def test_places_nobody_set_follow_data_dir_run_and_port() -> None:
+def test_default_paths_and_urls_follow_data_dir_run_and_port() -> None:
     config = load(flags=["data_dir=/d", "run=r", "inference.port=7777"])
     assert config.learner.checkpoint.directory == "/d/runs/r/checkpoints"
     assert config.broker.data_dir == Path("/d/broker")
@@ -193,7 +193,36 @@ def test_places_nobody_set_follow_data_dir_run_and_port() -> None:
     assert (explicit.learner.checkpoint.directory, explicit.broker.data_dir) == ("/c", Path("/b"))
 
 
-def test_what_is_written_as_toml_loads_equal(tmp_path: Path) -> None:
+def test_each_replica_has_a_port_a_name_and_a_url_of_its_own(tmp_path: Path) -> None:
+    config = load(flags=["inference.port=7777", "inference.replicas=3"])
+    assert config.worker.inference_urls == tuple(f"http://127.0.0.1:{port}/v1" for port in (7777, 7778, 7779))
+    replicas = [config.inference.replica(ordinal) for ordinal in range(3)]
+    assert [(r.port, r.replica_id) for r in replicas] == [(7777, "infer-0"), (7778, "infer-1"), (7779, "infer-2")]
+    roles = plan.plan(config, tmp_path / "run.toml").servers
+    assert [role.name for role in roles] == ["infer", "infer-1", "infer-2"]
+    assert [role.arguments[-2:] for role in roles] == [("--ordinal", str(number)) for number in range(3)]
+    settled = plan.settle(load(flags=["inference.replicas=2"]))
+    assert settled.inference.port
+    assert len(settled.worker.inference_urls) == 2
+
+
+def test_servers_of_ones_own_start_none(tmp_path: Path) -> None:
+    urls = 'worker.inference_urls=["http://a/v1"]'
+    external = load(flags=[urls])
+    assert plan.settle(external).worker.inference_urls == ("http://a/v1",)
+    roles = plan.plan(plan.settle(external), tmp_path)
+    assert roles.servers == ()
+    assert [role.kind for role in roles.consumers] == ["learn", "group", "group"]
+    assert load(flags=[urls, "inference.replicas=1"]).inference.replicas == 1
+    assert load(flags=[urls, "inference.port=7777"]).inference.replicas == 1
+
+
+def test_a_context_is_as_long_as_the_learners_rows_unless_it_is_set() -> None:
+    assert load(flags=["learner.sequence_length=96"]).inference.max_model_len == 96
+    assert load(flags=["learner.sequence_length=96", "inference.max_model_len=48"]).inference.max_model_len == 48
+
+
+def test_a_configuration_written_as_toml_loads_equal(tmp_path: Path) -> None:
     config = load(
         flags=["data_dir=/d", "run=r", 'grouping.exclude_workers=["a", "b"]', "learner.optimizer.epsilon=1e-9"],
         client_flags=["security.protocol=SSL", 'sasl.username=q"\\\x7fü\n'],
@@ -219,7 +248,7 @@ def test_every_setting_is_documented_and_known_by_its_dotted_key() -> None:
     assert {k.partition(".")[0] for k in keys} == {f.name for f in dataclasses.fields(RunConfig)}
 
 
-def test_a_model_that_is_trained_already_gets_learning_rates_of_its_own_where_nobody_set_them() -> None:
+def test_a_pretrained_model_gets_its_own_default_learning_rates() -> None:
     def rates(*flags: str) -> tuple[float, float, float]:
         learner = load(flags=flags).learner
         return learner.optimizer.learning_rate, learner.optimizer.final_learning_rate, learner.warm_start.learning_rate
@@ -236,7 +265,7 @@ SECRETS = {"worker.api_key": "--set", "kafka.client.sasl.password": "-X", "kafka
 
 
 @pytest.mark.parametrize("key", SECRETS)
-def test_a_secret_is_not_taken_from_where_everybody_reads_it(key: str, tmp_path: Path) -> None:
+def test_a_secret_in_a_file_or_flag_is_refused(key: str, tmp_path: Path) -> None:
     path = write(tmp_path, f'{key} = "canary"\n')
     with pytest.raises(ConfigurationError, match=rf"run\.toml:1: {key} is a secret.*{key}=env:NAME") as raised:
         load(path)
@@ -251,7 +280,7 @@ def test_a_secret_is_not_taken_from_where_everybody_reads_it(key: str, tmp_path:
             load(environment={"ROLLSTREAM__KAFKA__CLIENT": f'{{"{name}" = "canary"}}'})
 
 
-def test_a_secret_of_the_environment_or_a_file_is_kept_as_where_it_is(
+def test_a_secret_is_kept_as_a_reference_to_its_variable_or_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -272,7 +301,7 @@ def test_a_secret_of_the_environment_or_a_file_is_kept_as_where_it_is(
     assert child_environment(config, environment).keys() == {"ROLLSTREAM__KAFKA__CLIENT__SASL_PASSWORD", "KEY", "PATH"}
 
 
-def test_a_secret_that_is_not_where_it_is_said_to_be_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_a_missing_secret_is_an_error_that_names_its_place(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"sasl\.password is env:NO_SUCH.*export NO_SUCH"):
         clients.producer(KafkaConfig(client={"sasl.password": "env:NO_SUCH"}))
     with pytest.raises(ConfigurationError, match=r"worker\.api_key is file:.*cannot be read: .*No such file"):
@@ -293,8 +322,8 @@ def test_a_configuration_is_written_for_its_owner_alone(tmp_path: Path) -> None:
         ("collect.processes=1", "collect.processes is 1, and no player is named; set collect.player"),
         ("collect.processes=-1", "collect.processes -1"),
         ("collect.steps=0", "collect.steps 0 at least 1"),
-        ("labelling.processes=2", "labelling.processes is 2, and no labeler is named; set labelling.labeler"),
-        ("labelling.processes=-1", "labelling.processes is -1; it must be at least 0"),
+        ("labeling.processes=2", "labeling.processes is 2, and no labeler is named; set labeling.labeler"),
+        ("labeling.processes=-1", "labeling.processes is -1; it must be at least 0"),
         ("fill.max_bytes=-1", "fill.max_bytes -1 must be at least 0"),
     ],
 )
@@ -307,7 +336,7 @@ def test_a_control_task_that_cannot_run_is_refused_with_its_setting(flag: str, s
 def test_a_run_has_the_roles_of_a_control_task_that_are_configured_and_by_default_none(tmp_path: Path) -> None:
     assert not load().is_control
     assert plan.control_plan(load(), tmp_path) == plan.ControlPlan((), (), ())
-    flags = ["collect.processes=2", "collect.player=a:b", "labelling.processes=1", "labelling.labeler=a:c", "seed=3"]
+    flags = ["collect.processes=2", "collect.player=a:b", "labeling.processes=1", "labeling.labeler=a:c", "seed=3"]
     config = load(flags=[*flags, "fill.directory=windows"])
     roles = plan.control_plan(config, tmp_path / "run.toml")
     assert config.is_control
@@ -315,5 +344,5 @@ def test_a_run_has_the_roles_of_a_control_task_that_are_configured_and_by_defaul
     assert [spec.name for spec in roles.collectors] == ["collect-0", "collect-1"]
     assert all(spec.finishes for spec in roles.collectors)
     assert (config.collect.seed, config.fill.seed) == (3, 3)
-    for flag in ("fill.directory=windows", "labelling.processes=1", "collect.processes=1"):
-        assert load(flags=["collect.player=a:b", "labelling.labeler=a:c", flag]).is_control
+    for flag in ("fill.directory=windows", "labeling.processes=1", "collect.processes=1"):
+        assert load(flags=["collect.player=a:b", "labeling.labeler=a:c", flag]).is_control

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.spread import ProcessLost, spread
-from tests.interrupting import LIMIT_S, LINE, FairTime, assert_ends_at_once, interrupt
-from tests.waiting import eventually
+from rollstream.pipeline.audit.process_pool import ProcessLost, spread
+from tests.support.interrupting import LIMIT_S, LINE, FairTime, assert_ends_at_once, interrupt
+from tests.support.paths import ROOT
+from tests.support.waiting import eventually
 
-ROOT = Path(__file__).parents[3]
 NOBODY = "127.0.0.1:1"
 SEED = 7 if os.environ.get("CI") else random.SystemRandom().randrange(1_000_000)
 COMMANDS = (
@@ -36,16 +36,16 @@ def test_ctrl_c_while_a_command_is_still_loaded_is_one_line(words: str, tmp_path
     ("words", "moments"),
     [("ledger", 1), ("group", 1), *(pytest.param(words, 20, marks=pytest.mark.long) for words in COMMANDS)],
 )
-def test_ctrl_c_is_heard_while_no_broker_answers(words: str, moments: int, tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_command_while_no_broker_answers(words: str, moments: int, tmp_path: Path) -> None:
     assert_ends_at_once(command(words), tmp_path, moments, 5.0, SEED)
 
 
-def test_one_that_hears_nothing_else_ends_by_a_second_ctrl_c(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_a_command_at_once(tmp_path: Path) -> None:
     """As one that waits in a library and was asked once."""
     script = tmp_path / "deaf.py"
     script.write_text(
         "import ctypes, sys\n"
-        "from pipeline import interruption\n"
+        "from rollstream.pipeline import interruption\n"
         "interruption.GRACE_S = 60.0\n"
         "interruption.take_over()\n"
         "lock = ctypes.create_string_buffer(128)\n"
@@ -67,15 +67,15 @@ def test_one_that_hears_nothing_else_ends_by_a_second_ctrl_c(tmp_path: Path) -> 
         process.send_signal(signal.SIGINT)
         return process.poll() is not None
 
-    eventually(asked, 30, "the end", every_s=0.2)
+    eventually(asked, 60, "the end", every_s=0.2)
     assert (process.returncode, process.communicate()[1]) == (130, f"{LINE}\n")
 
 
 JOBS = """
 import sys, time
 from pathlib import Path
-from pipeline import interruption
-from pipeline.spread import spread
+from rollstream.pipeline import interruption
+from rollstream.pipeline.audit.process_pool import spread
 HERE = Path(__file__).parent
 
 def work(number):
@@ -106,14 +106,14 @@ def test_no_job_begins_after_ctrl_c_and_no_process_is_left(tmp_path: Path) -> No
         env=environment,
         start_new_session=True,
     ) as process:
-        eventually(lambda: len(list(tmp_path.glob("job-*"))) > 2, 30, "jobs")
+        eventually(lambda: len(list(tmp_path.glob("job-*"))) > 2, 60, "jobs")
         with FairTime() as passed:
             os.killpg(process.pid, signal.SIGINT)  # all of them, as a terminal does
-            output, errors = process.communicate(timeout=30)
+            output, errors = process.communicate(timeout=120)
         assert passed.seconds < LIMIT_S
     assert (process.returncode, output, errors) == (130, "", f"{LINE}\n")
-    # What was begun when the signal came, and no more: nobody is left to begin any.
-    eventually(lambda: no_group(process.pid), 10, "the end of the processes that computed")
+    # Only jobs that were begun before the signal are done: nobody is left to begin any.
+    eventually(lambda: no_group(process.pid), 60, "the end of the processes that computed")
     assert len(list(tmp_path.glob("job-*"))) < 500
 
 

@@ -1,4 +1,4 @@
-"""Which policy versions are due for evaluation, and which were evaluated before."""
+"""The evaluator finds the policy version that is due, and those evaluated before."""
 
 from dataclasses import replace
 
@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.config import EvaluationConfig
-from producers.evaluator import due, evaluated
-from tests.runs import rollout
-from topics.errors import ConfigurationError
-from topics.records import Rollout
+from rollstream.producers.config import EvaluationConfig
+from rollstream.producers.evaluator import due_version, evaluated_versions
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.records import Rollout
+from tests.support.runs import rollout
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from topics.records import Rollout
 def test_the_newest_version_that_is_due_is_evaluated_and_those_before_it_are_passed_by(
     published: tuple[int, ...], settled: tuple[int, ...], found: tuple[int | None, list[int]]
 ) -> None:
-    assert due(published, 3, settled) == found
+    assert due_version(published, 3, settled) == found
 
 
 @given(
@@ -45,7 +45,7 @@ def test_each_version_that_is_due_is_settled_once_and_never_after_a_newer_one(
     newest = 0
     for look in looks:
         newest = max(newest, look)
-        version, passed = due(range(newest + 1), every, settled)
+        version, passed = due_version(range(newest + 1), every, settled)
         assert not settled.intersection(passed)
         settled.update(passed)
         if version is not None:
@@ -67,7 +67,7 @@ def test_an_evaluation_counts_once_all_its_answers_are_there() -> None:
     half = [answer(3, "x"), answer(3, "x")]
     others = [answer(6, example, extra={"phase": "first", "prompts": "1"}) for example in "xy"]
     elsewhere = [answer(9, example, environment="other") for example in "xy"]
-    assert evaluated([*whole, *half, *others, *elsewhere], "env") == {0}
+    assert evaluated_versions([*whole, *half, *others, *elsewhere], "env") == {0}
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

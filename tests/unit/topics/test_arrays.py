@@ -4,9 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from topics.arrays import dtype_name, dtype_of, little_endian_bytes
-from topics.errors import RecordError
-from topics.records import NamedArray, same
+from rollstream.topics.arrays import dtype_name, dtype_of, little_endian_bytes
+from rollstream.topics.errors import RecordError
+from rollstream.topics.records import NamedArray, same
 
 WRITTEN = [
     *("|b1", "|i1", "|u1", "<i2", "<u4", "<i8", "<f2", "<f4", "<f8", "<c8", "<c16", "|S3", "<U2", "<M8[s]", "<m8[ms]"),

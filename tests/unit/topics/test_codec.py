@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from consumers.grouping.testing import example_rollout
+from rollstream.consumers.grouping.testing import example_rollout
+from rollstream.topics.codec import HEADER_SIZE, MAGIC, RECORD_TYPES, decode, decode_as, encode, schemas
+from rollstream.topics.errors import RecordError
+from rollstream.topics.records import Mark, NamedArray, Rollout, same
 from tests.strategies import any_record, rollouts
-from topics.codec import HEADER_SIZE, MAGIC, RECORD_TYPES, decode, decode_as, encode, schemas
-from topics.errors import RecordError
-from topics.records import Mark, NamedArray, Rollout, same
 
 EXAMPLES = settings().max_examples // 4
 NAMES = [cls.__name__ for cls in RECORD_TYPES]
@@ -125,7 +125,7 @@ def test_text_with_lone_surrogates_is_a_record_error() -> None:
         encode(example_rollout("\ud800"))
 
 
-def test_what_is_no_record_is_refused() -> None:
+def test_values_that_are_no_record_are_refused() -> None:
     with pytest.raises(RecordError, match="int is not a record of rollstream"):
         encode(5)
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.errors import RecordError
-from topics.keys import decode_key, encode_key, murmur2, partition_of
+from rollstream.topics.errors import RecordError
+from rollstream.topics.keys import decode_key, encode_key, murmur2, partition_of
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from fastavro.schema import fingerprint, to_parsing_canonical_form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollstream.topics import records
+from rollstream.topics.codec import RECORD_TYPES, Schema, decode, encode, schemas
 from tests.strategies import any_record
-from topics import records
-from topics.codec import RECORD_TYPES, Schema, decode, encode, schemas
 
 PAIRS = [
     (older, newer)
@@ -213,7 +213,7 @@ def test_types_of_dataclass_fields_are_those_of_the_schema(cls: type) -> None:
 @pytest.mark.parametrize("versions", schemas().values(), ids=list(schemas()))
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
-def test_what_an_older_version_wrote_is_read_as_the_newest_record(
+def test_records_of_older_versions_are_read_as_the_newest_record(
     versions: tuple[Schema, ...], data: st.DataObject
 ) -> None:
     cls = getattr(records, versions[-1].record)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topics.codec import decode, encode
-from topics.errors import RecordError
-from topics.records import EpisodeSpan, NamedArray, RolloutMetadata, TrajectoryRecord, same
-from topics.trajectories import Trajectory, aligned, flatten, from_record, map_leaves, nest, to_record
+from rollstream.topics.codec import decode, encode
+from rollstream.topics.errors import RecordError
+from rollstream.topics.records import EpisodeSpan, NamedArray, RolloutMetadata, TrajectoryRecord, same
+from rollstream.topics.trajectories import Trajectory, aligned, flatten, from_record, map_leaves, nest, to_record
 
 _NAMES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/"), min_size=1, max_size=6)
 _DTYPES = st.sampled_from(["|b1", "|u1", "<i8", "<f4", "<c8", "bfloat16"])
@@ -18,7 +18,7 @@ _DTYPES = st.sampled_from(["|b1", "|u1", "<i8", "<f4", "<c8", "bfloat16"])
 
 def leaf(dtype: str, trailing: tuple[int, ...] = (), rows: int = 4, width: int = 2) -> np.ndarray:
     """An array [rows, width, ...] of distinct small numbers."""
-    from topics.arrays import dtype_of
+    from rollstream.topics.arrays import dtype_of
 
     shape = (rows, width, *trailing)
     return np.arange(np.prod(shape)).reshape(shape).astype(dtype_of(dtype))
@@ -120,12 +120,12 @@ def _span(**changes: Any) -> EpisodeSpan:
         ({"episodes": (_span(control_mode=2),)}, "control mode 2"),
     ],
 )
-def test_what_is_unsound_is_refused_where_it_is_written(changes: dict[str, Any], wrong: str) -> None:
+def test_invalid_trajectories_are_refused_by_the_writer(changes: dict[str, Any], wrong: str) -> None:
     with pytest.raises(RecordError, match=wrong):
         to_record(trajectory(**changes))
 
 
-def test_what_is_unsound_is_refused_where_it_is_read() -> None:
+def test_invalid_trajectories_are_refused_by_the_reader() -> None:
     record = TrajectoryRecord(uid="t", environment="cart", arrays={"rewards": NamedArray.of(np.zeros((0, 2), "<f4"))})
     with pytest.raises(RecordError, match="trajectory 't' of 'cart': 0 steps"):
         from_record(decode(encode(record)))
@@ -157,7 +157,7 @@ def test_hostile_arrays_are_refused_where_they_are_read(arrays: dict[str, NamedA
         from_record(decode(encode(TrajectoryRecord(uid="t", environment="cart", arrays=arrays))))
 
 
-def test_what_no_reader_takes_is_refused_where_it_is_written() -> None:
+def test_the_writer_refuses_trajectories_that_no_reader_accepts() -> None:
     deep: Any = leaf("<f4")
     for _ in range(1500):
         deep = {"x": deep}

@@ -1,4 +1,4 @@
-"""What makes a rollout or a cancellation senseless, each in words that name the field."""
+"""Problems of invalid rollouts and cancellations; each names the field."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from consumers.grouping.testing import example_rollout
+from rollstream.consumers.grouping.testing import example_rollout
+from rollstream.topics.records import GroupCancelled, NamedArray, Rollout, SamplingParams, Turn
+from rollstream.topics.validation import cancellation_problems, problems
 from tests.strategies import any_record, rollouts
-from topics.records import GroupCancelled, NamedArray, Rollout, SamplingParams, Turn
-from topics.validation import cancellation_problems, problems
 
 F4 = np.zeros(4, "<f4")
 
@@ -90,7 +90,7 @@ def test_a_senseless_rollout_is_named_with_its_field(changes: dict[str, Any], wo
         {"uid": "u" * 512},
     ],
 )
-def test_what_is_unusual_but_sound_has_no_problems(changes: dict[str, Any]) -> None:
+def test_unusual_but_valid_rollouts_have_no_problems(changes: dict[str, Any]) -> None:
     assert problems(replace(example_rollout("a"), **changes)) == []
 
 

@@ -1,4 +1,4 @@
-"""Buffers in a process that forks, as trainers do for data loaders: the child reads, and is no second writer."""
+"""Buffers in a process that forks, as for data loaders: the child reads, and is not a second writer."""
 
 import contextlib
 import os
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from consumers.buffers.episode_hil import HilEpisodeBuffer
-from consumers.buffers.files import StoreError
-from consumers.buffers.group_store import GroupReplayBuffer
-from consumers.buffers.group_view import GroupStore
-from consumers.buffers.slice_buffer import EpisodeSliceBuffer
-from consumers.buffers.trajectory_buffer import TrajectoryReplayBuffer
-from consumers.closing import Closing
-from tests.unit.consumers.buffers.trajectories import trajectory
+from rollstream.consumers.buffers.groups.store import GroupReplayBuffer
+from rollstream.consumers.buffers.groups.view import GroupStore
+from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer
+from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer
+from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
+from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.topics.closing import Closing
+from tests.support.trajectory_batches import trajectory
 
 
 def trajectories(directory: Path) -> TrajectoryReplayBuffer:
@@ -33,7 +33,7 @@ OPENERS: list[Callable[[Path], Closing]] = [
 
 @contextlib.contextmanager
 def forked(work: Callable[[], bool]) -> Iterator[Callable[[], None]]:
-    """A child that lives within the block, and then ends; what is yielded has it do its work, which must come true."""
+    """Run a child within the block; the yielded function makes it do its work, which must return True."""
     begin, go_on = os.pipe()
     done, said = os.pipe()
     child = os.fork()
@@ -78,14 +78,14 @@ def test_a_directory_can_be_opened_again_while_a_forked_child_lives(
 
 
 def test_a_forked_child_draws_and_never_writes_where_its_parent_did(tmp_path: Path) -> None:
-    """It would go on from what the index was when it was forked."""
+    """It would continue from the index at the time of the fork."""
     buffer = trajectories(tmp_path / "b")
     buffer.add(trajectory(0))
     buffer.flush()
 
     def draws_and_is_refused() -> bool:
         for write in (lambda: buffer.add(trajectory(9)), buffer.flush, buffer.clear, lambda: buffer.skip((0, 5))):
-            with pytest.raises(StoreError, match="by the process that opened it; open a buffer in this one"):
+            with pytest.raises(StoreError, match="by the process that opened it; open another buffer"):
                 write()
         return len(buffer.sample(8)["rewards"]) == 8
 

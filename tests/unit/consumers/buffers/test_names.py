@@ -1,4 +1,4 @@
-"""What users of other documents type works as it stands there, and the page of names names what there is."""
+"""Code from other documents works unchanged, and every name of the page of names exists."""
 
 import importlib
 import re
@@ -10,24 +10,23 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from consumers.buffers.episode_hil import HilEpisodeBuffer
-from consumers.buffers.group_store import GroupReplayBuffer
-from consumers.buffers.grpo_batch_maker import GrpoBatchMaker
-from consumers.buffers.losses import RLOOLoss
-from consumers.buffers.rollout_buffer import RolloutReplayBuffer
-from consumers.buffers.rollout_record import RecordTurn, RolloutRecord
-from consumers.buffers.slice_buffer import EpisodeSliceBuffer
-from consumers.grouping.batch_maker import BatchMaker
-from consumers.weights.state_manager import LocalStateManager
-from topics.errors import RecordError
-from topics.examples import RLExample
-from topics.records import OldGroup, OldMetadata, OldRollout, RolloutBatch
-
-ROOT = Path(__file__).parents[4]
+from rollstream.consumers.buffers.groups.grpo_batch_maker import GrpoBatchMaker
+from rollstream.consumers.buffers.groups.store import GroupReplayBuffer
+from rollstream.consumers.buffers.rollouts.buffer import RolloutReplayBuffer
+from rollstream.consumers.buffers.rollouts.losses import RLOOLoss
+from rollstream.consumers.buffers.rollouts.record import RecordTurn, RolloutRecord
+from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer
+from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer
+from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
+from rollstream.consumers.weights.state_manager import LocalStateManager
+from rollstream.topics.errors import RecordError
+from rollstream.topics.records import OldGroup, OldMetadata, OldRollout, RolloutBatch
+from rollstream.topics.rl_examples import RLExample
+from tests.support.paths import ROOT
 
 
 def record(n: int, example: str = "q", *, version: int | str = 0, environment: str = "math_problems") -> RolloutRecord:
-    """Rollout `n` of a problem: every third is right."""
+    """Rollout `n` of a problem; every third is correct."""
     return RolloutRecord(
         environment=environment,
         example_id=example,
@@ -68,7 +67,7 @@ def test_a_buffer_of_a_root_path_a_compression_and_a_maker_stores_groups_and_bat
         assert (again.environment, again.size()) == ("math_problems", 1)
 
 
-def test_a_maker_by_itself_takes_records_one_by_one_and_draws_each_once_with_its_groups_advantage() -> None:
+def test_a_maker_without_a_store_takes_records_one_by_one_and_draws_each_once_with_its_groups_advantage() -> None:
     def drawn(seed: int) -> list[tuple[str, float]]:
         batch_maker = GrpoBatchMaker(rng_seed=seed, environment_name="math_problems")
         for n in range(4):
@@ -94,20 +93,20 @@ def test_a_maker_by_itself_takes_records_one_by_one_and_draws_each_once_with_its
     assert drawn(42) == drawn(42)
     assert sorted(uid for uid, _advantage in drawn(1)) == [f"q-v10-{n}" for n in range(5)]
     assert drawn(1) != drawn(42)
-    with pytest.raises(RecordError, match="this maker takes those of 'math_problems'"):
+    with pytest.raises(RecordError, match="this maker takes only 'math_problems'"):
         GrpoBatchMaker(environment_name="math_problems").add_rollout(record(0, environment="other"))
 
 
 class CustomBatchMaker(BatchMaker):
     def create_batch(self, batch_size: int) -> list[RLExample] | None:
         waiting = list(self.waiting.values())
-        return self.take(waiting[:batch_size]) if len(waiting) >= batch_size else None
+        return self.pop_waiting(waiting[:batch_size]) if len(waiting) >= batch_size else None
 
     def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
         return {"size": len(batch)}
 
 
-def test_a_custom_maker_of_two_methods_makes_batches_and_is_given_back_what_was_not_delivered(tmp_path: Path) -> None:
+def test_a_custom_maker_of_two_methods_makes_batches_and_gets_undelivered_rollouts_again(tmp_path: Path) -> None:
     with GroupReplayBuffer(tmp_path, "math_problems", batch_maker=CustomBatchMaker()) as buffer:
         buffer.add_rollouts(record(n, example) for example in "ab" for n in range(8))
         batch_id = buffer.create_and_store_batch(10)
@@ -120,7 +119,7 @@ def test_a_custom_maker_of_two_methods_makes_batches_and_is_given_back_what_was_
     assert maker.held == 6
 
 
-def test_samples_are_asked_for_by_batch_size(tmp_path: Path) -> None:
+def test_samples_are_requested_by_batch_size(tmp_path: Path) -> None:
     episode = {"obs": np.arange(10), "control_mode": np.zeros(10, np.int64)}
     with EpisodeSliceBuffer(tmp_path / "slices", capacity=100, slice_len=4) as slices:
         slices.add(episode)
@@ -159,7 +158,7 @@ def test_samples_are_asked_for_by_batch_size(tmp_path: Path) -> None:
     assert sorted(item.advantage for item in sample) == [-1.0, 1.0]
 
 
-def test_the_newest_state_is_given_to_who_has_none() -> None:
+def test_a_follower_without_a_state_gets_the_newest() -> None:
     manager = LocalStateManager()
     assert manager.get_state() is None
     manager.update_state({"w": np.zeros(2)})
@@ -170,9 +169,9 @@ def test_the_newest_state_is_given_to_who_has_none() -> None:
     assert manager.get_state(1) is None
 
 
-def test_every_name_of_the_page_is_there() -> None:
+def test_every_name_of_the_page_exists() -> None:
     page = (ROOT / "docs" / "names.md").read_text()
-    named = re.findall(r"`((?:consumers|topics)\.[a-z_.]+)(?:\.([A-Z]\w+))?[`(]", page)
+    named = re.findall(r"`(rollstream\.[a-z_.]+)(?:\.([A-Z]\w+))?[`(]", page)
     assert len(named) > 12
     for module, name in named:
         found = importlib.import_module(module)

@@ -1,13 +1,13 @@
-"""The public test driver: what users write when they test a configuration or a batch maker of theirs."""
+"""The public test driver, used as in tests of a user's configuration or batch maker."""
 
 import pytest
 
-from consumers.grouping.changes import Record
-from consumers.grouping.config import GroupingConfig
-from consumers.grouping.testing import GroupingTestDriver, example_rollout
-from topics.codec import decode, encode
-from topics.keys import encode_key
-from topics.records import Mark, Rollout, same
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core.effects import InputRecord
+from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
+from rollstream.topics.codec import decode, encode
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import Mark, Rollout, same
 
 
 def test_rollouts_piped_come_out_as_batches() -> None:
@@ -17,7 +17,7 @@ def test_rollouts_piped_come_out_as_batches() -> None:
     assert [batch.uids for batch in driver.batches] == [("a", "b")]
 
 
-def test_the_log_holds_what_a_broker_would() -> None:
+def test_the_log_holds_the_records_that_a_broker_would_hold() -> None:
     driver = GroupingTestDriver()
     rollout = example_rollout("a")
     assert driver.pipe(rollout, at_ms=5) == 0
@@ -30,14 +30,14 @@ def test_the_log_holds_what_a_broker_would() -> None:
 
 def test_records_may_leave_gaps_between_offsets() -> None:
     driver = GroupingTestDriver()
-    driver.pipe(Record(7, 0, encode_key("env", "0"), encode(example_rollout("a"))))
+    driver.pipe(InputRecord(7, 0, encode_key("env", "0"), encode(example_rollout("a"))))
     assert driver.end == 8
     driver.commit()
     driver.crash_and_restore()
     assert driver.pipe(example_rollout("b")) == 8
 
 
-def test_what_was_read_from_the_driver_survives_a_crash_and_what_was_not_is_done_again() -> None:
+def test_effects_read_from_the_driver_survive_a_crash_and_others_are_repeated() -> None:
     driver = GroupingTestDriver(GroupingConfig(batch_rollouts=2))
     driver.pipe(example_rollout("a", 1.0))
     driver.pipe(example_rollout("b", 0.0))
@@ -65,7 +65,7 @@ def test_configure_raises_the_generation_by_itself() -> None:
     assert driver.fold.config.generation == 10
 
 
-def test_example_rollouts_are_sound_and_take_any_field() -> None:
+def test_example_rollouts_are_valid_and_take_any_field() -> None:
     rollout = example_rollout("a", policy_version=3, lowest_version=1, truncated=True)
     assert isinstance(rollout, Rollout)
     assert (rollout.lowest_version, rollout.highest_version) == (1, 3)
@@ -78,4 +78,4 @@ def test_a_record_below_the_end_is_refused() -> None:
     driver = GroupingTestDriver()
     driver.advance(1)
     with pytest.raises(ValueError, match="the log ends at 1"):
-        driver.pipe(Record(0, 0, None, None))
+        driver.pipe(InputRecord(0, 0, None, None))

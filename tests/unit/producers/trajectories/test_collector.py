@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producers.trajectories.collector import TrajectoryCollector
-from producers.trajectories.steps import ChunkStepResult
-from topics.codec import encode
-from topics.errors import ConfigurationError, RecordError, RecordTooLarge
-from topics.keys import encode_key
-from topics.records import EpisodeSpan
-from topics.trajectories import Trajectory, aligned, to_record
+from rollstream.producers.trajectories.collector import TrajectoryCollector
+from rollstream.producers.trajectories.steps import ChunkStepResult
+from rollstream.topics.codec import encode
+from rollstream.topics.errors import ConfigurationError, RecordError, RecordTooLarge
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import EpisodeSpan
+from rollstream.topics.trajectories import Trajectory, aligned, to_record
 
 
 def step(number: int, done: tuple[int, ...] = (0, 0), **changes: Any) -> ChunkStepResult:
@@ -55,7 +55,7 @@ def test_a_trajectory_has_the_rows_of_its_steps_in_order() -> None:
     assert not first.problems()
 
 
-def test_what_the_environment_does_with_its_arrays_later_changes_nothing() -> None:
+def test_an_environment_may_reuse_its_arrays() -> None:
     of, buffer = collector(), np.zeros(2)
     for number in range(2):
         buffer[:] = number

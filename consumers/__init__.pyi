@@ -1,0 +1,18 @@
+from .batch_reader import BatchFetcher, BatchReader, IndexReader, ReadBatch
+from .files.atomic_files import StoreError
+from .step_writer import StepWriter, publish_version
+from .weights.follower import WeightsFollower
+from .weights.state_manager import LocalStateManager, StateManager
+
+__all__ = [
+    "BatchFetcher",
+    "BatchReader",
+    "IndexReader",
+    "LocalStateManager",
+    "ReadBatch",
+    "StateManager",
+    "StepWriter",
+    "StoreError",
+    "WeightsFollower",
+    "publish_version",
+]

@@ -1,0 +1,35 @@
+from .groups.config import GroupStoreConfig
+from .groups.grpo_batch_maker import GrpoBatchMaker
+from .groups.store import GroupReplayBuffer
+from .groups.view import GroupStore
+from .rollouts.buffer import ReplayBufferConfig, RolloutReplayBuffer, RolloutWithCount, TrainParams
+from .rollouts.losses import RLLossModule, RLOOLoss
+from .rollouts.record import RecordTurn, RolloutRecord
+from .slices.buffer import EpisodeSliceBuffer
+from .slices.human_in_the_loop import HilEpisodeBuffer, open_episode_buffer
+from .trajectories.buffer import TrajectoryReplayBuffer
+from .trajectories.cache import TrajectoryCache
+from .trajectories.dataset import MixedDataset
+from .trajectories.filler import TrajectoryFiller
+
+__all__ = [
+    "EpisodeSliceBuffer",
+    "GroupReplayBuffer",
+    "GroupStore",
+    "GroupStoreConfig",
+    "GrpoBatchMaker",
+    "HilEpisodeBuffer",
+    "MixedDataset",
+    "RLLossModule",
+    "RLOOLoss",
+    "RecordTurn",
+    "ReplayBufferConfig",
+    "RolloutRecord",
+    "RolloutReplayBuffer",
+    "RolloutWithCount",
+    "TrainParams",
+    "TrajectoryCache",
+    "TrajectoryFiller",
+    "TrajectoryReplayBuffer",
+    "open_episode_buffer",
+]

@@ -1,0 +1,1 @@
+"""The store of rollout groups and training batches as Parquet files."""

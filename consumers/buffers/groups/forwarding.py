@@ -1,0 +1,132 @@
+"""Forwarding of sealed groups to a batch maker: each whole group once, with its advantages. A group leaves the maker
+when it is superseded, or when there are too many groups.
+
+A rollout that a batch has delivered is never offered again.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from rollstream.consumers.buffers.groups.config import GroupStoreConfig
+from rollstream.consumers.buffers.groups.group_files import RolloutGroup
+from rollstream.consumers.buffers.groups.index import GroupEntry
+from rollstream.consumers.grouping.core.advantages import group_episodes, member_advantages
+from rollstream.consumers.grouping.core.batch_assembly import example
+from rollstream.consumers.grouping.core.effects import CORE_VERSION
+from rollstream.consumers.grouping.core.groups import Group, GroupKey, Member, trimmed
+from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, SealedGroup
+from rollstream.topics.rl_examples import RLExample, Source
+
+
+class _HeldGroup(NamedTuple):
+    example_id: str
+    sources: set[Source]
+
+
+class Forwarding:
+    """A batch maker, with a record of the rollouts it holds, by group. Not thread-safe."""
+
+    def __init__(self, maker: BatchMaker, config: GroupStoreConfig, delivered: Iterable[str]) -> None:
+        """`delivered` has the uids in stored batches."""
+        self._maker = maker
+        self._config = config
+        self._delivered = set(delivered)
+        self._held: OrderedDict[str, _HeldGroup] = OrderedDict()
+        """Groups with rollouts that the maker holds, by group id, oldest first."""
+        self._group_of: dict[Source, str] = {}
+        self._of_example: dict[str, set[str]] = {}
+        """Ids of these groups by example."""
+        self._latest: dict[str, int] = {}
+        """Latest sealed policy version by example."""
+        self._counts: Counter[str] = Counter()
+
+    def offer(self, read: Callable[[], RolloutGroup], entry: GroupEntry) -> None:
+        """Offer a sealed group to the maker; `read` is called only if the maker accepts the group."""
+        if self._maker.latest_version_only and not self._is_latest(entry):
+            self._counts["superseded_version"] += len(entry.uids)
+            return
+        if entry.group_id in self._held or self._delivered.issuperset(entry.uids):
+            return
+        group = read()
+        sealed, rows = examples_of(group, self._config.estimator)
+        fresh = [row for row in rows if row.source.uid not in self._delivered]
+        for row in fresh:
+            self._maker.add_rollout(row, sealed)
+            self._group_of[row.source] = entry.group_id
+        self._held[entry.group_id] = _HeldGroup(entry.example_id, {row.source for row in fresh})
+        self._of_example.setdefault(entry.example_id, set()).add(entry.group_id)
+        for source, reason in self._maker.take_discarded():
+            self._counts[reason] += 1
+            self._forget(source)
+        while len(self._held) > self._config.capacity_groups:
+            self._discard(next(iter(self._held)), "capacity")
+
+    def _is_latest(self, entry: GroupEntry) -> bool:
+        """Whether no newer version of the example has sealed; discards older versions of it."""
+        latest = self._latest.get(entry.example_id, entry.policy_version)
+        if entry.policy_version < latest:
+            return False
+        if entry.policy_version > latest:
+            for group_id in list(self._of_example.get(entry.example_id, ())):
+                self._discard(group_id, "superseded_version")
+        self._latest[entry.example_id] = entry.policy_version
+        return True
+
+    def _discard(self, group_id: str, reason: str) -> None:
+        sources = sorted(self._held[group_id].sources)
+        self._counts[reason] += len(sources)
+        self._maker.discard(sources)
+        for source in sources:
+            self._forget(source)
+
+    def _forget(self, source: Source) -> None:
+        """Forget a rollout that the maker no longer holds."""
+        group_id = self._group_of.pop(source)
+        held = self._held[group_id]
+        held.sources.discard(source)
+        if not held.sources:
+            del self._held[group_id]
+            groups = self._of_example[held.example_id]
+            groups.discard(group_id)
+            if not groups:
+                del self._of_example[held.example_id]
+
+    def create_batch(self, batch_size: int, number: int) -> tuple[list[RLExample], dict[str, Any]] | None:
+        """The maker's next batch, with this number, and its metadata; None if the maker holds too little."""
+        self._maker.batch_number = number
+        batch = self._maker.create_batch(batch_size)
+        if batch is None:
+            return None
+        for row in batch:
+            self._forget(row.source)
+            self._delivered.add(row.source.uid)
+        return batch, self._maker.get_batch_metadata(batch)
+
+    def stats(self) -> dict[str, int]:
+        """Numbers of rollouts that the maker holds, and of those that left it without a batch, by reason."""
+        return {"held": self._maker.held, **self._counts}
+
+
+def examples_of(group: RolloutGroup, estimator: str) -> tuple[SealedGroup, list[RLExample]]:
+    """Convert a sealed group for batch makers; return it and its examples with advantages, in order of arrival."""
+    sealed_ms = round((group.sealed_ts or 0.0) * 1000)
+    first = group.rollouts[0]
+    collected = Group(
+        key=GroupKey(group.environment, group.example_id, group.policy_version, first.group_id),
+        opened_offset=group.members[0].source.offset,
+        opened_ms=sealed_ms,
+        declared_size=len(group.members),
+        members={r.uid: Member(source, trimmed(r), 0, sealed_ms) for r, source in group.members},
+    )
+    advantages = member_advantages(collected, group_episodes(collected, CORE_VERSION), estimator, CORE_VERSION)
+    sealed = SealedGroup(
+        environment=group.environment,
+        example_id=group.example_id,
+        policy_version=group.policy_version,
+        group_id=first.group_id,
+        rewards=tuple(rollout.reward for rollout in group.rollouts),
+        advantages=tuple(worth.share for worth in advantages.values()),
+        sealed_ms=sealed_ms,
+    )
+    return sealed, [example(member, advantages[uid].share) for uid, member in collected.members.items()]

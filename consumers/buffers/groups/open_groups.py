@@ -1,0 +1,186 @@
+"""Open groups: which rollouts join them, and which groups are due. Pure: callers give the time.
+
+A group is due when it reaches its target size, or when its time is over and it has the minimum size. A smaller group
+whose time is over keeps waiting, and is due as soon as it has the minimum size.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rollstream.consumers.buffers.groups.config import GroupStoreConfig
+from rollstream.consumers.buffers.groups.group_files import PlacedRollout, RolloutGroup, group_of
+from rollstream.topics.records import GroupCancelled, Rollout
+
+
+class OpenGroupKey(NamedTuple):
+    """Key of an open group of one environment: rollouts with equal keys are comparable."""
+
+    partition: int
+    example_id: str
+    policy_version: int
+    group_id: str
+    """The producer's group id if its groups are kept apart, else ""."""
+
+    @property
+    def from_log(self) -> bool:
+        return self.partition >= 0
+
+
+class CancelledMembers(NamedTuple):
+    """Uids of members of an open group that will not come."""
+
+    key: OpenGroupKey
+    uids: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """A group that has not sealed yet."""
+
+    opened_ts: float
+    target: int
+    members: list[PlacedRollout] = field(default_factory=list)
+    replicas: Counter[str] = field(default_factory=Counter)
+
+
+class OpenGroups:
+    """The open groups of an environment. Not thread-safe."""
+
+    def __init__(self, config: GroupStoreConfig) -> None:
+        self._config = config
+        self._waiting: dict[int, OrderedDict[OpenGroupKey, OpenGroup]] = {}
+        """Groups whose time is not over, by partition; oldest first."""
+        self._overdue: dict[OpenGroupKey, OpenGroup] = {}
+        """Groups whose time is over and that are too small to seal."""
+        self._cancelled: dict[OpenGroupKey, set[str]] = {}
+        """Cancelled uids of open groups, and of groups without a rollout yet."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values())) + len(self._overdue)
+
+    @property
+    def rollouts(self) -> int:
+        """Number of rollouts in open groups."""
+        return sum(len(group.members) for group in self._all().values())
+
+    def is_full_for(self, rollout: Rollout, partition: int) -> bool:
+        """Whether the rollout's group already has max_per_replica rollouts of its replica."""
+        limit = self._config.max_per_replica
+        group = self._find(self._key(rollout, partition)) if limit else None
+        return group is not None and group.replicas[rollout.metadata.replica_id] >= limit
+
+    def join(self, member: PlacedRollout, now: float) -> RolloutGroup | None:
+        """Add a rollout to its group; returns the sealed group if that made it due."""
+        key = self._key(member.rollout, member.source.partition)
+        group = self._find(key)
+        if group is None:
+            group = OpenGroup(now, self._config.target(member.rollout.group_size, from_log=key.from_log))
+            self._waiting.setdefault(key.partition, OrderedDict())[key] = group
+        group.members.append(member)
+        group.replicas[member.rollout.metadata.replica_id] += 1
+        return self._sealed_if_enough(key, group, now)
+
+    def is_cancelled(self, rollout: Rollout, partition: int) -> bool:
+        """Whether the rollout was cancelled."""
+        return rollout.uid in self._cancelled.get(self._key(rollout, partition), ())
+
+    def cancel(self, record: GroupCancelled, partition: int, now: float) -> RolloutGroup | None:
+        """Stop waiting for cancelled members; returns the sealed group if that made it due.
+
+        Applies only to groups of a declared size: other groups wait for any rollouts of their example.
+        """
+        key = self._key(record, partition)
+        if not self._config.declared_size_rules(from_log=key.from_log):
+            return None
+        group = self._find(key)
+        present = {member.rollout.uid for member in group.members} if group is not None else set()
+        self._cancelled.setdefault(key, set()).update(set(record.uids) - present)
+        if group is not None:
+            return self._sealed_if_enough(key, group, now)
+        if len(self._cancelled[key]) >= record.group_size:
+            del self._cancelled[key]
+        return None
+
+    def due(self, now: float, partition: int | None = None) -> list[RolloutGroup]:
+        """Seal the groups of one partition or of all whose time is over and that have the minimum size."""
+        sealed: list[RolloutGroup] = []
+        if self._config.seal_timeout_s < 0:
+            return sealed
+        for number in list(self._waiting) if partition is None else [partition]:
+            groups = self._waiting.get(number, OrderedDict())
+            while groups:
+                key, group = next(iter(groups.items()))
+                if now - group.opened_ts < self._config.seal_timeout_s:
+                    break
+                if len(group.members) >= self._least(key, group):
+                    sealed.append(self._seal(key, now))
+                else:
+                    self._overdue[key] = groups.pop(key)
+        return sealed
+
+    def oldest(self, now: float) -> RolloutGroup | list[PlacedRollout]:
+        """Remove the group that has waited longest; returns it sealed, or its rollouts if it is too small."""
+        heads = [next(iter(groups.items())) for groups in self._waiting.values() if groups]
+        key, group = next(iter(self._overdue.items()), None) or min(heads, key=lambda head: head[1].opened_ts)
+        return self._seal(key, now) if len(group.members) >= self._least(key, group) else self._remove(key).members
+
+    def sealable(self, now: float) -> list[RolloutGroup]:
+        """Seal every group that has the minimum size, whether its time is over or not."""
+        ready = [key for key, group in self._all().items() if len(group.members) >= self._least(key, group)]
+        return [self._seal(key, now) for key in ready]
+
+    def snapshot(self) -> list[RolloutGroup]:
+        """Open groups in the form that `restore` takes, oldest first."""
+        return [
+            group_of(group.members, None, opened_ts=group.opened_ts, target=group.target)
+            for group in sorted(self._all().values(), key=lambda group: group.opened_ts)
+        ]
+
+    def restore(self, group: RolloutGroup) -> None:
+        """Restore the next group of a snapshot. `due` determines again whether its time is over."""
+        replicas = Counter(rollout.metadata.replica_id for rollout in group.rollouts)
+        metadata = group.metadata
+        restored = OpenGroup(metadata["opened_ts"], metadata["target"], list(group.members), replicas)
+        key = self._key(group.rollouts[0], group.members[0].source.partition)
+        self._waiting.setdefault(key.partition, OrderedDict())[key] = restored
+
+    def cancelled(self) -> tuple[CancelledMembers, ...]:
+        """Cancelled members in the form that `restore_cancelled` takes."""
+        return tuple(CancelledMembers(key, tuple(sorted(uids))) for key, uids in self._cancelled.items())
+
+    def restore_cancelled(self, cancelled: Iterable[CancelledMembers]) -> None:
+        """Restore cancelled members."""
+        self._cancelled = {key: set(uids) for key, uids in cancelled}
+
+    def _key(self, record: Rollout | GroupCancelled, partition: int) -> OpenGroupKey:
+        own = record.group_id if self._config.declared_size_rules(from_log=partition >= 0) else ""
+        return OpenGroupKey(partition, record.example_id, record.policy_version, own)
+
+    def _find(self, key: OpenGroupKey) -> OpenGroup | None:
+        return self._overdue.get(key) or self._waiting.get(key.partition, OrderedDict()).get(key)
+
+    def _target(self, key: OpenGroupKey, group: OpenGroup) -> int:
+        return group.target - len(self._cancelled.get(key, ()))
+
+    def _least(self, key: OpenGroupKey, group: OpenGroup) -> int:
+        return self._config.least(self._target(key, group), from_log=key.from_log)
+
+    def _sealed_if_enough(self, key: OpenGroupKey, group: OpenGroup, now: float) -> RolloutGroup | None:
+        enough = self._least(key, group) if key in self._overdue else self._target(key, group)
+        return self._seal(key, now) if len(group.members) >= enough else None
+
+    def _remove(self, key: OpenGroupKey) -> OpenGroup:
+        self._cancelled.pop(key, None)
+        group = self._overdue.pop(key, None)
+        return group if group is not None else self._waiting[key.partition].pop(key)
+
+    def _seal(self, key: OpenGroupKey, now: float) -> RolloutGroup:
+        return group_of(self._remove(key).members, now)
+
+    def _all(self) -> dict[OpenGroupKey, OpenGroup]:
+        all_groups = dict(self._overdue)
+        for groups in self._waiting.values():
+            all_groups.update(groups)
+        return all_groups

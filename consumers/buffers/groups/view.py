@@ -1,0 +1,315 @@
+"""The store of all environments' groups and batches, as a view of topics: filled and restored by position.
+
+Its content at a position is a function of the records below it, and times are those of the log: a store that lost its
+files and is filled again has the same groups under the same names.
+"""
+
+import contextlib
+import logging
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollstream.consumers.buffers.groups import batch_files
+from rollstream.consumers.buffers.groups.config import GroupStoreConfig
+from rollstream.consumers.buffers.groups.open_groups import CancelledMembers, OpenGroupKey
+from rollstream.consumers.buffers.groups.store import LOCK, GroupReplayBuffer, SavedStore
+from rollstream.consumers.files.atomic_files import (
+    DirectoryLock,
+    StoreError,
+    lock_directory,
+    read_checked_json,
+    remove,
+    replacing,
+    write_bytes,
+    write_checked_json,
+)
+from rollstream.consumers.grouping.makers.batch_maker import BatchMaker
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.closing import Closing
+from rollstream.topics.codec import decode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RecordError
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.records import BEGINNING
+from rollstream.topics.logs import event
+from rollstream.topics.records import GroupCancelled, Rollout, TrainingBatch
+from rollstream.topics.rl_examples import Source
+from rollstream.topics.validation import batch_problems
+
+logger = logging.getLogger(__name__)
+_STATE = "position.json"
+_SAVE_EVERY = 10_000
+
+
+@dataclass
+class _TopicProgress:
+    """Progress of the store in one topic."""
+
+    identity: list[str] = field(default_factory=list)
+    """Name and id of the topic; empty if it was filled only by `read`."""
+    position: dict[int, int] = field(default_factory=dict)
+    stream_ms: dict[int, int] = field(default_factory=dict)
+    """Highest append time, by partition."""
+
+
+class GroupStore(Closing):
+    """A `GroupReplayBuffer` for each environment in the log, the run's training batches if it is filled from these too,
+    and the positions of all of them.
+
+    `save` commits a position. After a kill the store continues from the last saved position: groups that sealed
+    since then are on disk, seal again as they did, and are not written twice. It is the only writer below its root
+    until `close`, or until it is garbage-collected. With `read_only` it shows the saved state at the time of opening,
+    and another process may write.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        config: GroupStoreConfig | None = None,
+        *,
+        maker_of: Callable[[str], BatchMaker] | None = None,
+        read_only: bool = False,
+    ) -> None:
+        """`maker_of` makes the batch maker of an environment.
+
+        Raises StoreError for damaged files, if another writer has the root, or if a read-only store finds nothing.
+        """
+        self.root = Path(root)
+        self.config = config or GroupStoreConfig()
+        self._maker_of = maker_of
+        self._lock = threading.RLock()
+        if read_only and not (self.root / _STATE).exists():
+            raise StoreError(f"{self.root} holds no store of groups; fill one there first, or look at the path")
+        self._writer: DirectoryLock | None = None if read_only else lock_directory(self.root, LOCK)
+        self._buffers: dict[str, GroupReplayBuffer] = {}
+        try:
+            self._start()
+        except BaseException:
+            self.release()
+            raise
+
+    def _start(self) -> None:
+        path = self.root / _STATE
+        state = read_checked_json(path) if path.exists() else {}
+        self._counts: Counter[str] = Counter()
+        try:
+            self._topics = _topics_of(state)
+            environments = {name: _saved_of(saved) for name, saved in state.get("environments", {}).items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StoreError(f"{path} is not a valid state of a group store ({error!r}); restore it") from error
+        for environment, saved in environments.items():
+            self._open(environment, saved)
+
+    def _open(self, environment: str, saved: SavedStore) -> GroupReplayBuffer:
+        maker = self._maker_of(environment) if self._maker_of else None
+        buffer = GroupReplayBuffer(
+            self.root, environment, self.config, batch_maker=maker, resume=saved, read_only=self._writer is None
+        )
+        self._buffers[environment] = buffer
+        return buffer
+
+    @property
+    def position(self) -> Mapping[int, int]:
+        """Next offset of `rollouts` to read, by partition."""
+        return self.position_of("rollouts")
+
+    def position_of(self, topic: str) -> Mapping[int, int]:
+        """Next offset of a topic of the run (`rollouts` or `batches`) to read, by partition."""
+        return dict(self._topics[topic].position) if topic in self._topics else {}
+
+    @property
+    def environments(self) -> Mapping[str, GroupReplayBuffer]:
+        """The store of each environment read so far."""
+        return dict(self._buffers)
+
+    def read(self, partition: int, offset: int, at_ms: int, value: bytes | None, *, topic: str = "rollouts") -> None:
+        """Read one record of the log with append time `at_ms`; a record below the position of its topic is skipped.
+
+        A rollout joins its group, a cancellation ends the wait for its members, and a training batch is written to
+        `batches/` below the root. Other, undecodable and invalid records are counted and advance time. Raises
+        StoreError; give it the same record again.
+        """
+        with self._lock:
+            self._check_writable()
+            filled = self._topics.setdefault(topic, _TopicProgress())
+            if offset >= filled.position.get(partition, 0):
+                self._apply(filled, partition, offset, at_ms, value)
+
+    def _apply(self, filled: _TopicProgress, partition: int, offset: int, at_ms: int, value: bytes | None) -> None:
+        now_ms = max(at_ms, filled.stream_ms.get(partition, 0))
+        if filled is self._topics.get("rollouts"):
+            for buffer in self._buffers.values():
+                buffer.poll(now_ms / 1000, partition)
+        count_name = "other"
+        try:
+            record = decode(value)
+            if isinstance(record, Rollout):
+                count_name = "rollouts"
+                source = Source(partition, offset, record.uid)
+                self._buffer(record.environment).add_rollout(record, source, now=now_ms / 1000)
+            elif isinstance(record, GroupCancelled):
+                count_name = "cancellations"
+                self._buffer(record.environment).cancel(record, partition, now=now_ms / 1000)
+            elif isinstance(record, TrainingBatch):
+                count_name = "batches"
+                if problems := batch_problems(record):
+                    raise RecordError(problems[0])
+                batch_files.store_training_batch(self.root / batch_files.FOLDER, record, self.config.compression)
+        except RecordError as error:
+            count_name = "unreadable"
+            event(logger, "record_left_out", level=logging.WARNING, partition=partition, offset=offset, why=str(error))
+        self._counts[count_name] += 1
+        filled.stream_ms[partition] = now_ms
+        filled.position[partition] = offset + 1
+
+    def _buffer(self, environment: str) -> GroupReplayBuffer:
+        if not environment:
+            raise RecordError("the record has no environment")
+        buffer = self._buffers.get(environment)
+        return buffer if buffer is not None else self._open(environment, SavedStore(open_file="", sealed=0))
+
+    def fill(self, kafka: KafkaConfig, run: str, topic: str = "rollouts") -> int:
+        """Read a run's `rollouts` (or `batches`) from the position to the current end, save, and return the number of
+        records.
+
+        Raises TopicError if the position is no longer in the log, StoreError for another run than the one it was filled
+        from before, or if the topic was created again.
+        """
+        self._check_writable()
+        name = topic_name(run, topic)
+        identity = [name, topic_admin.topic_ids(kafka, [name])[name]]
+        for kind, filled in self._topics.items():
+            wanted = identity if kind == topic else [topic_name(run, kind), *filled.identity[1:]]
+            if filled.identity and filled.identity != wanted:
+                raise StoreError(
+                    f"the store in {self.root} is filled from {' with id '.join(filled.identity)}, not from "
+                    f"{' with id '.join(wanted)}; take an empty directory"
+                )
+        filled = self._topics.setdefault(topic, _TopicProgress())
+        filled.identity = identity
+        start = {p: filled.position.get(p, BEGINNING) for p in range(topic_admin.partitions_of(kafka, name))}
+        records = 0
+        for message in read_to_end(kafka, name, start=start):
+            partition, offset = message.partition, message.offset
+            assert offset is not None
+            self.read(partition, offset, message.timestamp_ms, message.value, topic=topic)
+            records += 1
+            if records % _SAVE_EVERY == 0:
+                self.save()
+        self.save()
+        return records
+
+    def size(self) -> int:
+        """Number of groups on disk in all environments."""
+        return sum(buffer.size() for buffer in self._buffers.values())
+
+    def stats(self) -> dict[str, Any]:
+        """Return the numbers of records read since it was opened, by kind, and the statistics of each environment."""
+        return {**self._counts, "environments": {name: buffer.stats() for name, buffer in self._buffers.items()}}
+
+    def save(self, directory: str | Path | None = None) -> None:
+        """Write everything to disk, with the positions, and a copy to another `directory` if given. Raises StoreError.
+
+        Groups stay open: a restart does not change how they seal.
+        """
+        with self._lock:
+            self._check_writable()
+            saved = {name: buffer.prepare() for name, buffer in self._buffers.items()}
+            write_checked_json(self.root / _STATE, self._state(saved))
+            for name, buffer in self._buffers.items():
+                buffer.commit(saved[name])
+            if directory is not None and Path(directory).resolve() != self.root.resolve():
+                with lock_directory(Path(directory), LOCK):
+                    _copy(self.root, Path(directory))
+
+    def _state(self, saved: Mapping[str, SavedStore]) -> dict[str, Any]:
+        return {
+            "format": 2,
+            "topics": {name: asdict(filled) for name, filled in self._topics.items()},
+            "environments": {name: asdict(s) for name, s in saved.items()},
+        }
+
+    def load(self, directory: str | Path) -> None:
+        """Copy the saved state of another directory into this empty store. Raises StoreError if nothing was saved
+        there, or this store is not empty."""
+        self._check_writable()
+        source = Path(directory)
+        if not (source / _STATE).exists():
+            raise StoreError(f"{source} holds no store of groups; save one there first")
+        read_checked_json(source / _STATE)
+        if self._buffers or (self.root / _STATE).exists():
+            raise StoreError(f"the store in {self.root} is not empty; load into one that is")
+        _copy(source, self.root)
+        self._start()
+
+    def close(self) -> None:
+        """`save`, and let others write there; closing again does nothing. Raises StoreError; it is then still open."""
+        with self._lock:
+            if self._writer is not None and self._writer.held:
+                self.save()
+                self.release()
+
+    def release(self) -> None:
+        """Let others write there; records not yet saved are read again from the log."""
+        for buffer in self._buffers.values():
+            buffer.release()
+        if self._writer is not None:
+            self._writer.release()
+
+    def _check_writable(self) -> None:
+        if self._writer is None or not self._writer.held:
+            why = "was opened read-only" if self._writer is None else "is closed, or another process has it"
+            raise StoreError(f"the store in {self.root} {why}; open it to write")
+
+
+def _topics_of(state: Mapping[str, Any]) -> dict[str, _TopicProgress]:
+    """Progress in each topic, from the state file."""
+    if state.get("format") == 1:  # one topic
+        kind = state["topic"][0].rpartition(".")[2] if state["topic"] else "rollouts"
+        topics = {kind: {**state, "identity": state["topic"]}}
+    else:
+        topics = state.get("topics", {})
+    return {
+        kind: _TopicProgress(
+            identity=list(topic["identity"]),
+            position={int(p): int(offset) for p, offset in topic["position"].items()},
+            stream_ms={int(p): int(time) for p, time in topic["stream_ms"].items()},
+        )
+        for kind, topic in topics.items()
+    }
+
+
+def _saved_of(environment: Mapping[str, Any]) -> SavedStore:
+    keys_and_uids = environment.get("cancelled", ())
+    cancelled = tuple(CancelledMembers(OpenGroupKey(*key), tuple(uids)) for key, uids in keys_and_uids)
+    return SavedStore(open_file=environment["open_file"], sealed=environment["sealed"], cancelled=cancelled)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a store's files, the state last; existing files of sealed groups and batches stay.
+
+    The state is read first, so every file that it names is copied even while a writer continues there.
+    """
+    state = (source / _STATE).read_bytes()
+    for path in sorted(source.rglob("*.parquet")):
+        to = target / path.relative_to(source)
+        if not to.exists():
+            with contextlib.suppress(FileNotFoundError):  # open groups of an earlier save, deleted meanwhile
+                _copy_file(path, to)
+    for path in sorted(source.rglob("*.jsonl")):
+        _copy_file(path, target / path.relative_to(source))
+    write_bytes(target / _STATE, state)
+    for path in target.rglob("open-*.parquet"):
+        if not (source / path.relative_to(target)).exists():
+            remove(path)
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    with open(source, "rb") as reading, replacing(target) as writing:
+        shutil.copyfileobj(reading, writing)

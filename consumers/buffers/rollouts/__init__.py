@@ -1,0 +1,1 @@
+"""The rollout buffer: fresh rollouts, drawn by recency and retired after use."""

@@ -1,0 +1,126 @@
+"""Rollouts as lists of turns that each have their own tokens, and their conversion to Rollout. Pure."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollstream.topics.errors import RecordError
+from rollstream.topics.records import InferenceMetadata, Rollout, RolloutMetadata, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordTurn:
+    """One message with its own tokens."""
+
+    message: str
+    role: str
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] | None = None
+    """Log-probability of each token, if the policy sampled them."""
+    reward: float | None = None
+    inference_metadata: InferenceMetadata | Mapping[str, Any] = field(default_factory=InferenceMetadata)
+    """InferenceMetadata, or a mapping with model_version, sampling_params, inference_time (seconds)."""
+    timestamp: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRecord:
+    """One rollout as a list of turns."""
+
+    environment: str
+    example_id: str
+    policy_version: int | str
+    """A number, or a string that ends in one: "v10" means 10."""
+    rollout_uid: str
+    turns: Sequence[RecordTurn]
+    created_ts: float
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    replica_id: str = "unknown"
+
+    @property
+    def total_reward(self) -> float:
+        """Sum of the turns' rewards."""
+        return sum(turn.reward or 0.0 for turn in self.turns)
+
+
+def as_rollout(record: RolloutRecord, *, group_size: int = 1) -> Rollout:
+    """Convert a record to a Rollout: the tokens of its turns in order; tokens with log-probabilities are trained on.
+
+    worker_id and weight_step of its metadata become fields; all metadata go to `extra`, as JSON unless they are
+    strings. Raises RecordError for a version that does not end in a number, or a turn with more or fewer
+    log-probabilities than tokens.
+    """
+    version = _version(record.policy_version)
+    turns, length = [], 0
+    for number, turn in enumerate(record.turns):
+        if turn.logprobs is not None and len(turn.logprobs) != len(turn.tokens):
+            raise RecordError(
+                f"turn {number} of rollout {record.rollout_uid!r} has {len(turn.logprobs)} log-probabilities for "
+                f"{len(turn.tokens)} tokens"
+            )
+        stop = length + len(turn.tokens)
+        turns.append(
+            Turn(
+                role=turn.role,
+                text=turn.message,
+                start=length,
+                stop=stop,
+                reward=turn.reward or 0.0,
+                has_logprobs=turn.logprobs is not None,
+                timestamp=turn.timestamp,
+                inference=_inference(turn.inference_metadata),
+            )
+        )
+        length = stop
+    fields = record.metadata
+    return Rollout(
+        uid=record.rollout_uid,
+        group_size=group_size,
+        environment=record.environment,
+        example_id=record.example_id,
+        policy_version=version,
+        lowest_version=version,
+        highest_version=version,
+        tokens=_joined([turn.tokens for turn in record.turns], "<i4"),
+        loss_mask=_joined([[turn.logprobs is not None] * len(turn.tokens) for turn in record.turns], "|b1"),
+        logprobs=_joined([turn.logprobs or [0.0] * len(turn.tokens) for turn in record.turns], "<f4"),
+        reward=record.total_reward,
+        turns=tuple(turns),
+        metadata=RolloutMetadata(
+            worker_id=str(fields.get("worker_id", "")),
+            replica_id=record.replica_id,
+            timestamp=record.created_ts,
+            weight_step=int(fields.get("weight_step", -1)),
+        ),
+        extra={name: value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()},
+    )
+
+
+def _version(version: int | str) -> int:
+    if isinstance(version, int):
+        return version
+    number = re.search(r"\d+$", version)
+    if number is None:
+        raise RecordError(f"policy version {version!r} does not end in a number; give it one, to compare versions")
+    return int(number[0])
+
+
+def _inference(fields: InferenceMetadata | Mapping[str, Any]) -> InferenceMetadata:
+    if isinstance(fields, InferenceMetadata):
+        return fields
+    try:
+        return InferenceMetadata(
+            model_version=_version(fields.get("model_version", -1)),
+            sampling_params={name: str(value) for name, value in (fields.get("sampling_params") or {}).items()},
+            inference_time_s=float(fields.get("inference_time", 0.0)),
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RecordError(f"inference metadata {fields!r} has a value of the wrong type ({error})") from error
+
+
+def _joined(parts: Sequence[Sequence[Any]], dtype: str) -> Any:
+    return np.array([value for part in parts for value in part], dtype)

@@ -1,0 +1,79 @@
+"""Rollouts for a rollout buffer: checks of single rollouts, and the rollouts of a batch of the log. Pure."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from rollstream.topics.records import Float32, NamedArray, Rollout, RolloutMetadata, SamplingParams, TrainingBatch
+from rollstream.topics.rl_examples import REFERENCE, reference_of, stamp_of, token_arrays_of
+
+BATCH = "batch"
+"""Key in a rollout's `extra` of the batch and row it came from, "0-17/3"."""
+_DTYPES = {"tokens": np.dtype("<i4"), "loss_mask": np.dtype("|b1"), "logprobs": np.dtype("<f4")}
+
+
+def unsound(rollout: Rollout) -> str:
+    """The reason why a rollout cannot be held, or "": an array has the wrong length or dtype, or the reward is not
+    finite. Rollouts may have different lengths."""
+    length = len(rollout.tokens)
+    for name, dtype in _DTYPES.items():
+        array = getattr(rollout, name)
+        if array.dtype != dtype or array.shape != (length,):
+            return f"{name} is {array.dtype.str} {list(array.shape)}; it must be {dtype.str} [{length}]"
+    if not length:
+        return "it has no tokens"
+    if not math.isfinite(rollout.reward):
+        return f"its reward is {rollout.reward}"
+    return ""
+
+
+def rollouts_of(
+    batch: TrainingBatch, weight_step_of: Callable[[int], int]
+) -> Iterator[tuple[Rollout, float | Float32]]:
+    """The rows of a batch as rollouts with their advantages: one number, or one for each position if they differ.
+
+    Arrays are views of the batch's arrays. A rollout has its own time and weight step where the batch carries them;
+    else the stream time at which its group was opened, and the step of the lowest version that sampled it.
+    """
+    arrays = token_arrays_of(batch)
+    per_row = len(batch.advantages) != len(batch.tokens)
+    for row, uid in enumerate(batch.uids):
+        span = slice(int(batch.splits[row]), int(batch.splits[row + 1]))
+        group = batch.groups[int(batch.group_index[row])]
+        lowest = int(batch.lowest_versions[row])
+        advantage: float | Float32
+        if per_row:
+            advantage = float(batch.advantages[row])
+        else:
+            advantage = batch.advantages[span]
+            if len(advantage) and (advantage == advantage[0]).all():
+                advantage = float(advantage[0])
+        reference = reference_of(batch, row)
+        weight_step, timestamp = stamp_of(batch, row)
+        named = {name: NamedArray.of(array) for name, array in arrays[row].items()}
+        yield (
+            Rollout(
+                uid=uid,
+                group_size=group.size,
+                group_id=group.group_id,
+                environment=group.environment,
+                example_id=group.example_id,
+                policy_version=group.policy_version,
+                lowest_version=lowest,
+                highest_version=int(batch.highest_versions[row]),
+                tokens=batch.tokens[span],
+                loss_mask=batch.loss_mask[span],
+                logprobs=batch.logprobs[span],
+                reward=float(batch.rewards[row]),
+                logprobs_mode="processed" if batch.logprobs_processed[row] else "raw",
+                sampling=SamplingParams(temperature=float(batch.temperatures[row])),
+                truncated=bool(batch.truncated[row]),
+                metadata=RolloutMetadata(
+                    timestamp=timestamp, weight_step=weight_step if weight_step >= 0 else weight_step_of(lowest)
+                ),
+                token_arrays=named if reference is None else {REFERENCE: NamedArray.of(reference), **named},
+                extra={BATCH: f"{batch.batch_id}/{row}"},
+            ),
+            advantage,
+        )

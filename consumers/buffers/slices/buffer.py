@@ -1,0 +1,284 @@
+"""The episode slice buffer: slices of one length, drawn from episodes of any length in memory-mapped files.
+
+It is a ring of steps, filled by hand or from the log. Everything for which `add` returned survives the process. Two
+buffers of the same seed that are filled to the same position of one partition have the same content and draws; see
+`rollstream.consumers.buffers.protocol` for several partitions. Adding, drawing and saving are thread-safe.
+"""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollstream.consumers.buffers.slices.draws import (
+    LENGTHS,
+    MASK,
+    NothingToDraw,
+    SlicePlaces,
+    check_drawable,
+    draw,
+    gather,
+    mark_last,
+)
+from rollstream.consumers.buffers.slices.episode_cuts import (
+    Boundaries,
+    EpisodePart,
+    parts_of_episode,
+    parts_of_trajectory,
+)
+from rollstream.consumers.buffers.slices.store import SliceStore
+from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.topics.closing import Closing
+from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.trajectories import Trajectory, Tree, nest
+
+_TRIES = 20
+__all__ = ["EpisodeSliceBuffer", "NothingToDraw"]
+
+
+class EpisodeSliceBuffer(Closing):
+    """See the module.
+
+    All episodes have the arrays of the first: paths, dtypes and shapes of a step. Episodes must not have arrays named
+    `lengths` or `mask`, which samples add, as they add `truncated_key` if it is not stored.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        capacity: int = 10_000_000,
+        slice_len: int | None = 80,
+        *,
+        num_slices: int | None = None,
+        strict_length: bool = True,
+        pad_output: bool = False,
+        seed: int = 0,
+        boundaries: Boundaries | None = None,
+        truncated_key: str = "truncated",
+        read_only: bool = False,
+    ) -> None:
+        """Open or create a directory.
+
+        `capacity` is in steps. With `slice_len`, slices have that many steps; with `num_slices`, samples have that many
+        slices (`sample_steps`). Without `strict_length`, short episodes give all their steps, and `pad_output` adds
+        zeros after them. `boundaries` names the arrays that mark the ends of episodes.
+
+        Raises ConfigurationError for invalid settings, StoreError if another process writes there or the files are
+        damaged.
+        """
+        if (slice_len is None) == (num_slices is None):
+            raise ConfigurationError(
+                f"slice_len {slice_len} and num_slices {num_slices}: give exactly one of them, and None for the other"
+            )
+        if capacity < 1 or (slice_len or num_slices or 0) < 1:
+            raise ConfigurationError(
+                f"capacity {capacity}, slice_len {slice_len}, num_slices {num_slices}: each must be at least 1"
+            )
+        if slice_len is not None and slice_len > capacity:
+            raise ConfigurationError(f"slices of {slice_len} steps do not fit a ring of {capacity}; raise its capacity")
+        if pad_output and strict_length:
+            raise ConfigurationError("pad_output pads short slices, which strict_length excludes; set only one of them")
+        self.slice_len = slice_len
+        self.num_slices = num_slices
+        self._strict = strict_length
+        self._pad = pad_output
+        self._seed = seed
+        self._boundaries = boundaries or Boundaries()
+        self._truncated_key = truncated_key
+        self._lock = threading.RLock()
+        self._store = SliceStore(Path(directory), capacity, read_only=read_only)
+
+    # ------------------------------------------------------------------ in
+
+    def add(
+        self,
+        item: Tree | Trajectory,
+        /,
+        *,
+        at: tuple[int, int] | None = None,
+        episode: str = "",
+        last: bool = True,
+    ) -> bool:
+        """Add a tree of [T, ...] arrays or a trajectory; returns whether it was added.
+
+        A tree is cut by episode ids, or after each done, and is one episode if it has neither. With `episode` it
+        continues the open episode of that uid, or begins it; `last` False leaves it open, so that writers may
+        alternate. A trajectory is cut by its spans, or else column by column by ids or done.
+
+        `at` is (partition, offset) of its record: below the position the buffer already has or skipped it, and False is
+        returned. Raises RecordError for an invalid item or one that differs from the stored arrays, StoreError if it
+        cannot be written; nothing is added then, and the position stays.
+        """
+        with self._lock:
+            if self._has(at):
+                return False
+            return self.add_parts(self.cut(item, episode=episode, last=last), at=at)
+
+    def cut(self, item: Tree | Trajectory, /, *, episode: str = "", last: bool = True) -> list[EpisodePart]:
+        """The parts of episodes that `add` stores. Raises RecordError for an invalid item."""
+        if not isinstance(item, Trajectory):
+            return parts_of_episode(item, self._boundaries, episode=episode, first=not episode, last=last)
+        if episode or not last:
+            raise RecordError(f"trajectory {item.uid!r}: its spans say which episodes go on; omit episode and last")
+        return parts_of_trajectory(item, self._boundaries)
+
+    def check(self, parts: Sequence[EpisodePart]) -> None:
+        """Raise RecordError for parts that differ from the stored arrays, or have names that samples use."""
+        for part in parts:
+            taken = {LENGTHS, MASK} & part.leaves.keys()
+            if taken:
+                raise RecordError(f"arrays {sorted(taken)} have names that samples use; rename them")
+        with self._lock:
+            self._store.check(parts)
+
+    def add_parts(self, parts: Sequence[EpisodePart], *, at: tuple[int, int] | None = None) -> bool:
+        """Add the parts that `cut` returned. Returns and raises as `add`."""
+        with self._lock:
+            if self._has(at):
+                return False
+            self.check(parts)
+            self._store.add(parts, at)
+            return True
+
+    def skip(self, at: tuple[int, int]) -> bool:
+        """Move the position past a refused record; False if it is past it already."""
+        return self.add_parts((), at=at)
+
+    # ------------------------------------------------------------------ out
+
+    def sample(self, batch_size: int) -> dict[str, Any]:
+        """Draw `batch_size` slices with replacement: a tree of [batch_size, slice_len, ...] arrays.
+
+        A slice comes from an episode drawn uniformly from those that are long enough, and from a start drawn uniformly
+        in it. The last step of each slice is marked under `truncated_key`: bool [batch_size, slice_len], or the stored
+        array of that name.
+
+        Without `strict_length` a sample also has `lengths` int64 [batch_size], and slices follow each other, so arrays
+        are [sum of lengths, ...]; with `pad_output` they are [batch_size, slice_len, ...] and zero where `mask`, bool
+        [batch_size, slice_len], is False.
+
+        Raises NothingToDraw if no episode is long enough, ConfigurationError for less than one slice.
+        """
+        if self.slice_len is None:
+            raise ConfigurationError("the length of slices follows from the number of steps; call sample_steps")
+        return self.draw(batch_size, self.slice_len)
+
+    def sample_steps(self, steps: int, /) -> dict[str, Any]:
+        """As `sample`, for a total number of steps, a multiple of `slice_len` or `num_slices`."""
+        return self.draw(*self.slices_in(steps))
+
+    def slices_in(self, steps: int) -> tuple[int, int]:
+        """Number and length of the slices of a number of steps. Raises ConfigurationError."""
+        divisor = self.slice_len or self.num_slices or 1
+        if steps < 1 or steps % divisor:
+            name = "num_slices" if self.slice_len is None else "slice_len"
+            raise ConfigurationError(f"{steps} steps cannot be cut by {name} {divisor}; ask for a multiple of it")
+        other = steps // divisor
+        return (divisor, other) if self.slice_len is None else (other, divisor)
+
+    def draw(self, count: int, length: int) -> dict[str, Any]:
+        """As `sample`, for slices of any length."""
+        if count < 1:
+            raise ConfigurationError(f"a sample of {count} slices; draw at least 1")
+        with self._lock:
+            for _attempt in range(_TRIES):
+                self._store.refresh()
+                drawn = draw(self._store.state, self._seed, count, length, self._least(length))
+                leaves = gather(self._store.files, drawn, length, padded=self._padded)
+                # Readers check whether the writer has overwritten the slices; the writer itself is always current.
+                self._store.refresh()
+                if drawn.oldest >= self._store.state.low:
+                    return nest(self._completed(leaves, drawn, length))
+            raise StoreError(
+                f"the writer overwrote the drawn slices {_TRIES} times; the ring is too small for its writers"
+            )
+
+    def check_drawable(self, length: int) -> None:
+        """Raise NothingToDraw if no episode is long enough for a slice of `length` steps."""
+        with self._lock:
+            check_drawable(self._store.state, length, self._least(length))
+
+    def size(self) -> int:
+        """Steps held."""
+        with self._lock:
+            self._store.refresh()
+            return self._store.state.index.size
+
+    def __len__(self) -> int:
+        return self.size()
+
+    def is_open(self, episode: str) -> bool:
+        """Whether the episode of this uid is open and has steps here."""
+        with self._lock:
+            return episode in self._store.state.open
+
+    @property
+    def position(self) -> dict[int, int]:
+        """Next offset to read, by partition; empty if nothing came from the log."""
+        with self._lock:
+            return dict(self._store.state.position)
+
+    def stats(self) -> dict[str, Any]:
+        """Return steps held and ever added, episodes, those long enough for a slice and those open, and draws."""
+        with self._lock:
+            self._store.refresh()
+            state = self._store.state
+            least = self._least(self.slice_len or 1)
+            return {
+                "size": state.index.size,
+                "capacity": state.capacity,
+                "total_steps_added": state.head,
+                "num_episodes": state.index.episodes,
+                "num_episodes_to_draw_from": len(state.index.with_length(least)),
+                "num_open_episodes": len(state.open),
+                "draws": state.draws,
+            }
+
+    # ------------------------------------------------------------------ on disk
+
+    def flush(self) -> None:
+        """Write everything that was added to disk, so that it survives the machine. Raises StoreError."""
+        with self._lock:
+            self._store.flush()
+
+    def save(self, directory: str | Path, /) -> None:
+        """Write everything to disk; in another `directory`, as a copy. Raises StoreError; nothing changes then."""
+        with self._lock:
+            self._store.save(Path(directory))
+
+    def load(self, directory: str | Path, /) -> None:
+        """Replace the content by a saved one of the same capacity; settings stay. Raises StoreError; nothing changes
+        then."""
+        with self._lock:
+            self._store.load(Path(directory))
+
+    def close(self) -> None:
+        """Flush and close, so that another process may write. Raises StoreError."""
+        with self._lock:
+            self._store.close()
+
+    # ------------------------------------------------------------------ within
+
+    def _has(self, at: tuple[int, int] | None) -> bool:
+        return at is not None and at[1] < self._store.state.position.get(at[0], 0)
+
+    @property
+    def _padded(self) -> bool:
+        """Whether all slices of a sample have one length, padded or not."""
+        return self._strict or self._pad
+
+    def _least(self, length: int) -> int:
+        """Steps that an episode must have for a slice."""
+        return length if self._strict else 1
+
+    def _completed(self, leaves: dict[str, NDArray[Any]], drawn: SlicePlaces, length: int) -> dict[str, NDArray[Any]]:
+        """Add the marks that say where slices end."""
+        mark_last(leaves, self._truncated_key, drawn, length, padded=self._padded)
+        if not self._strict:
+            leaves[LENGTHS] = drawn.lengths
+        if self._pad:
+            leaves[MASK] = np.arange(length) < drawn.lengths[:, None]
+        return leaves

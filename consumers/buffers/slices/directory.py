@@ -1,0 +1,82 @@
+"""The manifest of a slice buffer's directory: a small JSON file that names the files of the buffer.
+
+No file name is used twice, so replacing the manifest replaces the whole buffer.
+"""
+
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollstream.consumers.buffers.slices.ring_files import ArraySpec
+from rollstream.consumers.files.atomic_files import StoreError, read_json, remove_unfinished, write_json
+from rollstream.topics.errors import RecordError
+
+NAME = "slices.json"
+LOCK = "lock"
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The files of a buffer."""
+
+    journal: str
+    capacity: int
+    """Steps of the ring."""
+    arrays: tuple[ArraySpec, ...] = ()
+    """Empty before the first episode."""
+
+
+def new_name() -> str:
+    """A prefix of file names that no file has yet."""
+    return uuid.uuid4().hex[:12]
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """Read the manifest; None if there is none. Raises StoreError if this program did not write it."""
+    try:
+        value = read_json(directory / NAME)
+        if value["version"] != _VERSION:
+            raise ValueError(f"version {value['version']}")
+        return Manifest(
+            journal=str(value["journal"]),
+            capacity=int(value["capacity"]),
+            arrays=tuple(ArraySpec.from_dict(spec) for spec in value["arrays"]),
+        )
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, ValueError, RecordError) as error:
+        raise StoreError(
+            f"{directory / NAME} was not written by this program ({error!r}); fill another directory from the log"
+        ) from error
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Make these the files of the buffer. Raises StoreError."""
+    value = {
+        "version": _VERSION,
+        "capacity": manifest.capacity,
+        "journal": manifest.journal,
+        "arrays": [spec.as_dict() for spec in manifest.arrays],
+    }
+    write_json(directory / NAME, value)
+
+
+def remove_all_but(directory: Path, manifest: Manifest) -> None:
+    """Delete files that the manifest does not name, left by an unfinished or a later copy.
+
+    Only the directory's one writer may call this.
+    """
+    remove_unfinished(directory)
+    named = {manifest.journal, *(spec.file for spec in manifest.arrays)}
+    for path in [*directory.glob("*.journal"), *directory.glob("*.bin")]:
+        if path.name not in named:
+            path.unlink(missing_ok=True)
+
+
+def boot_id() -> str:
+    """Id of this boot of the machine; "" if the system has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,93 @@
+"""Draws of slices: episodes, starts in them, and their rows of the files, as functions of the content.
+
+Draws are uniform over episodes, then over starts: a long episode is drawn no more often than a short one.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollstream.consumers.buffers.slices.ring_files import RingFiles, RowMoves
+from rollstream.consumers.buffers.slices.state import SliceState
+from rollstream.consumers.buffers.storage.seeded_draws import generator_at
+from rollstream.topics.errors import RollstreamError
+
+LENGTHS, MASK = "lengths", "mask"
+
+
+class NothingToDraw(RollstreamError):
+    """No episode of a buffer is long enough for a slice."""
+
+
+class SlicePlaces(NamedTuple):
+    """Places of drawn slices in the ring."""
+
+    lengths: NDArray[np.int64]
+    steps: list[tuple[int, int, int]]
+    """Slice number, counter of the first step, number of steps; slices in order, each in one or more ranges."""
+
+    @property
+    def oldest(self) -> int:
+        """Counter of the oldest step."""
+        return min(at for _slice, at, _count in self.steps)
+
+
+def check_drawable(state: SliceState, length: int, least: int) -> None:
+    """Raise NothingToDraw unless an episode has `least` steps, the minimum for a slice of `length`."""
+    index = state.index
+    if not len(index.with_length(least)):
+        why = f"none of {index.episodes} episodes has {length} steps" if index.size else "it is empty"
+        raise NothingToDraw(f"no slice of {length} steps can be drawn: {why}; add longer episodes first")
+
+
+def draw(state: SliceState, seed: int, count: int, length: int, least: int) -> SlicePlaces:
+    """Draw `count` slices of `length` steps; episodes with at least `least` but fewer steps give all of them.
+
+    Counts as one draw of the state. Raises NothingToDraw.
+    """
+    check_drawable(state, length, least)
+    rows = state.index.with_length(least)
+    # Not generator.integers: numpy fixes the stream of uniform numbers, not of distributions (NEP 19).
+    uniform = generator_at(seed, state.draws).random((2, count))
+    state.draws += 1
+    chosen = rows.select((uniform[0] * len(rows)).astype(np.int64))
+    held = state.index.lengths(chosen)
+    lengths = np.minimum(held, length)
+    starts = (uniform[1] * (held - lengths + 1)).astype(np.int64)
+    places = zip(chosen.tolist(), starts.tolist(), lengths.tolist(), strict=True)
+    steps = [
+        (number, steps_range.at, steps_range.steps)
+        for number, (row, start, taken) in enumerate(places)
+        for steps_range in state.index.ranges(row, start, taken)
+    ]
+    return SlicePlaces(lengths, steps)
+
+
+def gather(files: RingFiles, drawn: SlicePlaces, length: int, *, padded: bool) -> dict[str, NDArray[Any]]:
+    """Arrays by path: [slices, length, ...], with zeros after short slices, if `padded`; else [sum of lengths, ...]."""
+    count = len(drawn.lengths)
+    rows = count * length if padded else int(drawn.lengths.sum())
+    moves, to, before = [], 0, -1
+    for number, at, taken in drawn.steps:
+        if padded and number != before:
+            to, before = number * length, number
+        moves.append((to, at, taken))
+        to += taken
+    planned = RowMoves(moves, files.capacity, rows)
+    leaves = {}
+    for spec in files.specs:
+        array = files.gather(spec.path, planned, rows)
+        leaves[spec.path] = array.reshape(count, length, *spec.shape) if padded else array
+    return leaves
+
+
+def mark_last(leaves: dict[str, NDArray[Any]], path: str, drawn: SlicePlaces, length: int, *, padded: bool) -> None:
+    """Set the last step of each slice to True under a path; steps that are stored as True stay."""
+    count = len(drawn.lengths)
+    if padded:
+        last: tuple[Any, ...] = (np.arange(count), drawn.lengths - 1)
+        shape: tuple[int, ...] = (count, length)
+    else:
+        last, shape = (np.cumsum(drawn.lengths) - 1,), (int(drawn.lengths.sum()),)
+    leaves.setdefault(path, np.zeros(shape, np.bool_))[last] = True

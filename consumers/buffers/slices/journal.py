@@ -1,0 +1,182 @@
+"""The journal of a slice buffer: the changes of its ring, one atomic record after another.
+
+A record reaches the operating system before `append` returns, so it survives the process; `sync` writes it to disk, so
+it survives the machine. Opening the journal cuts off a torn tail; damage before the tail is an error.
+"""
+
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from rollstream.consumers.files.atomic_files import StoreError, replacing
+
+
+class EpisodeSteps(msgspec.Struct, array_like=True, frozen=True):
+    """The next `steps` steps of the ring belong to an episode."""
+
+    episode: int
+    steps: int
+    uid: str = ""
+    """Uid of an episode that is or was open."""
+    last: bool = True
+    """Whether the episode ends: from now on none is open under that uid; otherwise this one is."""
+
+
+class AddRecord(msgspec.Struct, array_like=True, frozen=True, tag="a"):
+    """Steps were written at the head, and the position of a partition moved with them."""
+
+    runs: tuple[EpisodeSteps, ...]
+    at: tuple[int, int] | None
+    """Partition and offset of the record they came from."""
+    draws: int
+
+
+class ReserveRecord(msgspec.Struct, array_like=True, frozen=True, tag="r"):
+    """From now on, steps up to counter `stop` may overwrite those one capacity before them."""
+
+    stop: int
+
+
+class ReserveOnDiskRecord(msgspec.Struct, array_like=True, frozen=True, tag="s"):
+    """As ReserveRecord, but on disk before any step up to `stop` is written, for a machine that stops."""
+
+    stop: int
+
+
+class FlushRecord(msgspec.Struct, array_like=True, frozen=True, tag="f"):
+    """All earlier records and steps are on disk."""
+
+    draws: int
+
+
+class CloseRecord(msgspec.Struct, array_like=True, frozen=True, tag="c"):
+    """All earlier records were on disk before this one: damage before it is not a tail that a stopped machine lost."""
+
+
+class OpenRecord(msgspec.Struct, array_like=True, frozen=True, tag="o"):
+    """A writer opened the journal during this boot of the machine."""
+
+    boot: str
+
+
+class SnapshotRecord(msgspec.Struct, array_like=True, frozen=True, tag="w"):
+    """The whole state, which replaces all earlier records; it is on disk."""
+
+    columns: Mapping[str, bytes]
+    """Columns of the episode index; int64, little-endian."""
+    open: Mapping[str, int]
+    position: Mapping[int, int]
+    head: int
+    low: int
+    following: int
+    draws: int
+
+
+Record = AddRecord | ReserveRecord | ReserveOnDiskRecord | FlushRecord | CloseRecord | OpenRecord | SnapshotRecord
+
+_HEAD = struct.Struct("<III")
+"""Size, its complement, and the checksum of the payload: a damaged size does not look like a torn end."""
+_ONES = 2**32 - 1
+_DECODER: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class JournalReading(NamedTuple):
+    """The records read from a journal."""
+
+    records: list[Record]
+    stop: int
+    """Byte at which the next record begins."""
+    damaged: bool
+    """Whether the rest is more than one torn or unfinished record."""
+    was_on_disk: bool
+    """Whether the damaged part was on disk, because a writer closed the journal after it."""
+
+
+def read_journal(path: Path, start: int = 0) -> JournalReading:
+    """Read the whole records from byte `start` on. Raises StoreError if the file is not a journal of this program."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read()
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error.strerror or error}); fill the buffer from the log") from error
+    records: list[Record] = []
+    place, damaged = 0, False
+    while place + _HEAD.size <= len(data):
+        size, complement, checksum = _HEAD.unpack_from(data, place)
+        if size ^ complement != _ONES:
+            damaged = True
+            break
+        stop = place + _HEAD.size + size
+        payload = memoryview(data)[place + _HEAD.size : stop]
+        if stop > len(data) or zlib.crc32(payload) != checksum:
+            damaged = stop < len(data)
+            break
+        try:
+            records.append(_DECODER.decode(payload))
+        except msgspec.MsgspecError as error:
+            raise StoreError(
+                f"{path} has an unknown record at byte {start + place} ({error}); fill the buffer from the log"
+            ) from error
+        place = stop
+    return JournalReading(records, start + place, damaged, damaged and _frame(CloseRecord()) in data[place:])
+
+
+def write_journal(path: Path, *records: Record) -> None:
+    """Replace a journal by one that begins with these records, on disk. Raises StoreError."""
+    with replacing(path) as file:
+        for record in records:
+            file.write(_frame(record))
+
+
+class SliceJournal:
+    """Appends to an existing journal, for its only writer."""
+
+    def __init__(self, path: Path, stop: int) -> None:
+        """Open the journal and cut it off at `stop`. Raises StoreError."""
+        self._path = path
+        self.size_bytes = stop
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY)
+            os.ftruncate(self._descriptor, stop)
+        except OSError as error:
+            raise StoreError(
+                f"{path} cannot be written ({error.strerror or error}); look at the rights there"
+            ) from error
+
+    def append(self, record: Record) -> None:
+        """Write one record. Raises StoreError if that fails; nothing is written then."""
+        data = memoryview(_frame(record))
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._descriptor, data[done:], self.size_bytes + done)
+        except OSError as error:
+            os.ftruncate(self._descriptor, self.size_bytes)
+            raise StoreError(
+                f"{self._path} cannot be written ({error.strerror or error}); nothing was stored. Look at the "
+                "space there, then add again"
+            ) from error
+        self.size_bytes += len(data)
+
+    def sync(self) -> None:
+        """Write every record to disk. Raises StoreError."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise StoreError(f"{self._path} is not on disk ({error.strerror or error}); look at the disk") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+def _frame(record: Record) -> bytes:
+    payload = _ENCODER.encode(record)
+    return _HEAD.pack(len(payload), len(payload) ^ _ONES, zlib.crc32(payload)) + payload

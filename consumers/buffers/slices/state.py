@@ -1,0 +1,105 @@
+"""The state of a slice buffer's ring: a pure fold over the records of its journal.
+
+A process that applies the same records has the same state, whether it reads or writes them.
+"""
+
+import numpy as np
+
+from rollstream.consumers.buffers.slices.episode_cuts import EpisodePart
+from rollstream.consumers.buffers.slices.episode_index import EpisodeIndex
+from rollstream.consumers.buffers.slices.journal import (
+    AddRecord,
+    EpisodeSteps,
+    FlushRecord,
+    Record,
+    ReserveRecord,
+    SnapshotRecord,
+)
+
+
+class SliceState:
+    """Episodes, open ones by uid, the counter of the next step, position and draws."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.index = EpisodeIndex()
+        self.head = 0
+        """Counter of the next step: the number of steps written so far."""
+        self.low = 0
+        """Steps below this counter are gone, or may be overwritten at any moment."""
+        self.draws = 0
+        self.position: dict[int, int] = {}
+        self.open: dict[str, int] = {}
+        """Numbers of open episodes by uid."""
+        self._uids: dict[int, str] = {}
+        self._following = 0
+
+    def apply(self, record: Record) -> None:
+        """Apply one record."""
+        match record:
+            case AddRecord():
+                for run in record.runs:
+                    self._extend(run)
+                self._move(record.at)
+                self.draws = max(self.draws, record.draws)
+            case ReserveRecord():
+                self.forget(record.stop - self.capacity)
+            case FlushRecord():
+                self.draws = max(self.draws, record.draws)
+            case SnapshotRecord():
+                self._restore(record)
+            case _:
+                pass
+
+    def add_record(self, parts: list[EpisodePart], at: tuple[int, int] | None) -> AddRecord:
+        """The record that assigns these parts, in order, to episodes."""
+        held: dict[str, int | None] = {}
+        following, runs = self._following, []
+        for part in parts:
+            episode = None if part.first or not part.uid else held.get(part.uid, self.open.get(part.uid))
+            if episode is None:
+                episode, following = following, following + 1
+            known = not part.last or part.uid in self.open or held.get(part.uid) is not None
+            held[part.uid] = None if part.last else episode
+            runs.append(EpisodeSteps(episode, part.steps, part.uid if known else "", part.last))
+        return AddRecord(tuple(runs), at, self.draws)
+
+    def snapshot(self) -> SnapshotRecord:
+        """The whole state as one record."""
+        columns = {name: column.astype("<i8").tobytes() for name, column in self.index.columns().items()}
+        return SnapshotRecord(
+            columns, dict(self.open), dict(self.position), self.head, self.low, self._following, self.draws
+        )
+
+    def forget(self, below: int) -> None:
+        """Forget the steps below this counter."""
+        if below > self.low:
+            self.low = below
+            for episode in self.index.evict(below):
+                self.open.pop(self._uids.pop(episode, ""), None)
+
+    def _extend(self, run: EpisodeSteps) -> None:
+        self.index.extend(run.episode, self.head, run.steps)
+        self.head += run.steps
+        self._following = max(self._following, run.episode + 1)
+        if run.uid:
+            self._uids.pop(self.open.pop(run.uid, -1), None)
+            if not run.last:
+                self.open[run.uid], self._uids[run.episode] = run.episode, run.uid
+
+    def _move(self, at: tuple[int, int] | None) -> None:
+        if at is not None:
+            partition, offset = at
+            self.position[partition] = offset + 1
+
+    def _restore(self, snapshot: SnapshotRecord) -> None:
+        """Raises KeyError or ValueError if the columns are not a valid episode index."""
+        self.index = EpisodeIndex.of({name: np.frombuffer(data, "<i8") for name, data in snapshot.columns.items()})
+        self.head, self.low, self._following, self.draws = (
+            snapshot.head,
+            snapshot.low,
+            snapshot.following,
+            snapshot.draws,
+        )
+        self.position, self.open = dict(snapshot.position), dict(snapshot.open)
+        self._uids = {episode: uid for uid, episode in self.open.items()}

@@ -1,0 +1,333 @@
+"""The store of a slice buffer: arrays, a journal and a manifest in a directory, written by one process at a time.
+
+After a kill at any instruction it holds everything for which `add` had returned, and nothing of other calls. After the
+machine stopped it holds everything that was flushed, except steps that were being overwritten.
+"""
+
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from rollstream.consumers.buffers.slices import directory as slice_directory
+from rollstream.consumers.buffers.slices.directory import (
+    LOCK,
+    NAME,
+    Manifest,
+    new_name,
+    read_manifest,
+    remove_all_but,
+    write_manifest,
+)
+from rollstream.consumers.buffers.slices.episode_cuts import EpisodePart, Leaves
+from rollstream.consumers.buffers.slices.journal import (
+    CloseRecord,
+    FlushRecord,
+    OpenRecord,
+    ReserveOnDiskRecord,
+    ReserveRecord,
+    SliceJournal,
+    SnapshotRecord,
+    read_journal,
+    write_journal,
+)
+from rollstream.consumers.buffers.slices.ring_files import RingFiles, check, specs_of
+from rollstream.consumers.buffers.slices.state import SliceState
+from rollstream.consumers.files.atomic_files import DirectoryLock, StoreError, lock_directory, sync_directory
+from rollstream.topics.errors import ConfigurationError, RecordError
+
+_AHEAD = 16
+"""Number of parts in which a ring is overwritten; each is announced on disk."""
+LEAST_JOURNAL_BYTES = 2**20
+"""A journal is compacted when it has grown by this and a sixteenth, which limits the time to open it."""
+
+
+class SliceStore:
+    """See the module. Not thread-safe. `state` is the state of the ring."""
+
+    def __init__(self, directory: Path, capacity: int | None, *, read_only: bool = False) -> None:
+        """Open or create a directory; without a capacity, take that of the existing ring.
+
+        Raises ConfigurationError if the ring has another capacity, StoreError if another process writes there or the
+        files are missing or damaged.
+        """
+        self._directory, self._read_only = directory, read_only
+        self._journal: SliceJournal | None = None
+        self._read_to = 0
+        self._closed = False
+        self._lock: DirectoryLock | None = None if read_only else lock_directory(directory, LOCK)
+        try:
+            self._open(capacity)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _open(self, capacity: int | None) -> None:
+        manifest = read_manifest(self._directory)
+        if manifest is None:
+            if self._read_only or capacity is None:
+                raise StoreError(f"{self._directory} holds no {NAME}; nothing was stored there")
+            manifest = self._create(capacity)
+        if capacity not in (None, manifest.capacity):
+            raise ConfigurationError(
+                f"{self._directory} is a ring of {manifest.capacity} steps, not {capacity}; open it with that "
+                "capacity, or fill another directory"
+            )
+        self._manifest = manifest
+        self._journal_path = self._directory / manifest.journal
+        self._files = RingFiles(self._directory, manifest.arrays, manifest.capacity, writable=not self._read_only)
+        try:
+            self._recover()
+        except BaseException:
+            self._close_files()
+            raise
+        if not self._read_only:
+            remove_all_but(self._directory, manifest)
+        elif manifest != read_manifest(self._directory):
+            self._close_files()
+            self._open(capacity)
+
+    # ------------------------------------------------------------------ writing
+
+    def add(self, parts: Sequence[EpisodePart], at: tuple[int, int] | None) -> None:
+        """Write parts of episodes, which passed `check`, and move the position, atomically.
+
+        Raises StoreError if writing fails; the steps overwritten to make room are lost then.
+        """
+        journal = self._short_journal()
+        if parts:
+            self._create_arrays(parts[0].leaves)
+            self._make_room(journal, self.state.head + sum(part.steps for part in parts))
+            self._files.write(self.state.head, [part.leaves for part in parts])
+        record = self.state.add_record(list(parts), at)
+        journal.append(record)
+        self.state.apply(record)
+
+    def check(self, parts: Sequence[EpisodePart]) -> None:
+        """Raise RecordError for arrays that differ from those stored, or more steps than the ring has."""
+        steps = sum(part.steps for part in parts)
+        if steps > self.capacity:
+            raise RecordError(f"{steps} steps at once do not fit a ring of {self.capacity}; raise its capacity")
+        if self.state.head:
+            for part in parts:
+                check(self._files.specs, part.leaves)
+
+    def flush(self) -> None:
+        """Write everything that was added to disk. Raises StoreError."""
+        journal = self._short_journal()
+        self._files.sync()
+        journal.append(FlushRecord(self.state.draws))
+        journal.sync()
+
+    def save(self, directory: Path) -> None:
+        """Write everything to disk: here, or as a copy that replaces any buffer in another directory.
+
+        Raises StoreError; the other directory is then unchanged.
+        """
+        if directory.resolve() == self._directory.resolve():
+            self.flush()
+            return
+        with lock_directory(directory, LOCK):
+            self._copy_to(directory)
+
+    def load(self, directory: Path) -> None:
+        """Replace the content by that of another directory. Raises StoreError; the store is then unchanged."""
+        self._writable()
+        if directory.resolve() == self._directory.resolve():
+            return
+        with closing(SliceStore(directory, None, read_only=True)) as other:
+            if other.capacity != self.capacity:
+                raise StoreError(
+                    f"{directory} is a ring of {other.capacity} steps, this one of {self.capacity}; load it into "
+                    "one of the same capacity"
+                )
+            other._copy_to(self._directory)
+        self._close_files()
+        self._open(self.capacity)
+
+    def close(self) -> None:
+        """Write everything that was added to disk, and close. Raises StoreError."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._journal is not None:
+                self.flush()
+                self._journal.append(CloseRecord())
+                self._journal.sync()
+        finally:
+            self._close_files()
+            self._unlock()
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def capacity(self) -> int:
+        """Steps of the ring."""
+        return self._manifest.capacity
+
+    @property
+    def files(self) -> RingFiles:
+        """Files of the arrays. Raises StoreError after `close`."""
+        if self._closed:
+            raise StoreError(f"the buffer in {self._directory} is closed; open it again")
+        return self._files
+
+    def refresh(self) -> None:
+        """Apply what the writer has done since; does nothing in the writer. Raises StoreError if the buffer is gone."""
+        if not self._read_only:
+            return
+        try:
+            replaced = os.stat(self._journal_path).st_ino != self._journal_inode
+        except OSError:
+            replaced = True
+        if replaced or not self.state.head:  # The first step determines the set of arrays.
+            self._close_files()
+            self._open(None)
+            return
+        reading = read_journal(self._journal_path, self._read_to)
+        for record in reading.records:
+            self.state.apply(record)
+        self._read_to = reading.stop
+
+    # ------------------------------------------------------------------ within
+
+    def _create(self, capacity: int) -> Manifest:
+        """Write an empty buffer without arrays."""
+        manifest = Manifest(journal=f"{new_name()}.journal", capacity=capacity)
+        write_journal(self._directory / manifest.journal, SliceState(capacity).snapshot())
+        write_manifest(self._directory, manifest)
+        return manifest
+
+    def _recover(self) -> None:
+        """Read the journal; if the machine was restarted since it was written, drop what was not on disk."""
+        boot = slice_directory.boot_id()
+        self._journal_inode = self._journal_path.stat().st_ino if self._journal_path.exists() else -1
+        reading = read_journal(self._journal_path)
+        records = reading.records
+        lost = next((record.boot for record in reversed(records) if isinstance(record, OpenRecord)), boot) != boot
+        if (
+            not records
+            or not isinstance(records[0], SnapshotRecord)
+            or (reading.damaged and (reading.was_on_disk or not lost))
+        ):
+            raise StoreError(
+                f"{self._journal_path} is damaged at byte {reading.stop}; fill the buffer from the log again"
+            )
+        self._ahead = max((record.stop for record in records if isinstance(record, ReserveOnDiskRecord)), default=0)
+        if lost:
+            last = max(n for n, record in enumerate(records) if isinstance(record, FlushRecord | SnapshotRecord))
+            records = records[: last + 1]
+        self.state = SliceState(self.capacity)
+        try:
+            for record in records:
+                self.state.apply(record)
+        except (KeyError, ValueError) as error:
+            raise StoreError(
+                f"{self._journal_path} is damaged ({error}); fill the buffer from the log again"
+            ) from error
+        if lost:
+            self.state.forget(self._ahead - self.capacity)
+        self._read_to = reading.stop
+        self._snapshot_bytes = 0
+        if self._read_only:
+            return
+        self._journal = SliceJournal(self._journal_path, reading.stop)
+        if lost:
+            self._compact()
+        else:
+            self._journal.append(OpenRecord(boot))
+
+    def _create_arrays(self, leaves: Leaves) -> None:
+        """Create the files of the arrays if this is the first step."""
+        if self.state.head:
+            return
+        specs = specs_of(leaves, new_name())
+        if [spec.kind for spec in specs] == [spec.kind for spec in self._manifest.arrays]:
+            return
+        files = RingFiles(self._directory, specs, self.capacity, writable=True, new=True)
+        try:
+            sync_directory(self._directory)
+            write_manifest(self._directory, replace(self._manifest, arrays=specs))
+        except BaseException:
+            files.close()
+            raise
+        self._files.close()
+        self._files, self._manifest = files, replace(self._manifest, arrays=specs)
+        remove_all_but(self._directory, self._manifest)
+
+    def _make_room(self, journal: SliceJournal, stop: int) -> None:
+        """Forget the steps that those up to counter `stop` overwrite; the journal says so before a byte is written."""
+        if stop <= self.capacity:
+            return
+        if stop > self._ahead:
+            ahead = stop + self.capacity // _AHEAD
+            journal.append(ReserveOnDiskRecord(ahead))
+            journal.sync()
+            self._ahead = ahead
+        record = ReserveRecord(stop)
+        journal.append(record)
+        self.state.apply(record)
+
+    def _short_journal(self) -> SliceJournal:
+        """Return the journal, after compacting it if it has grown long."""
+        if self._writable().size_bytes > LEAST_JOURNAL_BYTES + self._snapshot_bytes + self._snapshot_bytes // 16:
+            self._compact()
+        return self._writable()
+
+    def _compact(self) -> None:
+        """Replace the journal by one that begins with a snapshot, so that it does not grow with steps that are gone."""
+        self._files.sync()
+        before, self._journal = self._journal, None
+        try:
+            write_journal(
+                self._journal_path,
+                self.state.snapshot(),
+                ReserveOnDiskRecord(self._ahead),
+                OpenRecord(slice_directory.boot_id()),
+            )
+            self._snapshot_bytes = self._journal_path.stat().st_size
+        finally:
+            # Reopen also after a failure, when it is unknown whether the new file already has its name.
+            self._journal = SliceJournal(self._journal_path, self._journal_path.stat().st_size)
+            if before is not None:
+                before.close()
+
+    def _copy_to(self, directory: Path) -> None:
+        """Write everything to new files in a directory, name them in its manifest, and delete the others."""
+        low, snapshot = self.state.low, self.state.snapshot()
+        name = new_name()
+        arrays = tuple(replace(spec, file=f"{name}-{n:03}.bin") for n, spec in enumerate(self._manifest.arrays))
+        manifest = Manifest(journal=f"{name}.journal", capacity=self.capacity, arrays=arrays)
+        try:
+            with closing(RingFiles(directory, arrays, self.capacity, writable=True, new=True)) as files:
+                self._files.copy_to(files, min(low, snapshot.head), snapshot.head)
+                files.sync()
+            before = self._manifest
+            self.refresh()
+            if before != self._manifest or self.state.low > low:
+                raise StoreError(f"{self._directory} is being written by another buffer; copy it once that is closed")
+            write_journal(directory / manifest.journal, snapshot)
+        except BaseException:
+            for file in (manifest.journal, *(spec.file for spec in arrays)):
+                (directory / file).unlink(missing_ok=True)
+            raise
+        write_manifest(directory, manifest)
+        remove_all_but(directory, manifest)
+
+    def _writable(self) -> SliceJournal:
+        if self._journal is None or self._lock is None or not self._lock.held:
+            why = "was opened read-only" if self._read_only else "is closed, or another process has it"
+            raise StoreError(f"the buffer in {self._directory} {why}; open it to write")
+        return self._journal
+
+    def _close_files(self) -> None:
+        self._files.close()
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()

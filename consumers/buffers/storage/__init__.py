@@ -1,0 +1,1 @@
+"""Storage shared by buffers: atomic files, locks, checksums, seeded draws."""

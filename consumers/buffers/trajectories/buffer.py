@@ -1,0 +1,472 @@
+"""The trajectory buffer: [T, B, ...] trajectories in memory or files; samples are single steps of the newest.
+
+It is filled by hand or from the log; position and content are one fact. Two buffers of the same seed that are filled to
+the same position of one partition give the same samples; see `rollstream.consumers.buffers.protocol` for several
+partitions. Adding, drawing and saving are thread-safe: no sample is torn.
+"""
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rollstream.consumers.buffers.storage.seeded_draws import generator_at
+from rollstream.consumers.buffers.trajectories.checkpoint import read_checkpoint, shard, write_checkpoint
+from rollstream.consumers.buffers.trajectories.formats import DEFAULT, format_named
+from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry
+from rollstream.consumers.buffers.trajectories.journal import JournalContent
+from rollstream.consumers.buffers.trajectories.rlinf_documents import write_documents
+from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, Layout, check_trajectory, refuse_other
+from rollstream.consumers.buffers.trajectories.shelf import TrajectoryShelf
+from rollstream.consumers.buffers.trajectories.store import (
+    AddOperation,
+    DrawState,
+    DropOperation,
+    SkipOperation,
+    TrajectoryStore,
+)
+from rollstream.consumers.buffers.trajectories.unsaved import TrajectoryMemory
+from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.topics.closing import Closing
+from rollstream.topics.errors import ConfigurationError, RecordError, RollstreamError
+from rollstream.topics.logs import event
+from rollstream.topics.trajectories import Trajectory, as_trajectory, nest
+
+logger = logging.getLogger(__name__)
+
+
+class NothingToSample(RollstreamError):
+    """The buffer is empty."""
+
+
+class NotYetOnDisk(StoreError):
+    """A buffer that writes synchronously holds trajectories that it cannot write to disk at present."""
+
+
+class TrajectoryReplayBuffer(Closing):
+    """See the module.
+
+    With `auto_save` every trajectory is a file below `auto_save_path`, written by a background thread (or, with
+    `synchronous`, before `add` returns), and a cache keeps the newest `cache_size` in memory. Everything before a
+    `flush` survives any crash. Reopens a directory that already holds trajectories.
+
+    Without `auto_save` the cache holds everything, and only as many trajectories as the window: a trajectory that
+    cannot be drawn is not kept. `max_trajectories` and `max_bytes` (of arrays) limit memory and disk; 0 is no limit.
+
+    `like` is a trajectory that has the arrays every trajectory must have. Without it, the first two trajectories with
+    equal arrays decide: a single trajectory leaves when the next one has other arrays, because it may be the wrong one.
+    """
+
+    def __init__(
+        self,
+        seed: int = 1234,
+        enable_cache: bool = True,
+        cache_size: int = 5,
+        sample_window_size: int = 100,
+        auto_save: bool = False,
+        auto_save_path: str | Path = "",
+        trajectory_format: str = DEFAULT,
+        *,
+        max_trajectories: int = 0,
+        max_bytes: int = 0,
+        allow_pickle: bool = False,
+        synchronous: bool = False,
+        max_pending_bytes: int = 2**28,
+        like: Trajectory | None = None,
+    ) -> None:
+        """Raises ConfigurationError for invalid settings, StoreError for a directory it cannot use."""
+        if auto_save and not str(auto_save_path):
+            raise ConfigurationError("auto_save needs a directory to save to; give auto_save_path")
+        bounds = {
+            "sample_window_size": sample_window_size,
+            "max_trajectories": max_trajectories,
+            "max_bytes": max_bytes,
+            "cache_size": cache_size,
+        }
+        for name, value in bounds.items():
+            if value < 0:
+                raise ConfigurationError(f"{name} is {value}; give 0 or more")
+        if max_pending_bytes < 1:
+            raise ConfigurationError(
+                f"max_pending_bytes is {max_pending_bytes}, which leaves no room for pending writes; give at least "
+                "1, and synchronous=True for an add that returns when its trajectories are on disk"
+            )
+        self.seed = seed
+        self.sample_window_size = sample_window_size
+        self.trajectory_format = trajectory_format
+        self.auto_save = auto_save
+        self._layout = None if like is None else _layout_of(like)
+        self._formats = lru_cache(lambda name: format_named(name, allow_pickle=allow_pickle))
+        self._formats(trajectory_format)  # refused now, not when the first is saved
+        self._max_trajectories, self._max_bytes = max_trajectories, max_bytes
+        self._synchronous = synchronous
+        self._lock = threading.RLock()
+        self._saving = threading.Lock()
+        """Held while a checkpoint is written; taken before `_lock`."""
+        self._documenting = threading.Lock()
+        """Held while the RLinf documents are written; taken after `_saving` and before `_lock`."""
+        self._documented = False
+        """Whether these documents are up to date."""
+        self._position: dict[int, int] = {}
+        self._draws = self._draws_saved = self._without_rewards = 0
+        self._left_out: dict[Path, int] = {}
+        """Number of trajectories of a checkpoint that were not loaded, by directory."""
+        self._store: TrajectoryStore | TrajectoryMemory
+        if auto_save:
+            self._store = store = TrajectoryStore(
+                Path(auto_save_path),
+                seed=seed,
+                formats=self._formats,
+                format_name=trajectory_format,
+                max_pending_bytes=max_pending_bytes,
+            )
+            self._shelf = TrajectoryShelf(cache_size if enable_cache and cache_size else None, store.arrays)
+            self._load_content(store.content)
+        else:
+            # Trajectories outside the window cannot be drawn and are not kept.
+            self._max_trajectories = min(filter(None, (sample_window_size, max_trajectories)), default=0)
+            self._store = memory = TrajectoryMemory()
+            self._shelf = TrajectoryShelf(self._max_trajectories, memory.arrays)
+
+    # ------------------------------------------------------------------ in
+
+    def add_trajectories(self, trajectories: Iterable[Trajectory | Mapping[str, Any]]) -> int:
+        """Add all trajectories or none, and return how many were added: a trajectory with neither prev_logprobs nor
+        rewards is skipped. Arrays are copied. A plain dict holds the fields of a trajectory and its arrays, by name.
+
+        Raises RecordError for a trajectory that is invalid or has other arrays than those held; StoreError if an
+        earlier write failed: it is tried again, and this call adds nothing. If the buffer writes synchronously, raises
+        NotYetOnDisk when a write of this call fails: the buffer holds all of the call in memory and writes it before
+        any later operation; do not add it again. Raises MemoryError if memory does not suffice: the trajectories before
+        the failing one are added.
+        """
+        sound = map(as_trajectory, trajectories)
+        parts = [part for trajectory in sound if (part := self._checked(trajectory)) is not None]
+        self._make_ready()
+        with self._lock:
+            for part in parts:
+                self._refuse_other(part, parts[0])
+            ids = [self._put(part, None) for part in parts]
+        self._write_if_synchronous(ids)
+        return len(parts)
+
+    def add(self, trajectory: Trajectory | Mapping[str, Any], /, *, at: tuple[int, int] | None = None) -> bool:
+        """Add a trajectory and return whether it was added. Raises as `add_trajectories`.
+
+        `at` is its partition and offset in the log: the position moves past it in the same step, and a trajectory below
+        the position is skipped, because the buffer already has it.
+        """
+        if at is None:
+            return bool(self.add_trajectories([trajectory]))
+        if at[1] < self.position.get(at[0], 0):
+            return False
+        part = self._checked(as_trajectory(trajectory))
+        self._make_ready()
+        with self._lock:
+            if at[1] < self._position.get(at[0], 0):
+                return False
+            if part is None:
+                self.skip(at)
+                return False
+            self._refuse_other(part, part)
+            number = self._put(part, (at[0], at[1] + 1))
+        self._write_if_synchronous([number])
+        return True
+
+    def skip(self, at: tuple[int, int], /) -> None:
+        """Move the position past a record that the buffer does not take."""
+        partition, offset = at
+        with self._lock:
+            if offset < self._position.get(partition, 0):
+                return
+            self._store.open()
+            self._position[partition] = offset + 1
+            self._store.put(SkipOperation(partition, offset + 1))
+
+    def clear(self) -> None:
+        """Delete index, counter, cache and files; the position stays. Raises StoreError."""
+        with self._saving, self._lock:
+            content = JournalContent(position=dict(self._position), seed=self.seed, draws=self._draws)
+            self._store.open()
+            self._store.replace(content)
+            self._load_content(content)
+
+    # ------------------------------------------------------------------ out
+
+    def sample(self, num_chunks: int) -> dict[str, Any]:
+        """Draw min(`num_chunks`, N) steps as a nested dict of arrays [n, ...], uniformly with replacement from the N
+        steps of the window: the newest `sample_window_size` trajectories, or all if that is 0. Each trajectory is
+        fetched once.
+
+        Raises ConfigurationError for fewer than 1, NothingToSample if the buffer is empty, StoreError if a file is
+        gone.
+        """
+        if num_chunks < 1:
+            raise ConfigurationError(f"a sample of {num_chunks}; draw at least 1")
+        with self._lock:
+            generator = generator_at(self.seed, self._draws)
+            drawn = self._shelf.draw(self.sample_window_size, num_chunks, generator)
+            if drawn is None:
+                raise NothingToSample(
+                    "the trajectory buffer is empty; wait until is_ready says that there is something"
+                )
+            self._draws += 1
+        return nest(drawn)
+
+    @property
+    def position(self) -> Mapping[int, int]:
+        """Next offset to read, by partition; empty if nothing came from the log."""
+        with self._lock:
+            return dict(self._position)
+
+    @property
+    def total_samples(self) -> int:
+        """Steps of all trajectories held, including those outside the window."""
+        with self._lock:
+            return self._shelf.index.samples
+
+    @property
+    def window_samples(self) -> int:
+        """Steps of the window, which can be drawn."""
+        with self._lock:
+            return self._shelf.index.window(self.sample_window_size).samples
+
+    @property
+    def trajectory_counter(self) -> int:
+        """The next id."""
+        return self._shelf.index.counter
+
+    @property
+    def trajectory_ids(self) -> list[int]:
+        """Ids of the trajectories held, oldest first."""
+        with self._lock:
+            return [int(number) for number in self._shelf.index.ids]
+
+    def __len__(self) -> int:
+        return len(self._shelf.index)
+
+    def size(self) -> int:
+        """Steps that can be drawn."""
+        return self.window_samples
+
+    def is_ready(self, min_size: int) -> bool:
+        """Whether at least `min_size` trajectories are held. Raises ConfigurationError for more than the bound."""
+        if self._max_trajectories and min_size > self._max_trajectories:
+            bound = "max_trajectories" if self.auto_save else "sample_window_size and max_trajectories"
+            raise ConfigurationError(
+                f"is_ready({min_size}) is never true: the buffer holds at most {self._max_trajectories} trajectories; "
+                f"raise {bound}, or wait for fewer"
+            )
+        return len(self) >= min_size
+
+    def get_stats(self) -> dict[str, int]:
+        """Return num_trajectories held, total_samples of them, and cache_size in trajectories."""
+        with self._lock:
+            return {
+                "num_trajectories": len(self._shelf.index),
+                "total_samples": self.total_samples,
+                "cache_size": self._shelf.cached,
+            }
+
+    def stats(self) -> dict[str, int]:
+        """Return get_stats, and the steps that can be drawn, the bytes held, samples drawn, and trajectories skipped
+        because they have no rewards."""
+        with self._lock:
+            return {
+                **self.get_stats(),
+                "window_samples": self.window_samples,
+                "stored_bytes": self._shelf.index.size_bytes,
+                "draws": self._draws,
+                "without_rewards": self._without_rewards,
+            }
+
+    # ------------------------------------------------------------------ on disk
+
+    def flush(self) -> None:
+        """Wait until everything added is on disk, with position and random state, and is in trajectory_index.json and
+        metadata.json. Raises StoreError if writing fails.
+
+        Without auto_save it does nothing.
+        """
+        with self._documenting:
+            with self._lock:
+                content = None if self._documented else self._content()
+                self._documented = True
+            try:
+                self._write()
+                self._document(content)
+            except BaseException:
+                self._documented = False
+                raise
+
+    def close(self) -> None:
+        """Flush, and release the directory. Drawing still works, and adding opens it again. Raises StoreError."""
+        with self._saving, self._documenting, self._lock:
+            if self._store.is_open:
+                self._write()
+                self._document(None if self._documented else self._content())
+                self._documented = True
+                self._store.close()
+
+    def save_checkpoint(self, save_path: str | Path) -> None:
+        """Save content, position and random state in a directory, atomically: a kill leaves the earlier checkpoint or
+        this one. Files are linked if the file system can.
+
+        Other threads add and draw meanwhile; the checkpoint is of one moment. Without auto_save that state is copied in
+        memory.
+
+        Raises StoreError, also if the directory holds trajectories that this buffer left out when it loaded from there,
+        because of its bounds or its rank: saving would delete them.
+        """
+        left_out = self._left_out.get(Path(save_path).resolve())
+        if left_out:
+            raise StoreError(
+                f"{save_path} holds {left_out} trajectories that this buffer did not load, and saving deletes them; "
+                "save to another directory, or load all of them (sample_window_size and max_trajectories of 0)"
+            )
+        with self._saving:
+            self._write()
+            with self._lock:
+                self._write()  # operations since the first write; few, because other threads now wait
+                content = self._content()
+                sources = self._store.sources(content, self._shelf.cached_rows)
+            try:
+                write_checkpoint(Path(save_path), content, sources, self._formats, self.trajectory_format)
+            finally:
+                self._store.unpin()
+
+    def load_checkpoint(
+        self, load_path: str | Path, is_distributed: bool = False, local_rank: int = 0, world_size: int = 1
+    ) -> None:
+        """Replace the content by that of a checkpoint of this program or of RLinf. Settings stay, except the seed. If
+        `is_distributed`, load the share of one rank; shares are contiguous, and together they are the whole.
+
+        The newest `cache_size` are read into the cache; the log says how many the bounds leave out. Raises
+        FileNotFoundError (also a StoreError) if there is no checkpoint, StoreError if it is damaged, ValueError (also a
+        ConfigurationError) for a rank out of range; the buffer is then unchanged.
+        """
+        checkpoint = read_checkpoint(Path(load_path), self._formats)
+        stored = len(checkpoint.content)
+        if is_distributed:
+            checkpoint = shard(checkpoint, local_rank, world_size)
+        if checkpoint.content.seed is None:
+            checkpoint.content.seed = self.seed
+        if not self.auto_save:
+            checkpoint = checkpoint.newest(self._max_trajectories or len(checkpoint.content))
+        with self._saving, self._lock:
+            self._store.open()
+            self._load_content(self._store.load(checkpoint))
+            self._left_out[Path(load_path).resolve()] = left_out = stored - len(self)
+        if left_out:
+            event(logger, "trajectories_not_loaded", directory=str(load_path), count=left_out, loaded=stored - left_out)
+
+    def save(self, directory: Path, /) -> None:
+        """Call save_checkpoint; every buffer has this name for it."""
+        self.save_checkpoint(directory)
+
+    def load(self, directory: Path, /) -> None:
+        """Call load_checkpoint; every buffer has this name for it."""
+        self.load_checkpoint(directory)
+
+    # ------------------------------------------------------------------ within
+
+    def _checked(self, trajectory: Trajectory) -> CheckedTrajectory | None:
+        part = check_trajectory(trajectory)
+        if part is None:
+            self._without_rewards += 1
+            return None
+        if self._max_bytes and part.size_bytes > self._max_bytes:
+            raise RecordError(
+                f"trajectory {trajectory.uid!r} has {part.size_bytes:,} bytes, and the buffer holds at most "
+                f"{self._max_bytes:,}; raise max_bytes, or cut shorter trajectories"
+            )
+        return self._store.owned(part)
+
+    def _refuse_other(self, part: CheckedTrajectory, first: CheckedTrajectory) -> None:
+        layout = self._layout or (self._shelf.layout if len(self) > 1 else first.layout)
+        refuse_other(layout, part.layout, f"trajectory {part.trajectory.uid!r}")
+
+    def _make_ready(self) -> None:
+        """Wait for room without the lock, so that other threads can draw."""
+        with self._lock:
+            self._store.open()
+        try:
+            self._store.ready()
+        except StoreError as error:
+            raise StoreError(
+                f"an earlier write failed, and is tried again ({error}); this call added nothing: call again when "
+                "there is room"
+            ) from error
+
+    def _write_if_synchronous(self, ids: list[int]) -> None:
+        """Write the trajectories of a call to disk if the buffer is synchronous."""
+        if not self._synchronous:
+            return
+        try:
+            self._write()
+        except StoreError as error:
+            wait = self._store.pending_count(ids)
+            raise NotYetOnDisk(
+                f"{len(ids) - wait} of the {len(ids)} trajectories of this call are on disk, and {wait} wait in "
+                f"memory, where they are drawn from ({error}); make room and call flush, and do not add them again"
+            ) from error
+
+    def _write(self) -> None:
+        """Write everything added to disk, with position and random state."""
+        with self._lock:
+            self._store.open()
+            if self._draws != self._draws_saved:
+                self._store.put(DrawState(self._shelf.index.counter, self.seed, self._draws))
+                self._draws_saved = self._draws
+        self._store.flush()
+
+    def _content(self) -> JournalContent:
+        return replace(self._shelf.content(), position=dict(self._position), seed=self.seed, draws=self._draws)
+
+    def _document(self, content: JournalContent | None) -> None:
+        """Write the RLinf documents if the content changed; without auto_save do nothing."""
+        if content is not None and isinstance(self._store, TrajectoryStore):
+            write_documents(self._store.directory, content, self.trajectory_format)
+
+    def _put(self, part: CheckedTrajectory, at: tuple[int, int] | None) -> int:
+        """Add a trajectory, move to the position after it, and return its id."""
+        self._store.open()  # another thread may have closed it since there was room
+        if len(self) and part.layout != self._shelf.layout:
+            self._drop(self._shelf.drop(1))  # A single trajectory of other arrays gives way.
+        entry = self._shelf.put(part, self._store.format_name)
+        if at is not None:
+            self._position[at[0]] = at[1]
+        self._documented = False
+        self._store.put(AddOperation(entry, part, at))
+        self._prune()
+        return entry.trajectory_id
+
+    def _prune(self) -> None:
+        self._drop(self._shelf.prune(self._max_trajectories, self._max_bytes))
+
+    def _drop(self, gone: list[TrajectoryEntry]) -> None:
+        if gone:
+            self._store.put(DropOperation(gone[-1].trajectory_id + 1, tuple(gone)))
+
+    def _load_content(self, content: JournalContent) -> None:
+        if self._layout is not None and len(content):
+            try:
+                refuse_other(self._layout, content.layout, "what was saved")
+            except RecordError as error:
+                raise ConfigurationError(f"{error}; or give it another `like`") from error
+        self._documented = False
+        self._shelf.load(content)
+        self._position = dict(content.position)
+        self.seed = self.seed if content.seed is None else content.seed
+        self._draws = self._draws_saved = content.draws
+        self._prune()
+
+
+def _layout_of(like: Trajectory) -> Layout:
+    part = check_trajectory(like)
+    if part is None:
+        raise ConfigurationError("`like` has neither rewards nor prev_logprobs; give a trajectory that has one of them")
+    return part.layout

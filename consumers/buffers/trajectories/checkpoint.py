@@ -1,0 +1,201 @@
+"""Checkpoints of trajectory buffers: directories with one file for each trajectory and a journal that names them.
+
+The journal is written last, atomically, and decides what the checkpoint holds; trajectory_index.json and metadata.json
+beside it are for other programs, in RLinf's form. Directories that RLinf wrote can be read too.
+"""
+
+import logging
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollstream.consumers.buffers.trajectories.folder import (
+    LOADED,
+    LOCK,
+    Formats,
+    SavedCheckpoint,
+    file_name,
+    place_file,
+    store_errors,
+    sweep,
+)
+from rollstream.consumers.buffers.trajectories.index import Description, TrajectoryIndex, uuid_of
+from rollstream.consumers.buffers.trajectories.journal import JournalContent, read_content, write_content
+from rollstream.consumers.buffers.trajectories.rlinf_documents import INDEX, METADATA, write_documents
+from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, Layout, layout_of, refuse_foreign
+from rollstream.consumers.files.atomic_files import (
+    StoreError,
+    make_directory,
+    read_json,
+    remove_unfinished,
+    sync_directory,
+)
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_OLD_INDEX = "trajector_index.json"
+"""Name in earlier versions of RLinf's tools."""
+
+
+class NoCheckpoint(StoreError, FileNotFoundError):
+    """Nothing was saved in a directory."""
+
+
+class RankOutOfRange(ConfigurationError, ValueError):
+    """A rank is not below the number of ranks."""
+
+
+def read_checkpoint(directory: Path, formats: Formats) -> SavedCheckpoint:
+    """Read the listing of a checkpoint. Raises NoCheckpoint if there is none, StoreError if it is damaged."""
+    try:
+        content = read_content(directory)
+    except FileNotFoundError:
+        content = _foreign(directory, formats)
+    return SavedCheckpoint(directory, content, formats)
+
+
+def shard(checkpoint: SavedCheckpoint, local_rank: int, world_size: int) -> SavedCheckpoint:
+    """The contiguous share of one rank; the first ranks get one trajectory more if the number does not divide.
+
+    The next id follows the highest of the share, and is 0 if the share is empty. Raises RankOutOfRange.
+    """
+    if not 0 <= local_rank < world_size:
+        raise RankOutOfRange(f"rank {local_rank} of {world_size}; give a rank from 0 to one below world_size")
+    each, more = divmod(len(checkpoint.content), world_size)
+    begin = local_rank * each + min(local_rank, more)
+    content = checkpoint.content.part(begin, begin + each + (local_rank < more))
+    counter = content[len(content) - 1].trajectory_id + 1 if len(content) else 0
+    return checkpoint._replace(content=replace(content, counter=counter))
+
+
+def write_checkpoint(
+    directory: Path,
+    content: JournalContent,
+    source: Callable[[int], Path | CheckedTrajectory],
+    formats: Formats,
+    format_name: str,
+) -> None:
+    """Write a checkpoint; `source` gives the file of the trajectory at each place, or a trajectory to write.
+
+    Raises StoreError; the earlier checkpoint is then unchanged.
+    """
+    if (directory / LOCK).exists():
+        raise StoreError(f"{directory} is a directory that a buffer saves to by itself; save checkpoints elsewhere")
+    with store_errors(directory):
+        make_directory(directory)
+        remove_unfinished(directory)
+        before = _saved_before(directory)
+        descriptions = [
+            description._replace(folder="", format=description.format or format_name)
+            for description in content.descriptions
+        ]
+        content = replace(content, descriptions=descriptions)
+        # If the directory holds other trajectories under the same ids, files go to a folder of their own: the earlier
+        # checkpoint stays whole until the journal is replaced.
+        folder = "" if before is not None and _agree(before, content) else f"{LOADED}{uuid.uuid4().hex}"
+        content = replace(content, descriptions=[description._replace(folder=folder) for description in descriptions])
+        known = _ids(before)
+        for place in range(len(content)):
+            entry = content[place]
+            path = SavedCheckpoint(directory, content, formats).path(entry)
+            if not folder and entry.trajectory_id in known and path.exists():
+                continue
+            place_file(path, source(place), formats(entry.description.format))
+        sync_directory(directory)
+        if folder and len(content):
+            sync_directory(directory / folder)
+        write_documents(directory, content, format_name)
+        write_content(directory, content)
+        sweep(directory, content)
+
+
+# ------------------------------------------------------------------ writing
+
+
+def _saved_before(directory: Path) -> JournalContent | None:
+    """Content of the directory; None if another program wrote its files."""
+    try:
+        return read_content(directory)
+    except FileNotFoundError:
+        return None if (directory / INDEX).exists() else JournalContent()
+
+
+def _ids(content: JournalContent | None) -> frozenset[int]:
+    return frozenset(() if content is None else content.entries["id"].tolist())
+
+
+def _agree(before: JournalContent, content: JournalContent) -> bool:
+    """Whether every id in both contents is of the same trajectory, and its file lies in the directory itself."""
+    if any(description.folder for description in before.descriptions):
+        return False
+    _, old, new = np.intersect1d(before.entries["id"], content.entries["id"], assume_unique=True, return_indices=True)
+    same = before.entries["uuid"][old] == content.entries["uuid"][new]
+    formats = [before.descriptions[i].format for i in before.entries["description"][old]]
+    return bool(np.all(same)) and formats == [
+        content.descriptions[i].format for i in content.entries["description"][new]
+    ]
+
+
+# ------------------------------------------------------------------ RLinf's
+
+
+def _foreign(directory: Path, formats: Formats) -> JournalContent:
+    """Content of a directory that RLinf wrote; checks every file, and logs and leaves out entries without one."""
+    try:
+        metadata = read_json(directory / METADATA)
+        index = read_json(directory / (INDEX if (directory / INDEX).exists() else _OLD_INDEX))
+    except FileNotFoundError as error:
+        raise NoCheckpoint(
+            f"{directory} holds no checkpoint: {error.filename} is not there; nothing was saved"
+        ) from error
+    try:
+        return _content_of(directory, metadata, index, formats)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(f"{directory / INDEX} is not a valid index of trajectories ({error!r}); restore it") from error
+
+
+def _content_of(directory: Path, metadata: Any, index: Any, formats: Formats) -> JournalContent:
+    name = metadata.get("trajectory_format", "pt")
+    kind = formats(name)
+    names = set(os.listdir(directory))
+    trajectories, missing = TrajectoryIndex(), []
+    layout: Layout = ()
+    row_bytes = 0
+    ids = [int(number) for number in index["trajectory_id_list"]]
+    if ids != sorted(set(ids)):
+        raise ValueError("its ids do not ascend")
+    for number in ids:
+        row = index["trajectory_index"][str(number)]
+        weights = row.get("model_weights_id") or ""
+        file = file_name(number, weights, kind.suffix)
+        if file not in names:
+            missing.append(number)
+            continue
+        arrays = kind.arrays(directory / file)
+        if not layout:
+            layout = layout_of(arrays)
+            row_bytes = sum(leaf.row_bytes for leaf in layout)
+        steps, width = map(int, row["shape"][:2])
+        refuse_foreign(arrays, layout, steps, width, str(directory / file))
+        description = Description(steps, width, int(row.get("max_episode_length") or 0), weights, "", name)
+        trajectories.counter = number
+        uid = row.get("uuid") or Path(file).stem
+        trajectories.append(uuid_of(uid), description, row_bytes * description.samples)
+    if missing:
+        event(
+            logger,
+            "trajectories_without_a_file",
+            level=logging.WARNING,
+            directory=str(directory),
+            count=len(missing),
+            first=missing[0],
+        )
+    trajectories.counter = max(trajectories.counter, int(metadata.get("trajectory_counter") or 0))
+    seed = metadata.get("seed")
+    return replace(JournalContent.of(trajectories, layout), seed=None if seed is None else int(seed))

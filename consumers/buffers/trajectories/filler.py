@@ -1,0 +1,312 @@
+"""Fills buffers of trajectories from the log, each from its own position, by `poll` or in a thread.
+
+An invalid record is skipped, counted, and logged with its offset. A log other than the one that filled a buffer is
+refused; the filler never continues at a guessed offset.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Protocol, Self
+
+from rollstream.consumers.files.atomic_files import read_json, write_json
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import decode_as
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, RecordError, TopicError
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.groups import group_names, group_positions
+from rollstream.topics.kafka.hanging_transactions import open_on
+from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.kafka.records import BEGINNING, UNREADABLE, GroupPosition, KafkaRecord
+from rollstream.topics.logs import event
+from rollstream.topics.records import TrajectoryRecord
+from rollstream.topics.trajectories import Trajectory, from_record
+
+logger = logging.getLogger(__name__)
+_RECORDS_A_POLL = 100
+_WAIT_S = 0.1
+_COMMIT_EVERY_S = 5.0
+_TIMEOUT_S = 30.0
+FILLER_GROUPS = ".filler-"
+"""Infix of a filler's consumer group, between the names of run and filler."""
+
+Place = tuple[int, int]
+"""Partition and offset of a record."""
+
+
+class Fillable(Protocol):
+    """A buffer that can be filled from the log. It skips records below its position.
+
+    A buffer that writes to disk after `add` returns has a method `flush`, which waits for the writes.
+    """
+
+    @property
+    def position(self) -> Mapping[int, int]:
+        """Next offset to read, by partition, without partitions from which no record came."""
+
+    def add(self, trajectory: Trajectory, /, *, at: Place) -> Any:
+        """Add a trajectory and move the position past it, both or neither. Raises RecordError if it is invalid; the
+        caller then calls `skip`."""
+
+    def skip(self, at: Place, /) -> Any:
+        """Move the position past a record that the buffer does not take."""
+
+
+class FillCounts(NamedTuple):
+    """Numbers of records since the filler was created."""
+
+    added: int = 0
+    """Records held by every buffer that was missing them."""
+    refused: int = 0
+    """Records that are unreadable, or that a buffer refused."""
+
+
+def put(buffers: Sequence[Fillable], at: Place, value: bytes | None) -> list[str]:
+    """Add a record to buffers, and return its problems; an invalid record is skipped.
+
+    Raises errors of a buffer other than RecordError, e.g. for a full disk. Give the record to all buffers again then;
+    those that already have it skip it.
+    """
+    partition, offset = at
+    waiting = [buffer for buffer in buffers if buffer.position.get(partition, 0) <= offset]
+    try:
+        trajectory = from_record(decode_as(TrajectoryRecord, value))
+    except RecordError as error:
+        for buffer in waiting:
+            buffer.skip(at)
+        return [str(error)]
+    refused = []
+    for buffer in waiting:
+        try:
+            buffer.add(trajectory, at=at)
+        except RecordError as error:
+            refused.append(f"{type(buffer).__name__}: {error}")
+            buffer.skip(at)
+    return refused
+
+
+def filler_positions(kafka: KafkaConfig, run: str) -> dict[str, dict[int, int]]:
+    """Committed positions of the fillers of a run's `trajectories`, by filler and partition."""
+    topic, prefix = topic_name(run, "trajectories"), f"{run}{FILLER_GROUPS}"
+    committed_positions = {}
+    for group in group_names(kafka):
+        if group.startswith(prefix):
+            at = {place.partition: place.offset for place in group_positions(kafka, group) if place.topic == topic}
+            if at:
+                committed_positions[group.removeprefix(prefix)] = at
+    return committed_positions
+
+
+class TrajectoryFiller:
+    """Fills buffers from a run's `trajectories`, by `poll` and `fill` or in the thread that `start` begins.
+
+    Records of one partition are read in order; the order between partitions varies.
+
+    It is a context manager that starts the thread and closes the filler. `identity_file` remembers across processes
+    which topic filled the buffers, so that a topic created again under the same name is refused.
+
+    Every five seconds and on closing it commits, as consumer group `{run}.filler-{name}`, the position below which all
+    buffers have every record, on disk if they write to disk; `rollstream prune` keeps the records from there on.
+    """
+
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        buffers: Sequence[Fillable],
+        *,
+        topic: Literal["trajectories", "unlabelled"] = "trajectories",
+        identity_file: Path | None = None,
+        name: str = "default",
+    ) -> None:
+        """Each filler of a run needs a `name` of its own.
+
+        Raises TopicError if a buffer's position is no longer, or not yet, in the log, or the topic is not the one that
+        filled it; BrokerUnavailable if no broker answers."""
+        if not buffers:
+            raise ConfigurationError("the filler has no buffer; give at least one")
+        self._kafka = kafka
+        self._topic = topic_name(run, topic)
+        self._buffers = list(buffers)
+        clients.check_broker(kafka)
+        self._remember_topic(identity_file)
+        starts = self._begin()
+        self._ends: dict[int, int] = {}
+        """End of each partition when it was last read to its end."""
+        self._counts = FillCounts()
+        self._group = f"{run}{FILLER_GROUPS}{name}"
+        self._reader = Reader(kafka, group=self._group)
+        self._committed: dict[int, int] = {}
+        self._commit()
+        self._stopping = threading.Event()
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self._reader.assign({(self._topic, p): offset for p, offset in starts.items()})
+
+    @property
+    def counts(self) -> FillCounts:
+        """Numbers of records added and refused; thread-safe."""
+        return self._counts
+
+    def poll(self, timeout_s: float = 1.0) -> int:
+        """Read the available records, waiting up to `timeout_s` for the first, and return their number.
+
+        Raises TopicError, BrokerUnavailable, and errors of buffers other than RecordError. A filler stays failed; a new
+        one continues from the positions.
+        """
+        if self._thread is not None and self._thread is not threading.current_thread():
+            raise ConfigurationError("this filler polls in a thread of its own; do not call poll or fill")
+        self.check()
+        try:
+            return self._poll(timeout_s)
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def fill(self, timeout_s: float | None = None) -> None:
+        """Read to the current end of the log. Raises as `poll`, and DeadlineExceeded if no record comes for
+        `timeout_s`, by default kafka.patience_s."""
+        timeout_s = self._kafka.patience_s if timeout_s is None else timeout_s
+        wanted = {p: end for p, (_begin, end) in topic_admin.bounds(self._kafka, self._topic).items()}
+        deadline = time.monotonic() + timeout_s
+        while any(self._ends.get(p, 0) < end for p, end in wanted.items()):
+            if self.poll(_WAIT_S):
+                deadline = time.monotonic() + timeout_s
+            elif time.monotonic() > deadline:
+                behind = [p for p, end in wanted.items() if self._ends.get(p, 0) < end]
+                raise DeadlineExceeded(
+                    f"{self._topic} was not read to its end, {wanted}, within {timeout_s:g} s without a record; "
+                    f"{open_on(self._kafka, self._topic, behind)}"
+                )
+        self._commit()
+
+    def start(self) -> Self:
+        """Start a thread that fills the buffers until `close`."""
+        self._thread = threading.Thread(target=self._run, name="trajectory-filler", daemon=True)
+        self._thread.start()
+        return self
+
+    def check(self) -> None:
+        """Raise the error that ended the filling, if any; the buffers get no more records then."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Stop, and close the consumer; the buffers stay open. Raises the error that ended the thread."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            if self._failure is None:
+                self._commit()
+        finally:
+            self._reader.close()
+        if self._thread is not None:
+            self.check()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            self.close()
+        except Exception:
+            # The error of the block is more specific, or is the same.
+            if error is None:
+                raise
+
+    # ------------------------------------------------------------------ within
+
+    def _poll(self, timeout_s: float) -> int:
+        records, ends = self._reader.poll(_RECORDS_A_POLL, timeout_s)
+        for record in records:
+            self._take(record)
+        self._ends.update({partition: end for (_topic, partition), end in ends.items()})
+        if time.monotonic() - self._committed_at > _COMMIT_EVERY_S:
+            self._commit()
+        return len(records)
+
+    def _commit(self) -> None:
+        """Commit the position below which every buffer has every record on disk. Raises ConfigurationError if another
+        filler has committed under the same name, BrokerUnavailable, and errors of buffers."""
+        positions = {
+            p: min(buffer.position.get(p, self._begins[p]) for buffer in self._buffers) for p in sorted(self._begins)
+        }
+        self._committed_at = time.monotonic()
+        if positions == self._committed:
+            return
+        for buffer in self._buffers:
+            if (flush := getattr(buffer, "flush", None)) is not None:
+                flush()
+        doing = f"committing positions of group {self._group}"
+        committed = self._reader.committed(self._topic, positions, doing)
+        committed_positions = {place.partition: place.offset for place in committed}
+        if self._committed and committed_positions != self._committed:
+            raise ConfigurationError(
+                f"another filler committed positions as group {self._group}, and what one of them lacks may be pruned; "
+                f"give each filler of the run a name of its own"
+            )
+        self._reader.commit((GroupPosition(self._topic, p, offset) for p, offset in positions.items()), doing)
+        self._committed = positions
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self.poll(_WAIT_S)
+        except Exception as error:  # poll keeps it, and `check` raises it
+            event(logger, "filling_failed", level=logging.ERROR, topic=self._topic, error=repr(error))
+
+    def _take(self, record: KafkaRecord) -> None:
+        wrong = put(self._buffers, (record.partition, record.offset), record.value)
+        added, refused = self._counts
+        self._counts = FillCounts(added + (not wrong), refused + bool(wrong))
+        if wrong:
+            event(
+                logger,
+                "trajectory_refused",
+                level=logging.WARNING,
+                topic=self._topic,
+                partition=record.partition,
+                offset=record.offset,
+                why="; ".join(wrong) if record.readable else UNREADABLE,
+            )
+
+    def _remember_topic(self, path: Path | None) -> None:
+        """Raise TopicError for another topic than the one that filled the buffers."""
+        if path is None:
+            return
+        identity = [self._topic, topic_admin.topic_ids(self._kafka, [self._topic])[self._topic]]
+        known = read_json(path) if path.exists() else identity
+        if known != identity and any(buffer.position for buffer in self._buffers):
+            raise TopicError(
+                f"the buffers beside {path} hold records of {' with id '.join(known)}, and are not filled from "
+                f"{' with id '.join(identity)}; take empty buffers, or the run and the brokers they were filled from"
+            )
+        if known != identity or not path.exists():
+            write_json(path, identity)
+
+    def _begin(self) -> dict[int, int]:
+        """First offset to read of each partition: the lowest position of the buffers."""
+        starts = {}
+        bounds = topic_admin.bounds(self._kafka, self._topic)
+        self._begins = {partition: begin for partition, (begin, _end) in bounds.items()}
+        for partition, (begin, end) in bounds.items():
+            for position in (buffer.position.get(partition) for buffer in self._buffers):
+                if position is not None and not begin <= position <= end:
+                    raise TopicError(
+                        f"a buffer is filled to offset {position} of {self._topic}[{partition}], which has {begin} to "
+                        f"{end}: "
+                        + (
+                            "the records it lacks were deleted; take an empty buffer, which begins with the rest"
+                            if position < begin
+                            else "the topic was created again; take an empty buffer, or the brokers it was filled from"
+                        )
+                    )
+            positions = [buffer.position.get(partition) for buffer in self._buffers]
+            known = [position for position in positions if position is not None]
+            starts[partition] = min(known) if len(known) == len(positions) else BEGINNING
+        return starts

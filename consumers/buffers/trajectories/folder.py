@@ -1,0 +1,195 @@
+"""The folder of trajectories: file names, import of files, the lock, and removal of files that do not belong to it.
+
+The journal, not this module, defines the content of a folder.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import shutil
+import urllib.parse
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from rollstream.consumers.buffers.trajectories.formats import Format
+from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry
+from rollstream.consumers.buffers.trajectories.journal import JournalContent
+from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory
+from rollstream.consumers.files.atomic_files import (
+    UNFINISHED,
+    StoreError,
+    make_directory,
+    remove_unfinished,
+    replacing,
+    sync_directory,
+)
+from rollstream.topics.logs import event
+from rollstream.topics.records import Int64
+
+logger = logging.getLogger(__name__)
+LOCK = "trajectories.lock"
+LOADED = "loaded-"
+"""Prefix of folders with files loaded from a checkpoint."""
+ASIDE = "not-in-index-"
+"""Prefix of folders with files that the index did not name."""
+FILE = re.compile(r"trajectory_(\d+)_.*\.(?:npz|pt|pkl)")
+"""Names of the files of trajectories."""
+_PLAIN = re.compile(r"[A-Za-z0-9._-]{0,100}")
+Formats = Callable[[str], Format]
+
+
+def file_name(trajectory_id: int, model_weights_id: str, suffix: str) -> str:
+    """trajectory_{id}_{model_weights_id}{suffix}; a weights id that is no valid file name is quoted or hashed."""
+    weights = model_weights_id
+    if not _PLAIN.fullmatch(weights):
+        weights = urllib.parse.quote(weights, safe="")
+        if len(weights) > 100:
+            weights = hashlib.sha256(weights.encode()).hexdigest()
+    return f"trajectory_{trajectory_id}_{weights}{suffix}"
+
+
+def path_of(directory: Path, entry: TrajectoryEntry, formats: Formats) -> Path:
+    """Path of the file of a trajectory in a directory."""
+    description = entry.description
+    name = file_name(entry.trajectory_id, description.model_weights_id, formats(description.format).suffix)
+    return directory / description.folder / name
+
+
+class SavedCheckpoint(NamedTuple):
+    """The listing of a checkpoint; its trajectories are not read yet."""
+
+    directory: Path
+    content: JournalContent
+    formats: Formats
+
+    def path(self, entry: TrajectoryEntry) -> Path:
+        """Path of the file of a trajectory."""
+        return path_of(self.directory, entry, self.formats)
+
+    def newest(self, count: int) -> "SavedCheckpoint":
+        """The same checkpoint with its newest trajectories only."""
+        content = self.content
+        return self._replace(content=content.part(max(0, len(content) - count), len(content)))
+
+
+def bring_files(checkpoint: SavedCheckpoint, directory: Path) -> JournalContent:
+    """Link or copy the files of a checkpoint into a directory, and return the content that names them.
+
+    If the directory already holds trajectories, the files go to a folder of their own. Raises StoreError; no file is
+    left then.
+    """
+    with store_errors(directory):
+        others = any(FILE.fullmatch(name) for name in os.listdir(directory))
+        folder = f"{LOADED}{uuid.uuid4().hex}" if others and len(checkpoint.content) else ""
+        place = directory / f"{folder}{UNFINISHED}" if folder else directory
+        brought = []
+        try:
+            for number in range(len(checkpoint.content)):
+                entry = checkpoint.content[number]
+                path = checkpoint.path(entry)
+                brought.append(place / path.name)
+                place_file(brought[-1], path, checkpoint.formats(entry.description.format))
+        except BaseException:
+            for path in brought:
+                path.unlink(missing_ok=True)
+            raise
+        sync_directory(place)
+        if folder:
+            place.rename(directory / folder)
+            sync_directory(directory)
+    return replace(
+        checkpoint.content,
+        descriptions=[description._replace(folder=folder) for description in checkpoint.content.descriptions],
+    )
+
+
+def place_file(path: Path, source: Path | CheckedTrajectory, kind: Format) -> None:
+    """Create the file of a trajectory at a path: link it, copy it if linking fails, or write it.
+
+    The name is on disk once the caller syncs the directory. Raises StoreError or OSError.
+    """
+    make_directory(path.parent)
+    if isinstance(source, CheckedTrajectory):
+        with replacing(path, sync_name=False) as file:
+            kind.write(file, source)
+        return
+    path.unlink(missing_ok=True)  # left by a killed save; no journal names it
+    try:
+        os.link(source, path)
+    except FileNotFoundError as error:
+        raise StoreError(f"{source} is gone; restore it, or fill the buffer again") from error
+    except OSError:  # another file system, or one without links
+        with replacing(path, sync_name=False) as file, open(source, "rb") as original:
+            shutil.copyfileobj(original, file, 2**20)
+
+
+def sweep(directory: Path, content: JournalContent) -> None:
+    """Delete the trajectories of a directory that its new content does not name. Raises StoreError."""
+    with store_errors(directory):
+        remove_unfinished(directory)
+        for path in _unnamed(directory, content):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def put_aside(directory: Path, content: JournalContent) -> None:
+    """Move files that the index does not name to a folder, and log it: the writer was killed between writing a file and
+    the index, or the index lost its end. Only files whose removal the index records are deleted. Raises StoreError.
+    """
+    with store_errors(directory):
+        remove_unfinished(directory)
+        ids = content.entries["id"]
+        first_kept = int(ids[0]) if len(ids) else content.counter
+        unknown = []
+        for path in _unnamed(directory, content):
+            name = FILE.fullmatch(path.name)
+            if name and int(name[1]) < first_kept:
+                path.unlink()
+            else:
+                unknown.append(path)
+        if unknown:
+            aside = directory / f"{ASIDE}{uuid.uuid4().hex}"
+            aside.mkdir()
+            for path in unknown:
+                path.rename(aside / path.name)
+            sync_directory(directory)
+            event(logger, "trajectories_not_in_index", level=logging.WARNING, count=len(unknown), moved_to=str(aside))
+
+
+def _unnamed(directory: Path, content: JournalContent) -> list[Path]:
+    """Files and folders of trajectories that a content does not name."""
+    ids = content.entries["id"]
+    direct = np.array([not description.folder for description in content.descriptions], bool)
+    ids = ids[direct[content.entries["description"]]]
+    folders = {description.folder for description in content.descriptions}
+    unnamed = []
+    with os.scandir(directory) as items:
+        for item in items:
+            if item.name.startswith(LOADED) and item.is_dir():
+                if item.name not in folders:
+                    unnamed.append(Path(item.path))
+            elif (name := FILE.fullmatch(item.name)) and not _contains(ids, int(name[1])):
+                unnamed.append(Path(item.path))
+    return unnamed
+
+
+def _contains(ids: Int64, trajectory_id: int) -> bool:
+    place = int(np.searchsorted(ids, trajectory_id))
+    return place < len(ids) and int(ids[place]) == trajectory_id
+
+
+@contextlib.contextmanager
+def store_errors(directory: Path) -> Iterator[None]:
+    """Turn an OSError into a StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{directory} cannot be written ({error.strerror or error}); look at the rights there"
+        ) from error

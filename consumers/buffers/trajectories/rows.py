@@ -1,0 +1,146 @@
+"""Trajectories as rows, [T, B, ...] -> [T * B, ...], and the layout that all trajectories of a buffer share. Pure.
+
+All trajectories of a buffer have the same arrays except for T and B, so a sample of several is never torn or padded.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.topics.arrays import dtype_name, dtype_of
+from rollstream.topics.errors import RecordError
+from rollstream.topics.trajectories import BOOTSTRAPPED, Trajectory, aligned, examine
+
+Rows = Mapping[str, NDArray[Any]]
+"""Arrays [T * B, ...] by path; row t * B + b is step t of environment b."""
+
+
+class LeafSpec(NamedTuple):
+    """One array of every trajectory."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Shape of one row."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
+Layout = tuple[LeafSpec, ...]
+"""The arrays of a trajectory in the order of their paths."""
+
+
+class CheckedTrajectory(NamedTuple):
+    """A valid trajectory with its flattened arrays and their layout."""
+
+    trajectory: Trajectory
+    arrays: dict[str, NDArray[Any]]
+    """[T, B, ...] by path; those with bootstrap rows have more."""
+    steps: int
+    width: int
+    layout: Layout
+
+    @property
+    def samples(self) -> int:
+        """T * B."""
+        return self.steps * self.width
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+class FetchedArrays(NamedTuple):
+    """The arrays of a trajectory that is not cached."""
+
+    arrays: Mapping[str, NDArray[Any]]
+    """[T, B, ...] by path."""
+    mapped: bool
+    """Whether they are pages of a file and cost no memory."""
+
+
+def check_trajectory(trajectory: Trajectory) -> CheckedTrajectory | None:
+    """Check and flatten a trajectory; None if it has neither prev_logprobs nor rewards.
+
+    Raises RecordError, naming every problem, for an invalid trajectory. The environment may be empty here.
+    """
+    named = trajectory if trajectory.environment else replace(trajectory, environment="-")
+    leaves, problems = examine(named)
+    if problems:
+        raise RecordError(f"trajectory {trajectory.uid!r} of {trajectory.environment!r}: {'; '.join(problems)}")
+    shape = trajectory.shape
+    if shape is None:
+        return None
+    arrays = {path: np.asarray(leaf) for path, leaf in leaves.items()}
+    return CheckedTrajectory(trajectory, arrays, *shape, layout_of(arrays))
+
+
+def layout_of(arrays: Rows) -> Layout:
+    """Layout of arrays [T, B, ...], which does not depend on T and B. Raises RecordError for arrays of objects."""
+    return tuple(LeafSpec(path, dtype_name(arrays[path].dtype), arrays[path].shape[2:]) for path in sorted(arrays))
+
+
+def refuse_other(layout: Layout, other: Layout, what: str) -> None:
+    """Raise RecordError, naming every array that differs, unless `other` equals `layout`."""
+    if other == layout:
+        return
+    ours, theirs = ({leaf.path: leaf for leaf in leaves} for leaves in (layout, other))
+    differences = [f"{path} is missing" for path in ours if path not in theirs]
+    differences += [f"{path} is new" for path in theirs if path not in ours]
+    differences += [
+        f"{path} has rows {leaf.dtype} {list(leaf.shape)} instead of {ours[path].dtype} {list(ours[path].shape)}"
+        for path, leaf in theirs.items()
+        if path in ours and ours[path] != leaf
+    ]
+    raise RecordError(
+        f"{what} differs from the trajectories in the buffer: {'; '.join(differences)}. Give it the same arrays, or "
+        "keep trajectories of different kinds in buffers of their own"
+    )
+
+
+def refuse_foreign(arrays: Rows, layout: Layout, steps: int, width: int, what: str) -> None:
+    """Raise StoreError if the arrays of a file differ from its index entry."""
+    try:
+        refuse_other(layout, layout_of(arrays), what)
+        for path, array in arrays.items():
+            length = len(aligned(array, steps)) if path in BOOTSTRAPPED else len(array)
+            if (length, array.shape[1]) != (steps, width):
+                raise RecordError(f"{what} has {path} of {list(array.shape)}, and its index says {steps} by {width}")
+    except RecordError as error:
+        raise StoreError(f"{error}; restore it, or fill the buffer again") from error
+
+
+def rows_of(arrays: Rows, steps: int) -> dict[str, NDArray[Any]]:
+    """Arrays [T, B, ...] as rows, without bootstrap rows; views if numpy can."""
+    rows = {}
+    for path, array in arrays.items():
+        array = aligned(array, steps) if path in BOOTSTRAPPED else array
+        rows[path] = array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
+    return rows
+
+
+def bootstrapped(arrays: Rows, steps: int) -> dict[str, NDArray[Any]]:
+    """Copies of the arrays that have bootstrap rows, which `rows_of` leaves out."""
+    return {path: arrays[path].copy() for path in BOOTSTRAPPED if path in arrays and len(arrays[path]) != steps}
+
+
+def empty_rows(layout: Layout, count: int) -> dict[str, NDArray[Any]]:
+    """Uninitialised arrays of `count` rows."""
+    return {leaf.path: np.empty((count, *leaf.shape), dtype_of(leaf.dtype)) for leaf in layout}
+
+
+def owned(array: NDArray[Any]) -> NDArray[Any]:
+    """The array itself if nobody can change it (a view of bytes, as in records), else a copy."""
+    root: Any = array
+    while isinstance(root, np.ndarray) and not root.flags.writeable and root.base is not None:
+        root = root.base
+    return array if isinstance(root, bytes) else array.copy()

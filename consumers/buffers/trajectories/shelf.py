@@ -1,0 +1,149 @@
+"""The trajectories of a buffer: index, cache, and a function that fetches trajectories that are not cached.
+
+The cache holds the newest, so one comparison tells which rows are cached. Not thread-safe: its owner holds a lock.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollstream.consumers.buffers.trajectories.cache import TrajectoryCache
+from rollstream.consumers.buffers.trajectories.index import Description, TrajectoryEntry, TrajectoryIndex, uuid_of
+from rollstream.consumers.buffers.trajectories.journal import JournalContent
+from rollstream.consumers.buffers.trajectories.rows import (
+    CheckedTrajectory,
+    FetchedArrays,
+    Layout,
+    empty_rows,
+    refuse_foreign,
+    rows_of,
+)
+from rollstream.topics.records import Int64
+
+_MAPPED_FILES = 256
+"""Maximum number of files kept mapped: opening one costs more than gathering from it."""
+
+
+class TrajectoryShelf:
+    """See the module. With `cache_size` None there is no cache; 0 caches everything."""
+
+    def __init__(self, cache_size: int | None, fetch: Callable[[TrajectoryEntry], FetchedArrays]) -> None:
+        self.index = TrajectoryIndex()
+        self.layout: Layout = ()
+        self._cache = None if cache_size is None else TrajectoryCache(cache_size)
+        self._fetch = fetch
+        self._mapped: dict[int, dict[str, NDArray[Any]]] = {}
+        """Rows in mapped files by id, first in first out."""
+
+    @property
+    def cached(self) -> int:
+        """Number of trajectories in the cache, which are the newest."""
+        return 0 if self._cache is None else len(self._cache)
+
+    def put(self, part: CheckedTrajectory, format_name: str) -> TrajectoryEntry:
+        """Add a trajectory whose layout is that of the others. Raises MemoryError; the shelf is then unchanged."""
+        record = part.trajectory
+        if not len(self.index) and part.layout != self.layout:
+            self.layout = part.layout
+            if self._cache is not None:
+                self._cache.clear()
+        description = Description(
+            part.steps, part.width, record.max_episode_length, record.model_weights_id, record.environment, format_name
+        )
+        self.remember(part.arrays, description)  # before the index, because memory may not suffice
+        return self.index.append(uuid_of(record.uid), description, part.size_bytes)
+
+    def remember(self, arrays: Mapping[str, NDArray[Any]], description: Description) -> None:
+        """Copy the arrays of the next trajectory into the cache."""
+        if self._cache is not None:
+            self._cache.put(self.layout, rows_of(arrays, description.steps), description.samples)
+
+    def cached_rows(self, place: int) -> dict[str, NDArray[Any]]:
+        """Rows of the cached trajectory at a place of the index; views, valid until the next change."""
+        assert self._cache is not None
+        return self._cache.rows(place - len(self.index) + len(self._cache))
+
+    def prune(self, max_trajectories: int, max_bytes: int) -> list[TrajectoryEntry]:
+        """Remove the oldest until the rest is within the bounds; 0 is no bound."""
+        return self.drop(self.index.over(max_trajectories, max_bytes))
+
+    def drop(self, count: int) -> list[TrajectoryEntry]:
+        """Remove and return the `count` oldest."""
+        gone = self.index.drop(count)
+        for entry in gone:
+            self._mapped.pop(entry.trajectory_id, None)
+        if self._cache is not None:
+            self._cache.drop(max(0, len(self._cache) - len(self.index)))
+        return gone
+
+    def draw(self, window_size: int, count: int, generator: np.random.Generator) -> dict[str, NDArray[Any]] | None:
+        """Draw at most `count` rows, uniformly with replacement from the steps of the newest `window_size`
+        trajectories; None if there are none."""
+        window = self.index.window(window_size)
+        count = min(count, window.samples)
+        if not count:
+            return None
+        # Not generator.integers: numpy fixes the stream of uniform numbers, not of distributions (NEP 19).
+        drawn = (generator.random(count) * window.samples).astype(np.int64)
+        drawn = np.minimum(drawn, window.samples - 1) + window.base
+        places = np.searchsorted(window.ends, drawn, side="right")
+        starts = np.where(places > 0, window.ends[places - 1], window.base)
+        return self._gather(places + window.first, drawn - starts)
+
+    def load(self, content: JournalContent) -> None:
+        """Replace everything by the content of a journal; the cache fetches as many of the newest as fit."""
+        self.index = TrajectoryIndex()
+        entries = content.entries
+        self.index.extend(
+            entries["id"], entries["uuid"], entries["description"], entries["size_bytes"], content.descriptions
+        )
+        self.index.counter = content.counter
+        self.layout = content.layout
+        self._mapped.clear()
+        if self._cache is not None:
+            self._cache.clear()
+            room = self._cache.max_trajectories or len(content)
+            for place in range(max(0, len(content) - room), len(content)):
+                entry = content[place]
+                self.remember(self._checked(entry).arrays, entry.description)
+
+    def content(self) -> JournalContent:
+        """Index and layout as the content of a journal."""
+        return JournalContent.of(self.index, self.layout)
+
+    def _gather(self, places: Int64, local: Int64) -> dict[str, NDArray[Any]]:
+        batch = empty_rows(self.layout, len(places))
+        first_cached = len(self.index) - self.cached
+        cached = places >= first_cached
+        if self._cache is not None and cached.any():
+            into = None if cached.all() else np.flatnonzero(cached)
+            chosen = slice(None) if into is None else into
+            self._cache.gather(places[chosen] - first_cached, local[chosen], batch, into)
+        missing = np.flatnonzero(~cached)
+        missing = missing[np.argsort(places[missing], kind="stable")]
+        changes = np.flatnonzero(np.diff(places[missing])) + 1
+        for into in np.split(missing, changes) if len(missing) else ():
+            rows = self._rows(self.index[int(places[into[0]])])
+            for path, leaf in batch.items():
+                leaf[into] = rows[path][local[into]]
+        return batch
+
+    def _rows(self, entry: TrajectoryEntry) -> Mapping[str, NDArray[Any]]:
+        rows = self._mapped.get(entry.trajectory_id)
+        if rows is None:
+            arrays, mapped = self._checked(entry)
+            rows = rows_of(arrays, entry.description.steps)
+            if mapped:
+                if len(self._mapped) == _MAPPED_FILES:
+                    del self._mapped[next(iter(self._mapped))]
+                self._mapped[entry.trajectory_id] = rows
+        return rows
+
+    def _checked(self, entry: TrajectoryEntry) -> FetchedArrays:
+        fetched = self._fetch(entry)
+        description = entry.description
+        what = f"the file of trajectory {entry.trajectory_id}"
+        refuse_foreign(fetched.arrays, self.layout, description.steps, description.width, what)
+        return fetched

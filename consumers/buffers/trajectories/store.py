@@ -1,0 +1,340 @@
+"""A directory of trajectories, one file each, with one writer: a thread that performs operations in order.
+
+A file is on disk before the journal names it, and is deleted only after the journal records its removal. A failed write
+raises at the next call and is tried again. After a kill the directory holds everything that was flushed; files that the
+journal does not name are moved aside.
+"""
+
+import copy
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from rollstream.consumers.buffers.trajectories.folder import (
+    FILE,
+    LOCK,
+    Formats,
+    SavedCheckpoint,
+    bring_files,
+    path_of,
+    put_aside,
+    store_errors,
+    sweep,
+)
+from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry
+from rollstream.consumers.buffers.trajectories.journal import NAME, JournalContent, JournalEncoder, TrajectoryJournal
+from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, FetchedArrays, owned
+from rollstream.consumers.files.atomic_files import (
+    DirectoryLock,
+    StoreError,
+    lock_directory,
+    replacing,
+    sync_directory,
+)
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_GROUP = 64
+"""Maximum number of operations in one append to the journal."""
+COMPACT_RECORDS = 4096
+"""A journal is compacted when it has this many records, and two for each trajectory held."""
+
+
+class AddOperation(NamedTuple):
+    """Store a trajectory, with the next position `at` of its partition."""
+
+    entry: TrajectoryEntry
+    part: CheckedTrajectory
+    at: tuple[int, int] | None
+
+
+class SkipOperation(NamedTuple):
+    """Move the position without a trajectory."""
+
+    partition: int
+    offset: int
+
+
+class DropOperation(NamedTuple):
+    """Remove all trajectories below an id."""
+
+    first_kept: int
+    entries: tuple[TrajectoryEntry, ...]
+
+
+class DrawState(NamedTuple):
+    """Store the next id, the seed and the number of draws."""
+
+    counter: int
+    seed: int
+    draws: int
+
+
+Operation = AddOperation | SkipOperation | DropOperation | DrawState
+
+
+class TrajectoryStore:
+    """See the module. `content` is the content of the directory when it was opened."""
+
+    def __init__(
+        self, directory: Path, *, seed: int, formats: Formats, format_name: str, max_pending_bytes: int = 2**28
+    ) -> None:
+        """Raises StoreError if the directory is in use, damaged, or written by another program."""
+        self.directory = directory
+        self.format_name = format_name
+        """Format of new files."""
+        self._formats = formats
+        self._max_pending_bytes = max_pending_bytes
+        self._seed = seed
+        self._turn = threading.Condition()
+        self._queue: deque[Operation] = deque()
+        self._pending: dict[int, CheckedTrajectory] = {}
+        self._pending_bytes = 0
+        self._failure: Exception | None = None
+        self._writing = False
+        self._executor: ThreadPoolExecutor | None = None
+        self._pinned = False
+        self._unpinned: list[Path] = []
+        """Files to delete once they are no longer pinned."""
+        self._lock: DirectoryLock | None = None
+        self._records = 0
+        self._process = os.getpid()
+        self.open()
+
+    def open(self) -> None:
+        """Open again after `close`. Raises StoreError if the directory is in use or was changed since, and in a forked
+        child, whose copy of the index may be out of date."""
+        if self.is_open:
+            return
+        if os.getpid() != self._process:
+            raise StoreError(
+                f"the buffer in {self.directory} is written only by the process that opened it; open another buffer, "
+                "with a directory of its own, in this process"
+            )
+        # Also released when the store is garbage-collected, as when a notebook's cell is run again.
+        self._lock = lock_directory(self.directory, LOCK)
+        try:
+            if not (self.directory / NAME).exists() and any(
+                FILE.fullmatch(name) for name in os.listdir(self.directory)
+            ):
+                raise StoreError(
+                    f"{self.directory} holds trajectories of another program; give an empty directory, and load these "
+                    "into it (load_checkpoint)"
+                )
+            self._journal = TrajectoryJournal(self.directory, self._seed)
+            if self._records not in (0, self._journal.records):
+                raise StoreError(f"{self.directory} was written by another process since it was closed; open it again")
+            self.content = self._journal.content
+            put_aside(self.directory, self.content)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._encoder = self._journal.encoder()
+        self._held = len(self.content.entries)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="trajectory-writer")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the store accepts writes."""
+        return self._lock is not None and self._lock.held
+
+    # ------------------------------------------------------------------ in
+
+    def owned(self, part: CheckedTrajectory) -> CheckedTrajectory:
+        """A trajectory that nobody can change until it is written. Raises RecordError if the format cannot hold it."""
+        self._formats(self.format_name).check(part)
+        return part._replace(arrays={path: owned(array) for path, array in part.arrays.items()})
+
+    def ready(self) -> None:
+        """Wait until there is room for more. Raises the failure since the last call; the writer then tries again."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._failure or self._pending_bytes < self._max_pending_bytes)
+            self._raise()
+
+    def put(self, operation: Operation) -> None:
+        """Hand over an operation; its arrays must not change any more."""
+        with self._turn:
+            self._queue.append(operation)
+            if isinstance(operation, AddOperation):
+                self._pending[operation.entry.trajectory_id] = operation.part
+                self._pending_bytes += operation.part.size_bytes
+            self._work()
+
+    def flush(self) -> None:
+        """Wait until every operation is on disk; a failed one is tried again first. Raises StoreError if writing fails;
+        call it again."""
+        with self._turn:
+            if self._queue:
+                self._failure = None
+            self._raise()
+            self._work()
+            self._turn.wait_for(lambda: self._failure or not self._queue)
+            self._raise()
+
+    def pending_count(self, ids: Iterable[int]) -> int:
+        """Number of these trajectories that are not on disk yet."""
+        with self._turn:
+            return sum(number in self._pending for number in ids)
+
+    def load(self, checkpoint: SavedCheckpoint) -> JournalContent:
+        """Replace the content by that of a checkpoint, atomically, and return it: nothing refers to the new files
+        before the change, or to the old ones after it. No operation may be handed over meanwhile."""
+        self.flush()
+        self.replace(bring_files(checkpoint, self.directory))
+        return self.content
+
+    def replace(self, content: JournalContent) -> None:
+        """Replace the content atomically; its files exist. No operation may be handed over meanwhile."""
+        self.flush()
+        self._journal.replace(content)
+        self.content = self._journal.content
+        self._encoder = self._journal.encoder()
+        self._held = len(content.entries)
+        sweep(self.directory, self.content)
+
+    def close(self) -> None:
+        """Flush, and let others open the directory. Raises StoreError if that fails; the store then stays open."""
+        if not self.is_open:
+            return
+        self.flush()
+        assert self._executor is not None
+        assert self._lock is not None
+        self._journal.seal()
+        self._executor.shutdown()
+        self._records = self._journal.records
+        self._journal.close()
+        self._lock.release()
+
+    # ------------------------------------------------------------------ out
+
+    def path(self, entry: TrajectoryEntry) -> Path:
+        """Path of the file of a trajectory, written or not."""
+        return path_of(self.directory, entry, self._formats)
+
+    def arrays(self, entry: TrajectoryEntry) -> FetchedArrays:
+        """Arrays of a trajectory, read-only. Raises StoreError if the file is gone or damaged."""
+        part = self._pending.get(entry.trajectory_id)
+        if part is not None:
+            return FetchedArrays(part.arrays, mapped=False)
+        path = self.path(entry)
+        kind = self._formats(entry.description.format)
+        try:
+            return FetchedArrays(kind.arrays(path), kind.mapped)
+        except FileNotFoundError as error:
+            raise StoreError(f"{path} is gone; restore it, or fill a new directory from the log") from error
+
+    def sources(self, content: JournalContent, rows: object) -> Callable[[int], Path]:
+        """Files of trajectories by place, for a checkpoint; they stay until `unpin`. One checkpoint at a time."""
+        with self._turn:
+            self._pinned = True
+        return lambda place: self.path(content[place])
+
+    def unpin(self) -> None:
+        """Delete the files that left meanwhile, and allow deletion again."""
+        with self._turn:
+            self._pinned, gone, self._unpinned = False, self._unpinned, []
+        try:
+            for path in gone:
+                path.unlink(missing_ok=True)
+        except OSError as error:  # opening the directory again deletes them
+            event(logger, "trajectories_not_deleted", level=logging.WARNING, why=str(error))
+
+    # ------------------------------------------------------------------ within
+
+    def _raise(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self._work()
+            # A copy, because an error raised twice collects the tracebacks of both.
+            raise copy.copy(failure) from failure
+
+    def _work(self) -> None:
+        if self._queue and not self._writing and self._failure is None:
+            assert self._executor is not None
+            self._writing = True
+            self._executor.submit(self._drain)
+
+    def _drain(self) -> None:
+        while True:
+            with self._turn:
+                operations = list(islice(self._queue, _GROUP))
+                if not operations:
+                    self._writing = False
+                    self._turn.notify_all()
+                    return
+            try:
+                self._write(operations)
+            except Exception as error:  # raised at the next call
+                with self._turn:
+                    self._failure, self._writing = error, False
+                    self._turn.notify_all()
+                return
+            failure = self._tidy(operations)
+            with self._turn:
+                for operation in operations:
+                    self._queue.popleft()
+                    if isinstance(operation, AddOperation):
+                        del self._pending[operation.entry.trajectory_id]
+                        self._pending_bytes -= operation.part.size_bytes
+                self._failure = failure
+                self._turn.notify_all()
+
+    def _write(self, operations: list[Operation]) -> None:
+        """Write operations to disk, all or none."""
+        for operation in operations:
+            if isinstance(operation, AddOperation):
+                with replacing(self.path(operation.entry), sync_name=False) as file:
+                    self._formats(operation.entry.description.format).write(file, operation.part)
+        with store_errors(self.directory):
+            sync_directory(self.directory)
+        # A copy, because the file lacks the texts of a failed append.
+        encoder = self._encoder.copy()
+        self._journal.append(b"".join(_record(encoder, operation) for operation in operations))
+        self._encoder = encoder
+
+    def _tidy(self, operations: list[Operation]) -> Exception | None:
+        """Delete the files of trajectories that left, and compact the journal if most of its records are about them.
+
+        A failure here undoes nothing on disk: it is logged, or returned if it is unexpected.
+        """
+        try:
+            for operation in operations:
+                if isinstance(operation, DropOperation):
+                    self._held -= len(operation.entries)
+                    paths = [self.path(entry) for entry in operation.entries]
+                    with self._turn:
+                        if self._pinned:
+                            self._unpinned += paths
+                            continue
+                    for path in paths:
+                        path.unlink(missing_ok=True)
+                elif isinstance(operation, AddOperation):
+                    self._held += 1
+            if self._journal.records > COMPACT_RECORDS + 2 * self._held:
+                self._journal.replace(self._journal.read())
+                self._encoder = self._journal.encoder()
+        except OSError as error:  # opening the directory again deletes them
+            event(logger, "trajectories_not_deleted", level=logging.WARNING, why=str(error))
+        except StoreError as error:  # the journal stays long until the next attempt
+            event(logger, "journal_not_shortened", level=logging.WARNING, why=str(error))
+        except Exception as error:
+            return error
+        return None
+
+
+def _record(encoder: JournalEncoder, operation: Operation) -> bytes:
+    match operation:
+        case AddOperation(entry, part, at):
+            return encoder.entry(*entry, at, part.layout)
+        case SkipOperation(partition, offset):
+            return encoder.position(partition, offset)
+        case DropOperation(first_kept):
+            return encoder.drop(first_kept)
+        case DrawState(counter, seed, draws):
+            return encoder.state(counter, seed, draws)

@@ -1,0 +1,125 @@
+"""Trajectories in memory, for a buffer without auto_save: the parts that the cache does not hold.
+
+Replaces the store of files and has the same methods.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from rollstream.consumers.buffers.trajectories.folder import SavedCheckpoint
+from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry
+from rollstream.consumers.buffers.trajectories.journal import JournalContent
+from rollstream.consumers.buffers.trajectories.rows import (
+    CheckedTrajectory,
+    FetchedArrays,
+    Rows,
+    bootstrapped,
+    layout_of,
+    refuse_foreign,
+)
+from rollstream.consumers.buffers.trajectories.store import AddOperation, DropOperation, Operation
+from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.topics.trajectories import Trajectory, flatten
+
+_FIELDS = [field.name for field in fields(Trajectory) if field.name != "arrays"]
+_fields_of = attrgetter(*_FIELDS)
+
+
+class _UnsavedTrajectory(NamedTuple):
+    fields: tuple[Any, ...]
+    """Fields of a trajectory except its arrays."""
+    bootstrapped: Mapping[str, NDArray[Any]]
+    """Arrays with bootstrap rows, which the cache leaves out."""
+
+
+class TrajectoryMemory:
+    """Fields and bootstrap rows of the trajectories of a buffer. Not thread-safe: its owner holds a lock."""
+
+    format_name = ""
+    is_open = True
+
+    def __init__(self) -> None:
+        self._kept: deque[_UnsavedTrajectory] = deque()
+        """Oldest first."""
+        self._read: dict[int, dict[str, NDArray[Any]]] = {}
+        """Loaded arrays that are not cached yet, by id."""
+
+    def open(self) -> None:
+        """Do nothing: memory is always open."""
+
+    def owned(self, part: CheckedTrajectory) -> CheckedTrajectory:
+        """Return the trajectory itself: the cache copies it before `put` returns."""
+        return part
+
+    def ready(self) -> None:
+        """Do nothing: no write is pending."""
+
+    def put(self, operation: Operation) -> None:
+        """Apply an operation."""
+        if isinstance(operation, AddOperation):
+            self._kept.append(_kept(operation.part.trajectory, operation.part.arrays, operation.part.steps))
+        elif isinstance(operation, DropOperation):
+            for _entry in operation.entries:
+                self._kept.popleft()
+
+    def flush(self) -> None:
+        """Do nothing: there are no files."""
+
+    def pending_count(self, ids: Iterable[int]) -> int:
+        """Return 0: no write is pending."""
+        return 0
+
+    def load(self, checkpoint: SavedCheckpoint) -> JournalContent:
+        """Replace the content by that of a checkpoint and return it; nothing changes if a file cannot be read."""
+        content = checkpoint.content
+        kept, read = deque[_UnsavedTrajectory](), {}
+        for place in range(len(content)):
+            entry = content[place]
+            path = checkpoint.path(entry)
+            try:
+                trajectory = checkpoint.formats(entry.description.format).read(path)
+            except FileNotFoundError as error:
+                raise StoreError(f"{path} is gone; restore it, or fill the buffer again") from error
+            arrays = flatten(trajectory.arrays)
+            refuse_foreign(arrays, content.layout, entry.description.steps, entry.description.width, str(path))
+            read[entry.trajectory_id] = arrays
+            kept.append(_kept(trajectory, arrays, entry.description.steps))
+        self._kept, self._read = kept, read
+        return replace(
+            content, descriptions=[description._replace(format="", folder="") for description in content.descriptions]
+        )
+
+    def replace(self, content: JournalContent) -> None:
+        """Forget everything."""
+        self._kept.clear()
+
+    def close(self) -> None:
+        """Do nothing: no file is open."""
+
+    def arrays(self, entry: TrajectoryEntry) -> FetchedArrays:
+        """Arrays of a loaded trajectory; may be called once, because the cache holds it from then on."""
+        return FetchedArrays(self._read.pop(entry.trajectory_id), mapped=False)
+
+    def sources(self, content: JournalContent, rows: Callable[[int], Rows]) -> Callable[[int], CheckedTrajectory]:
+        """Copies of whole trajectories by place, for a checkpoint that is written while others add."""
+        return [self._source(place, content[place], rows) for place in range(len(content))].__getitem__
+
+    def unpin(self) -> None:
+        """Do nothing: no file was pinned."""
+
+    def _source(self, place: int, entry: TrajectoryEntry, rows: Callable[[int], Rows]) -> CheckedTrajectory:
+        kept = self._kept[place]
+        steps, width = entry.description.steps, entry.description.width
+        arrays = {path: array.reshape(steps, width, *array.shape[1:]).copy() for path, array in rows(place).items()}
+        arrays.update(kept.bootstrapped)
+        trajectory = Trajectory(arrays={}, **dict(zip(_FIELDS, kept.fields, strict=True)))
+        return CheckedTrajectory(trajectory, arrays, steps, width, layout_of(arrays))
+
+
+def _kept(trajectory: Trajectory, arrays: Mapping[str, NDArray[Any]], steps: int) -> _UnsavedTrajectory:
+    return _UnsavedTrajectory(_fields_of(trajectory), bootstrapped(arrays, steps))

@@ -1,0 +1,1 @@
+"""Files that several consumers read and write."""

@@ -1,0 +1,215 @@
+"""Atomic files, for stores that may be killed at any instruction.
+
+A file gets its name only once its bytes are on disk, and the name is on disk before the call returns. So an index
+written after the files it names never names a missing file. A write that fails raises with its cause.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+from rollstream.topics.errors import RollstreamError
+
+UNFINISHED = ".unfinished"
+"""End of the names of files that are being written; nobody reads them."""
+_DIGEST_KEY = "rollstream.digest"
+_DIGEST_MARK = b"blake2b:"
+_DIGEST_HEX = 32
+"""Hexadecimal digits of the digest of a checked JSON document, which has zeros in their place."""
+
+
+class StoreError(RollstreamError):
+    """A store cannot be written, or its files are incomplete or damaged."""
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, sync_name: bool = True) -> Iterator[BinaryIO]:
+    """A file to write to that takes the place of `path`, whole and on disk, when the block ends without an error.
+
+    A caller that writes many files calls `sync_directory` once for all names, instead of `sync_name` for each.
+
+    Raises StoreError, with the cause, if the file cannot be written. `path` is unchanged then, and also after an error
+    in the block.
+    """
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex}{UNFINISHED}")
+    try:
+        make_directory(path.parent)
+        with open(unfinished, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+        if sync_name:
+            sync_directory(path.parent)
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be written ({error.strerror or error}); nothing of it is stored. Look at the space and the "
+            "rights there, then write again"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def make_directory(directory: Path) -> None:
+    """Create a directory and its parents, with their names on disk. Raises OSError."""
+    if directory.is_dir():
+        return
+    make_directory(directory.parent)
+    directory.mkdir(exist_ok=True)
+    sync_directory(directory.parent)
+
+
+def write_bytes(path: Path, *pieces: bytes | memoryview) -> None:
+    """Write pieces one after another, as one file, atomically. Raises StoreError."""
+    with replacing(path) as file:
+        for piece in pieces:
+            file.write(piece)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON document atomically. Raises StoreError, or TypeError if it cannot be expressed in JSON."""
+    write_bytes(path, json.dumps(value, ensure_ascii=False, indent=1).encode())
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON document. Raises FileNotFoundError, or StoreError if it is not JSON."""
+    return _parsed(path, path.read_bytes())
+
+
+def _parsed(path: Path, data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise StoreError(f"{path} is no JSON ({error}); it was not written by this program, restore it") from error
+
+
+def write_checked_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object atomically, with a digest under a key of its own. Raises as `write_json` does."""
+    document = {**value, _DIGEST_KEY: _DIGEST_MARK.decode() + "0" * _DIGEST_HEX}
+    data = json.dumps(document, ensure_ascii=False, indent=1).encode()
+    at = data.rindex(_DIGEST_MARK) + len(_DIGEST_MARK)
+    write_bytes(path, data[:at], _digest_of(data), data[at + _DIGEST_HEX :])
+
+
+def read_checked_json(path: Path) -> dict[str, Any]:
+    """Read an object that `write_checked_json` or an earlier version wrote; the latter has no digest.
+
+    Raises FileNotFoundError, or StoreError if the file is damaged or not a JSON object.
+    """
+    data = path.read_bytes()
+    # Either is enough, because the other may be damaged.
+    checked = f'"{_DIGEST_KEY}"'.encode() in data or _DIGEST_MARK in data
+    if checked:
+        at = data.rfind(_DIGEST_MARK) + len(_DIGEST_MARK)
+        end = at + _DIGEST_HEX
+        if _digest_of(data[:at] + b"0" * _DIGEST_HEX + data[end:]) != data[at:end]:
+            raise StoreError(
+                f"{path} is damaged: its bytes are not those that were written; restore it from a copy, or take an "
+                "empty directory and fill it again"
+            )
+    value = _parsed(path, data)
+    if not isinstance(value, dict):
+        raise StoreError(f"{path} is no JSON object; it was not written by this program, restore it")
+    if checked:
+        del value[_DIGEST_KEY]
+    return value
+
+
+def _digest_of(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_HEX // 2).hexdigest().encode()
+
+
+def remove(path: Path) -> None:
+    """Delete a file, if it is there, so that it stays deleted. Raises StoreError."""
+    try:
+        path.unlink(missing_ok=True)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be deleted ({error.strerror or error}); look at the rights there") from error
+
+
+def remove_unfinished(directory: Path) -> int:
+    """Delete unfinished files and folders left by killed writers of a directory, and return their number.
+
+    Only the directory's one writer may call this: it would also delete the unfinished files of another writer.
+    """
+    unfinished = list(directory.glob(f"*{UNFINISHED}")) if directory.is_dir() else []
+    for path in unfinished:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    return len(unfinished)
+
+
+class DirectoryLock:
+    """The right to be the only writer of a directory, held until `release`, garbage collection or the end of this
+    process. A forked child does not hold it and does not block others."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._finalizer = weakref.finalize(self, os.close, descriptor)
+        _locks.add(self)
+
+    @property
+    def held(self) -> bool:
+        """Whether this process may write."""
+        return self._finalizer.alive
+
+    def release(self) -> None:
+        """Let others write; later calls do nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+_locks: "weakref.WeakSet[DirectoryLock]" = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    for lock in list(_locks):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def lock_directory(directory: Path, name: str) -> DirectoryLock:
+    """Become the only writer of a directory, which is created if needed. `name` is the file in it that is locked.
+
+    Raises StoreError if there is another writer.
+    """
+    try:
+        make_directory(directory)
+        descriptor = os.open(directory / name, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise StoreError(
+            f"{directory} cannot be written ({error.strerror or error}); look at the rights there"
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise StoreError(
+            f"{directory} is being written by another buffer; close that one, open this one to read only where it can "
+            "be, or give it another directory"
+        ) from error
+    return DirectoryLock(descriptor)
+
+
+def sync_directory(directory: Path) -> None:
+    """Write the names in a directory to disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""The fold from records of one partition to batches, drops and state. It imports no Kafka client."""

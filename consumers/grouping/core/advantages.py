@@ -1,0 +1,76 @@
+"""Advantages of the members of sealed groups: the branches of an episode share the advantage of the episode.
+
+Pure. The first stage of an estimator runs once over each group, when it seals. Its second stage, if it has one, runs
+over the rows of a batch, when the batch is cut.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from rollstream.consumers.grouping.core.batch_assembly import advantage_array
+from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Outcomes, estimator, mean
+from rollstream.consumers.grouping.core.groups import Group, Member, MemberAdvantage, episode_of
+from rollstream.topics.records import Bool
+from rollstream.topics.rl_examples import RLExample
+
+
+class GroupEpisodes(NamedTuple):
+    """The N episodes of a group and their outcomes."""
+
+    episodes: list[list[Member]]
+    """Members of each episode, [N]: the branches that arrived."""
+    outcomes: Outcomes
+
+
+def group_episodes(group: Group, core_version: int) -> GroupEpisodes:
+    """Return the episodes of a sealed group. Core version 1 counts every branch as an episode of its own."""
+    episodes: dict[str, list[Member]] = {}
+    for uid, member in group.members.items():
+        episodes.setdefault(uid if core_version < 2 else episode_of(member.rollout), []).append(member)
+    branches_of = list(episodes.values())
+    rewards = tuple(mean([m.rollout.reward for m in branches]) for branches in branches_of)
+    lengths = tuple(sum(_sampled_tokens(m.rollout.loss_mask) for m in branches) for branches in branches_of)
+    return GroupEpisodes(branches_of, Outcomes(rewards=rewards, lengths=lengths))
+
+
+def member_advantages(
+    group: Group, episodes: GroupEpisodes, estimator_name: str, core_version: int
+) -> dict[str, MemberAdvantage]:
+    """Return the advantage of each member by uid, in order of arrival. A missing branch keeps its share."""
+    advantages = estimator(estimator_name).within_group(episodes.outcomes)
+    by_uid = {
+        member.rollout.uid: MemberAdvantage(advantage, 1 if core_version < 2 else member.rollout.branches)
+        for branches, advantage in zip(episodes.episodes, advantages, strict=True)
+        for member in branches
+    }
+    return {uid: by_uid[uid] for uid in group.members}
+
+
+def over_batch(examples: Sequence[RLExample], groups: Sequence[Group]) -> list[RLExample]:
+    """Return the R examples of a batch after the second stage; `groups[r]` is the group of `examples[r]`.
+
+    The second stage of an estimator takes all rows of groups that sealed under it, each weighted by its sampled tokens
+    divided by its episode's branches. Other rows stay as they are.
+    """
+    finished = list(examples)
+    for name in dict.fromkeys(group.estimator for group in groups):
+        stage = ESTIMATORS[name].over_batch
+        if stage is None:
+            continue
+        rows = [row for row, group in enumerate(groups) if group.estimator == name]
+        advantages = [groups[row].advantages[examples[row].source.uid] for row in rows]
+        weights = [
+            _sampled_tokens(examples[row].loss_mask) / a.branches for row, a in zip(rows, advantages, strict=True)
+        ]
+        values = stage([a.episode for a in advantages], weights)
+        for row, before, value in zip(rows, advantages, values, strict=True):
+            share = before._replace(episode=value).share
+            finished[row] = replace(examples[row], advantage=advantage_array(share, len(examples[row].tokens)))
+    return finished
+
+
+def _sampled_tokens(loss_mask: Bool) -> int:
+    return int(np.count_nonzero(loss_mask))

@@ -1,0 +1,143 @@
+"""Rules by which records and groups are dropped. Pure: each returns a Rejection, or None for what may stay.
+
+The fold applies them when a record comes, when a group seals, when a deadline passes, and to sealed groups when a
+clock moves.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from rollstream.consumers.grouping.config import GroupingConfig, milliseconds
+from rollstream.consumers.grouping.core.deadlines import DeadlineKind
+from rollstream.consumers.grouping.core.effects import InputRecord
+from rollstream.consumers.grouping.core.estimators import Outcomes
+from rollstream.consumers.grouping.core.groups import Group
+from rollstream.topics.errors import RecordError
+from rollstream.topics.fates import exclusion_detail
+from rollstream.topics.keys import encode_key, partition_of
+from rollstream.topics.records import GroupCancelled, Mark, Rollout
+from rollstream.topics.validation import cancellation_problems, problems
+
+
+class Rejection(NamedTuple):
+    """Why a record or a group is dropped."""
+
+    reason: str
+    """One of DROP_REASONS, or a batch maker's own."""
+    detail: str
+    """Reason for people."""
+
+
+class Clocks(NamedTuple):
+    """Stream time, policy clock and configuration that are in force when a record is read."""
+
+    stream_time_ms: int
+    policy_version: int
+    config: GroupingConfig
+
+
+_key_of = lru_cache(maxsize=8192)(encode_key)
+
+
+def value_rejection(
+    record: InputRecord, value: object, partition: int, partitions: int, config: GroupingConfig, *, replaying: bool
+) -> Rejection | None:
+    """Reject a decoded record that cannot be grouped, whatever the state of its group. Marks are never rejected here.
+
+    Raises RecordError if the checks fail on it.
+    """
+    if isinstance(value, Mark):
+        return None
+    if not isinstance(value, Rollout | GroupCancelled):
+        return Rejection("invalid", f"a {type(value).__name__} does not belong in rollouts")
+    if replaying and isinstance(value, Rollout):
+        return None  # It passed these checks when it was first read.
+    try:
+        return record_rejection(record, value, partition, partitions, config)
+    except Exception as error:
+        # No bytes may end a task: it would meet them again at every start. Memory is no property of the record.
+        if config.core_version < 3 or isinstance(error, MemoryError):
+            raise
+        raise RecordError(f"it cannot be judged ({type(error).__name__}: {error})"[:200]) from error
+
+
+def record_rejection(
+    record: InputRecord, value: Rollout | GroupCancelled, partition: int, partitions: int, config: GroupingConfig
+) -> Rejection | None:
+    """Reject an invalid rollout or cancellation: content, key, partition, sampling, and bounds since core version 3."""
+    bounded = config.core_version >= 3
+    if isinstance(value, Rollout):
+        faults = problems(value, bounded=bounded)
+    else:
+        faults = cancellation_problems(value, bounded=bounded)
+    if faults:
+        return Rejection("invalid", "; ".join(faults))
+    key = _key_of(value.environment, value.example_id)
+    if record.key != key:
+        return Rejection("invalid", f"its key is {(record.key or b'')[:200]!r}, its content belongs under {key!r}")
+    home = partition_of(key, partitions)
+    if home != partition:
+        return Rejection("wrong_partition", f"its key belongs on partition {home}")
+    if isinstance(value, Rollout) and value.sampling.filtered and not config.allow_filtered_sampling:
+        return Rejection(
+            "invalid",
+            f"sampled with {value.sampling}; logprobs of filtered sampling cannot be trained on "
+            f"(grouping.allow_filtered_sampling permits it)",
+        )
+    if bounded and isinstance(value, Rollout) and (excess := config.bounds_of(value.environment).excess(value)):
+        return Rejection("invalid", excess)
+    return None
+
+
+def sealed_rejection(group: Group, clocks: Clocks) -> Rejection | None:
+    """Reject a sealed group by what can change after sealing: exclusions, staleness, age, the limit of a batch."""
+    stream_time_ms, policy_version, config = clocks
+    if group.key.environment in config.exclude_environments:
+        return Rejection("excluded", exclusion_detail("environment", group.key.environment))
+    if config.exclude_workers:
+        for member in group.members.values():
+            if member.rollout.metadata.worker_id in config.exclude_workers:
+                return Rejection("excluded", exclusion_detail("worker", member.rollout.metadata.worker_id))
+    if config.exclude_offsets:
+        for member in group.members.values():
+            if config.excludes_offset(member.source.partition, member.source.offset):
+                return Rejection("excluded", exclusion_detail("offset", member.source.offset))
+    lag = policy_version - group.lowest_version
+    if 0 <= config.max_policy_lag < lag:
+        return Rejection("stale_version", f"sampled {lag} versions before {policy_version}")
+    age_ms = stream_time_ms - group.opened_ms
+    if config.max_age_s >= 0 and age_ms > milliseconds(config.max_age_s):
+        return Rejection("too_old", f"opened {age_ms / 1000:g} s of stream time ago")
+    if group.batch_bytes > config.batch_bytes:
+        return Rejection(
+            "too_large", f"it takes {group.batch_bytes} bytes, grouping.batch_bytes is {config.batch_bytes}"
+        )
+    return None
+
+
+def content_rejection(group: Group, outcomes: Outcomes, config: GroupingConfig) -> Rejection | None:
+    """Reject a sealed group by its episodes and their rewards, which no longer change."""
+    if group.complete_episodes < config.min_group_size:
+        return Rejection("group_too_small", f"{group.complete_episodes} of {config.min_group_size} members")
+    rewards = outcomes.rewards
+    if max(rewards) == min(rewards):
+        return Rejection("zero_variance", f"every reward is {rewards[0]:g}")
+    return None
+
+
+def deadline_rejection(kind: DeadlineKind, group: Group, clocks: Clocks) -> Rejection | None:
+    """Reject a group whose deadline has passed. An open group with enough members is not rejected: it seals."""
+    if kind is DeadlineKind.OPEN:
+        least = clocks.config.min_group_size or group.expected
+        if group.complete_episodes >= least:
+            return None
+        return Rejection("group_too_small", f"{group.complete_episodes} of {least} members at the deadline")
+    if kind is DeadlineKind.FUTURE:
+        return Rejection("future_version", f"the policy clock stayed at {clocks.policy_version} until the deadline")
+    # The age limit may have been raised since the deadline was set.
+    return sealed_rejection(group, clocks)
+
+
+def superseded_by(version: int, *, before: bool = False) -> Rejection:
+    """Return the rejection of a group for a newer version of its example that seals, or sealed before it."""
+    return Rejection("superseded_version", f"version {version} of it sealed{' before' if before else ''}")

@@ -1,0 +1,115 @@
+"""Advantage estimators: small pure functions from the outcomes of a group's episodes to an advantage for each.
+
+They compute in float64. Sums are math.fsum, correctly rounded in any order, so that a batch has the same bits on every
+machine.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rollstream.topics.errors import ConfigurationError
+
+EPSILON = 1e-8
+"""Added to a standard deviation before dividing by it; also the least variance by which a batch is normalised."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcomes:
+    """Rewards and lengths of the N episodes of a sealed group, in the order in which they began."""
+
+    rewards: tuple[float, ...]
+    """Reward of each episode, [N]: the mean over its branches."""
+    lengths: tuple[int, ...]
+    """Sampled tokens of each episode, [N]: those in the loss masks of all its branches."""
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """Computation of advantages: within each group when it seals, and for some estimators again over each batch."""
+
+    within_group: Callable[[Outcomes], list[float]]
+    over_batch: Callable[[Sequence[float], Sequence[float]], list[float]] | None = None
+    """New advantages of a batch's rows, from their advantages and weights."""
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of at least one value; the mean of equal values is exactly that value."""
+    return values[0] if min(values) == max(values) else math.fsum(values) / len(values)
+
+
+def _std(values: Sequence[float]) -> float:
+    """Population standard deviation."""
+    middle = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((v - middle) * (v - middle) for v in values) / len(values))
+
+
+def rloo(outcomes: Outcomes) -> list[float]:
+    """r_i minus the mean of the other members; 0 for a group of one. REINFORCE Leave-One-Out, arXiv:2402.14740."""
+    rewards = outcomes.rewards
+    count = len(rewards)
+    if count < 2:
+        return [0.0] * count
+    total = math.fsum(rewards)
+    return [r - (total - r) / (count - 1) for r in rewards]
+
+
+def rloo_normalized(outcomes: Outcomes) -> list[float]:
+    """rloo divided by the standard deviation of the whole group plus EPSILON."""
+    scale = _std(outcomes.rewards) + EPSILON
+    return [a / scale for a in rloo(outcomes)]
+
+
+def grpo(outcomes: Outcomes) -> list[float]:
+    """(r_i - mean) / (std + EPSILON) over the whole group. GRPO, arXiv:2402.03300."""
+    scale = _std(outcomes.rewards) + EPSILON
+    return [a / scale for a in dr_grpo(outcomes)]
+
+
+def dr_grpo(outcomes: Outcomes) -> list[float]:
+    """r_i - mean: GRPO without the division that favours questions of low variance. Dr. GRPO, arXiv:2503.20783."""
+    middle = math.fsum(outcomes.rewards) / len(outcomes.rewards)
+    return [r - middle for r in outcomes.rewards]
+
+
+def opo(outcomes: Outcomes) -> list[float]:
+    """r_i - sum(l_j r_j) / sum(l_j): the baseline of least variance if a gradient's norm grows with length. OPO,
+    arXiv:2505.23585. If nothing was sampled, the baseline is the plain mean."""
+    total = math.fsum(outcomes.lengths)
+    if not total:
+        return dr_grpo(outcomes)
+    weighted = (length * r for length, r in zip(outcomes.lengths, outcomes.rewards, strict=True))
+    baseline = math.fsum(weighted) / total
+    return [r - baseline for r in outcomes.rewards]
+
+
+def standardized(advantages: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """(a_i - mean) / sqrt(max(variance, EPSILON)), both weighted; the advantages unchanged if all weights are 0.
+
+    With the number of a row's sampled tokens as its weight this is the normalisation over the tokens of a batch in
+    REINFORCE++, arXiv:2501.03262.
+    """
+    total = math.fsum(weights)
+    if not total:
+        return list(advantages)
+    middle = math.fsum(w * a for w, a in zip(weights, advantages, strict=True)) / total
+    squares = (w * (a - middle) * (a - middle) for w, a in zip(weights, advantages, strict=True))
+    scale = math.sqrt(max(math.fsum(squares) / total, EPSILON))
+    return [(a - middle) / scale for a in advantages]
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "rloo": Estimator(rloo),
+    "rloo_normalized": Estimator(rloo_normalized),
+    "grpo": Estimator(grpo),
+    "dr_grpo": Estimator(dr_grpo),
+    "opo": Estimator(opo),
+    "reinforce_pp": Estimator(dr_grpo, standardized),
+}
+
+
+def estimator(name: str) -> Estimator:
+    """Return the estimator of that name. Raises ConfigurationError for an unknown one."""
+    if name not in ESTIMATORS:
+        raise ConfigurationError(f"grouping.estimator is {name!r}; estimators are {', '.join(ESTIMATORS)}")
+    return ESTIMATORS[name]

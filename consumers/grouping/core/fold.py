@@ -1,0 +1,255 @@
+"""The fold: from the records of one partition of `rollouts` to batches, drops and state. Pure.
+
+It has no clock, no I/O and no randomness of its own: stream time is the running maximum of append times, and everything
+else that moves the fold is a record (marks). Running, restoring, replaying and verifying apply this one function to
+the log.
+
+These rules make restoring exact; each is needed (docs/decisions/0002-the-log-is-the-state.md). An offset that opened
+or joined a group finishes only with its group; others finish alone. Every record of a range that is read again
+advances stream time, and marks apply, but only unfinished offsets are admitted, without a look at the finished groups.
+Reading again has no effects.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core.configuration_marks import MarkOutcome, mark_outcome
+from rollstream.consumers.grouping.core.drop_rules import Clocks, Rejection, value_rejection
+from rollstream.consumers.grouping.core.effects import Effects, InputRecord, OffsetSkip
+from rollstream.consumers.grouping.core.group_lifecycle import GroupLifecycle
+from rollstream.consumers.grouping.core.offset_tracker import OffsetTracker
+from rollstream.consumers.grouping.core.replay import Replay
+from rollstream.consumers.grouping.core.skips import Skips
+from rollstream.consumers.grouping.core.task_state import TaskState
+from rollstream.consumers.grouping.makers.registry import MAKERS, MakerFactory
+from rollstream.topics import codec
+from rollstream.topics.errors import RecordError, StateRefused
+from rollstream.topics.records import FateCount, GroupCancelled, Mark, Rollout
+
+
+class Fold:
+    """State of one partition, advanced one record at a time."""
+
+    def __init__(
+        self,
+        state: TaskState,
+        makers: Mapping[str, MakerFactory] = MAKERS,
+        skips: Mapping[int, OffsetSkip] = MappingProxyType({}),
+    ) -> None:
+        """Restore `state`: `replay` the records from its watermark to its position, then `resume`, then `apply`.
+
+        `makers` are the batch makers that a configuration may name. `skips` are offsets to leave out unread, and why;
+        those below the position were read and stay. Offsets that were left out are named in the journal.
+        """
+        self.partition = state.partition
+        self.partitions = state.partitions
+        self.position = state.watermark
+        self._makers = makers
+        self._skips = Skips(skips)
+        self._replay = Replay(state)
+        self._tracker = OffsetTracker(state)
+        self._groups = GroupLifecycle(state, self._replay, self._tracker, makers)
+        if self._replay.is_empty:
+            self.resume()
+
+    # ------------------------------------------------------------------ reading
+
+    def replay(self, record: InputRecord) -> None:
+        """Read a record again while restoring. Offsets that were hopped over need not be given.
+
+        Raises StateRefused if the record has an effect: then log and state disagree.
+        """
+        self._replay.check_offset(record.offset)
+        if self._replay.is_hopped(record.offset):
+            return
+        self._read(record, self._admit_again)
+        if self._tracker.pending.has_fates:
+            raise self._replay.unexpected_effect(record.offset)
+
+    def resume(self) -> None:
+        """End restoring. Raises StateRefused unless every unfinished offset was read again and the clocks agree."""
+        self.position = self._replay.end(self._groups.clocks)
+        self._tracker.resume(self.position)
+        self._groups.forget_finished()
+
+    def apply(self, record: InputRecord) -> None:
+        """Read the next record. Its effects are part of the next `prepare_commit`."""
+        if self.replaying:
+            raise StateRefused(f"rollouts[{self.partition}] is still being restored; call resume first")
+        if record.offset >= self.position and self._skips.is_hopped(record.offset):
+            self.hop(record.offset + 1)
+            return
+        self.hop(record.offset)
+        self._read(record, self._admit)
+
+    def hop(self, stop: int) -> None:
+        """Leave out, without their records, the offsets below `stop` that are to be left out.
+
+        Neither the content nor the append time of such a record counts, so it need not be known.
+        """
+        if self._skips and not self.replaying:
+            for offset in range(self.position, stop):
+                if self._skips.is_hopped(offset):
+                    self.position = offset + 1
+                    self._skip(offset)
+
+    def hops_ahead(self) -> list[int]:
+        """Return the offsets from the position on that are to be left out without their records."""
+        return self._skips.hopped_from(self.position)
+
+    def _read(self, record: InputRecord, admit: Callable[[InputRecord, Clocks], None]) -> None:
+        if record.offset < self.position:
+            raise StateRefused(
+                f"offset {record.offset} of rollouts[{self.partition}] was read already (position {self.position})"
+            )
+        before = self._groups.clocks
+        if record.timestamp_ms > before.stream_time_ms:
+            self._groups.advance_time(record.timestamp_ms)
+        self.position = record.offset + 1
+        if self.replaying:
+            if not self._replay.is_skipped(record.offset):
+                admit(record, before)
+        elif record.offset in self._skips:
+            self._skip(record.offset)
+        else:
+            admit(record, before)
+        self._groups.cut("size")
+
+    def _skip(self, offset: int) -> None:
+        self._count_read("", 0)
+        self._tracker.skip(offset, self._skips[offset])
+
+    def _count_read(self, environment: str, tokens: int) -> None:
+        if not self.replaying:
+            self._tracker.count_read(environment, tokens)
+
+    # ------------------------------------------------------------------ admission
+
+    def _admit(self, record: InputRecord, before: Clocks) -> None:
+        """Apply the content of a record; `before` are the clocks as they were before it was read."""
+        try:
+            value = codec.decode(record.value)
+            rejection = value_rejection(
+                record, value, self.partition, self.partitions, self.config, replaying=self.replaying
+            )
+        except RecordError as error:
+            self._count_read("", 0)
+            self._tracker.dead_letter(record, str(error))
+            return
+        if isinstance(value, Mark):
+            self._admit_mark(record, value)
+            return
+        if isinstance(value, Rollout):
+            self._count_read(value.environment, len(value.tokens))
+        elif rejection is not None:
+            self._count_read(value.environment if isinstance(value, GroupCancelled) else "", 0)
+        if rejection is not None:
+            self._tracker.drop(record.offset, rejection, value)
+        elif isinstance(value, Rollout):
+            self._groups.join(record, value, before)
+        else:
+            self._groups.cancel(record, value, before)
+
+    def _admit_again(self, record: InputRecord, before: Clocks) -> None:
+        """Apply the content of a record that is read again: of finished ones, only marks count."""
+        if self._replay.meet(record.offset):
+            self._admit(record, before)
+            if record.offset not in self._tracker:
+                raise self._replay.finished_too_early(record.offset)
+            return
+        if record.value is not None and record.value.startswith(codec.frames("Mark")):
+            try:
+                mark = codec.decode_as(Mark, record.value)
+            except RecordError:
+                return  # It went to dead letters when it was first read.
+            outcome = self.mark_outcome(mark)
+            if not outcome.problem:
+                self._obey(mark, outcome.config)
+
+    # ------------------------------------------------------------------ marks
+
+    def mark_outcome(self, mark: Mark) -> MarkOutcome:
+        """Return what a mark would do as the next record. Raises StateRefused as the function of that name does."""
+        return mark_outcome(mark, self.config, self.policy_version, self._makers)
+
+    def _admit_mark(self, record: InputRecord, mark: Mark) -> None:
+        outcome = self.mark_outcome(mark)
+        if outcome.problem:
+            self._count_read("", 0)
+            self._tracker.drop(record.offset, Rejection("invalid", outcome.problem))
+            return
+        self._tracker.finish_control(record.offset)
+        self._obey(mark, outcome.config)
+
+    def _obey(self, mark: Mark, config: GroupingConfig | None) -> None:
+        if config is not None:
+            self._groups.configure(config)
+        if mark.policy_version > self.policy_version:
+            self._groups.advance_policy(mark.policy_version)
+        if mark.kind == "drain":
+            self._groups.cut("drain")
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def stream_time_ms(self) -> int:
+        """Highest append time that was read, -1 before the first record."""
+        return self._groups.clocks.stream_time_ms
+
+    @property
+    def policy_version(self) -> int:
+        """Highest policy version that a mark has named, -1 before the first."""
+        return self._groups.clocks.policy_version
+
+    @property
+    def config(self) -> GroupingConfig:
+        """Configuration in force."""
+        return self._groups.clocks.config
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the fold is being restored."""
+        return not self._replay.ended
+
+    @property
+    def changed(self) -> bool:
+        """Whether there is anything to commit: records read since the last `prepare_commit`."""
+        return self.position != self._tracker.pending.begin
+
+    @property
+    def batch_number(self) -> int:
+        """Number of the next batch."""
+        return self._groups.batch_number
+
+    @property
+    def in_flight(self) -> int:
+        """Offsets that were read and are not finished."""
+        return len(self._tracker)
+
+    @property
+    def counts(self) -> tuple[FateCount, ...]:
+        """Records that have their fate, by environment and fate, since the start of the run."""
+        return self._tracker.counts
+
+    @property
+    def open_groups(self) -> int:
+        return self._groups.open_groups
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that unfinished groups take, as grouping.capacity_bytes counts it."""
+        return self._groups.held_bytes
+
+    @property
+    def next_deadline_ms(self) -> int | None:
+        """Stream time of the next deadline; None if there is none."""
+        return self._groups.next_deadline_ms
+
+    def prepare_commit(self, *, snapshot: bool = False) -> Effects:
+        """Return the effects since the last call and the state they lead to, to be committed together."""
+        groups = self._groups
+        delivered = groups.partly_delivered() if snapshot else None
+        return self._tracker.prepare_commit(
+            self.position, groups.clocks, groups.batch_number, groups.remembered_since_ms, delivered
+        )

@@ -1,0 +1,174 @@
+"""A grouping task: the fold of one partition, its journal, and the marks it asks for on that partition.
+
+It knows no Kafka client, and the caller gives it the time, so that tests can.
+"""
+
+from dataclasses import fields
+from typing import NamedTuple
+
+from rollstream.consumers.grouping.config import ForeignConfiguration, GrouperConfig, GroupingConfig
+from rollstream.consumers.grouping.core.configuration_marks import BATCH_BYTES_LIMIT, VERSION_STEP
+from rollstream.consumers.grouping.core.effects import Effects, InputRecord
+from rollstream.consumers.grouping.core.fold import Fold
+from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
+from rollstream.topics.errors import ConfigurationError, RollstreamError, StateRefused
+from rollstream.topics.records import Mark
+
+
+class TaskCommit(NamedTuple):
+    """One task's part of a transaction."""
+
+    effects: Effects
+    journal: JournalPointers
+    leader_epoch: int = -1
+    """Leader epoch of the last record read; -1 if it is unknown."""
+
+
+class GroupingTask:
+    """A restored fold with its journal."""
+
+    def __init__(
+        self,
+        fold: Fold,
+        journal: JournalPointers,
+        config: GrouperConfig,
+        author: str,
+        largest_batch: int = BATCH_BYTES_LIMIT,
+    ) -> None:
+        """`largest_batch` is the greatest `grouping.batch_bytes` that this process has room for."""
+        self.fold = fold
+        self.partition = fold.partition
+        self.at_end = False
+        """Whether every committed record of the partition was read."""
+        self._journal = journal
+        self._config = config
+        self._author = author
+        self._largest_batch = largest_batch
+        self._leader_epoch = journal.leader_epoch
+        self._records_since_snapshot = 0
+        self._marked_version = fold.policy_version
+        self._marked_generation = fold.config.generation
+        self._marked_deadline_ms = 0
+        self._compared: GroupingConfig | None = None
+        self._ignored: dict[str, str] = {}
+
+    @property
+    def journal_offset(self) -> int:
+        """Offset of the task's newest journal record."""
+        return self._journal.newest
+
+    def apply(self, record: InputRecord, leader_epoch: int | None = None) -> None:
+        """Read a record; ignore one that was read before, which a client may repeat after a rebalance.
+
+        `leader_epoch` is that of the broker that appended the record, if it is known.
+
+        Raises StateRefused if the record cannot be read here; the message says how to continue without it.
+        """
+        if record.offset < self.fold.position:
+            return
+        self.at_end = False
+        self._leader_epoch = -1 if leader_epoch is None else leader_epoch
+        self._records_since_snapshot += 1
+        before = self.fold.config
+        try:
+            self.fold.apply(record)
+            if self.fold.config is not before:
+                self._check_room()
+        except ForeignConfiguration as error:
+            raise StateRefused(f"{error}; {self._skip_remedy(record, 'if none of your programs wrote it')}") from error
+        except (RollstreamError, MemoryError):
+            raise
+        except Exception as error:
+            raise StateRefused(
+                f"offset {record.offset} of rollouts[{self.partition}] ends grouping "
+                f"({type(error).__name__}: {error}); fix what raised it, or "
+                f"{self._skip_remedy(record, 'if that is not possible')}"
+            ) from error
+
+    def hop(self, stop: int) -> None:
+        """Leave out, without their records, the offsets below `stop` that are to be left out."""
+        if self.fold.position < stop:
+            self.at_end = False
+            self._records_since_snapshot += 1
+            self._leader_epoch = -1
+            self.fold.hop(stop)
+
+    def _check_room(self) -> None:
+        """Check a configuration put in force by the log in the same way as the one that a process starts with."""
+        if self.fold.config.batch_bytes > self._largest_batch:
+            raise ForeignConfiguration(
+                f"the log puts generation {self.fold.config.generation} in force, with grouping.batch_bytes "
+                f"{self.fold.config.batch_bytes}, of which kafka.max_record_bytes has room for {self._largest_batch}: "
+                f"raise it",
+                self.fold.config.core_version,
+            )
+
+    def _skip_remedy(self, record: InputRecord, condition: str) -> str:
+        place = f"{self.partition}:{record.offset}"
+        return f"{condition}, have the record left out: `rollstream group skip {place} --reason ...`"
+
+    def prepare_commit(self, *, closing: bool = False) -> TaskCommit:
+        """Return the effects so far for the next transaction, with a snapshot if one is due."""
+        snapshot = closing or self._records_since_snapshot >= self._config.snapshot_every
+        if snapshot:
+            self._records_since_snapshot = 0
+        return TaskCommit(self.fold.prepare_commit(snapshot=snapshot), self._journal, self._leader_epoch)
+
+    def ignored_settings(self, wanted: GroupingConfig) -> dict[str, str]:
+        """Return how settings differ from those in the log under the same generation, where the log's are in force.
+
+        The core version is not compared: a run keeps its first one, and a release has its own default.
+        """
+        config = self.fold.config
+        if config is not self._compared:
+            self._compared = config
+            same = wanted.generation == config.generation
+            names = [f.name for f in fields(config) if f.name != "core_version"] if same else []
+            self._ignored = {
+                name: f"{getattr(wanted, name)!r} here, {getattr(config, name)!r} in the log"
+                for name in names
+                if getattr(wanted, name) != getattr(config, name)
+            }
+        return self._ignored
+
+    def due_marks(self, now_ms: int, newest_version: int, wanted: GroupingConfig) -> list[Mark]:
+        """Return the marks to append now: for a new policy version, a higher generation, an overdue deadline.
+
+        Raises ConfigurationError for a configuration that would be an invalid record.
+        """
+        marks: list[Mark] = []
+        # A larger step takes several marks: the next one is due after this one is read.
+        version = min(newest_version, max(self.fold.policy_version, 0) + VERSION_STEP)
+        if version > max(self._marked_version, self.fold.policy_version):
+            self._marked_version = version
+            marks.append(self._mark("policy_version", now_ms, policy_version=version))
+        if wanted.generation > max(self._marked_generation, self.fold.config.generation):
+            mark = self._mark("configuration", now_ms, generation=wanted.generation, configuration=wanted.to_json())
+            if problem := self.fold.mark_outcome(mark).problem:
+                raise ConfigurationError(f"the configuration given cannot be put in force: {problem}")
+            self._marked_generation = wanted.generation
+            marks.append(mark)
+        due_ms = self.fold.next_deadline_ms
+        # The broker's clock may lag ours: a mark may come too early by it, and is then repeated.
+        rested = not 0 <= now_ms - self._marked_deadline_ms < self._config.mark_interval_s * 1000
+        if self.at_end and due_ms is not None and due_ms <= now_ms and rested:
+            self._marked_deadline_ms = now_ms
+            marks.append(self._mark("deadline", now_ms))
+        return marks
+
+    def mark_failed(self) -> None:
+        """Ask again for a mark that was not delivered."""
+        self._marked_version = self.fold.policy_version
+        self._marked_generation = self.fold.config.generation
+
+    def _mark(
+        self, kind: str, now_ms: int, *, policy_version: int = -1, generation: int = -1, configuration: str = ""
+    ) -> Mark:
+        return Mark(
+            kind=kind,  # type: ignore[arg-type]
+            policy_version=policy_version,
+            generation=generation,
+            configuration=configuration,
+            wall_time=now_ms / 1000,
+            author=self._author,
+        )

@@ -1,0 +1,203 @@
+"""A group from its first record to its end: members, cancellations, and how many of its episodes are complete.
+
+A group counts episodes, not rollouts: the branches of one episode complete together and are cancelled together.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from rollstream.topics.records import NO_FLOATS, Rollout, RolloutMetadata
+from rollstream.topics.rl_examples import REFERENCE, Source
+
+
+class GroupKey(NamedTuple):
+    """Identity of a group: its rollouts are comparable."""
+
+    environment: str
+    example_id: str
+    policy_version: int
+    group_id: str
+
+    def __str__(self) -> str:
+        suffix = f"/{self.group_id}" if self.group_id else ""
+        return f"{self.environment}/{self.example_id}@{self.policy_version}{suffix}"
+
+
+class Stage(Enum):
+    """Stage of a group."""
+
+    OPEN = 0
+    """It collects members."""
+    WAITING = 1
+    """It is sealed, and its version is ahead of the policy clock."""
+    OFFERED = 2
+    """It is sealed, and with the batch maker."""
+    FINISHED = 3
+    """All its records have their fate."""
+
+
+class Member(NamedTuple):
+    """A rollout that joined a group."""
+
+    source: Source
+    rollout: Rollout
+    """The rollout as `trimmed` leaves it."""
+    size_bytes: int
+    """Memory it counts for in grouping.capacity_bytes."""
+    append_ms: int
+    """Stream time when it was read."""
+
+
+class MemberAdvantage(NamedTuple):
+    """Advantage of the episode of a member of a sealed group."""
+
+    episode: float
+    """Advantage of the episode, in float64, before any stage over a batch."""
+    branches: int
+    """Declared branches of the episode, which share its advantage."""
+
+    @property
+    def share(self) -> float:
+        """Advantage of the member."""
+        return self.episode / self.branches
+
+
+def trimmed(rollout: Rollout, token_arrays: Collection[str] = (), *, stamped: bool = False) -> Rollout:
+    """Return a rollout without the fields that neither its fate nor its batch depends on.
+
+    Left out are turns, rewards of tokens and components, arrays except the reference log-probabilities and the named
+    `token_arrays`, and free-form metadata; unless `stamped`, also its time and weight step. Some of them take fifty
+    times their bytes in the log.
+    """
+    arrays = rollout.token_arrays
+    about = rollout.metadata
+    fields = {
+        **vars(rollout),
+        "turns": (),
+        "token_rewards": NO_FLOATS,
+        "reward_components": _NOTHING,
+        "metadata": RolloutMetadata(worker_id=about.worker_id, timestamp=about.timestamp, weight_step=about.weight_step)
+        if stamped
+        else RolloutMetadata(worker_id=about.worker_id),
+        "token_arrays": {name: arrays[name] for name in (REFERENCE, *token_arrays) if name in arrays} or _NOTHING,
+        "extra": _NOTHING,
+    }
+    # __init__ of a frozen dataclass would cost more than everything else that happens to a record.
+    left: Rollout = object.__new__(Rollout)
+    object.__setattr__(left, "__dict__", fields)
+    return left
+
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def episode_of(rollout: Rollout) -> str:
+    """Return the uid of the episode that a rollout counts for: its own, unless it is one of several branches."""
+    return rollout.episode_uid if rollout.branches > 1 else rollout.uid
+
+
+class _Episode(NamedTuple):
+    branches: int
+    arrived: dict[int, str]
+    """Uids of the branches that arrived, by branch."""
+
+    @property
+    def complete(self) -> bool:
+        return len(self.arrived) == self.branches
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """One group from its first record to its end."""
+
+    key: GroupKey
+    opened_offset: int
+    opened_ms: int
+    declared_size: int
+    stage: Stage = Stage.OPEN
+    members: dict[str, Member] = field(default_factory=dict)
+    """By uid, in order of arrival."""
+    cancelled: set[str] = field(default_factory=set)
+    """Episodes cancelled, whether they had arrived or not."""
+    cancelled_members: list[Member] = field(default_factory=list)
+    """Members that had arrived when they were cancelled; they finish with the group."""
+    control_offsets: list[int] = field(default_factory=list)
+    """Cancellations that joined the group; they finish with it."""
+    size_bytes: int = 0
+    """Memory it counts for in grouping.capacity_bytes, cancelled members included."""
+    batch_bytes: int = 0
+    """Bytes it takes in a batch, known once it is sealed."""
+    sealed_ms: int = -1
+    fates: dict[int, str] = field(default_factory=dict)
+    """Fates of members in a group that is not finished: delivered in a batch, or discarded by the maker."""
+    estimator: str = ""
+    """Estimator in force when it sealed."""
+    advantages: dict[str, MemberAdvantage] = field(default_factory=dict)
+    """By uid in order of arrival, known once it is sealed."""
+    complete_episodes: int = 0
+    _episodes: dict[str, "_Episode"] = field(default_factory=dict)
+    """Episodes of which a branch arrived."""
+    _cancelled_uids: set[str] = field(default_factory=set)
+    """Uids of `cancelled_members`."""
+
+    @property
+    def expected(self) -> int:
+        """Episodes still expected: the declared size less the cancelled ones."""
+        return self.declared_size - len(self.cancelled)
+
+    @property
+    def complete(self) -> bool:
+        return self.complete_episodes >= self.expected
+
+    @property
+    def lowest_version(self) -> int:
+        """Lowest policy version that sampled any token of any member."""
+        return min((m.rollout.lowest_version for m in self.members.values()), default=self.key.policy_version)
+
+    def refusal(self, rollout: Rollout) -> tuple[str, str] | None:
+        """Return why a rollout cannot join, as drop reason and detail; None if it can."""
+        episode = episode_of(rollout)
+        if rollout.uid in self.members:
+            return "duplicate_uid", f"uid {rollout.uid} is in group {self.key}"
+        if episode in self.cancelled or rollout.uid in self.cancelled:
+            return "cancelled", f"uid {rollout.uid} was cancelled before it came"
+        if rollout.group_size != self.declared_size:
+            return "invalid", f"group_size {rollout.group_size}, where group {self.key} declared {self.declared_size}"
+        known = self._episodes.get(episode)
+        if known and (rollout.branches != known.branches or rollout.branch in known.arrived):
+            return (
+                "invalid",
+                f"branch {rollout.branch} of {rollout.branches} of episode {episode} does not fit the others",
+            )
+        return None
+
+    def add(self, member: Member) -> None:
+        """Add a member that is not refused."""
+        rollout = member.rollout
+        self.members[rollout.uid] = member
+        episode = self._episodes.setdefault(episode_of(rollout), _Episode(rollout.branches, {}))
+        episode.arrived[rollout.branch] = rollout.uid
+        self.complete_episodes += episode.complete
+
+    def cancel(self, uids: tuple[str, ...]) -> bool:
+        """Take the episodes of these rollouts out of the group; return False if all of them were out already.
+
+        A uid that has not arrived counts as an episode of its own. The cost of a uid depends neither on their number
+        nor on the size of the group.
+        """
+        before = len(self.cancelled)
+        for uid in uids:
+            member = self.members.get(uid)
+            episode = uid if member is None else episode_of(member.rollout)
+            if episode in self.cancelled or uid in self._cancelled_uids:
+                continue
+            self.cancelled.add(episode)
+            known = self._episodes.pop(episode, None)
+            if known is not None:
+                self.complete_episodes -= known.complete
+                self._cancelled_uids.update(known.arrived.values())
+                self.cancelled_members += (self.members.pop(arrived) for arrived in known.arrived.values())
+        return len(self.cancelled) > before

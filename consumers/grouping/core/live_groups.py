@@ -1,0 +1,75 @@
+"""The groups of a partition that are not finished: by stage and by example, with the memory that they take."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from rollstream.consumers.grouping.core.groups import Group, GroupKey, Stage
+
+
+class LiveGroups:
+    """Groups that collect members, wait for the policy clock, or lie with the batch maker."""
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        """Memory that the groups take, as grouping.capacity_bytes counts it."""
+        self.open: OrderedDict[GroupKey, Group] = OrderedDict()
+        """Groups that collect members, oldest first."""
+        self._sealed: dict[GroupKey, Group] = {}
+        self._sealed_by_example: dict[tuple[str, str], dict[GroupKey, Group]] = {}
+        self._waiting: OrderedDict[GroupKey, Group] = OrderedDict()
+
+    def sealed(self, key: GroupKey) -> Group | None:
+        """Return the sealed group of that key."""
+        return self._sealed.get(key)
+
+    def all_sealed(self) -> list[Group]:
+        """Return every sealed group, in the order in which they sealed."""
+        return list(self._sealed.values())
+
+    def older_versions(self, key: GroupKey) -> list[Group]:
+        """Return the sealed groups of the same example that have a lower policy version."""
+        of_example = self._sealed_by_example.get(key[:2], {}).values()
+        return [group for group in of_example if group.key.policy_version < key.policy_version]
+
+    def hold(self, group: Group, size_bytes: int) -> None:
+        """Count more memory of a group."""
+        group.size_bytes += size_bytes
+        self.held_bytes += size_bytes
+
+    def close(self, group: Group) -> None:
+        """Let an open group collect no further members."""
+        del self.open[group.key]
+        group.stage = Stage.WAITING
+
+    def add_sealed(self, group: Group) -> None:
+        """Keep a closed group that passed the checks at sealing."""
+        self._sealed[group.key] = group
+        self._sealed_by_example.setdefault(group.key[:2], {})[group.key] = group
+
+    def wait(self, group: Group) -> None:
+        """Keep a sealed group back until `release` reaches its policy version."""
+        self._waiting[group.key] = group
+
+    def release(self, policy_version: int) -> Iterator[Group]:
+        """Remove and yield the waiting groups of versions up to `policy_version`."""
+        for group in [g for g in self._waiting.values() if g.key.policy_version <= policy_version]:
+            del self._waiting[group.key]
+            yield group
+
+    @property
+    def next_to_shed(self) -> Group | None:
+        """The oldest open group, or else the oldest one that waits for the policy clock."""
+        return next(iter(self.open.values()), None) or next(iter(self._waiting.values()), None)
+
+    def remove(self, group: Group) -> None:
+        """Remove a group that is finished, whatever its stage."""
+        key = group.key
+        self.open.pop(key, None)
+        self._waiting.pop(key, None)
+        if self._sealed.pop(key, None) is not None:
+            of_example = self._sealed_by_example[key[:2]]
+            del of_example[key]
+            if not of_example:
+                del self._sealed_by_example[key[:2]]
+        group.stage = Stage.FINISHED
+        self.held_bytes -= group.size_bytes

@@ -1,0 +1,159 @@
+"""State of a grouping task after a committed transaction: together with the log, all that a fold needs to continue.
+
+The journal holds the changes of each transaction, and a snapshot now and then; `restored_state` adds them up. The
+metadata of the committed offset names the journal record, so position and state are one fact.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rollstream.consumers.grouping.config import GENERATION_STEP, GroupingConfig
+from rollstream.consumers.grouping.core.effects import CORE_VERSION
+from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.journal_counts import JournalCounts
+from rollstream.topics.offset_ranges import from_ranges
+from rollstream.topics.records import FateCount, FinishedGroup, JournalRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskState:
+    """State of one partition's fold at `position`, with the clocks there and before the watermark."""
+
+    partition: int
+    partitions: int
+    topic_id: str
+    position: int
+    watermark: int
+    watermark_stream_time_ms: int
+    watermark_policy_version: int
+    watermark_configuration: str
+    stream_time_ms: int
+    policy_version: int
+    generation: int
+    remembered_since_ms: int
+    """Stream time before which finished groups are forgotten."""
+    batch_number: int
+    sequence: int
+    """Sequence of the next journal record."""
+    unfinished: frozenset[int] = frozenset()
+    delivered: frozenset[int] = frozenset()
+    skipped: frozenset[int] = frozenset()
+    """Offsets from the watermark on that were left out unread, though their append times count."""
+    hopped: frozenset[int] = frozenset()
+    """Offsets from the watermark on that were left out and never fetched."""
+    counts: tuple[FateCount, ...] = ()
+    produced: tuple[FateCount, ...] = ()
+    finished_groups: tuple[FinishedGroup, ...] = ()
+    """Groups that finished within the horizon, in the order in which they finished."""
+
+
+def initial_record(partition: int, partitions: int, topic_id: str, config: GroupingConfig) -> JournalRecord:
+    """Return the first journal record of a partition: an empty state under the first configuration.
+
+    Raises ConfigurationError if its generation leaves too few for later configurations.
+    """
+    if config.generation > GENERATION_STEP:
+        raise ConfigurationError(
+            f"grouping.generation is {config.generation}; a run begins with one of at most {GENERATION_STEP}"
+        )
+    return JournalRecord(
+        partition=partition,
+        sequence=0,
+        core_version=CORE_VERSION,
+        topic_id=topic_id,
+        partitions=partitions,
+        begin=0,
+        position=0,
+        watermark=0,
+        watermark_stream_time_ms=-1,
+        watermark_policy_version=-1,
+        watermark_generation=config.generation,
+        watermark_configuration=config.to_json(),
+        stream_time_ms=-1,
+        policy_version=-1,
+        generation=config.generation,
+        remembered_since_ms=-1,
+        batch_number=0,
+        snapshot=True,
+    )
+
+
+class JournalAccumulator:
+    """Sum of consecutive journal records of one partition, one of which is a snapshot.
+
+    Records before the snapshot contribute their finished groups only.
+    """
+
+    def __init__(self) -> None:
+        self.last: JournalRecord | None = None
+        self._unfinished: set[int] | None = None
+        self._delivered: set[int] = set()
+        self._groups: deque[FinishedGroup] = deque()
+        self._counts = JournalCounts()
+
+    def add(self, record: JournalRecord) -> None:
+        """Add the next record. Raises StateRefused if one is missing before it."""
+        if self.last is not None and record.sequence != self.last.sequence + 1:
+            raise StateRefused(
+                f"journal[{record.partition}] goes from sequence {self.last.sequence} to {record.sequence}; "
+                f"records between were deleted, start a new run"
+            )
+        self._groups += record.finished_groups
+        while self._groups and self._groups[0].finished_ms < record.remembered_since_ms:
+            self._groups.popleft()
+        if record.snapshot:
+            if record.part == 0:
+                self._unfinished, self._delivered = set(), set()
+            if self._unfinished is not None:
+                self._unfinished.update(from_ranges(record.unfinished))
+                self._delivered.update(from_ranges(record.delivered))
+        elif self._unfinished is not None:
+            self._unfinished.update(from_ranges(record.admitted))
+            self._delivered.update(from_ranges(record.delivered))
+            for finished in record.finished:
+                self._unfinished.difference_update(from_ranges(finished.runs))
+        self._counts.add(record)
+        self.last = record
+
+    def state(self) -> TaskState:
+        """Return the state after the last record. Raises StateRefused if the records do not hold one."""
+        last = self.last
+        if last is None or self._unfinished is None:
+            raise StateRefused("the journal holds no snapshot to restore from; it was deleted or never written")
+        if last.part != last.parts - 1:
+            raise StateRefused(
+                f"journal[{last.partition}] ends at sequence {last.sequence}, part {last.part + 1} of {last.parts} of "
+                f"its transaction; the rest was deleted, start a new run"
+            )
+        return TaskState(
+            partition=last.partition,
+            partitions=last.partitions,
+            topic_id=last.topic_id,
+            position=last.position,
+            watermark=last.watermark,
+            watermark_stream_time_ms=last.watermark_stream_time_ms,
+            watermark_policy_version=last.watermark_policy_version,
+            watermark_configuration=last.watermark_configuration,
+            stream_time_ms=last.stream_time_ms,
+            policy_version=last.policy_version,
+            generation=last.generation,
+            remembered_since_ms=last.remembered_since_ms,
+            batch_number=last.batch_number,
+            sequence=last.sequence + 1,
+            unfinished=frozenset(self._unfinished),
+            delivered=frozenset(self._delivered & self._unfinished),
+            skipped=frozenset(last.skipped),
+            hopped=frozenset(offset for offset in from_ranges(last.hopped) if offset >= last.watermark),
+            counts=self._counts.counts,
+            produced=self._counts.produced,
+            finished_groups=tuple(self._groups),
+        )
+
+
+def restored_state(journal: Iterable[JournalRecord]) -> TaskState:
+    """Return the state after the last record of `journal`. Raises StateRefused as `JournalAccumulator` does."""
+    accumulator = JournalAccumulator()
+    for record in journal:
+        accumulator.add(record)
+    return accumulator.state()

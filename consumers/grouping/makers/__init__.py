@@ -1,0 +1,1 @@
+"""Batch makers: the interface, the makers that ship, and the registry of names in a configuration."""

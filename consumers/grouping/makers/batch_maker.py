@@ -1,0 +1,201 @@
+"""Batch makers turn sealed groups into batches: the interface, and the default, whole groups first in, first out.
+
+A maker is part of the pure fold: no clock, no I/O, and no randomness except what it derives from (seed, partition,
+batch number). It delivers every rollout in a batch, reports it as discarded with a reason, or still holds it.
+"""
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from rollstream.topics.rl_examples import RLExample, Source
+
+STAMP_BYTES = 16
+"""Bytes of a rollout's time and weight step in a batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealedGroup:
+    """A sealed group as makers see it."""
+
+    environment: str
+    example_id: str
+    policy_version: int
+    group_id: str
+    rewards: tuple[float, ...]
+    """Rewards of the members, in the order in which they are added."""
+    advantages: tuple[float, ...]
+    """Advantages of the members, same order."""
+    sealed_ms: int
+    """Stream time at which it sealed, milliseconds since the Unix epoch."""
+
+    @property
+    def size(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def name_bytes(self) -> int:
+        """Most bytes that the group takes in a batch besides its rows."""
+        return group_bytes(self.environment, self.example_id, self.group_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakerContext:
+    """Values that a maker may depend on besides the groups that it is given."""
+
+    partition: int
+    seed: int
+    batch_bytes: int
+
+
+class BatchMaker(ABC):
+    """Makes batches of RL examples; purely in memory.
+
+    Its batches may depend on its context, on `batch_number` and on the rollouts that it holds, and on nothing else that
+    it remembers: after a restart it is given the held rollouts again, in the same order, and must repeat its batches.
+
+    A maker that defines only `create_batch` and `get_batch_metadata` finds the rollouts that it holds in `waiting`. One
+    that keeps rollouts in another way also defines `add_rollout`, `discard` and `held`.
+    """
+
+    latest_version_only: ClassVar[bool] = False
+    """Whether the fold drops groups once a newer version of their example sealed, whatever grouping.drop_superseded is.
+    This includes newer versions whose rollouts were delivered long ago."""
+    batch_number: int = 0
+    """Number of the next batch, set by the fold; a part of the seed of random choices."""
+
+    def __init__(self, context: MakerContext | None = None) -> None:
+        """Without a context, as in a group store, the seed is 0 and batches may have any size."""
+        self.context = context or MakerContext(partition=0, seed=0, batch_bytes=2**40)
+        self.waiting: dict[Source, RLExample] = {}
+        """Rollouts that the maker holds, in order of arrival."""
+
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        """Add one rollout of a group that has just sealed; the members of a group come in a row."""
+        self.waiting[example.source] = example
+
+    def pop_waiting(self, batch: Iterable[RLExample]) -> list[RLExample]:
+        """Remove examples from `waiting` and return them, for `create_batch` to return."""
+        return [self.waiting.pop(example.source) for example in batch]
+
+    @abstractmethod
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        """Remove and return the examples of the next batch, or return None if it is not time for one.
+
+        A batch holds at least one example and at most `context.batch_bytes`, counted by example_bytes and by name_bytes
+        of its groups. Rows keep the order of the list, each as it was added.
+
+        The fold calls it with the configured batch size after every sealing, and with the number of held rollouts if
+        all of them must go out, for their age or a drain.
+        """
+
+    @abstractmethod
+    def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
+        """Return metadata of a batch as JSON-compatible values, at most 4,096 characters."""
+
+    def discard(self, sources: Iterable[Source]) -> None:
+        """Forget rollouts that the fold dropped (stale, excluded, ...); never called for delivered ones."""
+        for source in sources:
+            del self.waiting[source]
+
+    @property
+    def held(self) -> int:
+        """Number of rollouts that were added and neither delivered nor discarded."""
+        return len(self.waiting)
+
+    def take_discarded(self) -> list[tuple[Source, str]]:
+        """Return the rollouts that the maker itself discarded since the last call, each with a reason."""
+        return []
+
+
+def row_bytes(tokens: int, uid: str, reference: bool) -> int:
+    """Return the most bytes of a rollout in an encoded batch: 13 or, with reference log-probabilities, 17 a token."""
+    return tokens * (17 if reference else 13) + 64 + len(uid.encode())
+
+
+def group_bytes(environment: str, example_id: str, group_id: str) -> int:
+    """Return the most bytes that a group takes in an encoded batch besides its rows."""
+    return 64 + len(environment.encode()) + len(example_id.encode()) + len(group_id.encode())
+
+
+def array_bytes(name: str, size_bytes: int, dimensions: int) -> int:
+    """Return the most bytes that a named array of a rollout takes in an encoded batch."""
+    return 64 + len(name.encode()) + 10 * dimensions + size_bytes
+
+
+def example_bytes(example: RLExample) -> int:
+    """Return the most bytes that an example takes in an encoded batch, without those of its group."""
+    return (
+        row_bytes(len(example.tokens), example.source.uid, example.reference_log_probs is not None)
+        + (STAMP_BYTES if example.weight_step is not None else 0)
+        + sum(array_bytes(name, array.nbytes, array.ndim) for name, array in example.token_arrays.items())
+    )
+
+
+@dataclass(slots=True)
+class _WaitingGroup:
+    group: SealedGroup
+    size_bytes: int
+    """Most bytes that it takes in a batch."""
+    examples: dict[Source, RLExample] = field(default_factory=dict)
+
+
+class FifoBatchMaker(BatchMaker):
+    """Whole groups, first in, first out; a batch takes groups until it is full by rollouts or by bytes."""
+
+    def __init__(self, context: MakerContext) -> None:
+        super().__init__(context)
+        self._waiting: OrderedDict[int, _WaitingGroup] = OrderedDict()
+        """Waiting groups by their identity, oldest first."""
+        self._group_of: dict[Source, int] = {}
+        self._held_bytes = 0
+
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        waiting = self._waiting.get(id(group))
+        if waiting is None:
+            waiting = self._waiting[id(group)] = _WaitingGroup(group, group.name_bytes)
+            self._held_bytes += waiting.size_bytes
+        size_bytes = example_bytes(example)
+        waiting.examples[example.source] = example
+        waiting.size_bytes += size_bytes
+        self._held_bytes += size_bytes
+        self._group_of[example.source] = id(group)
+
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        if not self._waiting or (self.held < batch_size and self._held_bytes < self.context.batch_bytes):
+            return None
+        batch: list[RLExample] = []
+        size_bytes = 0
+        while self._waiting and len(batch) < batch_size:
+            key = next(iter(self._waiting))
+            size_bytes += self._waiting[key].size_bytes
+            if batch and size_bytes > self.context.batch_bytes:
+                break
+            batch += self._forget(key).examples.values()
+        for example in batch:
+            del self._group_of[example.source]
+        return batch
+
+    def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
+        return {"maker": "fifo", "batch_size": len(batch)}
+
+    def discard(self, sources: Iterable[Source]) -> None:
+        for source in sources:
+            key = self._group_of.pop(source)
+            waiting = self._waiting[key]
+            size_bytes = example_bytes(waiting.examples.pop(source))
+            waiting.size_bytes -= size_bytes
+            self._held_bytes -= size_bytes
+            if not waiting.examples:
+                self._forget(key)
+
+    @property
+    def held(self) -> int:
+        return len(self._group_of)
+
+    def _forget(self, key: int) -> _WaitingGroup:
+        waiting = self._waiting.pop(key)
+        self._held_bytes -= waiting.size_bytes
+        return waiting

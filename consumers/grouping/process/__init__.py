@@ -1,0 +1,1 @@
+"""Processes of the grouping consumer group: transactions, restoration and marks around the fold."""

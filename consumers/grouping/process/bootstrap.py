@@ -1,0 +1,268 @@
+"""Generation 0 of a run's grouping, and recovery of its committed offsets if they are lost.
+
+Both write offsets in a transaction together with, or derived from, the journal; neither ever guesses a position. Both
+fence each other under one transactional id, so that only one of them at a time can change the state that it read.
+"""
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
+from rollstream.consumers.grouping.core import task_state
+from rollstream.consumers.grouping.process.adoption import adopted, check_nothing_beyond
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import MAGIC, decode_as, encode
+from rollstream.topics.commit_metadata import CommitMetadata
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable, RecordError, StateRefused
+from rollstream.topics.kafka import hanging_transactions, topic_admin
+from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.groups import members
+from rollstream.topics.kafka.open_transactions import await_decided, undecided
+from rollstream.topics.kafka.reader import Reader, read_to_end
+from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
+from rollstream.topics.kafka.sender import Delivery
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.kafka.transactional_ids import earlier_id, fence, transactional_id
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.keys import encode_key
+from rollstream.topics.logs import event
+from rollstream.topics.records import JournalRecord
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+WRITER = "rollstream.writer"
+"""Header of a journal record with the transactional id of its writer, which `recover` fences if it is undecided."""
+_UNWRITTEN = -1
+"""Offset of a journal record that is written in the transaction that commits it."""
+_REST_S = (0.5, 1.5)
+"""Shortest and longest pause of a fenced process before it tries again."""
+
+
+def initialise(kafka: KafkaConfig, run: str, grouping: GroupingConfig, grouper: GrouperConfig) -> bool:
+    """Write generation 0 if nothing was written yet: an empty state and committed offset 0 for each partition.
+
+    Returns False if the run has its state already. Raises StateRefused if only one of offsets and journal exists, or
+    if the group has members: then state was lost, and guessing would lose or repeat rollouts.
+    """
+    group = grouper.group_id(run)
+    return _in_turn(kafka, run, group, lambda producer: _initialise(producer, kafka, run, grouping, grouper))
+
+
+def _initialise(
+    producer: TransactionalProducer, kafka: KafkaConfig, run: str, grouping: GroupingConfig, grouper: GrouperConfig
+) -> bool:
+    rollouts, journal = topic_name(run, "rollouts"), topic_name(run, "journal")
+    group = grouper.group_id(run)
+    partitions = topic_admin.partitions_of(kafka, rollouts)
+    committed = committed_offsets(kafka, group, rollouts, partitions)
+    written = {message.partition for message in read_to_end(kafka, journal)}
+    if all(tp.offset >= 0 for tp in committed) and len(written) == partitions:
+        return False
+    if any(tp.offset >= 0 for tp in committed) or written:
+        lost = [tp.partition for tp in committed if tp.offset < 0]
+        raise StateRefused(
+            f"run {run} has journal records on partitions {sorted(written)} and no offsets of group {group} on {lost}; "
+            f"offsets were lost: commit them again with `rollstream group recover`"
+        )
+    if members(kafka, group):
+        raise StateRefused(f"group {group} has members and no offsets; stop them before `rollstream topics apply`")
+    topic_id = topic_admin.topic_ids(kafka, [rollouts])[rollouts]
+    records = [task_state.initial_record(p, partitions, topic_id, grouping) for p in range(partitions)]
+    _commit(producer, kafka, run, group, {r.partition: (r, None) for r in records})
+    event(logger, "grouping_initialised", run=run, partitions=partitions, generation=grouping.generation)
+    return True
+
+
+def recover(
+    kafka: KafkaConfig, run: str, grouper: GrouperConfig, patience_s: float | None = None, *, restored: bool = False
+) -> dict[int, int]:
+    """Commit each partition's position again from the end of its journal; returns the positions.
+
+    `restored` declares that the topics equal those of an archive, record for record: the same transaction adds a record
+    with their ids to each journal. Without it, grouping refuses topics that the journal was not written for.
+
+    A process that was paused within a transaction is fenced first, because a later commit would duplicate batches.
+    Raises StateRefused if the group has members or a partition has no journal, DeadlineExceeded if a transaction at
+    the end of the journal stays open for `patience_s` (kafka.patience_s by default).
+    """
+    group = grouper.group_id(run)
+    if members(kafka, group):
+        raise StateRefused(
+            f"group {group} has members; stop them, wait out kafka.session_timeout_s ({kafka.session_timeout_s:g} s), "
+            f"and repeat `rollstream group recover`"
+        )
+    return _in_turn(kafka, run, group, lambda producer: _recover(producer, kafka, run, grouper, patience_s, restored))
+
+
+def _recover(
+    producer: TransactionalProducer,
+    kafka: KafkaConfig,
+    run: str,
+    grouper: GrouperConfig,
+    patience_s: float | None,
+    restored: bool,
+) -> dict[int, int]:
+    group, journal = grouper.group_id(run), topic_name(run, "journal")
+    partitions = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
+    _fence_writers(kafka, run, journal)
+    await_decided(kafka, journal, "no offsets were committed", patience_s)
+    ends = topic_admin.bounds(kafka, journal)
+    last: dict[int, tuple[JournalRecord, CommitMetadata | None]] = {}
+    snapshots: dict[int, int] = {}
+    oldest: dict[int, int] = {}
+    skipped = SkippedRecords("recover")
+    for message in read_to_end(kafka, journal):
+        partition, offset = message.partition, message.offset
+        record = journal_record(message, skipped)
+        if record is None:
+            continue
+        oldest.setdefault(partition, offset)
+        if record.snapshot and record.part == 0:
+            snapshots[partition] = offset
+        if partition in snapshots:
+            last[partition] = (record, CommitMetadata(offset, snapshots[partition], oldest[partition]))
+    missing = sorted(set(range(partitions)) - set(last))
+    if missing:
+        raise StateRefused(f"journal partitions {missing} of run {run} hold no snapshot; start a new run")
+
+    if restored:
+        rollouts = topic_name(run, "rollouts")
+        topic_id = topic_admin.topic_ids(kafka, [rollouts])[rollouts]
+        theirs = {p: record for p, (record, _metadata) in last.items() if record.topic_id != topic_id}
+        check_nothing_beyond(kafka, run, theirs)
+        for partition, record in theirs.items():
+            metadata = CommitMetadata(_UNWRITTEN, snapshots[partition], oldest[partition])
+            last[partition] = (adopted(kafka, run, record, topic_id), metadata)
+
+    def unchanged() -> None:
+        # From here on, new members get no offsets before this transaction ends; an earlier one has written already.
+        if members(kafka, group) or topic_admin.bounds(kafka, journal) != ends:
+            raise StateRefused(f"a process of group {group} started meanwhile; stop it, and repeat `group recover`")
+
+    _commit(producer, kafka, run, group, last, unchanged)
+    return {partition: record.position for partition, (record, _metadata) in last.items()}
+
+
+def journal_record(message: KafkaRecord, skipped: SkippedRecords) -> JournalRecord | None:
+    """Decode a message of `journal`; None for foreign bytes, which are not part of the journal.
+
+    Raises StateRefused if the message may be a journal record that cannot be decoded: the state would be incomplete.
+    """
+    if not (message.value or b"").startswith(MAGIC):
+        return skipped.decode(JournalRecord, message)
+    try:
+        return decode_as(JournalRecord, message.value)
+    except RecordError as error:
+        raise StateRefused(
+            f"journal[{message.partition}] offset {message.offset} cannot be read ({error}); where a newer release "
+            f"wrote it, run that release: grouping processes of one run must read each other's journal"
+        ) from error
+
+
+def committed_offsets(kafka: KafkaConfig, group: str, topic: str, partitions: int) -> list[GroupPosition]:
+    """Committed offsets with metadata, after pending transactions end; the offset is negative if none is committed."""
+    with Reader(kafka, group=group) as reader:
+        try:
+            return reader.committed(topic, range(partitions), f"reading offsets of group {group}")
+        except BrokerUnavailable as error:
+            raise BrokerUnavailable(f"{error}; {hanging_transactions.open_on_offsets(kafka, group)}") from error
+
+
+def _in_turn(kafka: KafkaConfig, run: str, group: str, work: Callable[[TransactionalProducer], T]) -> T:
+    """Return the result of `work`, given a producer whose start fenced every other one and aborted their transactions.
+
+    A process that is fenced tries again later, and then finds the other's work done.
+    """
+    identity = transactional_id(run, "grouper", "bootstrap")
+    deadline = time.monotonic() + kafka.patience_s
+    while True:
+        producer = TransactionalProducer(kafka, identity, logger=logger)
+        try:
+            producer.start()
+            try:
+                return work(producer)
+            except StateRefused:
+                # Offsets and journal may differ because another process wrote them between the two reads.
+                _assert_turn(producer, kafka, run, group)
+                raise
+        except Stalled as stalled:
+            raise BrokerUnavailable(f"offsets of run {run} cannot be committed: {stalled}") from stalled
+        except TransactionFailed as failed:
+            if not failed.taken_over or time.monotonic() > deadline:
+                raise BrokerUnavailable(f"offsets of run {run} cannot be committed: {failed.reason}") from failed
+            event(logger, "turn_lost", run=run, error=failed.reason)
+            time.sleep(random.uniform(*_REST_S))
+        finally:
+            producer.close()
+
+
+def _assert_turn(producer: TransactionalProducer, kafka: KafkaConfig, run: str, group: str) -> None:
+    """Raise TransactionFailed if another process fenced this one: an aborted offset commit asks the coordinator."""
+    nobodys = [GroupPosition(topic_name(run, "rollouts"), 0, 0)]
+    with Reader(kafka, group=group) as reader:
+        try:
+            with producer.transaction(commit=False) as transaction:
+                transaction.send_offsets(nobodys, reader.group_metadata())
+        except TransactionFailed as failed:
+            if failed.taken_over:
+                raise
+
+
+def _fence_writers(kafka: KafkaConfig, run: str, journal: str) -> None:
+    """Abort the undecided transactions of grouping processes in the journal; the processes learn of it later."""
+    names: set[str] = set()
+    for partition, part in undecided(kafka, journal).items():
+        tail = read_to_end(
+            kafka, journal, partitions=[partition], start={partition: part.start}, isolation="read_uncommitted"
+        )
+        names.update(message.header(WRITER) or "" for message in tail)
+    ours = {name for name in names if name.startswith(f"{transactional_id(run, 'grouper')}/")}
+    if ours != names:
+        # Earlier releases did not record the writer; ordinals usually count from 0.
+        ours.update(earlier_id(run, "grouper", n) for n in range(topic_admin.partitions_of(kafka, journal)))
+    for name in sorted(ours - {transactional_id(run, "grouper", "bootstrap")}):
+        fence(kafka, name)
+        event(logger, "writer_fenced", transactional_id=name)
+
+
+def _commit(
+    producer: TransactionalProducer,
+    kafka: KafkaConfig,
+    run: str,
+    group: str,
+    records: dict[int, tuple[JournalRecord, CommitMetadata | None]],
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Commit positions in one transaction. It also writes records without metadata, or with metadata that mark them as
+    unwritten.
+
+    `check` is called before the commit; its exceptions abort. Raises TransactionFailed, Stalled.
+    """
+    journal, written = topic_name(run, "journal"), dict[int, int]()
+
+    def delivered(delivery: Delivery) -> None:
+        written[delivery.partition] = delivery.offset
+
+    with Reader(kafka, group=group) as reader, producer.transaction() as transaction:
+        for partition, (record, metadata) in records.items():
+            if metadata is None or metadata.journal == _UNWRITTEN:
+                value, key = encode(record), encode_key(partition)
+                transaction.send(journal, value, key, partition=partition, on_delivery=delivered)
+        transaction.flush(kafka.patience_s)
+        positions = []
+        for partition, (record, known) in records.items():
+            metadata = known
+            if metadata is None or metadata.journal == _UNWRITTEN:
+                at = written[partition]
+                metadata = CommitMetadata(at, at, at) if metadata is None else metadata._replace(journal=at)
+            positions.append(
+                GroupPosition(
+                    topic_name(run, "rollouts"), partition, record.position, metadata.encode(), record.leader_epoch
+                )
+            )
+        transaction.send_offsets(positions, reader.group_metadata())
+        check()

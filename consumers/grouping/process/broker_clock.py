@@ -1,0 +1,33 @@
+"""Estimate of the broker's clock, whose append times are the stream's: setting the host's clock back stops nothing.
+
+The host's clock is read once. After that a monotonic clock counts, corrected by append times: a record that was read
+was appended earlier, and the append time of a record just written is the present time.
+"""
+
+import time
+from collections.abc import Callable
+
+
+class BrokerClock:
+    """Estimate of the broker's clock in milliseconds."""
+
+    def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._ahead_ms = int(wall() * 1000) - self._elapsed_ms
+
+    @property
+    def now_ms(self) -> int:
+        """Present time. It goes back only after an answer of the broker, never because the host's clock was set."""
+        return self._elapsed_ms + self._ahead_ms
+
+    def passed(self, append_ms: int) -> None:
+        """Note that a record with this append time was read: the time is at least that."""
+        self._ahead_ms = max(self._ahead_ms, append_ms - self._elapsed_ms)
+
+    def told(self, append_ms: int) -> None:
+        """Note that the broker appended a record just now with this time."""
+        self._ahead_ms = append_ms - self._elapsed_ms
+
+    @property
+    def _elapsed_ms(self) -> int:
+        return int(self._monotonic() * 1000)

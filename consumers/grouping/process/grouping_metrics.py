@@ -1,0 +1,118 @@
+"""Metrics of a grouping process on the `metrics` topic: by partition, by environment for lost rollouts, and as a whole.
+
+Counts are since the process started; the journal has those of the run.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from types import MappingProxyType
+
+from rollstream.consumers.grouping.core.effects import Effects
+from rollstream.consumers.grouping.core.fold import Fold
+from rollstream.consumers.grouping.process.restoration import RestoreProgress
+from rollstream.consumers.grouping.selection_bias import MEASURES, Selection, SelectionWatch, selections
+from rollstream.topics.metrics import MetricsWriter
+from rollstream.topics.records import FateCount
+
+
+class GroupingFigures:
+    """Collects the metrics of one process and writes them every `interval_s` seconds."""
+
+    def __init__(
+        self,
+        writer: MetricsWriter,
+        group: str,
+        topic: str,
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._writer = writer
+        self._labels = {"consumergroup": group, "topic": topic}
+        self._interval_s = interval_s
+        self._clock = clock
+        self._due_s = clock()
+        self._totals = dict.fromkeys(
+            ("transactions", "batches", "batched", "dropped", "dead_lettered", "finished_groups"), 0
+        )
+        self._commits: list[float] = []
+        self._watch = SelectionWatch()
+        self._told: dict[str, Selection] = {}
+
+    def committed(self, outputs: Iterable[Effects], seconds: float) -> None:
+        """Add a committed transaction and its duration from the first record to the commit."""
+        self._commits.append(seconds)
+        self._totals["transactions"] += 1
+        for output in outputs:
+            self._totals["batches"] += len(output.batches)
+            self._totals["batched"] += sum(map(len, output.batches))
+            self._totals["dropped"] += len(output.journal.drops)
+            self._totals["dead_lettered"] += len(output.dead_letters)
+            self._totals["finished_groups"] += len(output.journal.finished_groups)
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time for `write`."""
+        return self._clock() >= self._due_s
+
+    def write(
+        self,
+        folds: Iterable[Fold],
+        ends: Mapping[int, int],
+        restoring: Mapping[int, RestoreProgress],
+        more: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Write the metrics now. `ends` holds the known ends of partitions, `more` metrics of the whole process."""
+        self._due_s = self._clock() + self._interval_s
+        whole = dict.fromkeys(("lag", "in_flight", "open_groups", "held_bytes"), 0)
+        counts: list[FateCount] = []
+        partitions = 0
+        for fold in folds:
+            partitions += 1
+            counts += fold.counts
+            values = {
+                "position": fold.position,
+                "in_flight": fold.in_flight,
+                "open_groups": fold.open_groups,
+                "held_bytes": fold.held_bytes,
+                "policy_version": fold.policy_version,
+                "stream_time_s": fold.stream_time_ms / 1000,
+            }
+            if fold.partition in ends:
+                values["lag"] = max(0, ends[fold.partition] - fold.position)
+            for name in whole.keys() & values.keys():
+                whole[name] += int(values[name])
+            self._writer.write(values, {**self._labels, "partition": str(fold.partition)})
+        for partition, progress in restoring.items():
+            values = {f"restore_{name}": float(value) for name, value in asdict(progress).items()}
+            self._writer.write(values, {**self._labels, "partition": str(partition)})
+        by_environment = selections(counts)
+        self._watch.check(by_environment)
+        for environment, selection in by_environment.items():
+            if selection != self._told.get(environment):
+                self._writer.write(_of_selection(selection), {**self._labels, "environment": environment})
+        self._told = by_environment
+        values = {**whole, **{f"{name}_total": count for name, count in self._totals.items()}}
+        values |= {"partitions": partitions, "partitions_restoring": len(restoring)}
+        values |= more
+        if self._commits:
+            values["commit_seconds_mean"] = sum(self._commits) / len(self._commits)
+            values["commit_seconds_max"] = max(self._commits)
+            self._commits.clear()
+        self._writer.write(values, self._labels)
+
+    def close(self) -> None:
+        """Send the metrics that are not sent yet."""
+        self._writer.close()
+
+
+def _of_selection(selection: Selection) -> dict[str, float]:
+    """Return the number of rollouts of each kind, their known means, and how far the losses shifted them."""
+    values: dict[str, float] = {f"shift_{figure}": selection.shift(figure) for figure in MEASURES}
+    for name in ("produced", "batched", "without_gradient", "lost"):
+        kind = getattr(selection, name)
+        values[f"{name}_rollouts"] = kind.rollouts
+        for figure in MEASURES:
+            if (mean := getattr(kind, figure).mean) is not None:
+                values[f"{name}_mean_{figure}"] = mean
+    return values

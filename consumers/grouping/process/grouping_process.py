@@ -1,0 +1,182 @@
+"""A process of the grouping consumer group, with a task for each partition that it owns.
+
+Delivery guarantee: exactly once. A task's batches, dead letters, journal and offset commit in one transaction; a crash
+anywhere loses nothing and repeats nothing. More processes scale it; a restart under the same ordinal moves no
+partition (static membership).
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig, check_batch_bytes
+from rollstream.consumers.grouping.core.configuration_marks import check_names
+from rollstream.consumers.grouping.core.journal_splitting import LEAST_RECORD_BYTES
+from rollstream.consumers.grouping.makers.registry import load_makers
+from rollstream.consumers.grouping.process.committer import Committer
+from rollstream.consumers.grouping.process.grouping_metrics import GroupingFigures
+from rollstream.consumers.grouping.process.punctuator import Punctuator
+from rollstream.consumers.grouping.process.restorer import Restorer
+from rollstream.consumers.grouping.process.task_manager import TaskManager
+from rollstream.consumers.grouping.process.transaction_publisher import TransactionPublisher
+from rollstream.consumers.transactions import OwnershipLost
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
+from rollstream.topics.kafka.reader import Polled
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.logs import event
+from rollstream.topics.metrics import MetricsWriter
+
+logger = logging.getLogger(__name__)
+
+
+def run_grouping(
+    kafka: KafkaConfig,
+    run: str,
+    grouping: GroupingConfig,
+    grouper: GrouperConfig,
+    ordinal: int,
+    stop: threading.Event,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Group rollouts until `stop` is set; `on_ready` is called at the first assignment.
+
+    Raises Fenced if another process runs under the same ordinal, StateRefused if stored state and log disagree,
+    TopicError if a topic is missing, ConfigurationError for an estimator or maker that does not exist.
+    """
+    check_names(grouping, load_makers(grouper.makers))
+    check_batch_bytes(grouping, kafka.max_record_bytes)
+    if kafka.max_record_bytes < LEAST_RECORD_BYTES:
+        raise ConfigurationError(
+            f"kafka.max_record_bytes {kafka.max_record_bytes} leaves no room for the journal; it must be at least "
+            f"{LEAST_RECORD_BYTES}"
+        )
+    clients.check_broker(kafka)
+    GroupingProcess(kafka, run, grouping, grouper, ordinal, on_ready).run(stop)
+
+
+class GroupingProcess:
+    """Group member, tasks and publisher of one process."""
+
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        grouping: GroupingConfig,
+        grouper: GrouperConfig,
+        ordinal: int,
+        on_ready: Callable[[], None],
+    ) -> None:
+        self._kafka, self._run, self._grouper = kafka, run, grouper
+        self._name = f"grouper-{run}-{ordinal}"
+        self._topic = topic_name(run, "rollouts")
+        self._group = grouper.group_id(run)
+        self._skipped = SkippedRecords(self._name)
+        """Records of policies and journal that could not be read."""
+        self._restorer = Restorer(kafka, run, grouper, self._name, self._skipped)
+        self._member = self._new_member()
+        self._publisher = TransactionPublisher(kafka, run, self._group, ordinal, self._member)
+        self._punctuator = Punctuator(kafka, run, grouping, self._skipped)
+        self._figures = GroupingFigures(
+            MetricsWriter(kafka, run, self._name), self._group, self._topic, grouper.metrics_interval_s
+        )
+        self._committer = Committer(self._publisher, self._figures)
+        self._manager = self._new_manager()
+        self._on_ready: Callable[[], None] | None = on_ready
+
+    def run(self, stop: threading.Event) -> None:
+        """Run until `stop` is set, then commit and leave."""
+        self._publisher.start()
+        self._join()
+        try:
+            while not stop.is_set():
+                polled = self._poll()
+                if self._manager.restore():
+                    self._ready()
+                self._manager.approach()
+                self._punctuator.passed(polled.records)
+                self._manager.take_in(polled)
+                self._manager.seek()
+                self._punctuator.punctuate(self._manager.tasks)
+                self._manager.commit()
+                self._write_figures()
+            self._close()
+        except BaseException:
+            # Closing the consumer revokes its partitions; a fold that failed half-way must not be committed then.
+            self._manager.abandon()
+            raise
+        finally:
+            self._manager.close()
+            self._figures.close()
+            self._punctuator.close()
+            self._member.close()
+
+    def _poll(self) -> Polled:
+        # Restores do not wait for records.
+        wait_s = 0.0 if self._manager.preparing else self._grouper.commit_interval_s
+        try:
+            return self._member.poll(self._grouper.max_poll_records, wait_s)
+        except MembershipLost as lost:
+            self._join_anew(str(lost))
+            return Polled([], {})
+
+    def _close(self) -> None:
+        self._manager.commit(closing=True)
+        self._punctuator.flush()
+        event(logger, "closed", partitions=sorted(self._manager.tasks))
+
+    def _write_figures(self) -> None:
+        if self._grouper.metrics_interval_s <= 0 or not self._figures.due:
+            return
+        ends = {}
+        for partition in self._manager.tasks:
+            end = self._member.known_end(partition)
+            if end is not None:
+                ends[partition] = end
+        folds = (task.fold for task in self._manager.tasks.values())
+        ignored = len(self._punctuator.ignored_settings)
+        more = {"records_skipped_total": self._skipped.total, "settings_ignored": ignored}
+        self._figures.write(folds, ends, self._restorer.progress, more)
+
+    # ------------------------------------------------------------------ membership
+
+    def _new_member(self) -> GroupMember:
+        return GroupMember(self._kafka, self._group, self._name, self._topic)
+
+    def _new_manager(self) -> TaskManager:
+        return TaskManager(self._kafka, self._run, self._member, self._restorer, self._committer)
+
+    def _join(self) -> None:
+        self._member.join(self._on_assign, self._manager.revoke, self._manager.lose)
+
+    def _on_assign(self, partitions: list[int]) -> dict[int, int]:
+        self._manager.assign(partitions)
+        if not partitions:
+            self._ready()
+        # After a restore, the client seeks to the task's position. Until then, fetching from the committed offset might
+        # fetch records that are to be left out.
+        return self._member.ends(partitions)
+
+    def _join_anew(self, reason: str) -> None:
+        """Join again after another consumer joined under our name: that of a rival or a zombie, or our own, whose
+        session ended while no broker answered. The transactional id decides which process stays. Raises Fenced if
+        it is not this one.
+        """
+        event(logger, "member_fenced", level=logging.WARNING, error=reason)
+        with suppress(OwnershipLost):
+            self._committer.settle()
+        self._manager.abandon()
+        self._member.close()
+        self._member = self._new_member()
+        self._manager = self._new_manager()
+        self._publisher.assert_ours(self._member)
+        self._join()
+
+    def _ready(self) -> None:
+        if self._on_ready is not None:
+            self._on_ready()
+            self._on_ready = None

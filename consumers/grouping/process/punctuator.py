@@ -1,0 +1,83 @@
+"""Appends the marks that tasks ask for: an overdue deadline, a new policy version, a higher configuration."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core.grouping_task import GroupingTask
+from rollstream.consumers.grouping.process.broker_clock import BrokerClock
+from rollstream.consumers.grouping.process.mark_writer import MarkWriter
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.logs import event
+from rollstream.topics.records import PolicyManifest
+
+logger = logging.getLogger(__name__)
+_FLUSH_S = 5.0
+
+
+class Punctuator:
+    """Clock, newest policy version and configuration of one process, by which its tasks ask for marks."""
+
+    def __init__(self, kafka: KafkaConfig, run: str, grouping: GroupingConfig, skipped: SkippedRecords) -> None:
+        """`skipped` counts manifests that cannot be read. Raises TopicError if the topic `policies` is missing."""
+        self._grouping, self._skipped = grouping, skipped
+        self._clock = BrokerClock()
+        self._failed: set[int] = set()
+        """Partitions with a mark that was not delivered."""
+        self._marks = MarkWriter(kafka, run, self._failed.add, self._clock.told)
+        self._policies = TopicFollower(kafka, {(topic_name(run, "policies"), 0): BEGINNING})
+        self._newest_version = -1
+        self.ignored_settings: dict[str, str] = {}
+        """Settings of this process that differ from those of the same generation in the log."""
+
+    def passed(self, records: Sequence[KafkaRecord]) -> None:
+        """Note that these records were read: it is at least as late as the latest of them was appended."""
+        if records:
+            self._clock.passed(max(record.timestamp_ms for record in records))
+
+    def punctuate(self, tasks: Mapping[int, GroupingTask]) -> None:
+        """Append the marks that these tasks ask for now. A mark that fails is asked for again."""
+        self._follow_policies()
+        self._compare_settings(tasks)
+        now_ms = self._clock.now_ms
+        for task in tasks.values():
+            for mark in task.due_marks(now_ms, self._newest_version, self._grouping):
+                self._marks.write(task.partition, mark)
+        self._marks.poll()
+        for partition in self._failed & tasks.keys():
+            tasks[partition].mark_failed()
+        self._failed.clear()
+
+    def flush(self) -> None:
+        """Wait, for some seconds, until the marks are delivered."""
+        self._marks.flush(_FLUSH_S)
+
+    def close(self) -> None:
+        """Stop following the policies."""
+        self._policies.close()
+
+    def _follow_policies(self) -> None:
+        for _message, manifest in self._skipped.records(PolicyManifest, self._policies.poll(50, 0)):
+            self._newest_version = max(self._newest_version, manifest.version)
+
+    def _compare_settings(self, tasks: Mapping[int, GroupingTask]) -> None:
+        """Log a warning if settings of this process are not in force. The settings in the log are, so that all
+        processes cut the same batches; ending this process would gain nothing."""
+        compared = [task.ignored_settings(self._grouping) for task in tasks.values()]
+        ignored = next(filter(None, compared), {})
+        if not compared or ignored == self.ignored_settings:
+            return
+        self.ignored_settings = ignored
+        if ignored:
+            event(
+                logger,
+                "settings_ignored",
+                level=logging.WARNING,
+                generation=self._grouping.generation,
+                settings=ignored,
+                remedy="raise grouping.generation for them to be in force, or take those in the log",
+            )

@@ -1,0 +1,194 @@
+"""Restoring a task from Kafka: committed offset and metadata, the journal it names, then the log from the watermark.
+
+A restore runs in short steps, so that its caller can keep polling and can report progress. It refuses contradictory
+state, with the remedy, and never guesses a position.
+"""
+
+import logging
+import time
+from collections.abc import Collection, Generator
+from dataclasses import asdict, dataclass
+
+from rollstream.consumers.grouping.config import GrouperConfig
+from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord
+from rollstream.consumers.grouping.core.fold import Fold
+from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
+from rollstream.consumers.grouping.core.task_state import JournalAccumulator, TaskState
+from rollstream.consumers.grouping.makers.registry import load_makers
+from rollstream.consumers.grouping.process.bootstrap import committed_offsets, journal_record
+from rollstream.consumers.grouping.process.skipped_offsets import asked_for
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.commit_metadata import CommitMetadata
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import StateRefused
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.kafka.skipping_reader import records_between
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_TELL_EVERY_S = 5.0
+
+
+def records_of(message: KafkaRecord) -> InputRecord:
+    """Return a record of `rollouts` as the fold reads it."""
+    return InputRecord(message.offset, message.timestamp_ms, message.key, message.value)
+
+
+@dataclass
+class RestoreProgress:
+    """Progress of a restore, in offsets; the totals are known once offsets were fetched."""
+
+    journal_read: int = 0
+    journal_to_read: int = 0
+    records_read: int = 0
+    records_to_read: int = 0
+    seconds: float = 0.0
+
+
+class Restoration:
+    """Restores the fold of a partition to its last committed transaction."""
+
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        partition: int,
+        partitions: int,
+        topic_id: str,
+        grouper: GrouperConfig,
+        skipped: SkippedRecords,
+    ) -> None:
+        self.partition = partition
+        self.progress = RestoreProgress()
+        self.restored: tuple[Fold, JournalPointers] | None = None
+        """Fold and journal pointers, set at the end."""
+        self._kafka, self._run, self._grouper = kafka, run, grouper
+        self._partitions, self._topic_id = partitions, topic_id
+        self._skipped = skipped
+        self._began = self._told = time.monotonic()
+        self._reading = self._read()
+
+    def step(self, for_s: float) -> bool:
+        """Continue for about `for_s` seconds; return whether the restore is done.
+
+        Raises StateRefused when offsets, journal and log do not belong together, with the remedy.
+        """
+        until = time.monotonic() + for_s
+        for _ in self._reading:
+            now = time.monotonic()
+            self.progress.seconds = now - self._began
+            if now - self._told >= _TELL_EVERY_S:
+                self._told = now
+                event(logger, "task_restoring", partition=self.partition, **asdict(self.progress))
+            if now >= until:
+                return False
+        return True
+
+    def close(self) -> None:
+        """Stop the restore if it is not done."""
+        self._reading.close()
+
+    def _read(self) -> Generator[None]:
+        journal, added = yield from self._read_journal()
+        restored = added.state()
+        self._check(restored, added)
+        skips = asked_for(self._kafka, self._run, self.partition)
+        left_out = {*restored.hopped, *(offset for offset in skips if offset >= restored.position)}
+        self._check_end(restored.position, journal.leader_epoch, left_out)
+        fold = Fold(restored, load_makers(self._grouper.makers), skips)
+        if fold.replaying:
+            self.progress.records_to_read = restored.position - restored.watermark
+            again = (restored.watermark, restored.position, left_out)
+            for message in records_between(self._kafka, self._rollouts, self.partition, *again):
+                if message is not None:
+                    fold.replay(records_of(message))
+                    self.progress.records_read += 1
+                yield
+            fold.resume()
+        event(
+            logger,
+            "task_restored",
+            partition=self.partition,
+            position=restored.position,
+            watermark=restored.watermark,
+            unfinished=len(restored.unfinished),
+            journal_records=self.progress.journal_read,
+            records_read_again=self.progress.records_read,
+            seconds=round(time.monotonic() - self._began, 3),
+        )
+        self.restored = fold, journal
+
+    def _read_journal(self) -> Generator[None, None, tuple[JournalPointers, JournalAccumulator]]:
+        committed = committed_offsets(self._kafka, self._group, self._rollouts, self._partitions)[self.partition]
+        if committed.offset < 0:
+            raise StateRefused(
+                f"no offset is committed for {self._where}; a new run is prepared by `rollstream topics apply`, an old "
+                f"one whose offsets expired by `rollstream group recover`"
+            )
+        metadata = CommitMetadata.decode(committed.metadata, self._where)
+        journal, added = JournalPointers(metadata.journal, metadata.snapshot), JournalAccumulator()
+        start, stop = min(metadata.oldest, metadata.snapshot), metadata.journal + 1
+        self.progress.journal_to_read = stop - start
+        for message in records_between(self._kafka, topic_name(self._run, "journal"), self.partition, start, stop):
+            if message is not None:
+                record = journal_record(message, self._skipped)
+                if record is not None:
+                    added.add(record)
+                    journal.add_finished_groups(message.offset, record)
+                self.progress.journal_read += 1
+            yield
+        journal.leader_epoch = -1 if added.last is None else added.last.leader_epoch
+        if added.last is not None and added.last.position != committed.offset:
+            raise StateRefused(
+                f"offset {committed.offset} is committed for {self._where}, its journal record says "
+                f"{added.last.position}; another program committed it: commit again with `rollstream group recover`"
+            )
+        return journal, added
+
+    def _check(self, restored: TaskState, added: JournalAccumulator) -> None:
+        if restored.topic_id != self._topic_id:
+            raise StateRefused(
+                f"{self._rollouts} was deleted and created again since the journal was written (id {self._topic_id}, "
+                f"was {restored.topic_id}); its rollouts are gone: start a run of another name, or, where the run was "
+                f"restored from an archive, have grouping go on with `rollstream group adopt`"
+            )
+        if restored.partitions != self._partitions:
+            raise StateRefused(
+                f"{self._rollouts} has {self._partitions} partitions, the journal was written for "
+                f"{restored.partitions}; keys have moved: start a run of another name"
+            )
+        if added.last is not None and added.last.core_version > CORE_VERSION:
+            raise StateRefused(
+                f"the journal of {self._where} was written by core version {added.last.core_version}, this is "
+                f"{CORE_VERSION}; upgrade rollstream"
+            )
+
+    def _check_end(self, position: int, leader_epoch: int, left_out: Collection[int]) -> None:
+        """Refuse a log that was truncated below the read position: records written there since would never be read."""
+        begin, end = topic_admin.bounds(self._kafka, self._rollouts, [self.partition])[self.partition]
+        if leader_epoch < 0 or not begin < position <= end:
+            return
+        last = (position - 1, position, left_out)
+        read = records_between(self._kafka, self._rollouts, self.partition, *last, wait=False)
+        latest = next((message for message in read if message is not None), None)
+        if latest is None or latest.leader_epoch in (None, leader_epoch):
+            return
+        raise StateRefused(
+            f"{self._rollouts}[{self.partition}] was cut off before offset {position} and written again since it was "
+            f"read (leader epoch {latest.leader_epoch}, {leader_epoch} when it was read); what is new there would "
+            f"never be read: restore the topic, or start a new run"
+        )
+
+    @property
+    def _group(self) -> str:
+        return self._grouper.group_id(self._run)
+
+    @property
+    def _rollouts(self) -> str:
+        return topic_name(self._run, "rollouts")
+
+    @property
+    def _where(self) -> str:
+        return f"{self._rollouts}[{self.partition}] by group {self._group}"

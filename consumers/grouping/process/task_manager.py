@@ -1,0 +1,204 @@
+"""The tasks of one membership: restored when a partition is assigned, running, suspended when it is taken away.
+
+A partition that was assigned waits for its restore, approaches offsets that are to be left out, has the client seek to
+its position, and then runs. A task that was suspended runs again without a restore if no other process committed for
+its partition meanwhile. After a transaction that was aborted without ownership intact, every task is restored.
+"""
+
+import logging
+import time
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
+from rollstream.consumers.grouping.core.grouping_task import GroupingTask
+from rollstream.consumers.grouping.process.committer import Committer
+from rollstream.consumers.grouping.process.restoration import records_of
+from rollstream.consumers.grouping.process.restorer import Restorer
+from rollstream.consumers.grouping.process.seeks import Seeks
+from rollstream.consumers.grouping.process.skip_approach import Approach
+from rollstream.consumers.transactions import OwnershipLost
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.commit_metadata import CommitMetadata
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka.group_member import GroupMember
+from rollstream.topics.kafka.reader import Polled
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_SLICE_S = 0.25
+"""Duration of restores before the next poll, and of approaches; a member that does not poll loses its partitions."""
+
+
+class TaskManager:
+    """Tasks of the partitions that the group assigns to a member."""
+
+    def __init__(
+        self, kafka: KafkaConfig, run: str, member: GroupMember, restorer: Restorer, committer: Committer
+    ) -> None:
+        self._kafka, self._run = kafka, run
+        self._topic = topic_name(run, "rollouts")
+        self._member, self._restorer, self._committer = member, restorer, committer
+        self._tasks: dict[int, GroupingTask] = {}
+        self._suspended: dict[int, GroupingTask] = {}
+        """Tasks whose partition was taken away, kept in case it comes back unchanged."""
+        self._approaches: dict[int, Approach] = {}
+        """Restored tasks on their way past offsets ahead that are to be left out."""
+        self._seeks = Seeks(kafka, self._topic, member)
+        self.tasks: Mapping[int, GroupingTask] = MappingProxyType(self._tasks)
+        """Restored tasks, by partition."""
+
+    @property
+    def preparing(self) -> bool:
+        """Whether any task is being restored or approaches; the client should not be waited for then."""
+        return bool(self._restorer.waiting or self._approaches)
+
+    # ------------------------------------------------------------------ rebalances
+
+    def assign(self, partitions: list[int]) -> None:
+        """Restore the tasks of partitions that were assigned."""
+        event(logger, "assigned", partitions=partitions)
+        self._restorer.add(partitions)
+
+    def revoke(self, partitions: list[int]) -> None:
+        """Commit and suspend the tasks of partitions that are about to be taken away."""
+        event(logger, "revoked", partitions=partitions)
+        try:
+            self._committer.begin(
+                self._tasks[p] for p in partitions if p in self._tasks and self._tasks[p].fold.changed
+            )
+            self._committer.settle()
+        except OwnershipLost as error:
+            self._ownership_lost(error)
+        self._stop_approaching(partitions)
+        self._suspended = {p: self._tasks.pop(p) for p in partitions if p in self._tasks}
+        self._seeks.forget(partitions)
+        self._restorer.withdraw(partitions)
+
+    def lose(self, partitions: list[int]) -> None:
+        """Drop the tasks of partitions that were taken away already; nothing can be committed for them."""
+        event(logger, "lost", level=logging.WARNING, partitions=partitions)
+        for partition in partitions:
+            self._tasks.pop(partition, None)
+        self._seeks.forget(partitions)
+        self._restorer.withdraw(partitions)
+        self._stop_approaching(partitions)
+
+    def abandon(self) -> None:
+        """Drop every task without a commit, and restore none."""
+        self._drop_tasks()
+        self._restorer.withdraw()
+
+    def close(self) -> None:
+        """Stop the restore and the approaches in progress."""
+        self._restorer.stop()
+        self._stop_approaching()
+
+    def _ownership_lost(self, error: OwnershipLost) -> None:
+        """Restore every task from its committed state, because the transaction was aborted."""
+        event(logger, "ownership_lost", level=logging.WARNING, error=str(error))
+        self._drop_tasks()
+        self._restorer.add(self._member.assignment)
+
+    def _drop_tasks(self) -> None:
+        self._stop_approaching()
+        self._tasks.clear()
+        self._suspended.clear()
+
+    # ------------------------------------------------------------------ restores
+
+    def restore(self) -> bool:
+        """Continue the restores for a short time; then the client is polled again, and running tasks continue.
+
+        A partition is not fetched during its restore. Returns whether there are tasks, and all of them are restored.
+        """
+        until = time.monotonic() + _SLICE_S
+        while self._restorer.waiting:
+            if not self._restorer.restoring:
+                self._begin_restoring()
+            elif (task := self._restorer.step(max(0.0, until - time.monotonic()))) is not None:
+                self._restored(task)
+            if time.monotonic() >= until:
+                return False
+        return bool(self._tasks)
+
+    def _begin_restoring(self) -> None:
+        self._restorer.check_partitions()
+        try:
+            self._committer.settle()
+        except OwnershipLost as error:
+            self._ownership_lost(error)
+        for partition in sorted(self._restorer.waiting & self._suspended.keys()):
+            if self._last_journal(partition) == self._suspended[partition].journal_offset:
+                # No other process committed in between, so the fold still agrees with the log.
+                self._restored(self._suspended[partition])
+        self._suspended.clear()
+        if self._restorer.waiting:
+            self._member.pause(self._restorer.waiting)
+            self._restorer.begin()
+
+    def _last_journal(self, partition: int) -> int:
+        [committed] = self._member.committed(self._topic, [partition], "reading committed offsets")
+        return CommitMetadata.decode(committed.metadata, f"{self._topic}[{partition}]").journal
+
+    def _restored(self, task: GroupingTask) -> None:
+        self._tasks[task.partition] = task
+        self._restorer.withdraw([task.partition])
+        if task.fold.hops_ahead():
+            self._approaches[task.partition] = Approach(self._kafka, self._run, task)
+        else:
+            self._send_on(task.partition)
+
+    def approach(self) -> None:
+        """Continue the approaches for a while; these partitions are not fetched otherwise meanwhile."""
+        for partition, approach in list(self._approaches.items()):
+            if approach.step(_SLICE_S / len(self._approaches)):
+                del self._approaches[partition]
+                self._send_on(partition)
+
+    def _stop_approaching(self, partitions: Collection[int] | None = None) -> None:
+        """Stop the approaches of these partitions; None stands for all."""
+        for partition in set(self._approaches).intersection(self._approaches if partitions is None else partitions):
+            self._approaches.pop(partition).close()
+
+    def _send_on(self, partition: int) -> None:
+        self._seeks.want(partition)
+        self._member.resume([partition])
+
+    def seek(self) -> None:
+        """Seek the client to the positions of restored tasks."""
+        self._seeks.seek(self._tasks)
+
+    # ------------------------------------------------------------------ records and commits
+
+    def take_in(self, polled: Polled) -> None:
+        """Give the tasks that run their records, and note which of them are at their ends."""
+        for record in polled.records:
+            task = self._reading(record.partition)
+            if task is not None and self._seeks.confirm(record.partition, record.offset):
+                task.apply(records_of(record), record.leader_epoch)
+        for (_topic, partition), end in polled.ends.items():
+            task = self._reading(partition)
+            # A record that came after the end was reached has moved the position past it.
+            at_end = self._member.positions[self._topic, partition] <= end
+            if at_end and task is not None and self._seeks.confirm(partition, end):
+                task.at_end = True
+
+    def _reading(self, partition: int) -> GroupingTask | None:
+        """Return the task that reads the records of a partition; None while it is approaching or seeking."""
+        elsewhere = partition in self._seeks or partition in self._approaches
+        return None if elsewhere else self._tasks.get(partition)
+
+    def commit(self, *, closing: bool = False) -> None:
+        """Begin a transaction with the changed tasks, one at a time; reading continues meanwhile.
+
+        When `closing`, every task is committed with a snapshot, and the transaction is waited for.
+        """
+        tasks = [task for task in self._tasks.values() if closing or task.fold.changed]
+        if not tasks and not closing and not self._committer.done:
+            return
+        try:
+            self._committer.begin(tasks, closing=closing)
+            if closing:
+                self._committer.settle()
+        except OwnershipLost as error:
+            self._ownership_lost(error)

@@ -1,0 +1,97 @@
+"""Transactions of a grouping process: batches, dead letters, journal, offsets, and the index entries last.
+
+`rollstream.consumers.transactions` explains how this is exactly once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rollstream.consumers.grouping.core.effects import DeadLetter
+from rollstream.consumers.grouping.core.grouping_task import TaskCommit
+from rollstream.consumers.grouping.process.bootstrap import WRITER
+from rollstream.consumers.transactions import ExactlyOnce, Refused
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import encode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RecordTooLarge
+from rollstream.topics.kafka.reader import Poller
+from rollstream.topics.kafka.records import UNREADABLE, GroupPosition
+from rollstream.topics.kafka.sender import Delivery
+from rollstream.topics.kafka.transactions import Transaction
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import BatchIndexEntry
+
+
+class TransactionPublisher(ExactlyOnce[TaskCommit]):
+    """Publishes the effects of tasks, exactly once."""
+
+    def __init__(self, kafka: KafkaConfig, run: str, group: str, ordinal: int, member: Poller) -> None:
+        """`group` is the full name of the consumer group that `member` belongs to."""
+        super().__init__(kafka, run, group, "grouper", ordinal, member, topic_name(run, "rollouts"))
+
+    def _write(self, transaction: Transaction, commits: Sequence[TaskCommit]) -> list[GroupPosition]:
+        offsets: dict[tuple[str, object], int] = {}
+        for commit in commits:
+            effects = commit.effects
+            for batch in effects.batches:
+                key = encode_key(batch.batch_id)
+                self._send(transaction, "batches", encode(batch), key, batch.partition, batch.batch_id, offsets)
+            for letter in effects.dead_letters:
+                self._send_dead_letter(transaction, self._refused(effects.journal.partition, letter))
+            partition = effects.journal.partition
+            for record in effects.records:
+                record = replace(record, leader_epoch=commit.leader_epoch)
+                name = f"{partition}-{record.sequence}"
+                self._send(transaction, "journal", encode(record), encode_key(partition), partition, name, offsets)
+        self._flush(transaction)
+        positions = []
+        for commit in commits:
+            journal = commit.effects.journal
+            for batch in commit.effects.batches:
+                entry = BatchIndexEntry.of(batch, offsets["batches", batch.batch_id])
+                key = encode_key(batch.batch_id)
+                self._send(transaction, "batch-index", encode(entry), key, 0, batch.batch_id, offsets)
+            # The metadata of the last record counts; the list is never empty.
+            [*_, metadata] = [
+                commit.journal.add_written(offsets["journal", f"{record.partition}-{record.sequence}"], record)
+                for record in commit.effects.records
+            ]
+            positions.append(
+                GroupPosition(
+                    self._topic,
+                    journal.partition,
+                    journal.position,
+                    metadata.encode(),
+                    leader_epoch=commit.leader_epoch,
+                )
+            )
+        return positions
+
+    def _send(
+        self,
+        transaction: Transaction,
+        topic: str,
+        value: bytes,
+        key: bytes,
+        partition: int,
+        name: object,
+        offsets: dict[tuple[str, object], int],
+    ) -> None:
+        if len(value) > self._kafka.max_record_bytes:
+            raise RecordTooLarge(
+                f"{topic} record {name} has {len(value)} bytes, the limit is kafka.max_record_bytes "
+                f"{self._kafka.max_record_bytes}; lower grouping.batch_bytes or raise the limit"
+            )
+
+        def delivered(delivery: Delivery) -> None:
+            offsets[topic, name] = delivery.offset
+
+        headers = {WRITER: self._id} if topic == "journal" else None
+        transaction.send(
+            topic_name(self._run, topic), value, key, partition=partition, headers=headers, on_delivery=delivered
+        )
+
+    def _refused(self, partition: int, letter: DeadLetter) -> Refused:
+        record = letter.record
+        why = letter.error if record.readable else UNREADABLE
+        return Refused(self._topic, partition, record.offset, record.key, record.value, why)

@@ -1,0 +1,104 @@
+"""Settings of labeling."""
+
+import re
+from dataclasses import dataclass, field
+
+from rollstream.topics.errors import ConfigurationError
+
+JUDGE = "judge"
+"""Name of the labeler that asks a model."""
+_TEMPLATE = """Rate the answer to the question below from 0 (wrong or useless) to 10 (right and complete).
+
+Question:
+{prompt}
+
+Answer:
+{response}
+
+Explain in a sentence, then end with a line such as "Score: 7"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeConfig:
+    """The labeler `judge`: a model that scores rollouts, behind an OpenAI-compatible URL."""
+
+    url: str = ""
+    """Base URL that ends in /v1."""
+    model: str = "judge"
+    """Model name sent to it."""
+    api_key: str = ""
+    """Bearer token, as a reference: env:NAME or file:PATH; none if empty."""
+    template: str = _TEMPLATE
+    """Prompt, in which {prompt}, {response} and {conversation} stand for texts of the rollout."""
+    score_pattern: str = r"[Ss]core:\s*(-?[0-9]+(?:\.[0-9]+)?)"
+    """Regular expression with one group, the score; the last match in the answer counts."""
+    lowest: float = 0.0
+    """Score that becomes a reward of 0."""
+    highest: float = 10.0
+    """Score that becomes a reward of 1."""
+    temperature: float = 0.0
+    """Sampling temperature of the judge."""
+    max_tokens: int = 256
+    """Most tokens of the judge's answer."""
+    concurrency: int = 16
+    """Most calls at once."""
+    requests_per_s: float = 0.0
+    """Most calls a second of one labeling process; 0 is no limit."""
+    timeout_s: float = 60.0
+    """Time for one call."""
+    patience_s: float = 200.0
+    """Time in which failed calls are repeated; then labeling ends. All calls of one poll must take less than five
+    minutes."""
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1 or self.requests_per_s < 0 or not self.lowest < self.highest:
+            raise ConfigurationError(
+                f"labeling.judge: concurrency {self.concurrency} must be at least 1, requests_per_s "
+                f"{self.requests_per_s:g} at least 0, and lowest {self.lowest:g} below highest {self.highest:g}"
+            )
+        try:
+            groups = re.compile(self.score_pattern).groups
+        except re.error as error:
+            raise ConfigurationError(f"labeling.judge.score_pattern is no regular expression: {error}") from error
+        if groups != 1:
+            raise ConfigurationError(f"labeling.judge.score_pattern has {groups} groups; it needs one, the score")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelingConfig:
+    """Settings of labeling processes."""
+
+    processes: int = 0
+    """Labeling processes that `rollstream run` starts; a run with labeling processes has none of the token roles."""
+    labeler: str = ""
+    """Function that labels, package.module:function or path/to/file.py:function, or judge, if the command line names
+    none."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    """Settings of the labeler `judge`."""
+    group: str = "labeller"
+    """Consumer group, prefixed with the run's name."""
+    max_poll_records: int = 16
+    """Maximum number of records labeled between two polls of Kafka; labeling them must take less than five minutes."""
+    commit_interval_s: float = 0.1
+    """Longest time that labeled records wait for their transaction."""
+    metrics_interval_s: float = 5.0
+    """Time between two records of the process on the metrics topic; 0 writes none."""
+
+    def __post_init__(self) -> None:
+        if self.max_poll_records < 1 or self.commit_interval_s <= 0:
+            raise ConfigurationError(
+                f"max_poll_records {self.max_poll_records} must be at least 1, and commit_interval_s "
+                f"{self.commit_interval_s:g} above 0"
+            )
+
+        if self.processes < 0:
+            raise ConfigurationError(f"labeling.processes is {self.processes}; it must be at least 0")
+        if self.processes and not self.labeler:
+            raise ConfigurationError(
+                f"labeling.processes is {self.processes}, and no labeler is named; set labeling.labeler to "
+                "package.module:function"
+            )
+
+    def group_id(self, run: str) -> str:
+        """Full name of the consumer group of a run."""
+        return f"{run}.{self.group}"

@@ -1,0 +1,164 @@
+"""The labeler `judge`: a model behind an OpenAI-compatible URL scores rollouts.
+
+Calls of the rollouts of one poll run together, within limits on calls at once and calls a second. A refused call and an
+answer without a score that can be read refuse the rollout, with the reason: neither is ever a reward of zero. While the
+judge cannot be reached, calls are repeated; then labeling ends, and nothing is lost.
+"""
+
+import asyncio
+import math
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+
+from rollstream.consumers.labeling.config import JudgeConfig
+from rollstream.consumers.labeling.labeler import RolloutLabel
+from rollstream.topics.errors import ConfigurationError, RecordError, RollstreamError
+from rollstream.topics.records import Rollout
+from rollstream.topics.secrets import resolve
+
+_RETRIED_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
+_REFUSED_STATUS = {400, 413, 422}
+"""Refusals of this one request, such as a prompt too long; others, such as a wrong key, hold for every request."""
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 10.0
+
+
+class JudgeUnavailable(RollstreamError):
+    """The judge did not answer within labeling.judge.patience_s, or refuses every request."""
+
+
+def judge_prompt(template: str, rollout: Rollout) -> str:
+    """Fill `{prompt}`, `{response}` and `{conversation}` of a template with texts of the rollout's turns.
+
+    The response is the assistant's last turn, the prompt all before it. Raises RecordError if there is no such turn.
+    """
+    replies = [number for number, turn in enumerate(rollout.turns) if turn.role == "assistant"]
+    if not replies:
+        raise RecordError(f"rollout {rollout.uid!r} has no turn of the assistant, so there is nothing to judge")
+    before = rollout.turns[: replies[-1]]
+    texts = {
+        "prompt": "\n".join(turn.text for turn in before),
+        "response": rollout.turns[replies[-1]].text,
+        "conversation": "\n".join(f"{turn.role}: {turn.text}" for turn in rollout.turns),
+    }
+    # At once: a text may hold the name of another placeholder.
+    return re.sub(r"\{(prompt|response|conversation)\}", lambda match: texts[match[1]], template)
+
+
+def parse_score(text: str, config: JudgeConfig) -> float:
+    """Return the last score in a judge's answer. Raises RecordError if there is none, or one out of range."""
+    matches = re.findall(config.score_pattern, text)
+    if not matches:
+        raise RecordError(f"the judge's answer {text[-200:]!r} has no score as labeling.judge.score_pattern says")
+    try:
+        score = float(matches[-1])
+    except ValueError:
+        raise RecordError(f"the judge's score {matches[-1]!r} is no number") from None
+    if not (math.isfinite(score) and config.lowest <= score <= config.highest):
+        raise RecordError(f"the judge's score {score:g} is not from {config.lowest:g} to {config.highest:g}")
+    return (score - config.lowest) / (config.highest - config.lowest)
+
+
+class RateLimit:
+    """Spaces calls evenly: `per_s` a second, 0 for no limit."""
+
+    def __init__(self, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval_s = 1 / per_s if per_s else 0.0
+        self._clock = clock
+        self._next_s = 0.0
+
+    def pause_s(self) -> float:
+        """Reserve the next call; return the seconds until it may be made."""
+        now_s = self._clock()
+        begin_s = max(self._next_s, now_s)
+        self._next_s = begin_s + self._interval_s
+        return begin_s - now_s
+
+
+class Judge:
+    """Labels rollouts; all calls come from one event loop."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        """Raises ConfigurationError if the key cannot be resolved, or no URL is set."""
+        if not config.url:
+            raise ConfigurationError("labeling.judge.url is empty; set it to an OpenAI-compatible URL that ends in /v1")
+        self._config = config
+        key = resolve("labeling.judge.api_key", config.api_key)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._rate = RateLimit(config.requests_per_s)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __call__(self, rollout: Rollout) -> RolloutLabel:
+        """Return the judge's label. Raises RecordError for a rollout that gets none, JudgeUnavailable."""
+        prompt = judge_prompt(self._config.template, rollout)
+        async with self._slots:
+            text = await self._answer(prompt)
+        return RolloutLabel(reward=parse_score(text, self._config))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _answer(self, prompt: str) -> str:
+        """Return the text of the judge's answer; repeat what may pass."""
+        config = self._config
+        if self._session is None:
+            self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
+        payload = {
+            "model": config.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": config.temperature,
+            "max_tokens": config.max_tokens,
+        }
+        url = f"{config.url.rstrip('/')}/chat/completions"
+        deadline, pause_s, reason = time.monotonic() + config.patience_s, _FIRST_PAUSE_S, ""
+        while time.monotonic() < deadline:
+            await asyncio.sleep(self._rate.pause_s())
+            try:
+                async with (
+                    asyncio.timeout(config.timeout_s),
+                    self._session.post(url, json=payload) as response,
+                ):
+                    if response.status == 200:
+                        return _text_of(await response.json(content_type=None))
+                    reason = f"it answered {response.status}: {(await response.text())[:200]}"
+                    if response.status in _REFUSED_STATUS:
+                        raise RecordError(f"the judge refused the rollout: {reason}")
+                    if response.status not in _RETRIED_STATUS:
+                        raise JudgeUnavailable(f"the judge at {url} refuses every request: {reason}")
+                    pause_s = max(pause_s, _retry_after_s(response.headers.get("Retry-After", "")))
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                reason = repr(error)
+            # Jitter, so that calls which failed together do not come again together.
+            await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0))
+            pause_s *= 2
+        raise JudgeUnavailable(
+            f"the judge at {url} did not answer within {config.patience_s:g} s: {reason}; start labeling again once it "
+            "does, or raise labeling.judge.patience_s"
+        )
+
+
+def _text_of(body: Any) -> str:
+    """Return the text in an answer. Raises RecordError if there is none."""
+    try:
+        text = body["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise RecordError("the judge answered in a shape that is not OpenAI's chat completions") from error
+    if not isinstance(text, str):
+        raise RecordError("the judge answered without a text")
+    return text
+
+
+def _retry_after_s(header: str) -> float:
+    try:
+        seconds = float(header)
+    except ValueError:
+        return 0.0
+    return seconds if 0 <= seconds < 3600 else 0.0

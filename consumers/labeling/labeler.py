@@ -1,0 +1,181 @@
+"""Labeling of one record: it becomes a record of `trajectories` or `rollouts`, nothing, or a dead letter.
+
+This is a pure function if the labeler is one. It should be: after a crash it gets the same record again.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from rollstream.consumers.transactions import Refused
+from rollstream.topics.codec import decode, encode
+from rollstream.topics.errors import ConfigurationError, RecordError, RecordTooLarge
+from rollstream.topics.records import GroupCancelled, Rollout, RolloutMetadata, TrajectoryRecord
+from rollstream.topics.trajectories import Trajectory, from_record, to_record
+from rollstream.topics.user_code import load_object
+from rollstream.topics.validation import cancellation_problems, problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutLabel:
+    """The reward of a rollout; any object with these attributes is one, such as an environment's Score."""
+
+    reward: float
+    components: Mapping[str, float] = field(default_factory=dict)
+
+
+Labeler = Callable[[Any], Any]
+"""Gets a Trajectory and returns it with its rewards, or with any other array it lacks; or gets a Rollout and returns
+its RolloutLabel or its reward. An asynchronous labeler gets several records at once. None leaves a record out. Arrays
+are read-only.
+
+A record for which it raises RecordError becomes a dead letter. Any other error ends the process before anything of the
+record is written, so that a repaired labeler gets the record again.
+"""
+
+
+class UnlabeledRecord(NamedTuple):
+    """One record of `unlabelled`."""
+
+    topic: str
+    """Full name."""
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes | None
+
+
+class LabeledRecord(NamedTuple):
+    """A record for `trajectories` or `rollouts`, with the offset of its source in `unlabelled`."""
+
+    offset: int
+    key: bytes | None
+    value: bytes
+    topic: str = "trajectories"
+
+
+class LabelOutcome(NamedTuple):
+    """Outcome of one record: labeled, refused, or neither if the labeler left it out."""
+
+    result: LabeledRecord | Refused | None
+    cancellation: bytes | None = None
+    """Record for `rollouts` that cancels the member of a group which gets no reward, so that its group goes on."""
+
+
+async def label(labeler: Labeler, record: UnlabeledRecord, limit_bytes: int) -> LabelOutcome:
+    """Label one record. Key and value have at most `limit_bytes`.
+
+    Raises ConfigurationError if the labeler returns something else than a label of what it was given, and the labeler's
+    own errors.
+    """
+    member: Rollout | None = None
+    try:
+        given = decode(record.value)
+        if isinstance(given, Rollout):
+            member = given
+            if wrong := problems(replace(given, reward=0.0)):
+                raise RecordError("; ".join(wrong))
+            answer = await _answer(labeler, given)
+            labeled: Rollout | TrajectoryRecord | None = None if answer is None else _with_label(given, answer)
+        elif isinstance(given, TrajectoryRecord):
+            trajectory = from_record(given)
+            answer = await _answer(labeler, trajectory)
+            if answer is not None:
+                _check_same(trajectory, answer)
+            labeled = None if answer is None else to_record(answer)
+        else:
+            raise RecordError(f"it is a {type(given).__name__}, neither a trajectory nor a rollout")
+        if labeled is None:
+            return LabelOutcome(None, _cancellation(member, "the labeler left it out"))
+        value = encode(labeled)
+        size = len(record.key or b"") + len(value)
+        if size > limit_bytes:
+            raise RecordTooLarge(
+                f"labeled it has {size} bytes, and a record holds {limit_bytes}; make it shorter, or raise "
+                "kafka.max_record_bytes"
+            )
+        topic = "rollouts" if member is not None else "trajectories"
+        return LabelOutcome(LabeledRecord(record.offset, record.key, value, topic))
+    except RecordError as error:
+        refused = Refused(record.topic, record.partition, record.offset, record.key, record.value, str(error))
+        return LabelOutcome(refused, _cancellation(member, f"it was not labeled: {error}"))
+
+
+async def _answer(labeler: Labeler, given: Rollout | Trajectory) -> Any:
+    answer = labeler(given)
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+def finish(coroutine: Coroutine[Any, Any, LabelOutcome]) -> LabelOutcome:
+    """Return the outcome of a labeler that is no coroutine function, without an event loop: it may run its own."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stopped:
+        outcome: LabelOutcome = stopped.value
+        return outcome
+    coroutine.close()
+    raise ConfigurationError("the labeler returned a coroutine that waits; make it a function declared with async def")
+
+
+def is_asynchronous(labeler: Labeler) -> bool:
+    """Whether the labeler is a coroutine function, or an object whose call is one."""
+    return inspect.iscoroutinefunction(labeler) or inspect.iscoroutinefunction(getattr(labeler, "__call__", None))  # noqa: B004
+
+
+def _with_label(rollout: Rollout, label: Any) -> Rollout:
+    """Return the rollout with its reward. Raises RecordError for a reward that is no finite number: it is never 0."""
+    reward, components = getattr(label, "reward", label), getattr(label, "components", {})
+    for name, value in {"reward": reward, **components}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigurationError(
+                f"the labeler returned {name} {value!r} for rollout {rollout.uid!r}; return a RolloutLabel or a number"
+            )
+        if not math.isfinite(value):
+            raise RecordError(f"the labeler gave {name} {value!r}, which is no finite number")
+    labeled = replace(
+        rollout,
+        reward=float(reward),
+        reward_components={**rollout.reward_components, **{name: float(value) for name, value in components.items()}},
+    )
+    if wrong := problems(labeled):
+        raise RecordError("; ".join(wrong))
+    return labeled
+
+
+def _cancellation(rollout: Rollout | None, reason: str) -> bytes | None:
+    """Return the cancellation of a group's member; None for a trajectory, which has no group."""
+    if rollout is None:
+        return None
+    cancelled = GroupCancelled(
+        environment=rollout.environment,
+        example_id=rollout.example_id,
+        policy_version=rollout.policy_version,
+        group_size=rollout.group_size,
+        uids=(rollout.uid,),
+        group_id=rollout.group_id,
+        reason=reason[:500],
+        metadata=RolloutMetadata(worker_id=rollout.metadata.worker_id, timestamp=rollout.metadata.timestamp),
+    )
+    return None if cancellation_problems(cancelled) else encode(cancelled)
+
+
+def labeler_of(name: str) -> Labeler:
+    """Import the function called `name` (topics.user_code). Raises ConfigurationError if there is none."""
+    labeler = load_object(name, "the labeler is", "one is named package.module:function")
+    if not callable(labeler):
+        raise ConfigurationError(f"the labeler is {name!r}, which is no function")
+    return labeler  # type: ignore[no-any-return]
+
+
+def _check_same(given: Trajectory, labeled: Trajectory) -> None:
+    """Raise ConfigurationError if the labeler changed what a record's partition and its readers depend on."""
+    for name in ("uid", "environment"):
+        if getattr(given, name) != getattr(labeled, name):
+            raise ConfigurationError(
+                f"the labeler returned trajectory {labeled.uid!r} of {labeled.environment!r} for {given.uid!r} of "
+                f"{given.environment!r}; change arrays only, with dataclasses.replace(trajectory, arrays=...)"
+            )
+    if given.metadata.worker_id != labeled.metadata.worker_id:
+        raise ConfigurationError(f"the labeler changed the worker of trajectory {given.uid!r}; leave metadata as it is")

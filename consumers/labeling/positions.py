@@ -1,0 +1,144 @@
+"""Positions of labeling: offset 0 the first time, the committed offset afterwards.
+
+A position that was lost, or that belongs to a topic since created again, is refused: with a guessed position records
+would be labeled twice or never.
+"""
+
+import logging
+from contextlib import closing
+from dataclasses import dataclass
+
+from rollstream.consumers.grouping.process.bootstrap import committed_offsets
+from rollstream.topics.catalogue import name_in_run, topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RecordError, StateRefused
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.reader import Reader, read_to_end
+from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
+from rollstream.topics.kafka.transactional_ids import transactional_id
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+SOURCE = "rollstream.source"
+"""Header of a labeled record: partition and offset of its source in `unlabelled`, joined by a colon."""
+_PLACE = ("topic", "partition", "offset")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelingProgress:
+    """Counts committed with the position of a partition: the outcomes of its records below that position."""
+
+    topic_id: str
+    """Id of the topic the position belongs to."""
+    since: int = 0
+    """Offset at which counting began."""
+    labeled: int = 0
+    left_out: int = 0
+    dead_lettered: int = 0
+
+    def encode(self) -> str:
+        """Encode as the metadata of a committed offset."""
+        return f"{self.topic_id} {self.since} {self.labeled} {self.left_out} {self.dead_lettered}"
+
+    @classmethod
+    def decode(cls, committed: GroupPosition) -> "LabelingProgress":
+        """Decode the metadata of a committed offset; metadata without counts start counting at that offset."""
+        topic_id, *numbers = committed.metadata.split(" ")
+        if len(numbers) != 4 or not all(number.isascii() and number.isdecimal() for number in numbers):
+            return cls(topic_id=topic_id, since=max(committed.offset, 0))
+        since, labeled, left_out, dead_lettered = map(int, numbers)
+        return cls(topic_id=topic_id, since=since, labeled=labeled, left_out=left_out, dead_lettered=dead_lettered)
+
+
+def source_of(message: KafkaRecord) -> tuple[int, int] | None:
+    """Partition and offset in `unlabelled` of a labeled record's source; None if its worker knew its rewards.
+
+    Raises RecordError if the header names no partition and offset.
+    """
+    source = dict(message.header_pairs()).get(SOURCE)
+    if source is None:
+        return None
+    text = source.decode(errors="replace")
+    partition, _, offset = text.partition(":")
+    if not (partition + offset).isascii() or not (partition.isdecimal() and offset.isdecimal()):
+        raise RecordError(f"its header {SOURCE} is {text[:40]!r}, which names no partition and offset in unlabelled")
+    return int(partition), int(offset)
+
+
+def refused_of(message: KafkaRecord) -> tuple[int, int] | None:
+    """Partition and offset in `unlabelled` of a dead letter; None if it comes from another topic.
+
+    Raises RecordError if its headers name no partition and offset.
+    """
+    headers = dict(message.header_pairs())
+    topic, partition, offset = (_text(headers.get(f"__streams.errors.{name}")) for name in _PLACE)
+    if name_in_run(topic) != "unlabelled":
+        return None
+    try:
+        return int(partition), int(offset)
+    except ValueError as error:
+        raise RecordError("names no partition and offset of unlabelled") from error
+
+
+def _text(header: str | bytes | None) -> str:
+    return header.decode(errors="replace") if isinstance(header, bytes) else header or ""
+
+
+def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
+    """Commit the first positions of labeling if there are none; return the id of `unlabelled`, which commits carry.
+
+    Raises StateRefused if positions were lost or the topic was created again, TopicError if it is missing.
+    """
+    topic = topic_name(run, "unlabelled")
+    topic_id = topic_admin.topic_ids(kafka, [topic])[topic]
+    partitions = topic_admin.partitions_of(kafka, topic)
+    committed = committed_offsets(kafka, group, topic, partitions)
+    if all(tp.offset < 0 for tp in committed):
+        pruned = any(begin for begin, _end in topic_admin.bounds(kafka, topic).values())
+        labeled = "a pruned record" if pruned else _labeled(kafka, run)
+        if labeled:
+            raise StateRefused(
+                f"group {group} has no positions in {topic}, but {labeled} was labeled: they were lost. Commit "
+                f"them again with `rollstream label recover`"
+            )
+        begin = LabelingProgress(topic_id=topic_id).encode()
+        try:
+            _commit(kafka, run, group, [GroupPosition(topic, p, 0, begin) for p in range(partitions)])
+            event(logger, "labeling_initialized", run=run, partitions=partitions)
+        except (TransactionFailed, Stalled) as error:
+            # Another process may have committed them at the same time.
+            event(logger, "labeling_not_initialized", level=logging.WARNING, error=str(error))
+        committed = committed_offsets(kafka, group, topic, partitions)
+    lost = [tp.partition for tp in committed if tp.offset < 0]
+    if lost:
+        raise StateRefused(
+            f"group {group} has no positions in partitions {lost} of {topic}; commit them again with "
+            "`rollstream label recover`"
+        )
+    others = {LabelingProgress.decode(tp).topic_id for tp in committed} - {topic_id, ""}
+    if others:
+        raise StateRefused(
+            f"the positions of group {group} belong to a topic {topic} of id {', '.join(sorted(map(str, others)))}, "
+            f"which was deleted; the present one is {topic_id}. Choose another run name, or delete the group"
+        )
+    return topic_id
+
+
+def _labeled(kafka: KafkaConfig, run: str) -> str:
+    """Source of one labeled record; empty if there is none."""
+    for name in ("trajectories", "rollouts"):
+        for message in read_to_end(kafka, topic_name(run, name)):
+            source = message.header(SOURCE)
+            if source is not None:
+                return source
+    return ""
+
+
+def _commit(kafka: KafkaConfig, run: str, group: str, positions: list[GroupPosition]) -> None:
+    producer = TransactionalProducer(kafka, transactional_id(run, "labeller", "bootstrap"))
+    with closing(producer), Reader(kafka, group=group) as reader:
+        producer.start()
+        with producer.transaction() as transaction:
+            transaction.send_offsets(positions, reader.group_metadata())

@@ -1,0 +1,1 @@
+"""Input of training steps: selection of batches and rollouts, packing, prefetching."""

@@ -1,0 +1,257 @@
+"""Selection of the batches of each step: whole batches in index order; excluded and stale ones are skipped on record.
+
+The selection depends on the index, the manifests, the settings and the excluded batches. A step executed again follows
+its record instead, so it takes the same batches.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rollstream.consumers.batch_reader import IndexedBatch, IndexReader
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.input.row_checks import unfit_rows
+from rollstream.topics.batch_uses import left_out_rows, taken_rows
+from rollstream.topics.logs import event
+from rollstream.topics.records import BatchUse, TrainingBatch
+from rollstream.topics.rl_examples import chosen_token_arrays
+from rollstream.topics.skip_reasons import EXCLUDED, STALE_VERSION, UNKNOWN_VERSION, Skip
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+_REPORT_SKIPS_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """The batches, or rows of batches, of one step: the same in every process of a learner."""
+
+    uses: tuple[BatchUse, ...]
+    """Every batch read for the step, in index order."""
+    trained: tuple[IndexedBatch, ...]
+    """Index entries of the batches it trains on."""
+    lags: tuple[int, ...]
+    """Age in steps of the lowest policy version of each trained batch, or of each drawn rollout."""
+    position: int
+    """Next offset of batch-index."""
+    wait_s: float
+    """Time spent waiting for the index to name them."""
+    rows: tuple[tuple[int, ...] | None, ...] = ()
+    """Rows of each trained batch that are trained on, ascending, None for all rows; empty if all batches are whole."""
+    oldest: int = -1
+    """First index offset before `position` whose batch may be used again; -1 if there is none."""
+    stream_time_ms: int = -1
+    """Stream time of the selection, -1 if it did not depend on time."""
+    checked: bool = False
+    """Whether rows that cannot be trained on are already left out: by the record of a step executed again, or when a
+    rollout buffer admitted its rows."""
+
+    @property
+    def drawn(self) -> bool:
+        """Whether rows were drawn one by one and not taken with their batches."""
+        return self.stream_time_ms >= 0
+
+    @property
+    def rows_of_batches(self) -> tuple[tuple[int, ...] | None, ...]:
+        """Rows of each trained batch, None for all rows."""
+        return self.rows or (None,) * len(self.trained)
+
+
+class BatchSelection:
+    """Selects the batches of one step after another.
+
+    `read_version_steps` returns the learner step of every published version; it is called when a batch names an unknown
+    version. `skipped` receives skipped batches that have waited for their step to fill up. `decided` returns the uses
+    of a batch in a step on record, or nothing; in that case `excluded` returns the reason to leave a batch out
+    regardless of its version, "" if there is none.
+    """
+
+    def __init__(
+        self,
+        index: IndexReader,
+        *,
+        rollouts_per_step: int,
+        max_policy_lag: int,
+        read_version_steps: Callable[[int], dict[int, int]],
+        skipped: Callable[[tuple[BatchUse, ...]], None],
+        decided: Callable[[int, str], tuple[BatchUse, ...]] = lambda _step, _batch_id: (),
+        excluded: Callable[[str], str] = lambda _batch_id: "",
+    ) -> None:
+        self._index = index
+        self._rollouts_per_step = rollouts_per_step
+        self._max_policy_lag = max_policy_lag
+        self._read_version_steps = read_version_steps
+        self._version_steps: dict[int, int] = {}
+        self._skipped = skipped
+        self._decided = decided
+        self._excluded = excluded
+
+    def plan(self, step: int, stop: threading.Event) -> StepPlan | None:
+        """Batches with enough rollouts for the step after `step` steps; None if `stop` is set first."""
+        started = time.monotonic()
+        uses: list[BatchUse] = []
+        trained: list[IndexedBatch] = []
+        lags: list[int] = []
+        chosen: list[tuple[int, ...] | None] = []
+        checked = False
+        rows = 0
+        report_at: float | None = None
+        while rows < self._rollouts_per_step:
+            if stop.is_set():
+                return None
+            read = self._index.poll(_POLL_S)
+            if read is None:
+                if report_at is not None and time.monotonic() > report_at:
+                    self._skipped(tuple(use for use in uses if use.use == "skipped"))
+                    report_at = None
+                continue
+            decided = self._decided(step + 1, read.entry.batch_id)
+            checked = checked or bool(decided)
+            lag = self._lag(read, step)
+            if not decided:
+                excluded = self._excluded(read.entry.batch_id)
+                skip = Skip(EXCLUDED, excluded) if excluded else self._staleness(read, lag)
+                decided = (_whole(read, skip),)
+            uses += decided
+            if (taken := taken_rows(decided).get(read.index_offset)) is None:
+                report_at = time.monotonic() + _REPORT_SKIPS_AFTER_S
+                reason = decided[0].reason
+                event(logger, "batch_skipped", batch=read.entry.batch_id, rows=read.entry.rollouts, reason=reason)
+            else:
+                trained.append(read)
+                lags.append(lag or 0)
+                chosen.append(None if len(taken) == read.entry.rollouts else taken)
+                rows += read.entry.rollouts
+        return StepPlan(
+            uses=tuple(uses),
+            trained=tuple(trained),
+            lags=tuple(lags),
+            position=self._index.position,
+            wait_s=time.monotonic() - started,
+            rows=tuple(chosen),
+            checked=checked,
+        )
+
+    def _lag(self, read: IndexedBatch, step: int) -> int | None:
+        """Steps since the lowest policy version of the batch was published; None if that version is not on record."""
+        version = read.entry.lowest_version
+        if version not in self._version_steps:
+            self._version_steps = self._read_version_steps(version)
+        return step - self._version_steps[version] if version in self._version_steps else None
+
+    def _staleness(self, read: IndexedBatch, lag: int | None) -> Skip | None:
+        """Reason to skip a batch of this lag; None to train on it."""
+        version = read.entry.lowest_version
+        if lag is None:
+            return Skip(UNKNOWN_VERSION, f"policy version {version} is not on record")
+        if lag > self._max_policy_lag:
+            old = f"policy version {version} is {lag} steps old, max_policy_lag is {self._max_policy_lag}"
+            return Skip(STALE_VERSION, old)
+        return None
+
+
+def _whole(read: IndexedBatch, skip: Skip | None) -> BatchUse:
+    """The use of a whole batch: trained on, or skipped if there is a reason."""
+    return BatchUse(
+        batch_id=read.entry.batch_id,
+        index_offset=read.index_offset,
+        rows=read.entry.rollouts,
+        use="skipped" if skip else "trained",
+        reason=skip.reason if skip else "",
+        code=skip.code if skip else "",
+    )
+
+
+def share_of(trained: Sequence[IndexedBatch], process: int, processes: int) -> tuple[IndexedBatch, ...]:
+    """The batches that one of several processes trains on, in index order; shares have about equally many tokens.
+
+    Batches go, largest first, to the process with the fewest tokens so far: the same assignment on every process.
+    """
+    load = [0] * processes
+    owner = {}
+    for read in sorted(trained, key=lambda read: (-read.entry.tokens, read.index_offset)):
+        owner[read.index_offset] = least = load.index(min(load))
+        load[least] += read.entry.tokens
+    return tuple(read for read in trained if owner[read.index_offset] == process)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """Sums over the trained rollouts of one process, which add up over processes."""
+
+    rollouts: int = 0
+    reward: float = 0.0
+    reward_squared: float = 0.0
+    tokens: int = 0
+    truncated: int = 0
+    left_out: tuple[BatchUse, ...] = ()
+    """Rows that could not be trained on."""
+
+    def __add__(self, other: "StepTotals") -> "StepTotals":
+        return StepTotals(
+            rollouts=self.rollouts + other.rollouts,
+            reward=self.reward + other.reward,
+            reward_squared=self.reward_squared + other.reward_squared,
+            tokens=self.tokens + other.tokens,
+            truncated=self.truncated + other.truncated,
+            left_out=self.left_out + other.left_out,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics over trained rollouts; other components report metrics over all rollouts produced."""
+        count = max(self.rollouts, 1)
+        mean = self.reward / count
+        return {
+            "trained/reward": mean,
+            "trained/reward_std": max(self.reward_squared / count - mean * mean, 0.0) ** 0.5,
+            "trained/completions/mean_length": self.tokens / count,
+            "trained/completions/clipped_ratio": self.truncated / count,
+            "trained/rollouts": float(self.rollouts),
+            **{f"left_out/{code}": float(rows) for code, rows in left_out_rows(self.left_out).items()},
+        }
+
+
+def totals_of(batches: Sequence[TrainingBatch], left_out: tuple[BatchUse, ...] = ()) -> StepTotals:
+    """The sums over batches from which the rows `left_out` are already removed."""
+    return StepTotals(
+        rollouts=sum(len(batch) for batch in batches),
+        reward=float(sum(batch.rewards.sum() for batch in batches)),
+        reward_squared=float(sum((batch.rewards * batch.rewards).sum() for batch in batches)),
+        tokens=int(sum(batch.loss_mask.sum() for batch in batches)),
+        truncated=int(sum(batch.truncated.sum() for batch in batches)),
+        left_out=left_out,
+    )
+
+
+def unfit_uses(read: IndexedBatch, batch: TrainingBatch, config: LearnerConfig) -> tuple[BatchUse, ...]:
+    """The rows of a batch that cannot be trained on, as uses for the record of a step."""
+    return tuple(
+        replace(_whole(read, skip), rows=len(rows), row_numbers=() if len(rows) == len(batch) else rows)
+        for skip, rows in unfit_rows(batch, config).items()
+    )
+
+
+def chosen_rows(batch: TrainingBatch, rows: Sequence[int]) -> TrainingBatch:
+    """A batch of these rows alone, in the given order, with the id and the digest of the original batch."""
+    spans = [slice(int(batch.splits[row]), int(batch.splits[row + 1])) for row in rows]
+    by_token = ["tokens", "loss_mask", "logprobs"]
+    by_row = ["group_index", "source_offsets", "rewards", "truncated", "lowest_versions", "highest_versions"]
+    by_row += ["temperatures", "logprobs_processed"]
+    if len(batch.weight_steps):
+        by_row += ["weight_steps", "timestamps"]
+    (by_row if len(batch.advantages) == len(batch) != len(batch.tokens) else by_token).append("advantages")
+    if len(batch.reference_logprobs):
+        by_token.append("reference_logprobs")
+    arrays: dict[str, Any] = {name: getattr(batch, name)[list(rows)] for name in by_row}
+    for name in by_token:
+        whole = getattr(batch, name)
+        arrays[name] = np.concatenate([whole[span] for span in spans]) if spans else whole[:0]
+    splits = np.concatenate([[0], np.cumsum([span.stop - span.start for span in spans])]).astype("<i8")
+    uids = tuple(batch.uids[row] for row in rows)
+    return replace(batch, uids=uids, splits=splits, token_arrays=chosen_token_arrays(batch, rows), **arrays)

@@ -1,0 +1,342 @@
+"""Packs ragged rollouts into arrays of a few fixed shapes, so that a training step compiles once for each (numpy only).
+
+First-fit decreasing, deterministic: the same rollouts in the same order give the same arrays, bit for bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.input.bin_packing import layout
+from rollstream.consumers.learner.training.objective import LossConfig, token_weight, trains
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.records import TrainingBatch
+
+TooLong = Literal["skip", "truncate", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSequence:
+    """One rollout as the loss needs it; all arrays have shape [tokens]."""
+
+    tokens: NDArray[np.int32]
+    """Prompt and response."""
+    loss_mask: NDArray[np.bool_]
+    """True where the token is trained. The first token has no context and is never trained."""
+    advantages: NDArray[np.float32]
+    """Advantage of each token."""
+    generator_log_probs: NDArray[np.float32]
+    """Log-probability of each token under the policy that sampled it."""
+    temperature: float = 1.0
+    """Temperature at which the generator's log-probabilities hold."""
+    truncated: bool = False
+    """Whether it was cut off before it ended; the loss may leave such sequences out."""
+    reference_log_probs: NDArray[np.float32] | None = None
+    """Log-probability of each token under a reference policy, if the rollout carries them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """A microbatch: every array is [rows, length], and token t is predicted from tokens before it."""
+
+    tokens: NDArray[np.int32]
+    """Token ids; 0 in padding."""
+    positions: NDArray[np.int32]
+    """Position within the segment, from 0."""
+    segment_ids: NDArray[np.int32]
+    """Number of the segment within its row, from 1; 0 is padding."""
+    loss_mask: NDArray[np.float32]
+    """1 where the token is trained, else 0; never 1 at the first token of a segment."""
+    loss_weights: NDArray[np.float32]
+    """Weight of the token's loss in the sum over the update, 0 where it is not trained."""
+    advantages: NDArray[np.float32]
+    """Advantages."""
+    generator_log_probs: NDArray[np.float32]
+    """Log-probabilities under the generating policy."""
+    temperatures: NDArray[np.float32]
+    """Sampling temperature of the token's rollout; 1 in padding."""
+    reference_log_probs: NDArray[np.float32] | None = None
+    """Log-probabilities under the reference policy, if rollouts carry them."""
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """The arrays that are present, by name, as jitted functions take them."""
+        named = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {name: array for name, array in named.items() if array is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedUpdate:
+    """Input of one optimizer update, or this process's share of it."""
+
+    microbatches: tuple[PackedBatch, ...]
+    """Microbatches, longest rows first; none if there is no rollout."""
+    trained_tokens: int
+    """Sum of the loss masks: the denominator of the token mean."""
+    trained_sequences: int
+    """Sequences with a trained token: the denominator of means over sequences."""
+    tokens: int
+    """Tokens that are not padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedStep:
+    """Input of one step, or this process's share of it: one update for each minibatch."""
+
+    updates: tuple[PackedUpdate, ...]
+    """Updates in order; each may be empty."""
+    too_long: int
+    """Rollouts left out or cut because no row holds them."""
+
+    @property
+    def microbatches(self) -> tuple[PackedBatch, ...]:
+        """Microbatches of all updates."""
+        return tuple(microbatch for update in self.updates for microbatch in update.microbatches)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Trained tokens of all updates."""
+        return sum(update.trained_tokens for update in self.updates)
+
+    @property
+    def trained_sequences(self) -> int:
+        """Sequences with a trained token in all updates."""
+        return sum(update.trained_sequences for update in self.updates)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all updates that are not padding."""
+        return sum(update.tokens for update in self.updates)
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the arrays' positions that hold no token."""
+        capacity = sum(microbatch.tokens.size for microbatch in self.microbatches)
+        return 1.0 - self.tokens / capacity if capacity else 0.0
+
+
+def sequences_of(batch: TrainingBatch) -> list[TrainingSequence]:
+    """The rows of a batch as sequences, whose arrays are views of the batch.
+
+    Log-probabilities recorded before temperature ("raw"), and greedy ones, hold at temperature 1.
+    """
+    per_token = batch.advantages
+    if len(per_token) != len(batch.tokens):
+        per_token = np.repeat(per_token, np.diff(batch.splits))
+    splits, reference = batch.splits.tolist(), batch.reference_logprobs
+    temperatures = np.where(batch.logprobs_processed, batch.temperatures, 1.0).tolist()
+    return [
+        TrainingSequence(
+            tokens=batch.tokens[start:end],
+            loss_mask=batch.loss_mask[start:end],
+            advantages=per_token[start:end],
+            generator_log_probs=batch.logprobs[start:end],
+            temperature=temperature or 1.0,
+            truncated=truncated,
+            reference_log_probs=reference[start:end] if len(reference) else None,
+        )
+        for start, end, temperature, truncated in zip(
+            splits[:-1], splits[1:], temperatures, batch.truncated.tolist(), strict=True
+        )
+    ]
+
+
+def rows_by_length(config: LearnerConfig) -> dict[int, int]:
+    """Rows of a microbatch over all processes, by row length, longest first; each shape has about as many tokens."""
+    return _rows_by_length(config.microbatch_rows, config.sequence_length, config.length_buckets)
+
+
+def pack_for(
+    config: LearnerConfig,
+    sequences: Sequence[TrainingSequence],
+    *,
+    numbers: Sequence[int] | None = None,
+    rollouts: int | None = None,
+) -> PackedStep:
+    """`pack` with the settings of a learner: this process's share of a step, into its share of the rows."""
+    return pack(
+        sequences,
+        rows=config.microbatch_rows // config.processes,
+        sequence_length=config.sequence_length,
+        length_buckets=config.length_buckets,
+        minibatches=config.minibatches,
+        # In a step on record, leave out rollouts that are too long even though settings that allow them are refused at
+        # the start.
+        too_long="skip" if config.too_long == "refuse" else config.too_long,
+        loss=config.loss,
+        carried_reference=config.reference == "carried",
+        numbers=numbers,
+        rollouts=rollouts,
+    )
+
+
+def pack(
+    sequences: Sequence[TrainingSequence],
+    *,
+    rows: int,
+    sequence_length: int,
+    length_buckets: Sequence[int] = (),
+    minibatches: int = 1,
+    too_long: TooLong = "error",
+    loss: LossConfig | None = None,
+    carried_reference: bool = False,
+    numbers: Sequence[int] | None = None,
+    rollouts: int | None = None,
+) -> PackedStep:
+    """Pack sequences into few microbatches, with rows of `sequence_length` or of a shorter bucket.
+
+    A microbatch has `rows` rows of `sequence_length`, or proportionally more rows of a bucket. Longest first, each
+    sequence goes into the first row with room; shorter sequences fill room left in microbatches of longer rows before
+    a microbatch of their own bucket is started. `loss` gives the weights of tokens, and whether truncated sequences
+    are trained on.
+
+    Minibatches are contiguous ranges of the `rollouts` of the whole step; `numbers` are the numbers of the given
+    sequences among them (other processes have the others). So the input of an update does not depend on which process
+    packs it.
+
+    A sequence longer than `sequence_length` is left out or cut, and counted, or raises ConfigurationError.
+    """
+    loss = loss or LossConfig()
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    longest = max(lengths, default=0)
+    if longest > sequence_length and too_long == "error":
+        raise ConfigurationError(
+            f"a rollout has {longest} tokens and packed rows hold {sequence_length}; set learner.sequence_length to at "
+            f'least {longest}, or learner.too_long to "skip" or "truncate"'
+        )
+    if carried_reference and any(sequence.reference_log_probs is None for sequence in sequences):
+        raise ConfigurationError(
+            'learner.reference is "carried", but rollouts come without reference log-probabilities; let the workers '
+            'send them, or set learner.reference to "initial" or a directory'
+        )
+    total = len(sequences) if rollouts is None else rollouts
+    shares: list[list[TrainingSequence]] = [[] for _ in range(minibatches)]
+    for number, length, sequence in zip(numbers or range(len(sequences)), lengths, sequences, strict=True):
+        if length > sequence_length:
+            if too_long == "skip":
+                continue
+            sequence = _cut(sequence, sequence_length)
+        if length:
+            shares[number * minibatches // total].append(sequence)
+    shapes = _rows_by_length(rows, sequence_length, length_buckets)
+    return PackedStep(
+        updates=tuple(_update(share, shapes, loss, carried_reference) for share in shares),
+        too_long=sum(length > sequence_length for length in lengths),
+    )
+
+
+def padding(rows: int, length: int, *, reference: bool = False) -> PackedBatch:
+    """A microbatch without tokens, which adds nothing to any sum."""
+    shape = (rows, length)
+    return PackedBatch(
+        tokens=np.zeros(shape, np.int32),
+        positions=np.zeros(shape, np.int32),
+        segment_ids=np.zeros(shape, np.int32),
+        loss_mask=np.zeros(shape, np.float32),
+        loss_weights=np.zeros(shape, np.float32),
+        advantages=np.zeros(shape, np.float32),
+        generator_log_probs=np.zeros(shape, np.float32),
+        temperatures=np.ones(shape, np.float32),
+        reference_log_probs=np.zeros(shape, np.float32) if reference else None,
+    )
+
+
+def _rows_by_length(rows: int, sequence_length: int, buckets: Sequence[int]) -> dict[int, int]:
+    lengths = sorted({*buckets, sequence_length}, reverse=True)
+    return {length: rows * (sequence_length // length) for length in lengths}
+
+
+def _cut(sequence: TrainingSequence, length: int) -> TrainingSequence:
+    """The first tokens of a sequence, marked as truncated."""
+    reference = sequence.reference_log_probs
+    return replace(
+        sequence,
+        tokens=sequence.tokens[:length],
+        loss_mask=sequence.loss_mask[:length],
+        advantages=sequence.advantages[:length],
+        generator_log_probs=sequence.generator_log_probs[:length],
+        truncated=True,
+        reference_log_probs=None if reference is None else reference[:length],
+    )
+
+
+def _update(
+    sequences: Sequence[TrainingSequence], shapes: dict[int, int], loss: LossConfig, reference: bool
+) -> PackedUpdate:
+    """Pack one update; `shapes` are rows by row length, longest first."""
+    lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
+    packed = [
+        _fill([sequences[index] for index in items], bins, rows, length, loss, reference)
+        for (length, rows), (items, bins) in zip(shapes.items(), layout(lengths, shapes), strict=True)
+        if len(items)
+    ]
+    return PackedUpdate(
+        microbatches=tuple(microbatch for bucket, _sequences in packed for microbatch in bucket),
+        trained_tokens=int(
+            sum(microbatch.loss_mask.sum(dtype=np.int64) for bucket, _sequences in packed for microbatch in bucket)
+        ),
+        trained_sequences=sum(trained for _bucket, trained in packed),
+        tokens=int(lengths.sum()),
+    )
+
+
+def _fill(
+    sequences: Sequence[TrainingSequence],
+    bins: NDArray[np.int64],
+    rows: int,
+    length: int,
+    loss: LossConfig,
+    reference: bool,
+) -> tuple[list[PackedBatch], int]:
+    """The microbatches of one bucket, and the number of sequences with a trained token."""
+    total = rows * (-(-(int(bins.max()) + 1) // rows))
+    # A row consists of its sequences, in the order they were placed, and one piece of padding.
+    lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
+    gaps = length - np.bincount(bins, lengths, total).astype(np.int64)
+    order = np.argsort(np.concatenate([bins, np.arange(total)]), kind="stable")
+    sizes = np.concatenate([lengths, gaps])[order]
+    starts = np.cumsum(sizes) - sizes
+    real = order < len(sequences)
+    pieces = [sequences[index] if index < len(sequences) else None for index in order.tolist()]
+    chosen = [piece for piece in pieces if piece is not None]
+    rows_begin = np.flatnonzero(np.concatenate([[True], ~real[:-1]]))
+    segments = np.arange(len(order)) - np.repeat(rows_begin, np.diff(rows_begin, append=len(order))) + 1
+
+    def joined(name: str, dtype: type) -> NDArray[Any]:
+        gap: NDArray[Any] = np.zeros(length, dtype)
+        parts = [
+            gap[:size] if piece is None else getattr(piece, name) for piece, size in zip(pieces, sizes, strict=True)
+        ]
+        return np.concatenate(parts, dtype=dtype, casting="unsafe")
+
+    def spread(values: float | Sequence[float] | NDArray[Any], dtype: type, gap: float = 0) -> NDArray[Any]:
+        by_piece: NDArray[Any] = np.full(len(order), gap, dtype)
+        by_piece[real] = values
+        return np.repeat(by_piece, sizes)
+
+    mask = joined("loss_mask", np.float32)
+    mask[starts[real]] = 0.0
+    mask *= spread([trains(loss, sequence.truncated) for sequence in chosen], np.float32)
+    trained = np.add.reduceat(mask, starts[real], dtype=np.float64).astype(np.int64)
+    weights = [token_weight(loss, max(count, 1)) for count in trained.tolist()]
+    positions = np.arange(total * length, dtype=np.int32) - np.repeat(starts.astype(np.int32), sizes)
+    arrays = {
+        "tokens": joined("tokens", np.int32),
+        "positions": positions * spread(1, np.int32),
+        "segment_ids": spread(segments[real], np.int32),
+        "loss_mask": mask,
+        "loss_weights": mask * spread(weights, np.float32),
+        "advantages": joined("advantages", np.float32),
+        "generator_log_probs": joined("generator_log_probs", np.float32),
+        "temperatures": spread([sequence.temperature for sequence in chosen], np.float32, 1.0),
+    }
+    if reference:
+        arrays["reference_log_probs"] = joined("reference_log_probs", np.float32)
+    stacked = {name: array.reshape(-1, rows, length) for name, array in arrays.items()}
+    microbatches = [
+        PackedBatch(**{name: array[number] for name, array in stacked.items()}) for number in range(total // rows)
+    ]
+    return microbatches, int(np.count_nonzero(trained))

@@ -1,0 +1,90 @@
+"""Checks that find the rows of a batch a learner cannot train on, so that a bad rollout does not end its step.
+
+The rows left out depend on the batch and the settings alone, so a step executed again leaves out the same rows; a step
+on record follows its record.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.topics.records import TrainingBatch
+from rollstream.topics.skip_reasons import Skip
+
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
+"""Range of temperatures that are trained on: they divide the logits, and the gradient of every token."""
+
+
+def unfit_rows(batch: TrainingBatch, config: LearnerConfig) -> dict[Skip, tuple[int, ...]]:
+    """Rows that cannot be trained on, by reason: each row under the first reason that applies. Codes are those of
+    `ROW_CODES`."""
+    unfit: dict[Skip, tuple[int, ...]] = {}
+    known = np.zeros(len(batch), bool)
+    for code, text, rows in _checks(batch, config):
+        new = rows & ~known
+        if new.any():
+            unfit[Skip(code, f"left out as {code}: {text}")] = tuple(np.flatnonzero(new).tolist())
+            known |= new
+    return unfit
+
+
+def _checks(batch: TrainingBatch, config: LearnerConfig) -> list[tuple[str, str, NDArray[np.bool_]]]:
+    """Code, text and failing rows, bool [rows], of every check."""
+    lengths = np.diff(batch.splits)
+    # The first token of a rollout has no context and is never trained.
+    trained = batch.loss_mask.copy()
+    trained[batch.splits[:-1][lengths > 0]] = False
+
+    def any_of(tokens: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        return _any_of_rows(tokens, batch.splits)
+
+    # Greedy sampling is written as temperature 0 and trained at 1; raw log-probabilities hold at 1.
+    temperatures = np.where(batch.logprobs_processed & (batch.temperatures != 0), batch.temperatures, 1.0)
+    vocabulary = config.model.vocab_size
+    by_token = len(batch.advantages) == len(batch.tokens)
+    advantages = batch.advantages if by_token else np.repeat(batch.advantages, lengths)
+    checks = [
+        (
+            "vocabulary",
+            f"token ids that are not below the model's vocabulary of {vocabulary}",
+            any_of((batch.tokens < 0) | (batch.tokens >= vocabulary)),
+        ),
+        (
+            "temperature",
+            f"a temperature that is not between {LOWEST_TEMPERATURE:g} and {HIGHEST_TEMPERATURE:g}",
+            ~((temperatures >= LOWEST_TEMPERATURE) & (temperatures <= HIGHEST_TEMPERATURE)),
+        ),
+        ("logprobs", "log-probabilities that are not finite", any_of(trained & ~np.isfinite(batch.logprobs))),
+        (
+            "advantage",
+            f"advantages beyond learner.advantage_limit {config.advantage_limit:g}",
+            any_of(trained & ~(np.abs(advantages) <= config.advantage_limit)),
+        ),
+    ]
+    if config.reference == "carried":
+        reference = batch.reference_logprobs
+        checks.append(
+            (
+                "reference",
+                'no finite reference log-probabilities, where learner.reference is "carried"',
+                any_of(trained & ~np.isfinite(reference)) if len(reference) else np.ones(len(batch), bool),
+            )
+        )
+    if config.too_long in ("refuse", "skip"):
+        checks.append(
+            (
+                "too_long",
+                f"longer than learner.sequence_length {config.sequence_length}",
+                lengths > config.sequence_length,
+            )
+        )
+    return checks
+
+
+def _any_of_rows(tokens: NDArray[np.bool_], splits: NDArray[Any]) -> NDArray[np.bool_]:
+    """Whether any token of a row is set, bool [rows]."""
+    counts = np.concatenate([[0], np.cumsum(tokens)])
+    rows: NDArray[np.bool_] = counts[splits[1:]] > counts[splits[:-1]]
+    return rows

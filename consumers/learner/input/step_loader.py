@@ -1,0 +1,295 @@
+"""Loading of steps, one step ahead: the lead plans each step, and every process fetches and packs its share.
+
+A plan is final: a step that one process gets is delivered to all of them.
+"""
+
+import itertools
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+
+from rollstream.consumers.batch_reader import BatchFetcher, IndexedBatch, IndexReader
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.input.batch_selection import (
+    BatchSelection,
+    StepPlan,
+    StepTotals,
+    chosen_rows,
+    share_of,
+    totals_of,
+    unfit_uses,
+)
+from rollstream.consumers.learner.input.excluded_batches import Exclusions
+from rollstream.consumers.learner.input.packing import PackedStep, TrainingSequence, pack_for, sequences_of
+from rollstream.consumers.learner.input.prefetch import Prefetcher
+from rollstream.consumers.learner.parallel.team import Team
+from rollstream.consumers.learner.records.step_recorder import StepRecorder
+from rollstream.consumers.learner.training.train_step import PlacedStep
+from rollstream.topics.closing import Closing
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.records import BatchUse, TrainingBatch
+
+_KEPT_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedStep:
+    """One step, ready to train on."""
+
+    plan: StepPlan
+    """Its batches, the same in every process."""
+    packed: PackedStep
+    """This process's share of the rollouts."""
+    outcomes: StepTotals
+    """Sums over this process's share."""
+    load_s: float
+    """Time to fetch, pack and place the share."""
+    placed: PlacedStep | None = None
+    """The share on the devices, if it was placed ahead."""
+
+
+class StepSource(Protocol):
+    """Source of rollouts: the lead plans steps, and every process loads its share."""
+
+    skips: tuple[int, tuple[BatchUse, ...]] | None
+    """Number of a step and its skipped batches, which have waited for the step to fill up."""
+
+    def plan(self, step: int, stop: threading.Event) -> StepPlan | None:
+        """Plan of the step after `step` steps; None if `stop` is set first."""
+
+    def load(self, plan: StepPlan) -> LoadedStep:
+        """Fetch and pack this process's share."""
+
+    def close(self) -> None:
+        """Close its consumers."""
+
+
+class ShareLoader:
+    """Fetches and packs one process's share of a step."""
+
+    def __init__(self, config: LearnerConfig, kafka: KafkaConfig, run: str, process: int = 0) -> None:
+        self._config = config
+        self._process = process
+        self._fetcher = BatchFetcher(kafka, config.input_run or run, check_digests=False)
+        # Digests are a third of the work, and hashing lets other threads run.
+        self._checks = ThreadPoolExecutor(1, "digests")
+        self._kept: OrderedDict[int, TrainingBatch] = OrderedDict()
+        self._kept_bytes = 0
+
+    def fetch(self, read: IndexedBatch) -> TrainingBatch:
+        """Fetch a batch through a cache of up to 256 MiB. Raises the errors of BatchFetcher.fetch."""
+        batch = self._kept.get(read.index_offset)
+        if batch is None:
+            batch = self._fetcher.fetch(read.entry)
+            self._fetcher.check(read.entry, batch)
+            self._kept[read.index_offset] = batch
+            self._kept_bytes += _size(batch)
+            while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+                self._kept_bytes -= _size(self._kept.popitem(last=False)[1])
+        self._kept.move_to_end(read.index_offset)
+        return batch
+
+    def load(self, plan: StepPlan) -> LoadedStep:
+        """Fetch, leave out rows that cannot be trained on, and pack.
+
+        Raises the errors of BatchFetcher.fetch, and ConfigurationError from packing.
+        """
+        began, config = time.monotonic(), self._config
+        rows_of = {read.index_offset: rows for read, rows in zip(plan.trained, plan.rows_of_batches, strict=True)}
+        # Rows left out keep their numbers, because this process does not know the rows that others leave out.
+        counts = [
+            read.entry.rollouts if rows is None or not plan.drawn else len(rows)
+            for read, rows in zip(plan.trained, rows_of.values(), strict=True)
+        ]
+        first = itertools.accumulate(counts, initial=0)
+        starts = {read.index_offset: start for read, start in zip(plan.trained, first, strict=False)}
+        checks: list[Future[None]] = []
+        batches: list[TrainingBatch] = []
+        sequences: list[TrainingSequence] = []
+        numbers: list[int] = []
+        left_out: list[BatchUse] = []
+        for read in share_of(plan.trained, self._process, config.processes):
+            if plan.drawn:
+                batch = self.fetch(read)
+            else:
+                batch = self._fetcher.fetch(read.entry)
+                checks.append(self._checks.submit(self._fetcher.check, read.entry, batch))
+            rows, start = rows_of[read.index_offset], starts[read.index_offset]
+            if not plan.checked:
+                unfit = unfit_uses(read, batch, config)
+                left_out += unfit
+                gone = {number for use in unfit for number in use.row_numbers or range(use.rows)}
+                rows = tuple(row for row in range(len(batch)) if row not in gone) if gone else None
+            if rows is not None:
+                batch = chosen_rows(batch, rows)
+            batches.append(batch)
+            sequences += sequences_of(batch)
+            in_step = rows if rows is not None and not plan.drawn else range(len(batch))
+            numbers += (start + number for number in in_step)
+        packed = pack_for(config, sequences, numbers=numbers, rollouts=sum(counts))
+        for check in checks:
+            check.result()
+        outcomes = totals_of(batches, tuple(left_out))
+        return LoadedStep(plan=plan, packed=packed, outcomes=outcomes, load_s=time.monotonic() - began)
+
+    def close(self) -> None:
+        """Close the consumer."""
+        self._checks.shutdown()
+        self._fetcher.close()
+
+
+def _size(batch: TrainingBatch) -> int:
+    return sum(value.nbytes for value in vars(batch).values() if isinstance(value, np.ndarray))
+
+
+class StepSelection(Protocol):
+    """Selection of what a step trains on."""
+
+    def plan(self, step: int, stop: threading.Event) -> StepPlan | None:
+        """Plan of the step after `step` steps; None if `stop` is set first."""
+
+
+S = TypeVar("S", bound=StepSelection)
+
+
+class LogSource(ABC, Generic[S]):
+    """Base of sources that read the log: the lead follows the index, and every process loads its share."""
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        kafka: KafkaConfig,
+        run: str,
+        position: int,
+        process: int = 0,
+        recorder: StepRecorder | None = None,
+    ) -> None:
+        """With a `recorder`, in the lead, read the index of the input run from `position` on."""
+        self._stack = ExitStack()
+        self._loader = self._stack.enter_context(closing(ShareLoader(config, kafka, run, process)))
+        self._step = -1
+        self.skips: tuple[int, tuple[BatchUse, ...]] | None = None
+        """Number of a step and its skipped batches, which have waited for the step to fill up."""
+        if recorder is not None:
+            input_run = config.input_run or run
+            index = self._stack.enter_context(IndexReader(kafka, input_run, position))
+            exclusions = self._stack.enter_context(Exclusions(kafka, input_run))
+            self._selection = self._new_selection(config, index, exclusions, recorder)
+
+    @abstractmethod
+    def _new_selection(
+        self, config: LearnerConfig, index: IndexReader, exclusions: Exclusions, recorder: StepRecorder
+    ) -> S:
+        """Return the selection of the lead, which calls `_skipped` with what has waited."""
+
+    def plan(self, step: int, stop: threading.Event) -> StepPlan | None:
+        """Plan of the step after `step` steps; None if `stop` is set first."""
+        self._step = step
+        return self._selection.plan(step, stop)
+
+    def load(self, plan: StepPlan) -> LoadedStep:
+        """Fetch and pack this process's share."""
+        return self._loader.load(plan)
+
+    def close(self) -> None:
+        """Close the consumers."""
+        self._stack.close()
+
+    def _skipped(self, uses: tuple[BatchUse, ...]) -> None:
+        self.skips = (self._step + 1, uses)
+
+
+class BatchSource(LogSource[BatchSelection]):
+    """The source `batches`: whole batches of the input run, in index order, with enough rollouts."""
+
+    def _new_selection(
+        self, config: LearnerConfig, index: IndexReader, exclusions: Exclusions, recorder: StepRecorder
+    ) -> BatchSelection:
+        return BatchSelection(
+            index,
+            rollouts_per_step=config.rollouts_per_step,
+            max_policy_lag=config.max_policy_lag,
+            read_version_steps=recorder.version_steps,
+            skipped=self._skipped,
+            decided=recorder.decided,
+            excluded=exclusions.reason,
+        )
+
+
+class StepLoader(Closing):
+    """Loads the steps of a learner in order, each while the step before it is trained."""
+
+    def __init__(
+        self,
+        source: StepSource,
+        team: Team,
+        first: int,
+        last: int,
+        stop: threading.Event,
+        place: Callable[[PackedStep], PlacedStep] | None = None,
+    ) -> None:
+        """Load steps `first` to `last`. Once `stop` is set in the lead, no further step is planned.
+
+        `place` puts packed arrays on the devices, if that may run beside other work on them.
+        """
+        self._source = source
+        self._team = team
+        self._stop = stop
+        self._place = place
+        self._prefetcher = Prefetcher(self._make, first, last)
+
+    def next(self, timeout_s: float) -> LoadedStep | None:
+        """The next step; None if it is not ready in time, or if there is no further step (see `ended`).
+
+        Raises errors of reading and packing, and TeamLost.
+        """
+        return self._prefetcher.next(timeout_s)
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is no further step."""
+        return self._prefetcher.ended
+
+    def close(self) -> None:
+        """Stop loading; the source stays open."""
+        self._prefetcher.close()
+
+    def _make(self, step: int, unwanted: threading.Event) -> LoadedStep | None:
+        """Load step number `step`."""
+        plan = self._plan(step, unwanted)
+        if plan is None:
+            return None
+        loaded = self._source.load(plan)
+        if self._place is None:
+            return loaded
+        began = time.monotonic()
+        placed = self._place(loaded.packed)
+        return replace(loaded, placed=placed, load_s=loaded.load_s + time.monotonic() - began)
+
+    def _plan(self, step: int, unwanted: threading.Event) -> StepPlan | None:
+        key = f"step/{step}"
+        if self._team.process:
+            return msgspec.json.decode(self._team.receive(key), type=StepPlan | None)
+        plan = self._source.plan(step - 1, _Either(self._stop, unwanted))
+        self._team.publish(key, msgspec.json.encode(plan))
+        return plan
+
+
+class _Either(threading.Event):
+    """An event that is set when one of two events is."""
+
+    def __init__(self, first: threading.Event, second: threading.Event) -> None:
+        super().__init__()
+        self._both = (first, second)
+
+    def is_set(self) -> bool:
+        return any(event.is_set() for event in self._both)

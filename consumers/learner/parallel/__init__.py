@@ -1,0 +1,1 @@
+"""Parallel training: the device mesh, and the processes of one learner."""

@@ -1,0 +1,96 @@
+"""The device mesh of a learner, and the sharding of each array of a training step.
+
+The axis `data` holds copies of the parameters and `fsdp` shares of them; the rows of a microbatch are split over both.
+Each matrix product is split over `tensor`.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from rollstream.consumers.learner.config import MeshConfig
+from rollstream.consumers.models import decoder
+from rollstream.topics.errors import ConfigurationError
+
+AXES = ("data", "fsdp", "tensor")
+ROW_AXES = ("data", "fsdp")
+
+
+def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Build a mesh of all `devices`, by default those of all processes.
+
+    Raises ConfigurationError if the product of the axes is not the number of devices, or if processes would have to
+    share rows: each process packs its own.
+    """
+    devices = jax.devices() if devices is None else devices
+    split = config.fsdp * config.tensor
+    shape = (config.data or max(1, len(devices) // split), config.fsdp, config.tensor)
+    if np.prod(shape) != len(devices):
+        raise ConfigurationError(
+            f"learner.mesh lays out data {shape[0]} x fsdp {shape[1]} x tensor {shape[2]} = {np.prod(shape)} devices, "
+            f"but there are {len(devices)} ({_kinds(devices)}); change it, or the devices each process sees"
+        )
+    # JAX orders devices by their network; use process order if processes would have to share rows.
+    mesh = jax.make_mesh(shape, AXES, (AxisType.Auto,) * 3, devices=devices)
+    if not _each_row_has_one_process(mesh):
+        ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+        mesh = Mesh(np.array(ordered).reshape(shape), AXES)
+    if not _each_row_has_one_process(mesh):
+        raise ConfigurationError(
+            f"learner.mesh.tensor {config.tensor} spans processes; let it divide the devices of each process"
+        )
+    return mesh
+
+
+def axis_sizes(mesh: Mesh) -> dict[str, int]:
+    """Devices along each axis, by name."""
+    return dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
+
+
+def row_shares(mesh: Mesh) -> int:
+    """Number of shares of the rows of a microbatch; the number of rows must be a multiple of it."""
+    sizes = axis_sizes(mesh)
+    return sizes["data"] * sizes["fsdp"]
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Sharding with a copy on every device."""
+    return NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+
+
+def of_rows(mesh: Mesh) -> NamedSharding:
+    """Sharding of the first dimension over data and fsdp."""
+    return NamedSharding(mesh, PartitionSpec(ROW_AXES))  # type: ignore[no-untyped-call]
+
+
+def of_params(mesh: Mesh, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]:
+    """Sharding of each parameter; `shapes` are arrays or other objects with a shape, by name."""
+    specs = decoder.pspecs(shapes, axis_sizes(mesh))
+    return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+
+def of_optimizer(mesh: Mesh, shapes: Mapping[str, Any], optimizer_shapes: Any) -> Any:
+    """Sharding of each leaf of an optimizer's state: that of the parameter of its name and shape, else replicated."""
+    params = of_params(mesh, shapes)
+
+    def sharding_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        name = next((key.key for key in reversed(path) if isinstance(key, jax.tree_util.DictKey)), None)
+        return params[name] if name in params and shapes[name].shape == leaf.shape else replicated(mesh)
+
+    return jax.tree_util.tree_map_with_path(sharding_of, optimizer_shapes)
+
+
+def _each_row_has_one_process(mesh: Mesh) -> bool:
+    owners: dict[int, set[int]] = {}
+    for share, devices in enumerate(mesh.devices.reshape(row_shares(mesh), -1)):
+        owners[share] = {device.process_index for device in devices}
+    return all(len(processes) == 1 for processes in owners.values())
+
+
+def _kinds(devices: Sequence[jax.Device]) -> str:
+    counts = Counter(device.device_kind for device in devices)
+    return ", ".join(f"{count} x {kind}" for kind, count in counts.items())

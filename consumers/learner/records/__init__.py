@@ -1,0 +1,1 @@
+"""Records of a learner: steps, checkpoints, metrics, and retraining from them."""

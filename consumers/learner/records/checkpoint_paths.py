@@ -1,0 +1,60 @@
+"""Paths of a learner's checkpoints, on a local file system or at gs://, and which of them are complete. Needs no JAX.
+
+Paths at a URL are etils.epath paths, as in orbax; pathlib would turn the URL into a local folder.
+"""
+
+from pathlib import Path
+from typing import cast
+
+from rollstream.topics.errors import ConfigurationError
+
+META = "meta/metadata"
+"""File of the metadata that orbax writes, below the folder of a step."""
+COMMITTED = "commit_success.txt"
+"""Last file of a checkpoint in an object store, which has no atomic rename."""
+SCHEME = "gs://"
+"""The scheme of URLs that orbax can also write arrays to."""
+
+
+def is_remote(directory: str | Path) -> bool:
+    """Whether a checkpoint directory is a URL. Raises ConfigurationError for a URL that orbax cannot write to."""
+    scheme, separator, _rest = str(directory).partition("://")
+    if separator and f"{scheme}://" != SCHEME:
+        raise ConfigurationError(
+            f"learner.checkpoint.directory is {directory}; checkpoints lie in a local or mounted folder, or "
+            f"at {SCHEME}BUCKET/FOLDER"
+        )
+    return bool(separator)
+
+
+def learner_directory(directory: str, run: str, learner: str) -> Path:
+    """Folder of one learner's checkpoints.
+
+    Raises ConfigurationError if the URL cannot be written to, or its packages are missing.
+    """
+    return directory_of(directory) / run / learner
+
+
+def directory_of(directory: str) -> Path:
+    """A checkpoint directory as an absolute path, or as a path at its URL. Raises as `learner_directory` does."""
+    if not is_remote(directory):
+        return Path(directory).absolute()
+    try:
+        import fsspec
+        from etils import epath
+
+        fsspec.get_filesystem_class("gcs")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"learner.checkpoint.directory is {directory}, and a package for that is missing ({error}); "
+            "pip install 'rollstream[learner]' gcsfs google-cloud-storage"
+        ) from error
+    # It has the methods of pathlib.
+    return cast(Path, epath.Path(directory))
+
+
+def checkpoint_steps(directory: Path) -> list[int]:
+    """Steps of the complete checkpoints of a learner, ascending; unfinished ones have another name, or no last file."""
+    last = COMMITTED if is_remote(directory) else META
+    folders = directory.iterdir() if directory.exists() else ()
+    return sorted(int(path.name) for path in folders if path.name.isdecimal() and (path / last).exists())

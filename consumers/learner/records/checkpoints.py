@@ -1,0 +1,140 @@
+"""Checkpoints: parameters, optimizer, rng, step, position in the log and recent steps, in one atomic save.
+
+`restore` never sees an unfinished save.
+"""
+
+import base64
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from rollstream.consumers.learner.config import CheckpointConfig
+from rollstream.consumers.learner.records.checkpoint_paths import learner_directory
+from rollstream.consumers.learner.records.learner_position import LearnerPosition
+from rollstream.consumers.learner.training.train_step import TrainState
+from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.errors import StateRefused
+from rollstream.topics.records import LearnerStep
+
+for _noisy in ("absl", "orbax"):
+    logging.getLogger(_noisy).setLevel(logging.ERROR)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoredCheckpoint:
+    """Contents of a checkpoint."""
+
+    state: TrainState
+    position: LearnerPosition
+    fingerprint: dict[str, str]
+
+
+class Checkpoints:
+    """The checkpoints of one learner. Saves run in the background; call `wait` before relying on one."""
+
+    def __init__(self, config: CheckpointConfig, run: str, learner: str) -> None:
+        self.directory = learner_directory(config.directory, run, learner)
+        self._reference = self.directory.with_name(f"{learner}.reference")
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=ocp.CheckpointManagerOptions(max_to_keep=config.keep, create=True),
+        )
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, state: TrainState, position: LearnerPosition, fingerprint: dict[str, str]) -> None:
+        """Start to save; the arrays are copied before this returns. An existing checkpoint of the step is kept.
+
+        Several processes call it together; the position is the lead's.
+        """
+        step = int(state.step)
+        if step in self._manager.all_steps():
+            return
+        # Copies, because the next update reuses the buffers of the state while the save still runs.
+        arrays = _copy(state._asdict())
+        meta = {
+            "position": position.position,
+            "oldest": position.oldest,
+            "trained_total": position.trained_total,
+            "skipped_total": position.skipped_total,
+            "recent_steps": [base64.b64encode(encode(record)).decode() for record in position.recent_steps],
+            "fingerprint": fingerprint,
+        }
+        self._manager.save(
+            step, args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(meta))
+        )
+
+    def wait(self) -> None:
+        """Wait until every save is complete on disk."""
+        self._manager.wait_until_finished()
+
+    def restore(self, like: TrainState, step: int | None = None) -> RestoredCheckpoint | None:
+        """Restore the newest complete checkpoint, None before the first, or the checkpoint of `step`.
+
+        `like` is an abstract state, or one with arrays: it gives shapes and shardings. The number of processes and
+        devices may differ from that of the save. Raises StateRefused if there is no checkpoint of `step`.
+        """
+        if step is not None and step not in self.steps:
+            raise StateRefused(f"no checkpoint of step {step} in {self.directory}; there are {self.steps}")
+        step = self._manager.latest_step() if step is None else step
+        if step is None:
+            return None
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
+        saved: Any = self._manager.restore(
+            step,
+            args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore()),
+        )
+        meta: dict[str, Any] = saved["meta"]
+        return RestoredCheckpoint(
+            state=TrainState(**saved["state"]),
+            position=LearnerPosition(
+                position=meta["position"],
+                oldest=meta.get("oldest", -1),  # Missing in checkpoints older than rollout buffers.
+                trained_total=meta["trained_total"],
+                skipped_total=meta["skipped_total"],
+                recent_steps=tuple(decode_as(LearnerStep, base64.b64decode(record)) for record in meta["recent_steps"]),
+            ),
+            fingerprint=meta["fingerprint"],
+        )
+
+    def save_reference(self, params: Mapping[str, jax.Array]) -> None:
+        """Save reference parameters beside the checkpoints; complete when this returns.
+
+        Several processes call it together.
+        """
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(self._reference, dict(params), force=True)
+
+    def reference(self, like: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """Restore the reference parameters; `like` gives shapes and shardings. Raises StateRefused without them."""
+        if not self._reference.exists():
+            raise StateRefused(
+                f'learner.reference is "initial", but {self._reference} is gone or was never kept: this learner began '
+                "without it; give another learner.name, or the directory of a checkpoint"
+            )
+        with ocp.StandardCheckpointer() as checkpointer:
+            params: dict[str, jax.Array] = checkpointer.restore(self._reference, dict(like))
+        return params
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._manager.close()
+
+
+@jax.jit
+def _copy(arrays: dict[str, Any]) -> dict[str, Any]:
+    copies: dict[str, Any] = jax.tree.map(jnp.copy, arrays)
+    return copies

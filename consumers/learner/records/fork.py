@@ -1,0 +1,81 @@
+"""Forks a learner: copies its checkpoint to another run, where a new learner continues from it. Needs no JAX.
+
+The copy is complete or absent. The new learner does not inherit the steps of the old one, so their records are not
+copied.
+"""
+
+import json
+import shutil
+import uuid
+from pathlib import Path
+
+from rollstream.consumers.learner.records.checkpoint_paths import COMMITTED, META, checkpoint_steps, is_remote
+from rollstream.topics.errors import ConfigurationError, StateRefused
+
+
+def copy_checkpoint(source: Path, step: int, target: Path) -> None:
+    """Copy the checkpoint of a step, without its recent steps, and the reference parameters, if any.
+
+    Copying twice has no further effect. Raises StateRefused, naming the available steps, if there is no checkpoint of
+    this step, ConfigurationError if the target holds another one.
+    """
+    available = checkpoint_steps(source)
+    if step not in available:
+        raise StateRefused(f"no checkpoint of step {step} in {source}; {_there_are(available)}")
+    held = checkpoint_steps(target)
+    if held:
+        if held != [step]:
+            raise ConfigurationError(
+                f"{target} holds checkpoints of steps {held} already; give another run, or another learner.name"
+            )
+        return
+    if is_remote(target):
+        _copy_reference(source, target)
+        _copy_to_store(source / str(step), target / str(step))
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    # Beside the target, where no learner looks: the rename is atomic.
+    copy = target.parent / f".fork-{target.name}-{uuid.uuid4().hex[:8]}"
+    try:
+        _copy_reference(source, target)
+        shutil.copytree(source / str(step), copy)
+        (copy / META).write_text(_without_steps(copy / META), encoding="utf-8")
+        copy.rename(target / str(step))
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def _copy_to_store(source: Path, target: Path) -> None:
+    """Copy a checkpoint to an object store, which cannot rename: the file that marks it complete is written last."""
+    _copy_files(source, target, but=(META, COMMITTED))
+    (target / META).write_text(_without_steps(source / META))
+    (target / COMMITTED).write_text("")
+
+
+def _copy_files(source: Path, target: Path, *, but: tuple[str, ...] = ()) -> None:
+    for path in source.iterdir():
+        below = tuple(name.removeprefix(f"{path.name}/") for name in but)
+        if path.is_dir():
+            _copy_files(path, target / path.name, but=below)
+        elif path.name not in but:
+            (target / path.name).write_bytes(path.read_bytes())
+
+
+def _without_steps(meta: Path) -> str:
+    return json.dumps({**json.loads(meta.read_text()), "recent_steps": []})
+
+
+def _copy_reference(source: Path, target: Path) -> None:
+    """Copy the reference parameters of the KL term, which lie beside the checkpoints, if there are any."""
+    before, after = (directory.with_name(f"{directory.name}.reference") for directory in (source, target))
+    if not before.exists():
+        return
+    if is_remote(target):
+        _copy_files(before, after)
+    else:
+        shutil.rmtree(after, ignore_errors=True)
+        shutil.copytree(before, after)
+
+
+def _there_are(steps: list[int]) -> str:
+    return f"there are those of steps {steps}" if steps else "there is none; learner.checkpoint.directory says where"

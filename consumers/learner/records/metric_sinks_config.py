@@ -1,0 +1,20 @@
+"""Settings of the sinks for copies of a learner's metrics, without JAX or the packages of the sinks."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinksConfig:
+    """Copies of the metrics of each step, outside the log. An empty setting is off; all may share one directory."""
+
+    jsonl: str = ""
+    """Directory of JSON lines: {run}/{learner}.jsonl holds one line a step."""
+    tensorboard: str = ""
+    """Directory of TensorBoard events, under {run}/{learner}; needs the extra `sinks`."""
+    wandb: str = ""
+    """Directory of Weights & Biases runs, one id for each learner of a run; needs the extra `sinks`."""
+    wandb_project: str = "rollstream"
+    """Project of the Weights & Biases runs."""
+    wandb_mode: Literal["offline", "online"] = "offline"
+    """Mode of Weights & Biases; offline keeps everything on disk, for a later `wandb sync`."""

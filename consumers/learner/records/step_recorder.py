@@ -1,0 +1,183 @@
+"""StepRecorder: puts each step on record with the batches it used and the version it published, in one transaction.
+
+A step executed again must match its record; a version that is already published is not published again.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from typing import Any
+
+import numpy as np
+
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.records.learner_position import LearnerPosition
+from rollstream.consumers.step_log import StepLog, read_steps
+from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests
+from rollstream.topics.batch_uses import names_of, rows_of
+from rollstream.topics.closing import Closing
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import StateRefused
+from rollstream.topics.logs import event
+from rollstream.topics.params_digest import params_digest
+from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
+
+logger = logging.getLogger(__name__)
+
+
+class StepRecorder(Closing):
+    """Records the steps of one learner. Building it fences every earlier learner of the run."""
+
+    def __init__(self, config: LearnerConfig, kafka: KafkaConfig, run: str, model: str) -> None:
+        self._config = config
+        self._kafka = kafka
+        self._run = run
+        self._input_run = config.input_run or run
+        self._stack = ExitStack()
+        # The log comes first: it fences every earlier learner of the run, after which the topics are final.
+        self._log = self._stack.enter_context(closing(StepLog(kafka, run, config.name, take_over=config.take_over)))
+        self._publisher = self._stack.enter_context(
+            closing(WeightsPublisher(kafka, run, config.name, model, config.weights))
+        )
+        # A record without a digest holds skips of a step that was never completed.
+        recorded = read_steps(kafka, run, config.name)
+        self._recorded = {step: record for step, record in recorded.items() if record.params_digest}
+        self._made = -1
+        self.same_bits = True
+        """Whether steps executed again must have the digests on record; not on other hardware."""
+
+    @property
+    def last_recorded(self) -> int:
+        """The highest step on record, -1 before the first."""
+        return max(self._recorded, default=-1)
+
+    @property
+    def steps(self) -> tuple[LearnerStep, ...]:
+        """Every step that was on record when this learner started, in order."""
+        return tuple(self._recorded[step] for step in sorted(self._recorded))
+
+    def resend(self, steps: tuple[LearnerStep, ...]) -> None:
+        """Write the recent steps of a checkpoint again."""
+        if steps:
+            self._log.commit([self._log.record(record) for record in steps])
+        self._recorded |= {record.step: record for record in steps}
+
+    def recorded(self, step: int) -> LearnerStep | None:
+        """The record of a step, if there is one."""
+        return self._recorded.get(step)
+
+    def decided(self, step: int, batch_id: str) -> tuple[BatchUse, ...]:
+        """Uses of a batch in a step on record; empty if there are none.
+
+        Exclusions and publications since then do not change them.
+        """
+        recorded = self._recorded.get(step)
+        return () if recorded is None else tuple(use for use in recorded.uses if use.batch_id == batch_id)
+
+    def version_steps(self, version: int) -> dict[int, int]:
+        """Learner step of every policy version of the input run, including `version` if it exists.
+
+        Reads the topic only if the versions of this learner do not include `version`.
+        """
+        if self._input_run == self._run and version in (own := self._publisher.versions):
+            return own
+        return {version: manifest.step for version, manifest in read_manifests(self._kafka, self._input_run).items()}
+
+    def record(
+        self,
+        step: int,
+        uses: tuple[BatchUse, ...],
+        position: int,
+        metrics: Mapping[str, float],
+        arrays: Mapping[str, np.ndarray[Any, Any]],
+        before: LearnerPosition,
+        *,
+        oldest: int = -1,
+        stream_time_ms: int = -1,
+    ) -> LearnerStep:
+        """Commit the record of a step just made, together with a new policy version if one is due.
+
+        `arrays` are the parameters after it; `oldest` and `stream_time_ms` are as in `StepPlan`. Raises StateRefused
+        if the step is on record and differs.
+        """
+        started = time.monotonic()
+        digest = params_digest(arrays)
+        self.compare(step, digest, uses)
+        manifest = self._publisher.published(step, digest)
+        staged: PolicyManifest | None = None
+        if manifest is None and step % self._config.publish_every_steps == 0:
+            manifest = staged = self._publisher.stage(step, arrays)
+        record = LearnerStep(
+            learner=self._config.name,
+            step=step,
+            input_run=self._input_run,
+            uses=uses,
+            position=position,
+            policy_version=-1 if manifest is None else manifest.version,
+            params_digest=digest,
+            trained_total=before.trained_total + rows_of(uses, "trained"),
+            skipped_total=before.skipped_total + rows_of(uses, "skipped"),
+            metrics={**metrics, "time/broadcast_weights": time.monotonic() - started},
+            timestamp=time.time(),
+            oldest=oldest,
+            stream_time_ms=stream_time_ms,
+        )
+        self._log.commit([self._log.record(record)] + ([self._publisher.record(staged)] if staged else []))
+        self._made = step
+        if staged is not None:
+            self._publisher.committed(staged)
+        event(
+            logger,
+            "step",
+            step=step,
+            policy_version=record.policy_version,
+            trained=rows_of(uses, "trained"),
+            skipped=rows_of(uses, "skipped"),
+            reward=round(metrics.get("trained/reward", 0.0), 4),
+            step_s=round(metrics.get("time/step", 0.0), 4),
+            wait_s=round(metrics.get("time/wait_for_batch", 0.0), 4),
+        )
+        return record
+
+    def record_skips(self, step: int, uses: tuple[BatchUse, ...], before: LearnerPosition) -> None:
+        """Put skipped batches on record before their step is complete.
+
+        Workers wait until their rollouts are trained or skipped: a learner that skipped every batch and recorded that
+        only with its next step would wait forever. This record has no digest, and the record of the step replaces it.
+        Nothing is written for a completed step, whose record already includes its skips.
+        """
+        if step in self._recorded or step <= self._made:
+            return
+        record = LearnerStep(
+            learner=self._config.name,
+            step=step,
+            input_run=self._input_run,
+            uses=uses,
+            position=before.position,
+            policy_version=-1,
+            params_digest="",
+            trained_total=before.trained_total,
+            skipped_total=before.skipped_total + rows_of(uses, "skipped"),
+            timestamp=time.time(),
+            oldest=before.oldest,
+        )
+        self._log.commit([self._log.record(record)])
+
+    def compare(self, step: int, digest: str, uses: tuple[BatchUse, ...]) -> None:
+        """Raise StateRefused if a step just executed is on record and differs."""
+        recorded = self._recorded.get(step)
+        if recorded is None or (recorded.params_digest, recorded.uses) == (digest, uses):
+            return
+        if recorded.uses == uses and not self.same_bits:
+            event(logger, "step_differs", level=logging.WARNING, step=step, recorded=recorded.params_digest, now=digest)
+            return
+        raise StateRefused(
+            f"step {step} of learner {self._config.name!r}, executed again, gives parameters {digest[:16]} from "
+            f"batches {names_of(uses)}; on record are {recorded.params_digest[:16]} from {names_of(recorded.uses)}. "
+            "Restore the settings, software and thread count of the first execution, or give another learner.name"
+        )
+
+    def close(self) -> None:
+        """Close both producers."""
+        self._stack.close()

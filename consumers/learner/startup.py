@@ -1,0 +1,90 @@
+"""Start of a learner: the parameters of step 0 and the reference parameters of the KL term.
+
+Used by the learner and by retraining.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.input.packing import TrainingSequence
+from rollstream.consumers.learner.pretrained import initial_params
+from rollstream.consumers.learner.records.checkpoints import Checkpoints
+from rollstream.consumers.learner.training.train_step import Metrics, OnUpdate, Params, TrainState, TrainStep
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+
+Example = tuple[NDArray[np.int32], NDArray[np.bool_]]
+"""Tokens and loss mask of one supervised example, both [tokens]."""
+
+
+def begin(
+    train_step: TrainStep, examples: Sequence[Example], on_update: OnUpdate = lambda _done, _updates, _loss: None
+) -> tuple[TrainState, Metrics]:
+    """Return the state of step 0: random or pretrained parameters, after the warm start on `examples`.
+
+    `on_update` is called from time to time with the progress. Raises ConfigurationError if examples do not fit the
+    settings, or have no token to train on.
+    """
+    config = train_step.config
+    if config.warm_start.steps:
+        _check_lengths(config, examples)
+    if config.pretrained:
+        params = initial_params(config.pretrained, config.model, train_step.shardings.params)
+        state = train_step.fresh_state(params)
+    else:
+        state = train_step.initial_state()
+    return train_step.warm_start(state, supervised(examples), on_update)
+
+
+def _check_lengths(config: LearnerConfig, examples: Sequence[Example]) -> None:
+    room = config.sequence_length
+    lengths = [len(tokens) for tokens, _mask in examples]
+    long, longest = sum(length > room for length in lengths), max(lengths, default=0)
+    what = (
+        f"{long} of {len(examples)} examples of the warm start are longer than learner.sequence_length {room}, the "
+        f"longest has {longest} tokens"
+    )
+    if long and config.too_long in ("refuse", "error"):
+        raise ConfigurationError(
+            f'{what}; set it to at least {longest}, learner.too_long to "skip" or "truncate", or '
+            "learner.warm_start.steps to 0"
+        )
+    kept = [mask for _tokens, mask in examples if len(mask) <= room or config.too_long == "truncate"]
+    if examples and not any(mask[1:room].any() for mask in kept):
+        raise ConfigurationError(
+            f"the warm start has no token to train on: {what}; set it to at least {longest}, or "
+            "learner.warm_start.steps to 0"
+        )
+    if long:
+        event(logger, "warm_start_too_long", level=logging.WARNING, what=what, too_long=config.too_long)
+
+
+def load_reference(train_step: TrainStep, checkpoints: Checkpoints) -> Params | None:
+    """Return the reference parameters of the KL term; None if the learner does not compute their log-probabilities."""
+    config = train_step.config
+    if config.reference in ("", "carried"):
+        return None
+    if config.reference == "initial":
+        params = checkpoints.reference(train_step.abstract_state().params)
+    else:
+        params = initial_params(config.reference, config.model, train_step.shardings.params)
+    return train_step.frozen(params)
+
+
+def supervised(examples: Sequence[Example]) -> list[TrainingSequence]:
+    """Convert examples to training sequences."""
+    return [
+        TrainingSequence(
+            tokens=np.asarray(tokens, np.int32),
+            loss_mask=np.asarray(mask, bool),
+            advantages=np.zeros(len(tokens), np.float32),
+            generator_log_probs=np.zeros(len(tokens), np.float32),
+        )
+        for tokens, mask in examples
+    ]

@@ -1,0 +1,1 @@
+"""Training step of the learner: losses, optimizer, jitted update."""

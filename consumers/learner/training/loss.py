@@ -1,0 +1,143 @@
+"""The losses of the learner as pure JAX functions over one packed microbatch.
+
+The caller gives the denominators of sums, counted over the whole update, so that microbatches and processes add up to
+the same gradient however an update is split.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from rollstream.consumers.learner.training.corrections import divergence, importance_weights, log_ratio
+from rollstream.consumers.learner.training.objective import LossConfig, denominator_of, needs_reference
+from rollstream.consumers.learner.training.surrogates import SURROGATES, TokenArrays
+from rollstream.consumers.models.config import ComputeSettings, DecoderConfig
+from rollstream.consumers.models.decoder import Params, hidden, token_logprobs
+from rollstream.topics.errors import ConfigurationError
+
+Arrays = Mapping[str, jax.Array]
+
+SUPERVISED_METRICS = ("loss",)
+
+
+def policy_loss(
+    params: Params,
+    model: DecoderConfig,
+    compute: ComputeSettings,
+    config: LossConfig,
+    batch: Arrays,
+    denominators: Arrays,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The configured policy-gradient loss, to be minimized, and its metrics.
+
+    `batch` holds the arrays of a PackedBatch, [rows, sequence_length]; `denominators` are the numbers of trained
+    "tokens" and of "sequences" with any, of the whole update over all processes, float32 and at least 1. See
+    `policy_loss_of`.
+    """
+    logprobs, entropy = _next_token_logprobs(params, model, compute, batch)
+    return policy_loss_of(logprobs, entropy, config, batch, denominators)
+
+
+def policy_loss_of(
+    logprobs: jax.Array, entropy: jax.Array, config: LossConfig, batch: Arrays, denominators: Arrays
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss given the learner's log-probabilities of tokens 1 onwards and entropies, [rows, sequence_length - 1].
+
+    A token's loss is w L - entropy_coefficient H + kl_coefficient D. L is the surrogate (`surrogates`) of the ratio of
+    the learner to the generator, and w = 1; or, with importance sampling, of the learner to the proximal policy, and w
+    weighs that against the generator (decoupled PPO, arXiv:2110.00641 and 2505.24298). The proximal policy is the
+    learner before the step: `proximal_log_probs`, or the learner itself if a step has one update. H is the entropy, D
+    the divergence from the reference.
+
+    Returns sum(loss_weights * token loss) / denominators[denominator_of(config)] and the metrics called
+    `policy_metrics(config, reference=...)`, means over trained tokens. All are already divided, so that sums over
+    microbatches and processes are those of the update. Raises ConfigurationError if kl_coefficient is set without
+    `reference_log_probs`.
+    """
+    if needs_reference(config) and "reference_log_probs" not in batch:
+        raise ConfigurationError(
+            "learner.loss.kl_coefficient is set, but the rollouts carry no reference log-probabilities and no "
+            "reference model is loaded; set learner.reference, or kl_coefficient to 0"
+        )
+    recipe = config.recipe
+    mask, segment_ids = batch["loss_mask"][:, 1:], batch["segment_ids"][:, 1:]
+    trained = mask > 0
+    logprobs, entropy = jnp.where(trained, logprobs, 0.0), jnp.where(trained, entropy, 0.0)
+    generator = batch["generator_log_probs"][:, 1:]
+    decoupled = recipe.importance_sampling != "none"
+    before = jax.lax.stop_gradient(logprobs)
+    if decoupled and "proximal_log_probs" in batch:
+        before = batch["proximal_log_probs"][:, 1:]
+    tokens = TokenArrays(
+        log_probs=logprobs,
+        log_ratio=log_ratio(logprobs, before if decoupled else generator, mask),
+        advantages=jnp.where(trained, batch["advantages"][:, 1:], 0.0),
+        mask=mask,
+        segment_ids=segment_ids,
+    )
+    mismatch = log_ratio(before, generator, mask)
+
+    def mean(values: jax.Array) -> jax.Array:
+        return jnp.sum(values * mask) / denominators["tokens"]
+
+    surrogate = SURROGATES[config.name](tokens, recipe)
+    token_loss = surrogate.loss
+    metrics = {
+        "entropy/mean": mean(entropy),
+        "mismatch_kl/mean": mean(divergence("k3", mismatch)),
+        "mismatch_log_ratio/mean": mean(mismatch),
+        "clip_ratio/low_mean": mean(surrogate.low),
+        "clip_ratio/high_mean": mean(surrogate.high),
+        "clip_ratio/cap_mean": mean(surrogate.cap),
+    }
+    if decoupled:
+        weights, limited = importance_weights(config, mismatch, mask, segment_ids)
+        token_loss = weights * token_loss
+        metrics |= {"importance/weight_mean": mean(weights), "importance/limited_mean": mean(limited)}
+    if recipe.entropy_coefficient:
+        token_loss -= recipe.entropy_coefficient * entropy
+    if "reference_log_probs" in batch:
+        distance = divergence(config.kl_estimator, log_ratio(batch["reference_log_probs"][:, 1:], logprobs, mask))
+        if config.kl_coefficient:
+            token_loss += config.kl_coefficient * distance
+        metrics["kl/mean"] = mean(distance)
+    loss_weights = jnp.where(trained, batch["loss_weights"][:, 1:], 0.0)
+    loss = jnp.sum(loss_weights * token_loss) / denominators[denominator_of(config)]
+    return loss, {"loss": loss, **metrics}
+
+
+def supervised_loss(
+    params: Params, model: DecoderConfig, compute: ComputeSettings, batch: Arrays, denominators: Arrays
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Mean negative log-probability of the trained tokens; arguments and results as for `policy_loss`."""
+    logprobs, _ = _next_token_logprobs(params, model, compute, batch)
+    loss = -jnp.sum(logprobs * batch["loss_mask"][:, 1:]) / denominators["tokens"]
+    return loss, {"loss": loss}
+
+
+def log_probs(params: Params, model: DecoderConfig, compute: ComputeSettings, batch: Arrays) -> jax.Array:
+    """Log-probability of every token given the tokens before it in its segment, float32 [rows, sequence_length].
+
+    The value at the first token of a segment has no meaning; it is 0 at the first token of a row.
+    """
+    logprobs, _ = _next_token_logprobs(params, model, compute, batch)
+    return jnp.pad(logprobs, ((0, 0), (1, 0)))
+
+
+def _next_token_logprobs(
+    params: Params, model: DecoderConfig, compute: ComputeSettings, batch: Arrays
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability and entropy [rows, sequence_length - 1] of tokens 1 onwards given those before."""
+    dtype = jnp.dtype(compute.dtype)
+    params = {name: value.astype(dtype) for name, value in params.items()}
+    packed = batch["tokens"], batch["positions"], batch["segment_ids"]
+    states = hidden(params, model, *packed, remat=compute.remat, attention=compute.attention)
+    return token_logprobs(
+        params,
+        model,
+        states[:, :-1],
+        batch["tokens"][:, 1:],
+        batch["temperatures"][:, 1:],
+        chunk=compute.vocabulary_chunk,
+    )

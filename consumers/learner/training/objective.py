@@ -1,0 +1,223 @@
+"""Settings of the loss and of the optimizer, and values derived from them; no JAX.
+
+A loss is a surrogate with the defaults of its paper, its recipe; explicit settings override the recipe.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from rollstream.topics.errors import ConfigurationError
+
+Reduction = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum_norm"]
+ImportanceSampling = Literal["none", "truncated", "masked"]
+ImportanceLevel = Literal["token", "sequence", "geometric"]
+
+
+MISMATCH_METRICS = ("mismatch_kl/mean", "mismatch_log_ratio/mean")
+"""Names of the metrics that compare learner and sampler."""
+
+
+class LossRecipe(NamedTuple):
+    """Defaults of a loss. Every field is also an optional field of LossConfig."""
+
+    reduction: Reduction = "token_mean"
+    length_norm: float = 0.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    ratio_cap: float = math.inf
+    entropy_coefficient: float = 0.0
+    importance_sampling: ImportanceSampling = "none"
+    importance_level: ImportanceLevel = "token"
+    train_truncated: bool = True
+
+
+RECIPES: dict[str, LossRecipe] = {
+    "ppo_clip": LossRecipe(clip_high=0.28, ratio_cap=2.0, entropy_coefficient=0.005),
+    "grpo": LossRecipe(reduction="sequence_mean_token_mean"),
+    "dr_grpo": LossRecipe(reduction="sequence_mean_token_sum_norm"),
+    "dapo": LossRecipe(clip_high=0.28, train_truncated=False),
+    "rloo": LossRecipe(
+        reduction="sequence_mean_token_sum_norm",
+        length_norm=1.0,
+        importance_sampling="truncated",
+        importance_level="sequence",
+    ),
+    # Ratios against the generator exceed bounds this tight merely because of the sampler's precision.
+    "gspo": LossRecipe(
+        reduction="sequence_mean_token_mean",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        importance_sampling="truncated",
+        importance_level="geometric",
+    ),
+    # 1 - 1: no lower bound.
+    "cispo": LossRecipe(clip_low=1.0, clip_high=5.0),
+}
+"""In this order: arXiv:1707.06347, 2402.03300, 2503.20783, 2503.14476, 2402.14740, 2507.18071, 2506.13585."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """The policy-gradient loss. Unset fields have the values of the loss's paper: docs/losses.md."""
+
+    name: Literal["ppo_clip", "grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"] = "ppo_clip"
+    """Name of the loss."""
+    reduction: Reduction | None = None
+    """Mean over all tokens; mean over sequences of the mean over their tokens; or of their sum over length_norm."""
+    length_norm: float | None = None
+    """Constant of sequence_mean_token_sum_norm, for example the token limit of a completion."""
+    clip_low: float | None = None
+    """For negative advantages, ratios below 1 - clip_low have no further effect (PPO, arXiv:1707.06347)."""
+    clip_high: float | None = None
+    """For positive advantages, ratios above 1 + clip_high have no further effect (clip-higher of DAPO,
+    arXiv:2503.14476)."""
+    ratio_cap: float | None = None
+    """For negative advantages, ratios above this have no further effect (dual clip, arXiv:1912.09729)."""
+    entropy_coefficient: float | None = None
+    """Weight of the token entropy in the objective."""
+    importance_sampling: ImportanceSampling | None = None
+    """Unless "none", ratios are taken against the learner before the step, which is weighted against the generator."""
+    importance_level: ImportanceLevel | None = None
+    """Definition of that weight: the ratio of the token, the product of ratios of its sequence, or their geometric
+    mean."""
+    importance_low: float = 0.5
+    """Lower bound of weights: "masked" importance sampling sets lower ones to 0 (IcePop, arXiv:2510.18855)."""
+    importance_high: float = 2.0
+    """Upper bound of weights: "truncated" importance sampling clips higher ones to it (arXiv:1802.01561), "masked" sets
+    them to 0."""
+    kl_coefficient: float = 0.0
+    """Weight, in the loss, of the divergence from a reference model; needs learner.reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
+    train_truncated: bool | None = None
+    """Train on truncated rollouts; otherwise their tokens are masked."""
+    mismatch_limit: float = 0.02
+    """Warn if mismatch_kl/mean is above this for rollouts of the newest policy."""
+    stale_mismatch_limit: float = 0.05
+    """Added to mismatch_limit for each step of the mean age of the rollouts, because older policies do differ."""
+
+    def __post_init__(self) -> None:
+        recipe = self.recipe
+        bounds = {
+            "clip_low": (recipe.clip_low, 0.0, 1.0),
+            "clip_high": (recipe.clip_high, 0.0, math.inf),
+            "ratio_cap": (recipe.ratio_cap, 1.0, math.inf),
+            "entropy_coefficient": (recipe.entropy_coefficient, 0.0, math.inf),
+            "kl_coefficient": (self.kl_coefficient, 0.0, math.inf),
+            "importance_low": (self.importance_low, 0.0, 1.0),
+            "importance_high": (self.importance_high, 1.0, math.inf),
+        }
+        for name, (value, low, high) in bounds.items():
+            if not low <= value <= high:
+                raise ConfigurationError(f"learner.loss.{name} is {value}; it must be between {low} and {high}")
+        if recipe.reduction == "sequence_mean_token_sum_norm" and not recipe.length_norm > 0:
+            raise ConfigurationError(
+                f"loss {self.name!r} divides each sequence's sum by a constant that must not depend on the data; set "
+                "learner.loss.length_norm, for example to the most tokens a completion may have"
+            )
+        if self.kl_coefficient and self.kl_estimator == "k1":
+            raise ConfigurationError(
+                'learner.loss.kl_estimator "k1" has a gradient of mean zero, so kl_coefficient would have no effect; '
+                'take "k3"'
+            )
+
+    @cached_property
+    def recipe(self) -> LossRecipe:
+        """The recipe of the loss, overridden by explicit settings. Raises ConfigurationError for an unknown loss."""
+        own = RECIPES.get(self.name)
+        if own is None:
+            raise ConfigurationError(f"there is no loss {self.name!r}; there are {', '.join(RECIPES)}")
+        settings: dict[str, Any] = {name: getattr(self, name) for name in LossRecipe._fields}
+        return own._replace(**{name: value for name, value in settings.items() if value is not None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer, after global-norm clipping, and its schedule."""
+
+    name: Literal["adamw", "adam", "sgd", "lion", "muon", "adafactor"] = "adamw"
+    """Name of the optax optimizer; muon leaves embedding, head, norms and biases to adam."""
+    learning_rate: float = 2e-3
+    """Highest learning rate; 1e-6 if it is not set and learner.pretrained is."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Course of the learning rate to final_learning_rate, or "constant"."""
+    final_learning_rate: float = 4e-4
+    """Learning rate at the last update of `max_steps` and after; a fifth of the highest if it is not set and
+    learner.pretrained is."""
+    warmup_updates: int = 0
+    """Updates over which the rate first rises linearly to learning_rate."""
+    beta1: float = 0.9
+    """Decay of the first moment; momentum of sgd (0: none) and of muon."""
+    beta2: float = 0.95
+    """Decay of the second moment; of the momentum of lion."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of matrices; norms and biases never decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0 turns this off."""
+
+    def __post_init__(self) -> None:
+        if not (self.learning_rate > 0 and self.final_learning_rate >= 0 and self.warmup_updates >= 0):
+            raise ConfigurationError(
+                f"learner.optimizer has learning_rate {self.learning_rate}, final_learning_rate "
+                f"{self.final_learning_rate}, warmup_updates {self.warmup_updates}: give a rate above 0, the others "
+                "not below 0"
+            )
+        if self.weight_decay and self.name in ("adam", "sgd"):
+            raise ConfigurationError(
+                f"learner.optimizer.name {self.name!r} has no weight decay, but weight_decay is {self.weight_decay}; "
+                'take "adamw", or set it to 0'
+            )
+
+
+def token_weight(config: LossConfig, trained_tokens: int) -> float:
+    """Weight of each trained token's loss in a sequence with `trained_tokens` of them, at least 1.
+
+    1 for the mean over tokens (DAPO, arXiv:2503.14476), 1/n for the mean of means (GRPO, arXiv:2402.03300), 1/constant
+    for the mean of sums over a constant (Dr. GRPO, arXiv:2503.20783).
+    """
+    recipe = config.recipe
+    if recipe.reduction == "sequence_mean_token_mean":
+        return 1.0 / trained_tokens
+    return 1.0 / recipe.length_norm if recipe.reduction == "sequence_mean_token_sum_norm" else 1.0
+
+
+def denominator_of(config: LossConfig) -> Literal["tokens", "sequences"]:
+    """Denominator of the sum of weighted token losses: trained tokens, or sequences with trained tokens."""
+    return "tokens" if config.recipe.reduction == "token_mean" else "sequences"
+
+
+def trains(config: LossConfig, truncated: bool) -> bool:
+    """Whether the tokens of a rollout, `truncated` or not, are trained (overlong filtering, arXiv:2503.14476)."""
+    return config.recipe.train_truncated or not truncated
+
+
+def needs_proximal(config: LossConfig, updates_per_step: int) -> bool:
+    """Whether a step must compute log-probabilities before its first update (`proximal_log_probs`).
+
+    With one update they equal those of the update itself.
+    """
+    return config.recipe.importance_sampling != "none" and updates_per_step > 1
+
+
+def needs_reference(config: LossConfig) -> bool:
+    """Whether the loss needs `reference_log_probs`."""
+    return config.kl_coefficient > 0
+
+
+def policy_metrics(config: LossConfig, *, reference: bool = False) -> tuple[str, ...]:
+    """Names of the metrics of `policy_loss`, for batches with or without `reference_log_probs`."""
+    names: tuple[str, ...] = (
+        "loss",
+        "entropy/mean",
+        *MISMATCH_METRICS,
+        "clip_ratio/low_mean",
+        "clip_ratio/high_mean",
+        "clip_ratio/cap_mean",
+    )
+    if config.recipe.importance_sampling != "none":
+        names += ("importance/weight_mean", "importance/limited_mean")
+    return (*names, "kl/mean") if reference else names

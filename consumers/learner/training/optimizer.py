@@ -1,0 +1,121 @@
+"""The optimizer and its schedule, built from settings, and the metrics of an update.
+
+An update whose gradient is not finite is skipped: parameters, optimizer and schedule stay as they are, bit for bit, and
+`optim/skipped` counts it.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from rollstream.consumers.learner.training.objective import OptimizerConfig
+
+MUON_RMS = 0.2
+"""Root mean square of muon's update per learning rate: equal to AdamW's (arXiv:2502.16982), for comparable rates."""
+
+
+class GuardedState(NamedTuple):
+    """State of an optimizer that skips updates whose gradient is not finite."""
+
+    made: jax.Array
+    """int32: updates made, which is the position in the schedule."""
+    skipped: jax.Array
+    """int32: updates skipped."""
+    inner: Any
+    """State of the optimizer."""
+
+
+def make_schedule(config: OptimizerConfig, updates: int) -> optax.Schedule:
+    """Learning rate of update n, counted from 0: a linear rise, the configured schedule until `updates`, then constant.
+
+    Update n of a warm-up of w updates has (n + 1) / (w + 1) of the rate, so that no update has rate 0.
+    """
+    rate, final, warmup = config.learning_rate, config.final_learning_rate, config.warmup_updates
+    length = max(updates - warmup, 1)
+    main = {
+        "cosine": optax.cosine_decay_schedule(rate, length, alpha=final / rate),
+        "linear": optax.linear_schedule(rate, final, length),
+        "constant": optax.constant_schedule(rate),
+    }[config.schedule]
+    if not warmup:
+        return main
+    return optax.join_schedules([optax.linear_schedule(rate / (warmup + 1), rate, warmup), main], [warmup])
+
+
+def make_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTransformation:
+    """The optimizer, after global-norm clipping, for parameters by Hugging Face name; its state is a GuardedState.
+
+    AdamW (arXiv:1711.05101), Adam (1412.6980), SGD, Lion (2302.06675), Muon (kellerjordan.github.io/posts/muon; scaled
+    as in 2502.16982) or Adafactor (1804.04235). For all of them, weight decay is the learning rate times weight_decay.
+    """
+    schedule = make_schedule(config, updates)
+    parts = [_direction(config, schedule)]
+    if config.max_grad_norm:
+        parts.insert(0, optax.clip_by_global_norm(config.max_grad_norm))
+    if config.weight_decay:
+        parts.append(optax.add_decayed_weights(lambda made: -config.weight_decay * schedule(made), mask=decays))
+    return skip_nonfinite(optax.chain(*parts))
+
+
+def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Wrap `inner` so that a gradient whose global norm is not finite changes only the count of skipped updates."""
+
+    def init(params: Any) -> GuardedState:
+        return GuardedState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), inner.init(params))
+
+    def update(gradients: Any, state: GuardedState, params: Any = None) -> tuple[Any, GuardedState]:
+        finite = jnp.isfinite(optax.global_norm(gradients))
+        clean = jax.tree.map(lambda gradient: jnp.where(finite, gradient, 0), gradients)
+        changes, after = inner.update(clean, state.inner, params)
+        changes = jax.tree.map(lambda change: jnp.where(finite, change, 0), changes)
+        after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state.inner)
+        made = finite.astype(jnp.int32)
+        return changes, GuardedState(state.made + made, state.skipped + 1 - made, after)
+
+    return optax.GradientTransformation(init, update)
+
+
+def update_metrics(
+    schedule: optax.Schedule, gradients: Any, before: GuardedState, after: GuardedState
+) -> dict[str, jax.Array]:
+    """Metrics of one update, float32: gradient norm, learning rate, and 1 if the update was skipped."""
+    return {
+        "optim/grad_norm": optax.global_norm(gradients),
+        "optim/lr": jnp.asarray(schedule(before.made), jnp.float32),
+        "optim/skipped": (after.skipped - before.skipped).astype(jnp.float32),
+    }
+
+
+def decays(params: Mapping[str, Any]) -> dict[str, bool]:
+    """Whether weight decay applies to each parameter: to matrices, not to norms and biases."""
+    return {name: not name.endswith(("norm.weight", "bias")) for name in params}
+
+
+def _direction(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """The update without clipping and decay."""
+    if config.name == "sgd":
+        return optax.sgd(schedule, momentum=config.beta1 or None)
+    if config.name == "lion":
+        return optax.lion(schedule, b1=config.beta1, b2=config.beta2, weight_decay=0.0)
+    if config.name == "adafactor":
+        return optax.adafactor(schedule)
+    adam = optax.adam(schedule, b1=config.beta1, b2=config.beta2, eps=config.epsilon)
+    if config.name != "muon":
+        return adam
+    muon = optax.contrib.muon(
+        schedule,
+        beta=config.beta1,
+        consistent_rms=MUON_RMS,
+        # Projections are [out, in].
+        muon_weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0),
+    )
+    return optax.partition({"muon": muon, "adam": adam}, _labels)
+
+
+def _labels(params: Mapping[str, Any]) -> dict[str, str]:
+    """Optimizer of each parameter: muon for the matrices of blocks, adam for embedding, head, norms and biases."""
+    matrices = decays(params)
+    return {name: "muon" if matrices[name] and name.startswith("model.layers.") else "adam" for name in params}

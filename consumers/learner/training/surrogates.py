@@ -1,0 +1,114 @@
+"""Surrogates: the loss of each token, by the name of the loss; pure functions with the formulas of their papers.
+
+Masks, weights and sums are applied elsewhere: untrained tokens are zeros here, and their losses are ignored.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rollstream.consumers.learner.training.objective import LossRecipe
+
+
+class TokenArrays(NamedTuple):
+    """Arrays [rows, tokens], all 0 at tokens that are not trained."""
+
+    log_probs: jax.Array
+    """Log-probabilities of the learner, differentiated."""
+    log_ratio: jax.Array
+    """Log ratio of the learner to the policy that ratios are taken against, differentiated."""
+    advantages: jax.Array
+    """Advantage of each token."""
+    mask: jax.Array
+    """1 where the token is trained, else 0."""
+    segment_ids: jax.Array
+    """Number of the token's sequence within its row."""
+
+
+class TokenLoss(NamedTuple):
+    """Arrays [rows, tokens]: the loss, and the tokens at each bound."""
+
+    loss: jax.Array
+    low: jax.Array
+    high: jax.Array
+    cap: jax.Array
+
+
+Surrogate = Callable[[TokenArrays, LossRecipe], TokenLoss]
+
+
+def clipped(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and at most -ratio_cap A where A < 0.
+
+    PPO (arXiv:1707.06347) with an upper bound of its own (DAPO, arXiv:2503.14476) and a dual clip (arXiv:1912.09729).
+    GRPO, Dr. GRPO and DAPO share it; they differ in advantages, reduction and bounds.
+    """
+    ratio, advantages = jnp.exp(tokens.log_ratio), tokens.advantages
+    within = jnp.clip(ratio, 1.0 - recipe.clip_low, 1.0 + recipe.clip_high)
+    objective = jnp.minimum(ratio * advantages, within * advantages)
+    if math.isfinite(recipe.ratio_cap):
+        objective = jnp.where(advantages < 0, jnp.maximum(objective, recipe.ratio_cap * advantages), objective)
+    return TokenLoss(
+        loss=-objective,
+        low=(advantages < 0) & (ratio < 1.0 - recipe.clip_low),
+        high=(advantages > 0) & (ratio > 1.0 + recipe.clip_high),
+        cap=(advantages < 0) & (ratio > recipe.ratio_cap),
+    )
+
+
+def reinforce(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
+    """-A log p: REINFORCE on whole completions, as in RLOO (arXiv:2402.14740)."""
+    nowhere = jnp.zeros_like(tokens.mask, bool)
+    return TokenLoss(-tokens.advantages * tokens.log_probs, nowhere, nowhere, nowhere)
+
+
+def sequence_clipped(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
+    """`clipped`, with each ratio replaced by the geometric mean s over its sequence (GSPO, arXiv:2507.18071).
+
+    This is GSPO-token of the paper: the ratio of token t is stop(s) p_t / stop(p_t). It has the gradient of GSPO if the
+    advantages of a sequence are equal, and is also defined if they are not.
+    """
+    stop = jax.lax.stop_gradient
+    log_mean = sequence_means(tokens.log_ratio, tokens.mask, tokens.segment_ids)
+    return clipped(tokens._replace(log_ratio=stop(log_mean) + tokens.log_probs - stop(tokens.log_probs)), recipe)
+
+
+def clipped_weight(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
+    """-stop(clip(r, 1 - clip_low, 1 + clip_high)) A log p: every token keeps a gradient (CISPO, arXiv:2506.13585)."""
+    ratio = jnp.exp(jax.lax.stop_gradient(tokens.log_ratio))
+    low, high = 1.0 - recipe.clip_low, 1.0 + recipe.clip_high
+    return TokenLoss(
+        loss=-jnp.clip(ratio, low, high) * tokens.advantages * tokens.log_probs,
+        low=ratio < low,
+        high=ratio > high,
+        cap=jnp.zeros_like(tokens.mask, bool),
+    )
+
+
+SURROGATES: dict[str, Surrogate] = {
+    "ppo_clip": clipped,
+    "grpo": clipped,
+    "dr_grpo": clipped,
+    "dapo": clipped,
+    "rloo": reinforce,
+    "gspo": sequence_clipped,
+    "cispo": clipped_weight,
+}
+"""Surrogates by the names of objective.RECIPES."""
+
+
+def sequence_sums(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Sum of `values` [rows, tokens] over each token's sequence; `segment_ids` are at most 1 + the number of tokens."""
+
+    def of_row(values: jax.Array, ids: jax.Array) -> jax.Array:
+        return jnp.zeros(len(ids) + 2, values.dtype).at[ids].add(values)[ids]
+
+    return jax.vmap(of_row)(values, segment_ids)
+
+
+def sequence_means(values: jax.Array, mask: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Mean of `values` over the trained tokens of each token's sequence; 0 if it has none."""
+    return sequence_sums(values * mask, segment_ids) / jnp.maximum(sequence_sums(mask, segment_ids), 1.0)

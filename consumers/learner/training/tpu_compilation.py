@@ -1,0 +1,157 @@
+"""Compiles a learner's training step for absent TPUs and reports the memory it takes on each device.
+
+The compiler is libtpu's, and the functions are those that `TrainStep` runs; nothing is executed.
+"""
+
+import importlib.util
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.topics.errors import ConfigurationError
+
+HBM_GIB = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5": 95, "TPU v5p": 95, "TPU v6 lite": 32}
+"""High-bandwidth memory of a chip, by JAX's name for it."""
+
+_ENVIRONMENT = {
+    # The functions are only compiled: JAX need not look for a TPU, and libtpu need not look for its host.
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+_QUICK = {"exec_time_optimization_effort": -1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledFunction:
+    """One function of the training step, on each device."""
+
+    name: str
+    """Its purpose and the shape of its microbatch."""
+    seconds: float
+    """Time it took to compile."""
+    arguments_bytes: int
+    """Size of its arguments, including buffers it may reuse."""
+    temporaries_bytes: int
+    """Memory besides arguments and results."""
+    peak_bytes: int
+    """Peak memory, including arguments and results."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilationFit:
+    """Memory of a learner on each device."""
+
+    device: str
+    """JAX's name of the device."""
+    devices: int
+    """Number of devices."""
+    processes: int
+    """Number of hosts."""
+    mesh: dict[str, int]
+    """Devices along each axis."""
+    parameters: int
+    """Number of parameters of the model."""
+    state_bytes: int
+    """Size of the parameters and the optimizer's state."""
+    peak_bytes: int
+    """Peak memory: that of a function and of the arrays held beside it."""
+    hbm_bytes: int | None
+    """Memory of a device, None if it is unknown."""
+    functions: tuple[CompiledFunction, ...]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is below the memory of the device, None if that is unknown."""
+        return None if self.hbm_bytes is None else self.peak_bytes < self.hbm_bytes
+
+
+def compile_for(config: LearnerConfig, topology: str, *, quick: bool = True) -> CompilationFit:
+    """Compile the step for a TPU topology such as "v5e:2x4"; needs the extra `tpu`, and no TPU.
+
+    `quick` lowers the compiler's optimization effort, which is several times faster with about the same memory.
+    Attention is splash if a learner on TPUs would choose it. Raises ConfigurationError if libtpu is missing or does not
+    know the topology, and if a single function exceeds the memory of a device.
+    """
+    if not (importlib.util.find_spec("libtpu") or os.environ.get("TPU_LIBRARY_PATH")):
+        raise ConfigurationError("compiling for TPUs needs libtpu: pip install 'rollstream[tpu]'")
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import jax
+    from jax.experimental import topologies
+
+    from rollstream.consumers.learner.parallel.mesh import axis_sizes, build_mesh
+    from rollstream.consumers.learner.training.train_step import TrainStep
+
+    try:
+        devices: list[Any] = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+        raise ConfigurationError(f"libtpu does not know the topology {topology!r}: {_first_line(error)}") from error
+    step = TrainStep(replace(config, attention=_attention(config)), build_mesh(config.mesh, devices))
+    functions = tuple(_compiled(name, lowered, _QUICK if quick else None) for name, lowered in step.lower().items())
+    state = step.abstract_state()
+    params, everything = _held_bytes(state.params), _held_bytes(state)
+    frozen = params if config.reference not in ("", "carried") else 0
+    # The state of the optimizer is held beside the gradient functions, a reference beside all functions.
+    beside = {function.name: 0 if function.name == "update" else everything - params for function in functions}
+    kind = devices[0].device_kind
+    return CompilationFit(
+        device=kind,
+        devices=len(devices),
+        processes=len({device.process_index for device in devices}),
+        mesh=axis_sizes(step.mesh),
+        parameters=sum(leaf.size for leaf in state.params.values()),
+        state_bytes=everything,
+        peak_bytes=frozen + max(function.peak_bytes + beside[function.name] for function in functions),
+        hbm_bytes=HBM_GIB[kind] << 30 if kind in HBM_GIB else None,
+        functions=functions,
+    )
+
+
+def _compiled(name: str, lowered: Any, options: dict[str, float] | None) -> CompiledFunction:
+    import jax
+
+    began = time.monotonic()
+    try:
+        analysis = lowered.compile(compiler_options=options).memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"{name} does not fit into a device: {_first_line(error)}; split it over more devices (learner.mesh), give "
+            "a microbatch fewer rows, set learner.remat or a learner.vocabulary_chunk"
+        ) from error
+    return CompiledFunction(
+        name=name,
+        seconds=round(time.monotonic() - began, 1),
+        arguments_bytes=analysis.argument_size_in_bytes,
+        temporaries_bytes=analysis.temp_size_in_bytes,
+        peak_bytes=analysis.peak_memory_in_bytes,
+    )
+
+
+def _attention(config: LearnerConfig) -> Any:
+    """The implementation that `auto` chooses on a TPU."""
+    from rollstream.consumers.models.attention import PLAIN_TOKENS
+
+    lengths = (config.sequence_length, *config.length_buckets)
+    kernel = config.sequence_length > PLAIN_TOKENS and not any(length % 128 for length in lengths)
+    return "splash" if config.attention == "auto" and kernel else config.attention
+
+
+def _held_bytes(abstract: Any) -> int:
+    """Bytes of arrays on each device."""
+    import jax
+    import numpy as np
+
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0][:300]

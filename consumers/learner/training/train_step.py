@@ -1,0 +1,418 @@
+"""One training step as jitted functions over a state, on however many devices and processes there are.
+
+With the same software, device kind, mesh and thread count, the same state and packed step give the same bits; another
+mesh or number of processes gives the same values up to rounding.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from numpy.typing import NDArray
+
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.input.packing import (
+    PackedBatch,
+    PackedStep,
+    TrainingSequence,
+    pack_for,
+    padding,
+    rows_by_length,
+)
+from rollstream.consumers.learner.parallel import mesh as layout
+from rollstream.consumers.learner.parallel.step_agreement import AgreedStep, agree
+from rollstream.consumers.learner.pretrained import initial_params
+from rollstream.consumers.learner.training.loss import (
+    SUPERVISED_METRICS,
+    Arrays,
+    log_probs,
+    policy_loss,
+    supervised_loss,
+)
+from rollstream.consumers.learner.training.objective import (
+    MISMATCH_METRICS,
+    OptimizerConfig,
+    needs_proximal,
+    policy_metrics,
+)
+from rollstream.consumers.learner.training.optimizer import make_optimizer, make_schedule, update_metrics
+from rollstream.consumers.models import decoder, parameters
+from rollstream.consumers.models.config import ComputeSettings
+from rollstream.topics.errors import ConfigurationError
+
+Metrics = dict[str, float]
+Params = dict[str, jax.Array]
+Metric = dict[str, jax.Array]
+OnUpdate = Callable[[int, int, float], None]
+"""Callback of the warm start: updates made, their total, and the loss of the last one."""
+
+REPORT_EVERY_S = 5.0
+"""Time between two calls of a progress callback."""
+
+
+class TrainState(NamedTuple):
+    """The state of training: everything that a step changes."""
+
+    params: Params
+    """Parameters by Hugging Face name, float32."""
+    optimizer: Any
+    """State of the optax optimizer."""
+    rng: jax.Array
+    """Key data uint32 [2] of the learner's own random numbers."""
+    step: jax.Array
+    """int32: number of completed steps."""
+
+
+class PlacedUpdate(NamedTuple):
+    """Input of one update, on the devices."""
+
+    microbatches: tuple[dict[str, jax.Array], ...]
+    """Arrays [rows, length] over all processes."""
+    denominators: dict[str, np.float32]
+    """Denominators of sums over the update."""
+    empty: bool
+    """Whether the update has no trained token."""
+
+
+@dataclass(frozen=True)
+class PlacedStep:
+    """Input of one step, on the devices."""
+
+    updates: tuple[PlacedUpdate, ...]
+    """Updates in order."""
+    metrics: Metrics
+    """Metrics of packing, over all processes."""
+
+
+class _Gradient(NamedTuple):
+    """Jitted functions that sum gradients and metrics over microbatches."""
+
+    zeros: Any
+    """Initial sums, so that the first microbatch is computed like the others."""
+    add: Any
+    """Adds one microbatch to the sums so far, whose buffers it reuses."""
+
+    def __call__(
+        self, params: Params, microbatches: Sequence[dict[str, jax.Array]], denominators: dict[str, np.float32]
+    ) -> tuple[Params, Metric]:
+        sums: tuple[Params, Metric] = self.zeros(params)
+        for batch in microbatches:
+            sums = self.add(params, sums, batch, denominators)
+        return sums
+
+
+class TrainStep:
+    """The compiled functions of one configuration on one mesh, without any state of training."""
+
+    def __init__(self, config: LearnerConfig, mesh: Mesh | None = None) -> None:
+        """Build the functions for `mesh`, by default the configured mesh of all devices of all processes.
+
+        Raises ConfigurationError if the devices do not fit the mesh, or the rows of a microbatch the devices.
+        """
+        self.config = config
+        self.mesh = layout.build_mesh(config.mesh) if mesh is None else mesh
+        self.compilations = 0
+        """Number of functions traced so far; a function is traced once for each shape."""
+        self.updates_per_step = config.epochs * config.minibatches
+        shares = layout.row_shares(self.mesh)
+        if config.microbatch_rows % shares:
+            raise ConfigurationError(
+                f"learner.microbatch_rows {config.microbatch_rows} cannot be split evenly over data x fsdp = {shares} "
+                f"devices; make it a multiple of {shares}"
+            )
+        self._rows_by_length = rows_by_length(config)
+        updates = config.max_steps * self.updates_per_step
+        self._optimizer = make_optimizer(config.optimizer, updates)
+        self._schedule = make_schedule(config.optimizer, updates)
+        shapes = {name: _shape(shape, jnp.float32) for name, shape in parameters.shapes(config.model).items()}
+        everywhere = layout.replicated(self.mesh)
+        optimizer_shapes = jax.eval_shape(self._optimizer.init, shapes)
+        params = layout.of_params(self.mesh, shapes)
+        optimizer = layout.of_optimizer(self.mesh, shapes, optimizer_shapes)
+        self.shardings: Any = TrainState(params, optimizer, everywhere, everywhere)  # type: ignore[arg-type]
+        """Sharding of each array of a state, as a TrainState."""
+        self._rows = layout.of_rows(self.mesh)
+        self._compute = ComputeSettings(config.compute_dtype, config.remat, config.vocabulary_chunk, config.attention)
+        policy = partial(policy_loss, model=config.model, compute=self._compute, config=config.loss)
+        supervised = partial(supervised_loss, model=config.model, compute=self._compute)
+        self._policy = self._gradient(policy, policy_metrics(config.loss, reference=bool(config.reference)))
+        self._supervised = self._gradient(supervised, SUPERVISED_METRICS)
+        self._log_probs = self._jit(
+            lambda params, batch: log_probs(params, config.model, self._compute, batch),
+            (params, self._rows),
+            self._rows,
+        )
+        self._init = self._jit(lambda: decoder.init(jax.random.key(config.seed), config.model), (), params)
+        self._fresh = self._jit(self._beside, (params,), tuple(self.shardings[1:]))
+        self._apply = self._jit(
+            self._update, (self.shardings, params, everywhere), (self.shardings, everywhere), donate_argnums=0
+        )
+
+    def initial_state(self) -> TrainState:
+        """Return a state of step 0: pretrained parameters, or random ones from the seed, and a fresh optimizer."""
+        if self.config.pretrained:
+            return self._state_around(initial_params(self.config.pretrained, self.config.model, self.shardings.params))
+        return self._state_around(self._init())
+
+    def fresh_state(self, params: Mapping[str, jax.Array | NDArray[Any]]) -> TrainState:
+        """Return a state of step 0 with the given parameters, whole in every process, and a fresh optimizer."""
+        return self._state_around(self._placed_params(params, jnp.float32))
+
+    def frozen(self, params: Mapping[str, jax.Array | NDArray[Any]]) -> Params:
+        """Copy the parameters of a reference model for `train`: split, in the compute dtype."""
+        return self._placed_params(params, jnp.dtype(self.config.compute_dtype), copy=True)
+
+    def warm_up(self, state: TrainState) -> None:
+        """Compile the functions that `train` runs, without running them; `state` is not changed."""
+        for lowered in self.lower().values():
+            lowered.compile()
+
+    def lower(self) -> dict[str, jax.stages.Lowered]:
+        """Lower the functions that `train` runs for the devices of the mesh, without compiling, by their purpose."""
+        state = self.abstract_state()
+        scalar = _shape((), jnp.float32)
+        zeros = self._policy.zeros.lower(state.params)
+        sums = jax.tree.map(lambda leaf: _shape(leaf.shape, leaf.dtype, leaf.sharding), zeros.out_info)
+        lowered = {"zeros": zeros}
+        for length, rows in self._rows_by_length.items():
+            batch = self._abstract_batch(rows, length)
+            if self._extra_log_probs:
+                lowered[f"log_probs {rows}x{length}"] = self._log_probs.lower(state.params, batch)
+            for extra in self._extra_log_probs:
+                batch[extra] = batch["generator_log_probs"]
+            denominators = {"tokens": scalar, "sequences": scalar}
+            lowered[f"gradient {rows}x{length}"] = self._policy.add.lower(state.params, sums, batch, denominators)
+        lowered["update"] = self._apply.lower(state, state.params, _shape((), jnp.int32))
+        return lowered
+
+    def abstract_state(self) -> TrainState:
+        """Return shapes, dtypes and shardings of a state, into which a checkpoint can be restored."""
+        shapes = jax.eval_shape(
+            lambda: TrainState(
+                params=(params := decoder.init(jax.random.key(0), self.config.model)),
+                optimizer=self._optimizer.init(params),
+                rng=jax.random.key_data(jax.random.key(0)),
+                step=jnp.zeros((), jnp.int32),
+            )
+        )
+        state: TrainState = jax.tree.map(
+            lambda leaf, sharding: _shape(leaf.shape, leaf.dtype, sharding), shapes, self.shardings
+        )
+        return state
+
+    def place(self, step: PackedStep) -> PlacedStep:
+        """Put a packed step on the devices, possibly ahead of `train` and in another thread.
+
+        With several processes, each passes its share; all must call it together, and not during other work on the
+        devices.
+        """
+        agreed = agree(step, list(self._rows_by_length))
+        updates = []
+        for own, over_all in zip(step.updates, agreed.updates, strict=True):
+            microbatches = []
+            for (length, rows), count in zip(self._rows_by_length.items(), over_all.microbatches, strict=True):
+                mine = [batch for batch in own.microbatches if batch.tokens.shape[1] == length]
+                blank = padding(rows // jax.process_count(), length, reference=self.config.reference == "carried")
+                microbatches += [self._on_devices(batch) for batch in (*mine, *[blank] * (count - len(mine)))]
+            denominators = {"tokens": over_all.trained_tokens, "sequences": over_all.trained_sequences}
+            updates.append(
+                PlacedUpdate(
+                    microbatches=tuple(microbatches),
+                    denominators={name: np.float32(max(count, 1)) for name, count in denominators.items()},
+                    empty=not over_all.trained_tokens,
+                )
+            )
+        return PlacedStep(tuple(updates), self._packing_metrics(agreed))
+
+    def train(
+        self, state: TrainState, step: PackedStep | PlacedStep, reference: Params | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """Train one step: `epochs` times the updates of `step`. `state` is consumed.
+
+        An update without a trained token has a zero gradient. `reference` are `frozen` parameters, needed if the
+        learner computes reference log-probabilities. Metrics are means over updates with trained tokens, except
+        `optim/lr`, from the last update, and `optim/skipped`, a sum. With several processes, each passes its share of
+        the step, and all call it together.
+        """
+        placed = step if isinstance(step, PlacedStep) else self.place(step)
+        batches = [self._complete(update, state.params, reference) for update in placed.updates]
+        all_metrics, counts = [], []
+        for number in range(self.updates_per_step):
+            update = placed.updates[number % len(placed.updates)]
+            gradients, metrics = self._policy(state.params, batches[number % len(batches)], update.denominators)
+            state, more = self._apply(state, gradients, np.int32(number))
+            all_metrics.append({**metrics, **more})
+            counts.append(not update.empty)
+        values = jax.device_get(all_metrics)
+        chosen = [value for value, trains in zip(values, counts, strict=True) if trains] or values[-1:]
+        means = {name: float(np.mean([value[name] for value in chosen])) for name in chosen[0]}
+        if not needs_proximal(self.config.loss, self.updates_per_step):
+            # Later updates would compare with a policy that no sampler had.
+            means |= {name: float(chosen[0][name]) for name in MISMATCH_METRICS}
+        means["optim/lr"] = float(values[-1]["optim/lr"])
+        means["optim/skipped"] = float(sum(value["optim/skipped"] for value in values))
+        return state, {**means, **placed.metrics}
+
+    def warm_start(
+        self,
+        state: TrainState,
+        examples: list[TrainingSequence],
+        on_update: OnUpdate = lambda _done, _updates, _loss: None,
+    ) -> tuple[TrainState, Metrics]:
+        """Run the configured supervised updates on `examples`; return a state with a fresh optimizer at step 0.
+
+        The draws come from the configured seed. Without examples or configured updates the state is unchanged. With
+        several processes, each passes all examples and trains on its share of the drawn ones. `on_update` is called
+        every few seconds, and after the last update.
+        """
+        warm = self.config.warm_start
+        if not examples or not warm.steps:
+            return state, {}
+        settings = OptimizerConfig(learning_rate=warm.learning_rate, final_learning_rate=warm.learning_rate)
+        optimizer = make_optimizer(settings, warm.steps)
+        loss = replace(self.config.loss, kl_coefficient=0.0)
+        one_update = replace(self.config, minibatches=1, reference="", loss=loss)
+        draws = np.random.Generator(np.random.Philox(key=self.config.seed))
+        shardings = self.shardings.params
+        optimizer_shapes = jax.eval_shape(optimizer.init, state.params)
+        own = layout.of_optimizer(self.mesh, state.params, optimizer_shapes)
+
+        @partial(jax.jit, in_shardings=(shardings, own, shardings), out_shardings=(shardings, own))
+        def apply(params: Params, optimizer_state: Any, gradients: Params) -> tuple[Params, Any]:
+            updates, optimizer_state = optimizer.update(gradients, optimizer_state, params)
+            return optax.apply_updates(params, updates), optimizer_state
+
+        params, optimizer_state = state.params, jax.jit(optimizer.init, out_shardings=own)(state.params)
+        metrics: dict[str, jax.Array] = {}
+        reported = time.monotonic()
+        for number in range(1, warm.steps + 1):
+            # Only one update is prepared ahead, so that reported updates are complete.
+            jax.block_until_ready(metrics)  # type: ignore[no-untyped-call]
+            if number > 1 and time.monotonic() > reported + REPORT_EVERY_S:
+                reported = time.monotonic()
+                on_update(number - 1, warm.steps, float(metrics["loss"]))
+            chosen = draws.integers(len(examples), size=warm.sequences_per_step)
+            share = [examples[index] for index in chosen[jax.process_index() :: jax.process_count()]]
+            (update,) = self.place(pack_for(one_update, share)).updates
+            gradients, metrics = self._supervised(params, update.microbatches, update.denominators)
+            params, optimizer_state = apply(params, optimizer_state, gradients)
+        on_update(warm.steps, warm.steps, float(metrics["loss"]))
+        return self._state_around(params), {f"warm_start/{name}": float(value) for name, value in metrics.items()}
+
+    @property
+    def _extra_log_probs(self) -> tuple[str, ...]:
+        """Names of the log-probabilities that are computed before the first update of a step."""
+        computed = ["reference_log_probs"] if self.config.reference not in ("", "carried") else []
+        if needs_proximal(self.config.loss, self.updates_per_step):
+            computed.append("proximal_log_probs")
+        return tuple(computed)
+
+    def _complete(
+        self, update: PlacedUpdate, params: Params, reference: Params | None
+    ) -> tuple[dict[str, jax.Array], ...]:
+        """Add the log-probabilities computed before the first update to the microbatches."""
+        if "reference_log_probs" in self._extra_log_probs and reference is None:
+            raise ValueError(f"learner.reference is {self.config.reference!r}: give its parameters to train()")
+        models = {"reference_log_probs": reference, "proximal_log_probs": params}
+        return tuple(
+            {**batch, **{name: self._log_probs(models[name], batch) for name in self._extra_log_probs}}
+            for batch in update.microbatches
+        )
+
+    def _gradient(self, loss: Callable[..., tuple[jax.Array, Metric]], names: Sequence[str]) -> "_Gradient":
+        """Build functions that sum the gradients of a loss and its metrics, called `names`, over microbatches."""
+
+        def zeros(params: Params) -> tuple[Params, Metric]:
+            return jax.tree.map(jnp.zeros_like, params), {name: jnp.zeros((), jnp.float32) for name in names}
+
+        def add(params: Params, sums: tuple[Params, Metric], batch: Arrays, denominators: Arrays) -> Any:
+            def loss_of(params: Params) -> tuple[jax.Array, Metric]:
+                return loss(params, batch=batch, denominators=denominators)
+
+            return jax.tree.map(jnp.add, sums, jax.grad(loss_of, has_aux=True)(params))
+
+        params, everywhere = self.shardings.params, layout.replicated(self.mesh)
+        sums = (params, everywhere)
+        return _Gradient(
+            zeros=self._jit(zeros, (params,), sums),
+            add=self._jit(add, (params, sums, self._rows, everywhere), sums, donate_argnums=1),
+        )
+
+    def _update(
+        self, state: TrainState, gradients: Params, number: jax.Array
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Apply update `number` of a step, counted from 0; the last update completes the step."""
+        updates, optimizer_state = self._optimizer.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = update_metrics(self._schedule, gradients, state.optimizer, optimizer_state)
+        done = (number == self.updates_per_step - 1).astype(jnp.int32)
+        return TrainState(params, optimizer_state, state.rng, state.step + done), metrics
+
+    def _beside(self, params: Params) -> tuple[Any, jax.Array, jax.Array]:
+        """Everything but the parameters in a state of step 0."""
+        rng = jax.random.key_data(jax.random.fold_in(jax.random.key(self.config.seed), 1))
+        return self._optimizer.init(params), rng, jnp.zeros((), jnp.int32)
+
+    def _state_around(self, params: Params) -> TrainState:
+        return TrainState(params, *self._fresh(params))
+
+    def _placed_params(self, params: Mapping[str, jax.Array | NDArray[Any]], dtype: Any, copy: bool = False) -> Params:
+        def place(name: str, value: jax.Array | NDArray[Any]) -> jax.Array:
+            sharding: Any = self.shardings.params[name]
+            if isinstance(value, jax.Array) and value.sharding == sharding:
+                # The next update reuses the buffers of a state.
+                return jnp.array(value, dtype) if copy or value.dtype != dtype else value
+            whole = np.asarray(value, dtype)
+            return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+        return {name: place(name, params[name]) for name in self.shardings.params}
+
+    def _on_devices(self, batch: PackedBatch) -> dict[str, jax.Array]:
+        arrays = batch.arrays()
+        if jax.process_count() == 1:
+            placed: dict[str, jax.Array] = jax.device_put(arrays, self._rows)
+            return placed
+        together: Any = jax.make_array_from_process_local_data
+        return {name: together(self._rows, array) for name, array in arrays.items()}
+
+    def _abstract_batch(self, rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+        arrays = padding(rows, length, reference=self.config.reference == "carried").arrays()
+        return {name: _shape(array.shape, array.dtype, self._rows) for name, array in arrays.items()}
+
+    def _packing_metrics(self, agreed: AgreedStep) -> Metrics:
+        counts = [sum(update.microbatches) for update in agreed.updates]
+        capacity = sum(
+            count * rows * length
+            for update in agreed.updates
+            for count, (length, rows) in zip(update.microbatches, self._rows_by_length.items(), strict=True)
+        )
+        tokens = sum(update.tokens for update in agreed.updates)
+        return {
+            "packing/microbatches": float(sum(counts)),
+            "packing/tokens": float(tokens),
+            "packing/trained_tokens": float(sum(update.trained_tokens for update in agreed.updates)),
+            "packing/padding_fraction": 1.0 - tokens / capacity if capacity else 0.0,
+            "packing/too_long": float(agreed.too_long),
+        }
+
+    def _jit(self, function: Callable[..., Any], in_shardings: Any, out_shardings: Any, **options: Any) -> Any:
+        """Jit a function over the mesh, and count its traces."""
+
+        def traced(*arguments: Any) -> Any:
+            self.compilations += 1
+            # The mesh is for parts that the compiler cannot split by itself.
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                return function(*arguments)
+
+        return jax.jit(traced, in_shardings=in_shardings, out_shardings=out_shardings, **options)
+
+
+def _shape(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]

@@ -1,0 +1,52 @@
+"""Retirement of learners, recorded on `control` of the run they publish into; prune keeps nothing for them.
+
+The operator of the run decides. A retired learner that still runs is fenced, and one that starts is refused until it is
+resumed.
+"""
+
+import time
+
+from rollstream.consumers.step_log import read_learners
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import encode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.sender import Sender
+from rollstream.topics.kafka.transactional_ids import fence, transactional_id
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import RetiredLearner
+from rollstream.topics.retired_learners import RETIRED, retired_learners
+
+_TIMEOUT_S = 30.0
+
+
+def retire(kafka: KafkaConfig, run: str, learner: str, reason: str) -> RetiredLearner:
+    """Record that a learner of a run is retired, and fence it if it published last.
+
+    Raises ConfigurationError if the run has no step of this learner.
+    """
+    known = read_learners(kafka, run)
+    if learner not in known:
+        raise ConfigurationError(
+            f"run {run} has no step of learner {learner!r}; those on record: {', '.join(sorted(known)) or 'none'}"
+        )
+    record = RetiredLearner(learner=learner, reason=reason, wall_time=time.time())
+    _write(kafka, run, learner, encode(record))
+    if known[learner] == max(known.values()):
+        fence(kafka, transactional_id(run, "learner"))
+    return record
+
+
+def resume(kafka: KafkaConfig, run: str, learner: str) -> None:
+    """Let a retired learner train again. Raises ConfigurationError if it is not retired."""
+    if learner not in retired_learners(kafka, run):
+        raise ConfigurationError(f"learner {learner!r} of run {run} is not retired")
+    _write(kafka, run, learner, None)
+
+
+def _write(kafka: KafkaConfig, run: str, learner: str, value: bytes | None) -> None:
+    topic = topic_name(run, "control")
+    topic_admin.partitions_of(kafka, topic)
+    with Sender(clients.producer(kafka)) as sender:
+        sender.send(topic, value, encode_key(RETIRED, learner), partition=0)

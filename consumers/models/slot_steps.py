@@ -1,0 +1,184 @@
+"""Decoding in slots, compiled: prompts are put into slots of a cache, and all slots decode some steps together.
+
+Each of D devices holds the parameters and its own slots, and computes without the others.
+"""
+
+from functools import partial
+from typing import Generic, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.decoder import KeyValueCache, Params, decode_step, empty_cache, prefill
+from rollstream.consumers.models.token_choice import Array, SamplingArrays, choose
+
+AXIS = "slots"
+"""The axis of the mesh."""
+REPLICATED = PartitionSpec()  # type: ignore[no-untyped-call]
+SPLIT = PartitionSpec(AXIS)  # type: ignore[no-untyped-call]
+
+
+class SlotTable(NamedTuple, Generic[Array]):
+    """State of the rows in S slots; a slot whose `remaining` is 0 is free."""
+
+    tokens: Array
+    """int32 [S]: the last token, not yet in the cache."""
+    positions: Array
+    """int32 [S]: its position."""
+    indices: Array
+    """int32 [S]: tokens sampled."""
+    remaining: Array
+    """int32 [S]: most tokens still to be sampled."""
+    stop_ids: Array
+    """int32 [S, ids], filled up with -1: tokens that end the row."""
+    sampling: SamplingArrays[Array]
+
+
+class SlotTokens(NamedTuple):
+    """Tokens that some steps sampled in S slots."""
+
+    tokens: jax.Array
+    """int32 [S, steps]; undefined after the end of a row."""
+    logprobs: jax.Array
+    """float32 [S, steps]; undefined after the end of a row."""
+    counts: jax.Array
+    """int32 [S]: tokens that belong to the row."""
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "slots", "length", "dtype"))
+def empty_slots(config: DecoderConfig, mesh: Mesh, slots: int, length: int, dtype: str) -> KeyValueCache:
+    """A cache of `slots` slots on each device, for `length` positions each."""
+
+    def local() -> KeyValueCache:
+        return empty_cache(config, slots, length, jnp.dtype(dtype))
+
+    # Made like the caches that the other functions return, for they are compiled for its sharding.
+    empty: KeyValueCache = jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=SPLIT, check_vma=False)()
+    return empty
+
+
+@partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))
+def fill_slots(
+    params: Params,
+    cache: KeyValueCache,
+    tokens: jax.Array,
+    sources: jax.Array,
+    targets: jax.Array,
+    counts: jax.Array,
+    *,
+    config: DecoderConfig,
+    mesh: Mesh,
+) -> KeyValueCache:
+    """Prefill prompts, and copy the keys and values of prompt `sources[i]` to slot `targets[i]` for i below `counts`.
+
+    With D devices, `tokens` are int32 [D * prompts, P], `sources` and `targets` int32 [D * slots], `counts` int32 [D].
+    """
+
+    def local(
+        params: Params,
+        cache: KeyValueCache,
+        tokens: jax.Array,
+        sources: jax.Array,
+        targets: jax.Array,
+        counts: jax.Array,
+    ) -> KeyValueCache:
+        _states, prompts = prefill(params, config, tokens)
+
+        def copy(i: jax.Array, cache: KeyValueCache) -> KeyValueCache:
+            def into_slot(slots: jax.Array, prompts: jax.Array) -> jax.Array:
+                prompt = jax.lax.dynamic_slice_in_dim(prompts, sources[i], 1)
+                return jax.lax.dynamic_update_slice(slots, prompt, (targets[i], 0, 0, 0))
+
+            copied: KeyValueCache = jax.tree.map(into_slot, cache, prompts)
+            return copied
+
+        filled: KeyValueCache = jax.lax.fori_loop(0, counts[0], copy, cache)
+        return filled
+
+    split = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(REPLICATED, SPLIT, SPLIT, SPLIT, SPLIT, SPLIT),
+        out_specs=SPLIT,
+        check_vma=False,
+    )
+    filled: KeyValueCache = split(params, cache, tokens, sources, targets, counts)
+    return filled
+
+
+class _Decoding(NamedTuple):
+    """State of the decoding loop for B rows."""
+
+    step: jax.Array
+    """int32: steps done."""
+    active: jax.Array
+    """bool [B]: rows that are not done."""
+    last: jax.Array
+    """int32 [B]: the last token."""
+    sampled: SlotTokens
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "context", "steps", "filtering"), donate_argnames=("cache",))
+def decode_slots(
+    params: Params,
+    cache: KeyValueCache,
+    table: SlotTable[jax.Array],
+    *,
+    config: DecoderConfig,
+    mesh: Mesh,
+    context: int,
+    steps: int,
+    filtering: bool,
+) -> tuple[KeyValueCache, SlotTokens]:
+    """Decode up to `steps` tokens of each row, all within the first `context` positions.
+
+    `table` is of the first slots of each device. `filtering` says whether any row has top_p, top_k or min_p.
+    """
+
+    def local(params: Params, cache: KeyValueCache, table: SlotTable[jax.Array]) -> tuple[KeyValueCache, SlotTokens]:
+        rows = table.tokens.shape[0]
+
+        def unfinished(carry: tuple[_Decoding, KeyValueCache]) -> jax.Array:
+            return (carry[0].step < steps) & jnp.any(carry[0].active)
+
+        def advance(carry: tuple[_Decoding, KeyValueCache]) -> tuple[_Decoding, KeyValueCache]:
+            state, window = carry
+            step, sampled = state.step, state.sampled
+            # A row that is done has no position, so it changes nothing in the cache.
+            positions = jnp.where(state.active, table.positions + step, context)
+            logits, window = decode_step(params, config, window, state.last, positions)
+            tokens, logprobs = choose(logits, table.sampling, table.indices + step, filtering=filtering)
+            ended = jnp.any(tokens[:, None] == table.stop_ids, axis=-1)
+            decoding = _Decoding(
+                step=step + 1,
+                active=state.active & ~ended & (step + 1 < table.remaining),
+                last=tokens,
+                sampled=SlotTokens(
+                    tokens=sampled.tokens.at[:, step].set(tokens),
+                    logprobs=sampled.logprobs.at[:, step].set(logprobs),
+                    counts=sampled.counts + state.active,
+                ),
+            )
+            return decoding, window
+
+        start = _Decoding(
+            step=jnp.zeros((), jnp.int32),
+            active=table.remaining > 0,
+            last=table.tokens,
+            sampled=SlotTokens(
+                tokens=jnp.zeros((rows, steps), jnp.int32),
+                logprobs=jnp.zeros((rows, steps), jnp.float32),
+                counts=jnp.zeros(rows, jnp.int32),
+            ),
+        )
+        window = jax.tree.map(lambda slots: slots[:rows, :context], cache)
+        final, window = jax.lax.while_loop(unfinished, advance, (start, window))
+        return jax.tree.map(lambda slots, part: slots.at[:rows, :context].set(part), cache, window), final.sampled
+
+    split = jax.shard_map(
+        local, mesh=mesh, in_specs=(REPLICATED, SPLIT, SPLIT), out_specs=(SPLIT, SPLIT), check_vma=False
+    )
+    decoded: tuple[KeyValueCache, SlotTokens] = split(params, cache, table)
+    return decoded

@@ -1,0 +1,320 @@
+"""Decoding in slots: each row has a slot of the cache of keys and values, and joins or leaves while others decode.
+
+Shapes are fixed, so nothing compiles again in steady state. A row's tokens depend on its prompt, its seed, its
+parameters and the weights, not on the rows beside it.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from numpy.typing import NDArray
+
+from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.decoder import Params
+from rollstream.consumers.models.errors import PromptRefused
+from rollstream.consumers.models.slot_steps import (
+    AXIS,
+    REPLICATED,
+    SlotTable,
+    SlotTokens,
+    decode_slots,
+    empty_slots,
+    fill_slots,
+)
+from rollstream.consumers.models.token_choice import SamplingArrays
+from rollstream.topics.errors import ConfigurationError
+
+MAX_STOP_IDS = 40
+_PROMPTS = 8
+"""Prompts of one prefill on each device."""
+_SMALLEST_BUCKET = 16
+"""Least slots, prompt tokens and positions that are compiled for."""
+
+FinishReason = Literal["stop", "length"]
+_Prompts = list[tuple[tuple[int, ...], list[int]]]
+"""Prompts without their last tokens, each with the slots of its rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A sequence to sample after a prompt."""
+
+    prompt: Sequence[int]
+    seed: int
+    """Taken modulo 2**64."""
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_ids: Sequence[int] = ()
+    """Tokens that end the row, which keeps the one that ended it."""
+
+
+class RowTokens(NamedTuple):
+    """Tokens sampled of one row."""
+
+    slot: int
+    tokens: list[int]
+    """Token ids, including the stop token, if any."""
+    logprobs: list[float]
+    """Their log-probabilities under the distribution sampled from; of a greedy row, at temperature 1."""
+    finish_reason: FinishReason | None
+    """Reason why the row ended and left its slot; None while it goes on."""
+
+
+def cache_bytes(config: DecoderConfig, slots: int, max_model_len: int, dtype: str) -> int:
+    """Size of a cache of keys and values."""
+    values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return slots * max_model_len * values * jnp.dtype(dtype).itemsize
+
+
+class SlotDecoder:
+    """Decodes up to `slots` rows side by side. Not thread-safe.
+
+    Rows with the same prompt share one prefill. Each device holds the parameters and an equal share of the slots. A
+    fixed seed gives the same tokens whatever the other rows are: random bits come from threefry with the row's seed
+    and the position in the answer. In another shape the arithmetic may round the last bit differently.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        slots: int,
+        max_model_len: int,
+        dtype: str = "float32",
+        devices: int = 1,
+        steps: int = 8,
+    ) -> None:
+        """A call of `decode` samples up to `steps` tokens of each row. `devices` of this process are used; 0: all.
+
+        Raises ConfigurationError if there are fewer devices, or if they cannot share the slots equally.
+        """
+        local = jax.local_devices()
+        devices = devices or len(local)
+        if devices > len(local) or slots % devices:
+            raise ConfigurationError(
+                f"{slots} slots cannot be shared equally by {devices} devices, of which {len(local)} are here: set "
+                "inference.max_rows to a multiple of inference.devices"
+            )
+        self.config = config
+        self.slots = slots
+        self.max_model_len = max_model_len
+        self.cache_bytes = cache_bytes(config, slots, max_model_len, dtype)
+        self._steps = steps
+        self._dtype = jnp.dtype(dtype)
+        self._mesh = Mesh(np.array(local[:devices]), (AXIS,))
+        self._slots_each = slots // devices
+        self._row_buckets = _buckets(self._slots_each)
+        self._length_buckets = _buckets(max_model_len)
+        self.reset()
+
+    def reset(self) -> None:
+        """Remove all rows."""
+        self._cache = empty_slots(self.config, self._mesh, self._slots_each, self.max_model_len, self._dtype.name)
+        self._free = [list(range(self._slots_each)) for _ in range(self._mesh.size)]
+        self._table: SlotTable[NDArray[Any]] = SlotTable(
+            tokens=np.zeros(self.slots, np.int32),
+            positions=np.zeros(self.slots, np.int32),
+            indices=np.zeros(self.slots, np.int32),
+            remaining=np.zeros(self.slots, np.int32),
+            stop_ids=np.full((self.slots, MAX_STOP_IDS), -1, np.int32),
+            sampling=SamplingArrays(
+                seeds=np.zeros((self.slots, 2), np.uint32),
+                temperatures=np.ones(self.slots, np.float32),
+                top_k=np.zeros(self.slots, np.int32),
+                top_p=np.ones(self.slots, np.float32),
+                min_p=np.zeros(self.slots, np.float32),
+            ),
+        )
+
+    @property
+    def free(self) -> int:
+        """Slots without a row."""
+        return sum(map(len, self._free))
+
+    def place(self, arrays: Mapping[str, NDArray[np.generic] | jax.Array]) -> Params:
+        """Put the tensors of a version on the devices once, in the decoder's dtype."""
+        sharding = NamedSharding(self._mesh, REPLICATED)
+        return {name: jax.device_put(array.astype(self._dtype, copy=False), sharding) for name, array in arrays.items()}
+
+    def warm_up(self, params: Params) -> None:
+        """Compile every shape now, instead of at the first request that has it; filters are compiled when asked for."""
+        for length in self._length_buckets:
+            self._prefill(params, length, [[((0,), [])] for _ in range(self._mesh.size)])
+            for rows in self._row_buckets:
+                self._decode(params, rows, length, filtering=False)
+
+    def start(self, params: Params, rows: Sequence[Row]) -> list[int]:
+        """Give each of some rows a slot and prefill its prompt; return the slots.
+
+        Raises PromptRefused, and starts none, if a row does not fit. At least as many slots must be free.
+        """
+        for row in rows:
+            self._check(row)
+        slots = []
+        shared: list[dict[tuple[int, ...], list[int]]] = [defaultdict(list) for _ in self._free]
+        for row in rows:
+            device = max(range(len(self._free)), key=lambda device: len(self._free[device]))
+            place = heapq.heappop(self._free[device])
+            slots.append(device * self._slots_each + place)
+            # `decode` begins with the last token of the prompt.
+            if len(row.prompt) > 1:
+                shared[device][tuple(row.prompt[:-1])].append(place)
+        self._enter(rows, slots)
+        by_length: dict[int, list[_Prompts]] = defaultdict(lambda: [[] for _ in self._free])
+        for device, prompts in enumerate(shared):
+            for prompt, places in prompts.items():
+                by_length[_fitting(self._length_buckets, len(prompt))][device].append((prompt, places))
+        for length, each in by_length.items():
+            for first in range(0, max(map(len, each)), _PROMPTS):
+                self._prefill(params, length, [prompts[first : first + _PROMPTS] for prompts in each])
+        return slots
+
+    def end(self, slot: int) -> None:
+        """Remove the row in a slot before its end."""
+        self._table.remaining[slot] = 0
+        heapq.heappush(self._free[slot // self._slots_each], slot % self._slots_each)
+
+    def decode(self, params: Params) -> list[RowTokens]:
+        """Sample up to `steps` tokens of every row; rows that end leave their slots."""
+        table, each = self._table, self._slots_each
+        (active,) = np.nonzero(table.remaining)
+        if not active.size:
+            return []
+        rows = _fitting(self._row_buckets, int((active % each).max()) + 1)
+        furthest = min(int(table.positions[active].max()) + self._steps, self.max_model_len)
+        sampling = table.sampling
+        filtering = bool(
+            np.any((sampling.top_k[active] > 0) | (sampling.top_p[active] < 1) | (sampling.min_p[active] > 0))
+        )
+        sampled = self._decode(params, rows, _fitting(self._length_buckets, furthest), filtering=filtering)
+        places = active // each * rows + active % each
+        tokens, logprobs, counts = (np.asarray(array)[places] for array in sampled)
+        last = tokens[np.arange(active.size), counts - 1]
+        table.tokens[active] = last
+        table.positions[active] += counts
+        table.indices[active] += counts
+        table.remaining[active] -= counts
+        stopped = (last[:, None] == table.stop_ids[active]).any(axis=1)
+        spent = table.remaining[active] == 0
+        results = []
+        for slot, count, ids, values, stop, end in zip(
+            *(array.tolist() for array in (active, counts, tokens, logprobs, stopped, spent)), strict=True
+        ):
+            reason: FinishReason | None = "stop" if stop else "length" if end else None
+            results.append(RowTokens(slot, ids[:count], values[:count], reason))
+            if reason:
+                self.end(slot)
+        return results
+
+    def sample(self, params: Params, rows: Sequence[Row]) -> list[RowTokens]:
+        """Sample rows to their ends, as many at a time as slots are free. No other rows may be in slots."""
+        finished: list[RowTokens] = [RowTokens(-1, [], [], None) for _ in rows]
+        waiting, in_slots = list(range(len(rows)))[::-1], dict[int, int]()
+        while waiting or in_slots:
+            if starting := [waiting.pop() for _ in range(min(self.free, len(waiting)))]:
+                in_slots.update(zip(self.start(params, [rows[index] for index in starting]), starting, strict=True))
+            for decoded in self.decode(params):
+                so_far = finished[in_slots[decoded.slot]]
+                so_far.tokens.extend(decoded.tokens)
+                so_far.logprobs.extend(decoded.logprobs)
+                if decoded.finish_reason:
+                    index = in_slots.pop(decoded.slot)
+                    finished[index] = so_far._replace(slot=decoded.slot, finish_reason=decoded.finish_reason)
+        return finished
+
+    def _check(self, row: Row) -> None:
+        if not row.prompt or row.max_tokens < 1:
+            raise PromptRefused(
+                f"prompt of {len(row.prompt)} tokens and max_tokens {row.max_tokens}; both must be at least 1"
+            )
+        if len(row.prompt) + row.max_tokens > self.max_model_len:
+            raise PromptRefused(
+                f"prompt of {len(row.prompt)} tokens and max_tokens {row.max_tokens}; together at most "
+                f"{self.max_model_len} fit: shorten them or raise inference.max_model_len"
+            )
+        if len(row.stop_ids) > MAX_STOP_IDS:
+            raise PromptRefused(f"{len(row.stop_ids)} stop tokens; at most {MAX_STOP_IDS} are supported")
+
+    def _enter(self, rows: Sequence[Row], slots: list[int]) -> None:
+        """Write the rows' lines of the table."""
+        table, sampling = self._table, self._table.sampling
+        table.tokens[slots] = [row.prompt[-1] for row in rows]
+        table.positions[slots] = [len(row.prompt) - 1 for row in rows]
+        table.indices[slots] = 0
+        table.remaining[slots] = [row.max_tokens for row in rows]
+        table.stop_ids[slots] = [(*row.stop_ids, *[-1] * (MAX_STOP_IDS - len(row.stop_ids))) for row in rows]
+        sampling.seeds[slots] = [((row.seed >> 32) & 0xFFFFFFFF, row.seed & 0xFFFFFFFF) for row in rows]
+        sampling.temperatures[slots] = [row.temperature for row in rows]
+        sampling.top_k[slots] = [row.top_k for row in rows]
+        sampling.top_p[slots] = [row.top_p for row in rows]
+        sampling.min_p[slots] = [row.min_p for row in rows]
+
+    def _prefill(self, params: Params, length: int, prompts: Sequence[_Prompts]) -> None:
+        """Run some prompts of each device, and copy their keys and values to the slots of their rows."""
+        devices = len(prompts)
+        tokens = np.zeros((devices, _PROMPTS, length), np.int32)
+        sources = np.zeros((devices, self._slots_each), np.int32)
+        targets = np.zeros((devices, self._slots_each), np.int32)
+        counts = np.zeros(devices, np.int32)
+        for device, each in enumerate(prompts):
+            copies = [(source, place) for source, (_prompt, places) in enumerate(each) for place in places]
+            counts[device] = len(copies)
+            for source, (prompt, _places) in enumerate(each):
+                tokens[device, source, : len(prompt)] = prompt
+            if copies:
+                sources[device, : len(copies)], targets[device, : len(copies)] = zip(*copies, strict=True)
+        self._cache = fill_slots(
+            params,
+            self._cache,
+            tokens.reshape(-1, length),
+            sources.reshape(-1),
+            targets.reshape(-1),
+            counts,
+            config=self.config,
+            mesh=self._mesh,
+        )
+
+    def _decode(self, params: Params, rows: int, context: int, *, filtering: bool) -> SlotTokens:
+        """Decode in the first `rows` slots of each device."""
+
+        def first(array: NDArray[np.generic]) -> NDArray[np.generic]:
+            each = array.reshape(self._mesh.size, self._slots_each, *array.shape[1:])[:, :rows]
+            return each.reshape(-1, *array.shape[1:])
+
+        self._cache, sampled = decode_slots(
+            params,
+            self._cache,
+            jax.tree.map(first, self._table),
+            config=self.config,
+            mesh=self._mesh,
+            context=context,
+            steps=self._steps,
+            filtering=filtering,
+        )
+        decoded: SlotTokens = sampled
+        return decoded
+
+
+def _buckets(largest: int) -> list[int]:
+    """Powers of four from the smallest bucket on that are below `largest`, and `largest`."""
+    buckets, bucket = [], _SMALLEST_BUCKET
+    while bucket < largest:
+        buckets.append(bucket)
+        bucket *= 4
+    return [*buckets, largest]
+
+
+def _fitting(buckets: Sequence[int], least: int) -> int:
+    """The smallest bucket of at least this size."""
+    return next(bucket for bucket in buckets if bucket >= least)

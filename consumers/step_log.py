@@ -1,0 +1,155 @@
+"""StepLog, the publisher of a run: steps records and their policy manifests commit together or not at all.
+
+One process at a time publishes into a run: building a StepLog fences the publisher before it, whose next commit then
+raises Fenced. So each policy version of a run is used once, whatever the names of its learners.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import encode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable, Fenced, StateRefused
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.records import BEGINNING
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.kafka.transactional_ids import earlier_id, fence, transactional_id
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.keys import encode_key
+from rollstream.topics.logs import event
+from rollstream.topics.records import LearnerStep
+from rollstream.topics.retired_learners import retired_learners
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 60.0
+
+TopicRecord = tuple[str, bytes, bytes]
+"""Topic, key and value."""
+
+
+def read_steps(kafka: KafkaConfig, run: str, learner: str) -> dict[int, LearnerStep]:
+    """The newest committed record of each step of a learner, by step; unreadable records are skipped and logged."""
+    return {record.step: record for record in _all_steps(kafka, run) if record.learner == learner}
+
+
+def _all_steps(kafka: KafkaConfig, run: str, start: int = BEGINNING) -> Iterator[LearnerStep]:
+    messages = read_to_end(kafka, topic_name(run, "steps"), start=start)
+    return (record for _message, record in SkippedRecords("learner").records(LearnerStep, messages))
+
+
+def read_learners(kafka: KafkaConfig, run: str) -> dict[str, float]:
+    """Learners on record in a run, each with the time of its newest record."""
+    newest: dict[str, float] = {}
+    for record in _all_steps(kafka, run):
+        newest[record.learner] = max(newest.get(record.learner, 0.0), record.timestamp)
+    return newest
+
+
+class Publication(NamedTuple):
+    """One record that a learner wrote into a run."""
+
+    time: float
+    learner: str
+    version: int
+    """Policy version it published, -1 for a step without one."""
+
+
+class StepLog:
+    """Commits the records of one learner atomically."""
+
+    def __init__(self, kafka: KafkaConfig, run: str, learner: str, *, take_over: bool = False) -> None:
+        """Become the publisher of a run.
+
+        Raises StateRefused if this learner is retired and, unless `take_over` is set, if another learner that is not
+        retired published last.
+        """
+        self._learner = learner
+        self._run = run
+        self._steps_topic, self._policies_topic = topic_name(run, "steps"), topic_name(run, "policies")
+        ends = {topic: topic_admin.bounds(kafka, topic)[0][1] for topic in (self._steps_topic, self._policies_topic)}
+        # Checked before fencing, so that a refused learner fences nobody; and after it, when the topics are final.
+        self._retired = retired_learners(kafka, run)
+        before = self._publications(kafka, {})
+        self._refuse_a_second(before, take_over)
+        for name in sorted({learner, *(publication.learner for publication in before)}):
+            fence(kafka, earlier_id(run, "learner", name))
+        self._transactional_id = transactional_id(run, "learner")
+        # With a logger, librdkafka reports being fenced in our log and not on stderr.
+        self._producer = TransactionalProducer(kafka, self._transactional_id, retry_for_s=_TIMEOUT_S, logger=logger)
+        try:
+            self._producer.start()
+        except (TransactionFailed, Stalled) as failed:
+            raise self._ended(failed) from failed
+        self._refuse_a_second(self._publications(kafka, ends), take_over)
+
+    def _publications(self, kafka: KafkaConfig, start: Mapping[str, int]) -> list[Publication]:
+        """Publications from these offsets on, from the beginning of topics without one."""
+        steps = _all_steps(kafka, self._run, start.get(self._steps_topic, BEGINNING))
+        manifests = read_manifests(kafka, self._run, start.get(self._policies_topic, BEGINNING)).values()
+        of_steps = [Publication(step.timestamp, step.learner, step.policy_version) for step in steps]
+        return of_steps + [Publication(manifest.created, manifest.learner, manifest.version) for manifest in manifests]
+
+    def _refuse_a_second(self, publications: Sequence[Publication], take_over: bool) -> None:
+        if self._learner in self._retired:
+            reason = self._retired[self._learner].reason
+            raise StateRefused(
+                f"learner {self._learner!r} of run {self._run} is retired{f' ({reason})' if reason else ''}, and its "
+                f"input may be gone; start one of another name, or let it train again with `rollstream learner "
+                f"resume {self._learner} --run {self._run}`"
+            )
+        newest = max((p for p in publications if p.learner not in self._retired), default=None)
+        if newest is None or newest.learner == self._learner or take_over:
+            return
+        version = max(publication.version for publication in publications)
+        raise StateRefused(
+            f"learner {newest.learner!r} publishes into run {self._run} (newest policy version {version}), and a run "
+            f"has one publisher: learner {self._learner!r} is refused. To train on its batches beside it, give another "
+            f"run and set learner.input_run to {self._run}; to take its place for good, set learner.take_over to true"
+        )
+
+    def record(self, step: LearnerStep) -> TopicRecord:
+        """Topic, key and value of the record of a step."""
+        return self._steps_topic, encode_key(step.learner, step.step), encode(step)
+
+    def commit(self, records: Sequence[TopicRecord]) -> None:
+        """Write records in one transaction; repeat it if the broker aborts it.
+
+        Raises Fenced if another publisher of the run took over, BrokerUnavailable if it does not succeed in time.
+        """
+        deadline = time.monotonic() + _TIMEOUT_S
+        while True:
+            try:
+                with self._producer.transaction() as transaction:
+                    for topic, key, value in records:
+                        transaction.send(topic, value, key)
+                return
+            except (TransactionFailed, Stalled) as failed:
+                passing = isinstance(failed, TransactionFailed) and not failed.fatal
+                if not passing or time.monotonic() > deadline:
+                    raise self._ended(failed) from failed
+                event(logger, "transaction_aborted", level=logging.WARNING, error=str(failed))
+
+    def close(self) -> None:
+        """Flush the producer; no transaction is open between commits."""
+        # A fenced client fails here again, which must not hide the error that ended the learner.
+        self._producer.flush(5.0)
+        self._producer.close()
+
+    def _ended(self, failed: TransactionFailed | Stalled) -> Fenced | BrokerUnavailable:
+        """Return the error that a failed transaction stands for."""
+        if isinstance(failed, TransactionFailed) and failed.fatal:
+            return Fenced(
+                f"learner {self._learner!r} of run {self._run} was taken over by another process that publishes into "
+                f"the run ({failed.reason}); this one stops. Only one may: give each learner a run of its own, and "
+                f"learner.input_run to share batches"
+            )
+        return BrokerUnavailable(
+            f"a transaction of {self._transactional_id} did not succeed within {_TIMEOUT_S:g} s: {failed}"
+        )

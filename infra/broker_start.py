@@ -1,0 +1,235 @@
+"""Starts brokers together and waits until each answers; if one fails, none is left running.
+
+The callers, `rollstream.infra.broker` and `rollstream.infra.cluster`, own the brokers returned.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import rollstream.infra.child_keeper
+from rollstream.infra.broker_state import BrokerState, read, write
+from rollstream.infra.config import BrokerConfig, BrokerLayout
+from rollstream.infra.jars import KAFKA_VERSION
+from rollstream.infra.launch_commands import LaunchCommand, prepare
+from rollstream.infra.ports import port_in_use
+from rollstream.infra.probe import broker_answers
+from rollstream.infra.process_identity import ProcessIdentity, identify, is_running
+from rollstream.infra.providers import DockerKafka, JavaKafka
+from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_TAIL_LINES = 20
+_PORT_TRIES = 3
+_PORT_TAKEN = ("Address already in use", "BindException", "port is already allocated")
+_WRITTEN_BY_NEWER = "UnsupportedVersionException: Can't read version"
+
+
+@dataclass(frozen=True)
+class PlannedBroker:
+    """A broker to start, with the ports chosen for it."""
+
+    config: BrokerConfig
+    port: int
+    controller_port: int
+
+    @property
+    def layout(self) -> BrokerLayout:
+        return BrokerLayout(root=self.config.data_dir)
+
+
+@dataclass(frozen=True)
+class StartedBroker:
+    """A broker that answers: the state in its data directory, and our child process, the broker or its keeper."""
+
+    state: BrokerState
+    child: subprocess.Popen[bytes]
+
+
+class PortTaken(Exception):
+    """A broker could not bind its port."""
+
+    def __init__(self, broker: PlannedBroker) -> None:
+        super().__init__(broker.port)
+        self.broker = broker
+
+
+def retry_taken_ports(attempt: Callable[[], T]) -> T:
+    """Attempt a start up to three times, with new ports, in case another process takes a port before a broker binds it.
+
+    Raises BrokerUnavailable after the third attempt, or if the configuration sets the port.
+    """
+    for last in (False,) * (_PORT_TRIES - 1) + (True,):
+        try:
+            return attempt()
+        except PortTaken as taken:
+            if taken.broker.config.port or last:
+                raise port_in_use(taken.broker.config.host, taken.broker.port) from None
+    raise AssertionError("unreachable")
+
+
+def start_together(
+    provider: JavaKafka | DockerKafka, brokers: Sequence[PlannedBroker], *, bound_to_parent: bool
+) -> list[StartedBroker]:
+    """Start brokers and return when each answers. Raises PortTaken or BrokerUnavailable after ending all of them."""
+    began = time.monotonic()
+    for broker in brokers:
+        _make_directory(broker.layout)
+    log_sizes = [broker.layout.log.stat().st_size for broker in brokers]
+    with ThreadPoolExecutor(len(brokers)) as pool:
+        launches = list(
+            pool.map(
+                lambda p: prepare(provider, p.config, p.layout, port=p.port, controller_port=p.controller_port), brokers
+            )
+        )
+    starting: list[_StartingBroker] = []
+    try:
+        for broker, launch, offset_bytes in zip(brokers, launches, log_sizes, strict=True):
+            child, pid = _spawn(launch, broker.layout, broker.config, bound_to_parent=bound_to_parent)
+            starting.append(_StartingBroker(broker, launch, child, pid, identify(pid), began, offset_bytes))
+        name = "docker" if isinstance(provider, DockerKafka) else "java"
+        return [process.await_answer(name) for process in starting]
+    except BaseException:
+        # On Ctrl-C, too: no broker outlives a failed attempt.
+        for process in starting:
+            process.abandon()
+        raise
+
+
+def log_tail(log: Path, *, offset_bytes: int = 0, lines: int = _TAIL_LINES) -> str:
+    """Return the last lines of a broker's log that were written after `offset_bytes`."""
+    with log.open("rb") as stream:
+        stream.seek(offset_bytes)
+        return "\n".join(stream.read().decode(errors="replace").splitlines()[-lines:])
+
+
+def reap(child: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """Collect the exit status, then close the keeper's pipe."""
+    child.wait(timeout_s)
+    if child.stdin:
+        child.stdin.close()
+
+
+@dataclass(frozen=True)
+class _StartingBroker:
+    """A broker's process that does not answer yet."""
+
+    broker: PlannedBroker
+    launch: LaunchCommand
+    child: subprocess.Popen[bytes]
+    pid: int
+    process: ProcessIdentity | None
+    began: float
+    offset_bytes: int
+    """Size of its log before this start."""
+
+    def await_answer(self, provider: str) -> StartedBroker:
+        config, layout, process = self.broker.config, self.broker.layout, self.process
+        while process and not broker_answers(config.host, self.broker.port):
+            if self.child.poll() is not None or not is_running(process):
+                process = None
+            elif time.monotonic() - self.began > config.start_timeout_s:
+                raise self._failed(f"did not answer within {config.start_timeout_s:g} s")
+            time.sleep(0.05)
+        if process is None:
+            # Once it has ended, the last lines of its log are written.
+            self.child.wait(config.stop_timeout_s)
+            tail = log_tail(layout.log, offset_bytes=self.offset_bytes, lines=200)
+            if any(sign in tail for sign in _PORT_TAKEN):
+                raise PortTaken(self.broker)
+            if _WRITTEN_BY_NEWER in tail:
+                raise BrokerUnavailable(
+                    f"the data in {layout.root} comes from a newer Kafka than this one ({KAFKA_VERSION}, or that of "
+                    f"KAFKA_HOME): set KAFKA_HOME to that version, or give another --data (log: {layout.log})"
+                )
+            raise self._failed(f"ended while starting (exit {self.child.returncode})")
+        state = BrokerState(process, config.host, self.broker.port, provider, str(layout.log), self.launch.kill_command)
+        write(layout.state, state)
+        event(
+            logger,
+            "broker_started",
+            bootstrap_servers=state.bootstrap_servers,
+            pid=self.pid,
+            provider=provider,
+            data=str(layout.root),
+            seconds=round(time.monotonic() - self.began, 2),
+        )
+        return StartedBroker(state, self.child)
+
+    def abandon(self) -> None:
+        """End it by force and remove its state."""
+        if self.launch.kill_command:
+            subprocess.run(self.launch.kill_command, capture_output=True, timeout=30, check=False)
+        with contextlib.suppress(ProcessLookupError):
+            if self.child.poll() is None:
+                os.kill(self.pid, signal.SIGKILL)
+        reap(self.child, self.broker.config.stop_timeout_s)
+        state = read(self.broker.layout.state)
+        if state and state.process == self.process:
+            self.broker.layout.state.unlink(missing_ok=True)
+
+    def _failed(self, failure: str) -> BrokerUnavailable:
+        log = self.broker.layout.log
+        return BrokerUnavailable(f"Kafka {failure}; the end of {log}:\n{log_tail(log, offset_bytes=self.offset_bytes)}")
+
+
+def _make_directory(layout: BrokerLayout) -> None:
+    try:
+        layout.root.mkdir(parents=True, exist_ok=True)
+        layout.log.touch()
+    except OSError as error:
+        raise BrokerUnavailable(
+            f"broker data directory {layout.root} cannot be used ({error}); give another --data"
+        ) from None
+
+
+def _spawn(
+    launch: LaunchCommand, layout: BrokerLayout, config: BrokerConfig, *, bound_to_parent: bool
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Run the broker in a session of its own, out of reach of Ctrl-C at our terminal; if bound, under a keeper."""
+    if not bound_to_parent:
+        with layout.log.open("ab") as log:
+            child = subprocess.Popen(
+                launch.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=layout.root,
+                start_new_session=True,
+            )
+        return child, child.pid
+    task = {
+        "command": launch.command,
+        "kill_command": launch.kill_command,
+        "log": str(layout.log.resolve()),
+        "cwd": str(layout.root.resolve()),
+        "stop_timeout_s": config.stop_timeout_s,
+    }
+    keeper = subprocess.Popen(
+        [sys.executable, "-I", "-S", rollstream.infra.child_keeper.__file__, json.dumps(task)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert keeper.stdout is not None
+    line = keeper.stdout.readline()
+    keeper.stdout.close()
+    if not line.strip():
+        reap(keeper, config.stop_timeout_s)
+        raise BrokerUnavailable(
+            f"the broker's keeper ended at once; its message is above (command: {launch.command[0]})"
+        )
+    return keeper, int(line)

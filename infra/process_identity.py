@@ -1,0 +1,65 @@
+"""Identifies processes across reused pids, by the pid, the start time of the process and the boot of the machine."""
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A pid and its process's start (opaque); equal only for the same process."""
+
+    pid: int
+    started: str
+
+
+def identify(pid: int) -> ProcessIdentity | None:
+    """Return the identity of the process that has this pid now; None if none runs (a zombie does not)."""
+    started = _started_by_proc(pid) if (_PROC / "self" / "stat").exists() else _started_by_ps(pid)
+    return ProcessIdentity(pid, started) if started else None
+
+
+def is_running(process: ProcessIdentity) -> bool:
+    return identify(process.pid) == process
+
+
+def send(process: ProcessIdentity, number: signal.Signals) -> bool:
+    """Signal the process unless it has ended; return whether the signal was sent."""
+    if not is_running(process):
+        return False
+    try:
+        os.kill(process.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def await_end(process: ProcessIdentity, timeout_s: float) -> bool:
+    """Wait until the process ends, up to `timeout_s`; return False if it still runs."""
+    deadline = time.monotonic() + timeout_s
+    while is_running(process):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _started_by_proc(pid: int) -> str | None:
+    try:
+        # proc(5): the name in parentheses may hold spaces; state is the field after it, starttime the 20th.
+        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        boot = (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else f"{boot}:{fields[19]}"
+
+
+def _started_by_ps(pid: int) -> str | None:
+    answer = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True)
+    state, _, started = answer.stdout.strip().partition(" ")
+    return None if not state or state.startswith("Z") else started.strip()

@@ -1,0 +1,1 @@
+"""Proofs over a run's topics: ledger, verification, and pruning plans."""

@@ -1,0 +1,106 @@
+"""The ledger as a value: the place of every record of a run, and the problems found."""
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from rollstream.consumers.grouping.selection_bias import Selection
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+
+_MOST_NAMED = 20
+
+
+@dataclass
+class Ledger:
+    """Place of every record of a run."""
+
+    produced: int = 0
+    """Records of rollouts."""
+    rollouts: int = 0
+    """Number of these records that are rollouts."""
+    batched: int = 0
+    batches: int = 0
+    trained: int = 0
+    skipped: int = 0
+    skipped_as: dict[str, int] = field(default_factory=dict)
+    """Rollouts that learners skipped, by the code of the reason."""
+    steps: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    dead_lettered: int = 0
+    control: int = 0
+    in_flight: int = 0
+    unread: int = 0
+    evals: int = 0
+    """Rollouts made for evaluation."""
+    evals_batched: int = 0
+    """Evaluation rollouts in batches; each is a problem."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """Each evaluation: environment, split, phase, requested version, versions that answered, rollouts and means."""
+    pruned: int = 0
+    """Records among all these known by the journal's counts alone, because they or their journal were deleted."""
+    learners: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Each learner on record: its newest step, number of steps, rollouts trained, rollouts skipped (in all and by
+    code), its position in the index, and the batches waiting there; `input_run` if it trains on another run's
+    batches."""
+    unlabelled: dict[str, int] = field(default_factory=dict)
+    """Trajectories that waited for a label, by fate: labeled, left_out, dead_lettered, pending, undecided; `pruned` of
+    them are known by counts alone."""
+    trajectories: dict[str, Any] = field(default_factory=dict)
+    """Number of trajectories, of offsets pruned before them, and for each filler its positions and waiting records."""
+    calls: dict[str, Any] = field(default_factory=dict)
+    """Model calls recorded, by fate: in_rollouts, open, or dropped as cancelled, retried, late or no_session; sessions,
+    and the reasons of those cancelled. Empty for a run without the topic."""
+    environments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Rollouts and tokens read, by environment and fate; the environment is empty for records that named none."""
+    selection: dict[str, Selection] = field(default_factory=dict)
+    """Lengths and rewards by environment, of rollouts batched and of rollouts lost."""
+    records_skipped: int = 0
+    """Records of any topic that could not be read; no other count includes them."""
+    unreadable: list[str] = field(default_factory=list)
+    """The first twenty of them, each with its place and the error."""
+    undecided: list[str] = field(default_factory=list)
+    """Records that an open transaction hides: neither present nor lost until it ends. The first twenty."""
+    problems: list[str] = field(default_factory=list)
+    """The first twenty contradictions."""
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every record is in exactly one place and every place agrees with the others."""
+        placed = self.batched + sum(self.dropped.values()) + self.dead_lettered + self.control
+        fates = ("labeled", "left_out", "dead_lettered", "pending", "undecided")
+        waited = sum(self.unlabelled.get(fate, 0) for fate in fates)
+        whole = self.produced == placed + self.in_flight + self.unread and waited == self.unlabelled.get("produced", 0)
+        captured = ("in_rollouts", "open", "cancelled", "retried", "late", "no_session")
+        whole = whole and self.calls.get("recorded", 0) == sum(self.calls.get(fate, 0) for fate in captured)
+        return not self.problems and whole
+
+    def as_dict(self) -> dict[str, Any]:
+        """The ledger as plain values for JSON."""
+        counts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("skipped_as", "dropped"):
+            counts[name] = dict(sorted(counts[name].items()))
+        counts["selection"] = {environment: selection.as_dict() for environment, selection in self.selection.items()}
+        return {"balanced": self.balanced, "tokens": self.tokens, **counts}
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Tokens of all records read, by fate; unread records are not counted."""
+        tokens: Counter[str] = Counter()
+        for counts in self.environments.values():
+            tokens.update(counts["tokens"])
+        return dict(tokens)
+
+    def problem(self, text: str) -> None:
+        """Note a contradiction."""
+        if len(self.problems) < _MOST_NAMED:
+            self.problems.append(text)
+
+    def undecide(self, what: str, places: str) -> None:
+        """Note records hidden by a transaction that is open at `places`."""
+        if len(self.undecided) < _MOST_NAMED:
+            self.undecided.append(f"{what}: a transaction stands open on {places}")
+
+    def note_skipped(self, skipped: SkippedRecords) -> None:
+        """Add the records that a reader skipped."""
+        self.records_skipped += skipped.total
+        self.unreadable += map(str, skipped.first[: _MOST_NAMED - len(self.unreadable)])

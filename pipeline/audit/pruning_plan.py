@@ -1,0 +1,219 @@
+"""Plans which records of a run may be deleted: deletions from positions, each with the reason where it stops. Pure.
+
+The plan keeps the records that recovery reads, that the verification window needs and that learners have yet to read,
+and the batches and index entries that the kept journal names, so that the ledger balances and every index entry has its
+batch. Trajectories, labeled or not, may go below the position of every reader.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+TOPICS = ("rollouts", "journal", "batch-index", "batches", "unlabelled", "trajectories")
+"""Topics that are pruned, in order: a run is consistent after each of them, even if the next is not reached."""
+CONTROL_TOPICS = ("unlabelled", "trajectories")
+"""Topics of control tasks."""
+RECOVERY, WINDOW, ACCOUNT = "recovery", "verification window", "ledger"
+NO_LABELER, NO_FILLER = "no labeler on record", "no filler on record"
+TopicAndPartition = tuple[str, int]
+"""Topic and partition."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalSnapshot:
+    """A whole snapshot in the journal of one partition."""
+
+    offset: int
+    """Offset of its first record in the journal."""
+    watermark: int
+    """First offset of rollouts that a fold from it reads."""
+    batch_number: int
+    """Number of the first batch cut after it."""
+    journal_from: int | None
+    """First offset of the journal that a fold from it needs; None if the log no longer holds everything it needs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommittedTask:
+    """State of one partition as its group committed it."""
+
+    watermark: int
+    """First offset of rollouts that a restore reads."""
+    journal_from: int
+    """First offset of the journal that a restore reads."""
+    snapshots: tuple[JournalSnapshot, ...]
+    """Oldest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrunableBatch:
+    """A batch, from its entry of the index."""
+
+    partition: int
+    number: int
+    offset: int
+    """Offset in its partition of batches."""
+    index_offset: int
+    time_ms: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastStep:
+    """The newest step of a learner, and the learner that has published since."""
+
+    step: int
+    time: float
+    run: str
+    """Run to which the learner writes steps and weights."""
+    replaced_by: str = ""
+    """Learner that has published into that run since; "" if it is this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions:
+    """Positions of every task, learner and consumer group of a run."""
+
+    tasks: Mapping[int, CommittedTask]
+    batches: tuple[PrunableBatch, ...]
+    """In the order of the index."""
+    learners: Mapping[str, int]
+    """Offset of the index from which each learner may have to read again, by the learner's name in reports."""
+    begins: Mapping[TopicAndPartition, int]
+    """First offset of each partition of each of `TOPICS`."""
+    groups: Mapping[str, Mapping[TopicAndPartition, int]] = field(default_factory=dict)
+    """Offsets that other consumer groups committed."""
+    labeling_group: str = ""
+    """Name of the group of the labeling processes."""
+    fillers: frozenset[str] = frozenset()
+    """Consumer groups among them that belong to fillers."""
+    last_steps: Mapping[str, LastStep] = field(default_factory=dict)
+    """Newest step of each learner, by the same names."""
+    skipped: tuple[str, ...] = ()
+    """Lines that report records that could not be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deletion:
+    """Offsets to delete at the start of one partition; none if `to` equals `begin`."""
+
+    topic: str
+    partition: int
+    begin: int
+    to: int
+    """First offset that is kept."""
+    why: str
+    """Reader that needs it."""
+
+    @property
+    def offsets(self) -> int:
+        """Number of offsets deleted; some may be transaction markers instead of records."""
+        return self.to - self.begin
+
+
+def plan(positions: Positions, *, keep_batches: int, keep_from_ms: int | None = None) -> list[Deletion]:
+    """Plan deletions that keep the newest `keep_batches` batches, and all cut from a time on, verifiable.
+
+    Returns one deletion for each partition of each topic, in the order of `TOPICS`, empty ones included.
+    """
+    window = _window_begin(positions.batches, keep_batches, keep_from_ms)
+    rollouts, journal, wanted = {}, {}, [(window, WINDOW)]
+    for partition, task in positions.tasks.items():
+        places = ("rollouts", partition), ("journal", partition)
+        begin_of_rollouts, begin_of_journal = (positions.begins[place] for place in places)
+        chosen = _before_window(task, partition, positions.batches, window)
+        if chosen is None or chosen.journal_from is None:
+            rollouts[partition], journal[partition] = (begin_of_rollouts, WINDOW), (begin_of_journal, WINDOW)
+        else:
+            rollouts[partition] = _least((task.watermark, RECOVERY), (chosen.watermark, WINDOW))
+            journal[partition] = _least((task.journal_from, RECOVERY), (chosen.journal_from, WINDOW))
+        rollouts[partition] = _least(rollouts[partition], *_group_needs(positions, *places[0]))
+        journal[partition] = _least(journal[partition], *_group_needs(positions, *places[1]))
+        account = next((s for s in task.snapshots if s.offset >= max(journal[partition][0], begin_of_journal)), None)
+        number = 0 if account is None else account.batch_number
+        entry = next((b for b in positions.batches if b.partition == partition and b.number >= number), None)
+        if entry is not None:
+            wanted.append((entry.index_offset, ACCOUNT))
+        for offset, group in _group_needs(positions, "batches", partition)[:-1]:
+            unread = (b for b in positions.batches if b.partition == partition and b.offset >= offset)
+            wanted += [(b.index_offset, group) for b in list(unread)[:1]]
+    learners = ((position, learner) for learner, position in sorted(positions.learners.items()))
+    kept, why = _least(*learners, *_group_needs(positions, "batch-index", 0), *wanted)
+    stops: dict[TopicAndPartition, tuple[int, str]] = {("batch-index", 0): (_index_stop(positions.batches, kept), why)}
+    for partition in positions.tasks:
+        stops["rollouts", partition], stops["journal", partition] = rollouts[partition], journal[partition]
+        stop = (_batches_stop(positions.batches, partition, kept), why)
+        stops["batches", partition] = _least(stop, *_group_needs(positions, "batches", partition))
+    stops |= _control_stops(positions)
+    return [
+        Deletion(topic=topic, partition=p, begin=begin, to=max(begin, stops[topic, p][0]), why=stops[topic, p][1])
+        for (topic, p), begin in sorted(
+            positions.begins.items(), key=lambda item: (TOPICS.index(item[0][0]), item[0][1])
+        )
+    ]
+
+
+_END = 2**63 - 1
+
+
+def _least(*needs: tuple[int, str]) -> tuple[int, str]:
+    """Return the lowest offset with the reader that needs it; of equal offsets, the first."""
+    return min(needs, key=lambda item: item[0])
+
+
+def _control_stops(positions: Positions) -> dict[TopicAndPartition, tuple[int, str]]:
+    """Return the offset at which deletions of control topics stop: the lowest position of a reader, or the first offset
+    if the expected readers are not on record."""
+    stops: dict[TopicAndPartition, tuple[int, str]] = {}
+    labeled = positions.groups.get(positions.labeling_group, {})
+    for place in positions.begins:
+        topic, partition = place
+        source = ("unlabelled", partition)
+        if topic == "unlabelled":
+            stops[place] = _least(*_group_needs(positions, *place)) if place in labeled else (0, NO_LABELER)
+        if topic == "trajectories":
+            filled = any(place in positions.groups.get(filler, {}) for filler in positions.fillers)
+            stops[place] = _least(*_group_needs(positions, *place)) if filled else (0, NO_FILLER)
+            # If the positions of labeling are lost, they are recovered from the trajectories still on the topic.
+            if source in positions.begins and source not in labeled:
+                stops[place] = (0, NO_LABELER)
+            elif source in stops and stops[source][0] < labeled[source]:
+                stops[place] = (0, stops[source][1])
+    return stops
+
+
+def _window_begin(batches: Sequence[PrunableBatch], keep_batches: int, keep_from_ms: int | None) -> int:
+    """Return the offset of the index at which the verification window begins; beyond every entry if it is empty."""
+    after = batches[-1].index_offset + 1 if batches else 0
+    newest = batches[-keep_batches].index_offset if 0 < keep_batches <= len(batches) else after
+    if keep_batches > len(batches):
+        newest = 0
+    if keep_from_ms is None:
+        return newest
+    return min(newest, next((b.index_offset for b in batches if b.time_ms >= keep_from_ms), after))
+
+
+def _before_window(
+    task: CommittedTask, partition: int, batches: Sequence[PrunableBatch], window: int
+) -> JournalSnapshot | None:
+    """Return the newest snapshot from which every batch of the partition within the window can be folded again."""
+    first = next((b.number for b in batches if b.partition == partition and b.index_offset >= window), _END)
+    usable = [s for s in task.snapshots if s.journal_from is not None and s.batch_number <= first]
+    return usable[-1] if usable else None
+
+
+def _group_needs(positions: Positions, topic: str, partition: int) -> list[tuple[int, str]]:
+    """Return the position of each other group in a partition; the last item is a sentinel that is never the minimum."""
+    place = (topic, partition)
+    needs = [(offsets[place], f"group {group}") for group, offsets in positions.groups.items() if place in offsets]
+    return [*needs, (_END, "")]
+
+
+def _index_stop(batches: Sequence[PrunableBatch], kept: int) -> int:
+    """Return the end of the index's deletion, never beyond `kept`: a reader may begin there even if no entry does."""
+    return min(kept, batches[-1].index_offset + 1 if batches else 0)
+
+
+def _batches_stop(batches: Sequence[PrunableBatch], partition: int, kept: int) -> int:
+    """Return the first batch of a partition that the kept index names, or past its last batch if it names none."""
+    mine = [b for b in batches if b.partition == partition]
+    after = mine[-1].offset + 1 if mine else 0
+    return next((b.offset for b in mine if b.index_offset >= kept), after)

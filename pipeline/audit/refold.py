@@ -1,0 +1,201 @@
+"""Folds a recorded partition again, from its beginning or a snapshot, under its own configuration or another.
+
+Shared by verification and replay: it is the fold that a consumer runs, fed from the log.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from rollstream.consumers.grouping.config import ForeignConfiguration, GroupingConfig
+from rollstream.consumers.grouping.core import task_state
+from rollstream.consumers.grouping.core.configuration_marks import mark_outcome
+from rollstream.consumers.grouping.core.effects import CORE_VERSION, Effects, InputRecord, OffsetSkip
+from rollstream.consumers.grouping.core.fold import Fold
+from rollstream.consumers.grouping.makers.registry import MakerFactory
+from rollstream.consumers.grouping.process.restoration import records_of
+from rollstream.consumers.grouping.process.skipped_offsets import asked_for
+from rollstream.pipeline.audit.topic_reading import read_journal
+from rollstream.topics import codec
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError, RecordError, StateRefused
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.kafka.skipping_reader import records_between
+from rollstream.topics.offset_ranges import from_ranges
+from rollstream.topics.records import JournalRecord, Mark
+
+Change = Callable[[GroupingConfig], GroupingConfig]
+"""Function from a configuration to the one used instead."""
+_TAKE_EVERY = 200
+
+
+def journal_of(kafka: KafkaConfig, run: str, partition: int, skipped: SkippedRecords) -> list[JournalRecord]:
+    """Read the journal of a partition, oldest first. Raises StateRefused if a newer release wrote it."""
+    records = [record for _offset, record in read_journal(kafka, run, partition, skipped)]
+    newest = max((record.core_version for record in records), default=CORE_VERSION)
+    if newest > CORE_VERSION:
+        raise StateRefused(
+            f"run {run} was cut by core version {newest}, this release knows versions up to {CORE_VERSION}; verify "
+            f"with the release that cut it"
+        )
+    return records
+
+
+def beginnings(journal: Sequence[JournalRecord], log_begin: int) -> list[int]:
+    """Return the indices of journal records from which a fold can start, in order; empty if too much was pruned.
+
+    These are last parts of snapshots for which the log, which begins at `log_begin`, still holds everything that was in
+    flight, and the journal still names every group that the fold remembers.
+    """
+    if not journal:
+        return []
+    whole = journal[0].sequence == 0
+    # Groups that only deleted journal records name had finished by this time.
+    told_ms = journal[0].stream_time_ms
+    return [
+        i
+        for i, record in enumerate(journal)
+        if ends_snapshot(journal, i)
+        and record.watermark >= log_begin
+        and (whole or told_ms < record.remembered_since_ms)
+    ]
+
+
+def ends_snapshot(journal: Sequence[JournalRecord], i: int) -> bool:
+    """Whether record `i` is the last part of a complete snapshot."""
+    record = journal[i]
+    return record.snapshot and record.part == record.parts - 1 and i >= record.part
+
+
+def configurations(
+    kafka: KafkaConfig, run: str, journal: Sequence[JournalRecord], makers: Mapping[str, MakerFactory]
+) -> dict[int, GroupingConfig]:
+    """Return each configuration in force while `journal` was written, by generation; the last is in force at its end.
+
+    A journal record carries the configuration at its watermark. Later ones are read from their marks, which the log
+    still holds because `journal` begins at one of `beginnings`. Raises StateRefused as the fold does.
+    """
+    first, last = journal[0], journal[-1]
+    texts = {record.watermark_generation: record.watermark_configuration for record in journal}
+    configs = {generation: GroupingConfig.from_json(text) for generation, text in texts.items()}
+    current, position, left_out = configs[first.watermark_generation], first.watermark, skips_in(journal)
+    for record in journal:
+        if record.generation > current.generation and position < record.position:
+            hopped = {offset for offset, skip in left_out.items() if not skip.timed}
+            for offset, mark in _marks(kafka, run, record.partition, position, record.position, hopped):
+                if offset in left_out:
+                    continue
+                judged = mark_outcome(mark, current, record.policy_version, makers)
+                current = current if judged.config is None else judged.config
+                configs[current.generation] = current
+        position = max(position, record.position)
+    if last.generation not in configs:
+        raise StateRefused(
+            f"the journal of rollouts[{last.partition}] of run {run} ends under generation {last.generation}, and "
+            f"neither it nor the log up to offset {last.position} holds that configuration"
+        )
+    return dict(sorted(configs.items()))
+
+
+def _marks(
+    kafka: KafkaConfig, run: str, partition: int, begin: int, end: int, hopped: set[int]
+) -> Iterator[tuple[int, Mark]]:
+    """Yield the marks of a partition between two offsets, each with its offset."""
+    for message in fetched(kafka, run, partition, begin, end, hopped):
+        value = message.value
+        if value is not None and value.startswith(codec.frames("Mark")):
+            try:
+                yield message.offset, decode_as(Mark, value)
+            except RecordError:
+                continue
+
+
+def fetched(
+    kafka: KafkaConfig, run: str, partition: int, begin: int, stop: int, hopped: Iterable[int]
+) -> Iterator[KafkaRecord]:
+    """Yield the records of a partition of `rollouts` from `begin` to `stop` - 1 that it still holds, except `hopped`.
+
+    Records to be skipped from `stop` on are not fetched, either, though a consumer reads ahead.
+    """
+    ahead = (offset for offset in asked_for(kafka, run, partition) if offset >= stop)
+    left_out = {*hopped, *ahead}
+    for message in records_between(kafka, topic_name(run, "rollouts"), partition, begin, stop, left_out, wait=False):
+        if message is not None:
+            yield message
+
+
+def log_begins(kafka: KafkaConfig, run: str, topic: str) -> dict[int, int]:
+    """Return the first offset that each partition of a run's topic still holds."""
+    return {partition: low for partition, (low, _end) in topic_admin.bounds(kafka, topic_name(run, topic)).items()}
+
+
+def refold(
+    kafka: KafkaConfig,
+    run: str,
+    journal: Sequence[JournalRecord],
+    stop: int,
+    makers: Mapping[str, MakerFactory],
+    change: Change | None = None,
+    skips: Mapping[int, OffsetSkip] = MappingProxyType({}),
+) -> Iterator[Effects]:
+    """Yield the effects of a partition's records from the end of `journal` to offset `stop`, in pieces.
+
+    The journal record of the last piece is a snapshot. `journal` is generation 0, or ends with a snapshot. `skips` are
+    the offsets skipped unread, by `skips_in` of the whole journal. `change` alters every configuration of the log, and
+    requires `journal` to be generation 0. Raises StateRefused if log and journal do not belong together.
+    """
+    restored = task_state.restored_state(journal)
+    if change is not None:
+        changed = change(GroupingConfig.from_json(restored.watermark_configuration))
+        restored = replace(restored, watermark_configuration=changed.to_json())
+    fold = Fold(restored, makers, skips)
+    read = 0
+    hopped = {*restored.hopped, *(offset for offset, skip in skips.items() if not skip.timed)}
+    # There are no records at offsets beyond the end of the partition.
+    for message in fetched(kafka, run, restored.partition, restored.watermark, stop, hopped):
+        record = records_of(message)
+        if fold.replaying:
+            if record.offset < restored.position:
+                fold.replay(record)
+                continue
+            fold.resume()
+        fold.apply(record if change is None or record.offset in skips else with_change(record, change))
+        read += 1
+        if read % _TAKE_EVERY == 0:
+            yield fold.prepare_commit()
+    if fold.replaying:
+        fold.resume()
+    fold.hop(stop)
+    yield fold.prepare_commit(snapshot=True)
+
+
+def skips_in(journal: Iterable[JournalRecord]) -> dict[int, OffsetSkip]:
+    """Return the offsets that were skipped unread according to the journal, and why."""
+    skips = {}
+    for record in journal:
+        hopped = set(from_ranges(record.hopped))
+        for drop in record.drops:
+            if drop.reason == "skipped":
+                skips[drop.offset] = OffsetSkip(drop.detail, timed=drop.offset not in hopped)
+    return skips
+
+
+def with_change(record: InputRecord, change: Change) -> InputRecord:
+    """Return the record; a configuration mark with its configuration changed."""
+    if record.value is None or not record.value.startswith(codec.frames("Mark")):
+        return record
+    try:
+        mark = decode_as(Mark, record.value)
+    except RecordError:
+        return record
+    if mark.kind != "configuration":
+        return record
+    try:
+        configuration = change(GroupingConfig.from_json(mark.configuration)).to_json()
+    except (ConfigurationError, ForeignConfiguration):
+        return record  # The mark is invalid or from a newer release: the fold skips it, changed or not.
+    return record._replace(value=encode(replace(mark, configuration=configuration)))

@@ -1,0 +1,295 @@
+"""Verification: folds the recorded log again and compares every batch and drop with the record, bit for bit.
+
+It folds whole partitions from their first record, or from the oldest complete snapshot of a pruned log; or only some
+batches, each from the snapshot before it.
+"""
+
+import time
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any
+
+from rollstream.consumers.grouping.makers.registry import load_makers
+from rollstream.pipeline.audit.process_pool import spread
+from rollstream.pipeline.audit.refold import beginnings, journal_of, log_begins, refold, skips_in
+from rollstream.pipeline.audit.topic_reading import batch_at, read_batches, read_index
+from rollstream.pipeline.progress_bar import ProgressCallback
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RecordError, TopicError
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.open_transactions import undecided
+from rollstream.topics.kafka.reader import record_at
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.records import BatchIndexEntry, Drop, JournalRecord, TrainingBatch, batch_numbers, same
+from rollstream.topics.rl_examples import batch_digest
+
+
+@dataclass
+class Verification:
+    """Result of a second fold of the log, compared with the recorded batches and drops."""
+
+    batches: int = 0
+    """Batches computed again."""
+    drops: int = 0
+    """Drops compared; none if only some batches were requested."""
+    unverifiable: int = 0
+    """Batches still held whose rollouts, or the journal before them, were pruned."""
+    mismatches: list[str] = field(default_factory=list)
+    """Description of each difference."""
+    skipped: SkippedRecords = field(default_factory=partial(SkippedRecords, logged=False))
+    """Invalid records of index, journal and batches."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result as plain values for JSON."""
+        return {
+            "batches": self.batches,
+            "drops": self.drops,
+            "unverifiable": self.unverifiable,
+            "mismatches": len(self.mismatches),
+            "differences": self.mismatches,
+            "skipped": self.skipped.as_dict(),
+        }
+
+    def add(self, other: "Verification") -> None:
+        """Add the result of another partition."""
+        self.batches += other.batches
+        self.drops += other.drops
+        self.unverifiable += other.unverifiable
+        self.mismatches += other.mismatches
+        self.skipped.merge(other.skipped)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One partition to verify; sent to a child process, so it holds only plain values."""
+
+    kafka: KafkaConfig
+    run: str
+    partition: int
+    makers: tuple[str, ...]
+    index: dict[str, BatchIndexEntry]
+    """Entries of the partition's batches."""
+    log_begin: int
+    """First offset of rollouts the partition still holds."""
+    only: frozenset[str] | None
+
+
+def verify(
+    kafka: KafkaConfig,
+    run: str,
+    makers: Iterable[str] = (),
+    *,
+    only: Collection[str] | None = None,
+    processes: int = 1,
+    progress: ProgressCallback = lambda _done, _all: None,
+) -> Verification:
+    """Refold a run and compare. `makers` are the user's batch makers that its configurations name (grouper.makers).
+
+    `only` are the batches to verify; None means every batch and every drop. Partitions are spread over `processes`.
+    Raises StateRefused if a newer core version cut the log, TopicError if a requested batch is not in the index.
+    """
+    clients.check_broker(kafka)
+    partitions = range(topic_admin.partitions_of(kafka, topic_name(run, "rollouts")))
+    result = Verification()
+    index = index_of(kafka, run, result.skipped)
+    unknown = sorted(set(only or ()) - index.keys())
+    if unknown:
+        raise TopicError(f"run {run} has no batch {unknown[0]}; `rollstream cat batch-index` lists them")
+    log_begin = log_begins(kafka, run, "rollouts")
+    jobs = []
+    for partition in partitions:
+        mine = {name: entry for name, entry in index.items() if entry.partition == partition}
+        wanted = None if only is None else frozenset(mine).intersection(only)
+        if wanted is None or wanted:
+            jobs.append(_Job(kafka, run, partition, tuple(makers), mine, log_begin[partition], wanted))
+    expected = len(index) if only is None else len(set(only))
+    progress(0, expected)
+    for partition_result in spread(_verify_partition, jobs, processes):
+        result.add(partition_result)
+        done = result.batches + result.unverifiable
+        progress(done, max(expected, done))
+    return result
+
+
+def index_of(kafka: KafkaConfig, run: str, skipped: SkippedRecords | None = None) -> dict[str, BatchIndexEntry]:
+    """Return the entries of the index by batch, in its order."""
+    index = read_index(kafka, run, skipped or SkippedRecords(logged=False))
+    return {batch_id: entry for batch_id, (_offset, entry) in index.items()}
+
+
+def _verify_partition(job: _Job) -> Verification:
+    job, journal, skipped = _settled(job)
+    if not journal:
+        return Verification(skipped=skipped)
+    begin = next(iter(beginnings(journal, job.log_begin)), None)
+    if begin is None:
+        return Verification(unverifiable=len(job.index if job.only is None else job.only), skipped=skipped)
+    first = journal[begin].batch_number
+    if job.only is None:
+        result = _verify_all(job, journal, begin)
+        result.skipped.merge(skipped)
+        result.unverifiable = sum(batch_numbers(batch_id)[1] < first for batch_id in job.index)
+        return result
+    result = _verify_some(
+        job, journal, begin, {batch_id for batch_id in job.only if batch_numbers(batch_id)[1] >= first}
+    )
+    result.skipped.merge(skipped)
+    result.unverifiable = sum(batch_numbers(batch_id)[1] < first for batch_id in job.only)
+    return result
+
+
+def _settled(job: _Job, patience_s: float = 10.0) -> tuple[_Job, list[JournalRecord], SkippedRecords]:
+    """Read the journal until it and the index agree on the batches, and return job, journal and skipped records.
+
+    In a live run a transaction does not appear on all partitions at once, and more follow meanwhile. The index has one
+    partition for all, so the wait is longer while a transaction is open there.
+    """
+    began = time.monotonic()
+    while True:
+        waited_s = time.monotonic() - began
+        # Checked before the index is read: if no record is hidden, the next read is complete.
+        hidden = waited_s < job.kafka.patience_s and undecided(job.kafka, topic_name(job.run, "batch-index"))
+        skipped = SkippedRecords(logged=False)
+        journal = journal_of(job.kafka, job.run, job.partition, skipped)
+        begin = next(iter(beginnings(journal, job.log_begin)), None)
+        if begin is None:
+            return job, journal, skipped
+        first = journal[begin].batch_number
+        journaled = {batch_id for record in journal[begin + 1 :] for batch_id in record.batch_ids}
+        wanted = {batch_id for batch_id in job.only or () if batch_numbers(batch_id)[1] >= first}
+        if not journaled <= job.index.keys():
+            index = index_of(job.kafka, job.run)
+            job = replace(job, index={name: e for name, e in index.items() if e.partition == job.partition})
+        if journaled <= job.index.keys() and wanted <= journaled:
+            return job, journal, skipped
+        if waited_s > patience_s and not hidden:
+            return job, journal, skipped
+        time.sleep(0.1)
+
+
+def _verify_all(job: _Job, journal: Sequence[JournalRecord], begin: int) -> Verification:
+    result = Verification()
+    later = journal[begin + 1 :]
+    wanted = {batch_id for record in later for batch_id in record.batch_ids}
+    recorded = _recorded_digests(job, wanted, result)
+    result.batches = len(wanted)
+    drops: set[tuple[int, str]] = set()
+    met = set()
+    where = (job.kafka, job.run, journal[: begin + 1], journal[-1].position, load_makers(job.makers))
+    for output in refold(*where, skips=skips_in(later)):
+        for batch in output.batches:
+            met.add(batch.batch_id)
+            if batch.batch_id not in recorded:
+                result.mismatches.append(f"batch {batch.batch_id}: the fold cuts it, it is not in batches")
+            elif recorded[batch.batch_id] != batch.digest:
+                result.mismatches += _differences(job, batch)
+        drops.update(_identity(output.journal.drops))
+    for batch_id in sorted(recorded.keys() - met):
+        result.mismatches.append(f"batch {batch_id}: it is in batches, the fold does not cut it")
+    written = [drop for record in later for drop in record.drops]
+    result.drops = len(written)
+    result.mismatches += _drop_differences(job.partition, set(_identity(written)), drops)
+    return result
+
+
+def _recorded_digests(job: _Job, wanted: Collection[str], result: Verification) -> dict[str, str]:
+    """Compute the digest of each recorded batch up to the end of the journal; it must match the batch and the index."""
+    digests: dict[str, str] = {}
+    for batch in read_batches(job.kafka, job.run, result.skipped, job.partition):
+        if batch.batch_id in wanted:
+            digests[batch.batch_id] = _checked(job, batch, result)
+    return digests
+
+
+def _checked(job: _Job, batch: TrainingBatch, result: Verification) -> str:
+    digest = batch_digest(batch)
+    if digest != batch.digest:
+        result.mismatches.append(f"batch {batch.batch_id}: its content does not match the digest it carries")
+    entry = job.index.get(batch.batch_id)
+    if entry is None or entry.digest != batch.digest:
+        result.mismatches.append(f"batch {batch.batch_id}: the index has digest {entry.digest if entry else 'none'}")
+    return digest
+
+
+def _verify_some(job: _Job, journal: Sequence[JournalRecord], begin: int, only: Collection[str]) -> Verification:
+    """Fold each of these batches from the snapshot before it, in one pass for batches with the same snapshot."""
+    result = Verification()
+    snapshots = beginnings(journal, job.log_begin)
+    cut_at = {batch_id: i for i, record in enumerate(journal) if i > begin for batch_id in record.batch_ids}
+    missing = sorted(batch_id for batch_id in only if batch_id not in cut_at)
+    result.mismatches += [f"batch {batch_id}: the index names it, the journal does not" for batch_id in missing]
+    waiting = sorted((batch_id for batch_id in only if batch_id in cut_at), key=lambda batch_id: cut_at[batch_id])
+    while waiting:
+        first = cut_at[waiting[0]]
+        start = _before(snapshots, first)
+        last = first
+        # Folding on costs less than restoring again, up to the next snapshot.
+        for batch_id in waiting:
+            if _before(snapshots, cut_at[batch_id]) <= last:
+                last = cut_at[batch_id]
+        these = {batch_id for batch_id in waiting if cut_at[batch_id] <= last}
+        waiting = [batch_id for batch_id in waiting if batch_id not in these]
+        recorded = {batch_id: _fetched(job, batch_id, result) for batch_id in these}
+        met = set()
+        stop = journal[last].position
+        where = (job.kafka, job.run, journal[: start + 1], stop, load_makers(job.makers))
+        for output in refold(*where, skips=skips_in(journal[start + 1 : last + 1])):
+            for batch in output.batches:
+                if batch.batch_id in these:
+                    met.add(batch.batch_id)
+                    if recorded[batch.batch_id] not in (None, batch.digest):
+                        result.mismatches += _differences(job, batch)
+        result.batches += len(these)
+        result.mismatches += [
+            f"batch {batch_id}: it is in batches, the fold does not cut it" for batch_id in sorted(these - met)
+        ]
+    return result
+
+
+def _before(snapshots: Sequence[int], position: int) -> int:
+    """Return the newest of these snapshots before a record of the journal; there always is one."""
+    return snapshots[bisect_left(snapshots, position) - 1]
+
+
+def _fetched(job: _Job, batch_id: str, result: Verification) -> str | None:
+    batch = _fetch(job, batch_id, result)
+    return None if batch is None else _checked(job, batch, result)
+
+
+def _fetch(job: _Job, batch_id: str, result: Verification) -> TrainingBatch | None:
+    entry, topic = job.index[batch_id], topic_name(job.run, "batches")
+    message = record_at(job.kafka, topic, job.partition, entry.offset)
+    if message is None:
+        result.mismatches.append(f"batch {batch_id}: {topic}[{job.partition}] holds nothing at offset {entry.offset}")
+        return None
+    try:
+        return batch_at(message)
+    except RecordError as error:
+        result.mismatches.append(f"batch {batch_id} cannot be read: {error}")
+        return None
+
+
+def _differences(job: _Job, folded: TrainingBatch) -> list[str]:
+    """Name the fields in which a recorded batch differs from the refolded one."""
+    if folded.batch_id not in job.index:
+        return [f"batch {folded.batch_id}: differs from the refold"]
+    noted = Verification()
+    recorded = _fetch(job, folded.batch_id, noted)
+    if recorded is None:
+        return noted.mismatches
+    differing = [f.name for f in fields(recorded) if not same(getattr(recorded, f.name), getattr(folded, f.name))]
+    return [f"batch {folded.batch_id}: {', '.join(differing)} differ from the refold"]
+
+
+def _identity(drops: Iterable[Drop]) -> Iterable[tuple[int, str]]:
+    return ((drop.offset, drop.reason) for drop in drops)
+
+
+def _drop_differences(partition: int, recorded: set[tuple[int, str]], folded: set[tuple[int, str]]) -> list[str]:
+    return [
+        f"rollouts[{partition}] offset {drop[0]}: {drop[1]} only in the {'journal' if drop in recorded else 'refold'}"
+        for drop in sorted(recorded ^ folded)
+    ]

@@ -1,0 +1,149 @@
+"""Builds the command line: each command's module adds its flags only when the command is chosen."""
+
+import argparse
+import difflib
+import os
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rollstream.pipeline.text_tables import command_text
+
+if TYPE_CHECKING:
+    from rollstream.pipeline.config import RunConfig
+
+    Commands = argparse._SubParsersAction[Any]
+    Handler = Callable[[RunConfig, argparse.Namespace], int]
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports an error on the command line in one line, with the most similar known word.
+
+    The parser of a command whose `module` is set imports that module when it first parses something, and calls
+    `register(parser)` there, which adds the flags. `rollstream --help` thus imports no command.
+    """
+
+    module = ""
+
+    def load(self) -> None:
+        """Import the command's module, unless it is imported already, and let it add its flags."""
+        module, self.module = self.module, ""
+        if module:
+            import_module(module).register(self)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse as argparse does, with the command's flags in place."""
+        self.load()
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2 and one line."""
+        self.exit(2, f"rollstream: {message}; see `{self.prog} --help`\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        near = difflib.get_close_matches(str(value), choices, 1)
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
+        if isinstance(action, argparse._SubParsersAction):
+            raise argparse.ArgumentError(None, f"{self.prog} has no command {value!r}, {hint}")
+        raise argparse.ArgumentError(action, f"invalid choice {value!r}, {hint}")
+
+
+class Setting(argparse.Action):
+    """A flag that sets a setting: `dest` is the setting's key and `=`. Remembers how the flag was written."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.options = {**getattr(namespace, "options", {}), self.dest: option}
+
+
+_EXAMPLE = "example:"
+
+
+class _Help(argparse.HelpFormatter):
+    """Keeps the line breaks of examples: a command wrapped elsewhere does not run."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith(_EXAMPLE) else super()._fill_text(text, width, indent)
+
+
+def add_command(commands: "Commands", name: str, summary: str, module: str = "") -> Parser:
+    """Add a command. Its flags come from `module` or are added by the caller."""
+    parser = commands.add_parser(
+        name, help=summary, description=summary[0].upper() + summary[1:] + ".", formatter_class=_Help
+    )
+    assert isinstance(parser, Parser), "argparse makes subparsers of their parent's class"
+    parser.module = module
+    return parser
+
+
+def set_handler(
+    parser: argparse.ArgumentParser, handler: "Handler", *, example: str = "", json: bool = False, role: bool = False
+) -> None:
+    """Let a command call `handler`, and add the flags every such command takes.
+
+    `role` is true for commands that run for long: they log what they do, while tools log only warnings.
+    """
+    parser.epilog = f"{_EXAMPLE}\n{command_text(example)}" if example else None
+    common = parser.add_argument_group("configuration")
+    common.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the run's settings")
+    setting = common.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="one setting, e.g. grouping.batch_rollouts=64"
+    )
+    setting.completer = _keys  # type: ignore[attr-defined]  # called by argcomplete
+    common.add_argument(
+        "--run", dest="run=", action=Setting, metavar="NAME", help="name of the run, before the topics' names"
+    )
+    common.add_argument(
+        "-b",
+        "--bootstrap-servers",
+        dest="kafka.bootstrap_servers=",
+        action=Setting,
+        metavar="HOST:PORT",
+        help="the brokers' addresses",
+    )
+    common.add_argument(
+        "-X", dest="client", action="append", default=[], metavar="KEY=VALUE", help="a key of librdkafka's, untouched"
+    )
+    common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    if json:
+        parser.add_argument("--json", action="store_true", help="print JSON")
+
+    def run(args: argparse.Namespace) -> int:
+        from rollstream.topics import logs
+
+        config = config_of(args)
+        logs.setup("warning" if config.log_level == "info" and not role else config.log_level)
+        return handler(config, args)
+
+    parser.set_defaults(run=run)
+
+
+def config_of(args: argparse.Namespace) -> "RunConfig":
+    """The configuration made of a command's flags, the environment and its file."""
+    from rollstream.pipeline.config import load
+
+    options = [(option, f"{key}{getattr(args, key)}") for key, option in getattr(args, "options", {}).items()]
+    path = args.config or getattr(args, "file", None) or getattr(args, "default_config", None)
+    return load(path, environment=os.environ, options=options, flags=args.set, client_flags=args.client)
+
+
+def wait_seconds(text: str) -> float:
+    """The value of a flag that sets a polling interval, in seconds."""
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time to wait, in seconds")
+    return value
+
+
+def _keys(**_: object) -> list[str]:
+    """Every key that can be set, for completion."""
+    from rollstream.pipeline.config import RunConfig
+    from rollstream.pipeline.settings import known_keys
+
+    return [f"{key.removesuffix('*')}{'' if key.endswith('*') else '='}" for key in known_keys(RunConfig)]

@@ -1,0 +1,37 @@
+"""The role `gateway`: an address at which any agent makes its model calls, which become rollouts."""
+
+import argparse
+import asyncio
+from dataclasses import replace
+
+from rollstream.pipeline.command_parser import Setting, set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
+from rollstream.producers.gateway.gateway_process import run_gateway
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream gateway`."""
+    set_handler(parser, run, example="rollstream gateway --run main --port 8100", role=True)
+    parser.add_argument("--ordinal", type=int, default=0, help="number of this gateway, from 0 (default: %(default)s)")
+    parser.add_argument("--port", dest="gateway.port=", action=Setting, metavar="N", help="port to listen on")
+
+
+def run(config: RunConfig, args: argparse.Namespace) -> int:
+    """Serve until stopped; what agents began, any gateway continues."""
+    run_until_stopped(lambda stop: _serve(config, args.ordinal, stop))
+    return 0
+
+
+async def _serve(config: RunConfig, ordinal: int, stop: asyncio.Event) -> None:
+    gateway = config.gateway
+    if ordinal:
+        gateway = replace(gateway, replica_id=f"{gateway.replica_id}-{ordinal}")
+
+    def on_ready(url: str) -> None:
+        print(f"gateway of run {config.run}: {url}", flush=True)
+        announce_ready()
+
+    await run_gateway(
+        config.kafka, config.run, gateway, config.worker, capacity=config.capacity, stop=stop, on_ready=on_ready
+    )

@@ -1,0 +1,1 @@
+"""Runs a pipeline under one supervisor: plan, processes, live statistics, demo."""

@@ -1,0 +1,128 @@
+"""`rollstream run`: starts every role of a run under one supervisor, until it is stopped or its work is done.
+
+The broker is not part of it and must be running. However the command ends, it stops producers first, drains what they
+wrote, then stops the learner; no process that it started remains.
+"""
+
+import argparse
+import logging
+import signal
+import sys
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.environments import environments_of
+from rollstream.pipeline.roles.jax_runtime import require_jax
+from rollstream.pipeline.run import control_run
+from rollstream.pipeline.run import plan as plans
+from rollstream.pipeline.run.display import Display
+from rollstream.pipeline.run.length_checks import check_lengths
+from rollstream.pipeline.run.observer import RunObserver
+from rollstream.pipeline.run.plan import LEARN, RunPlan
+from rollstream.pipeline.run.role_process import Interrupted, Interrupts, announce_ready
+from rollstream.pipeline.run.stall_watch import StallWatch
+from rollstream.pipeline.run.supervisor import Supervisor
+from rollstream.pipeline.run.workspace import log_to
+from rollstream.pipeline.tools.top import NEWEST, line
+from rollstream.pipeline.tools.topics import provision
+from rollstream.topics.errors import RollstreamError
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_LINE_S = 10.0
+"""Time between progress lines without a terminal; runs may take days."""
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream run`."""
+    set_handler(parser, run, example="rollstream run run.toml", role=True)
+    parser.add_argument("file", type=Path, nargs="?", metavar="run.toml", help="the same as --config")
+
+
+def run(config: RunConfig, args: argparse.Namespace) -> int:
+    """Run until SIGTERM (0), Ctrl-C (130), the end of its work (0) or a role that keeps failing (1)."""
+    if not config.is_control:
+        require_jax()
+        check_lengths(config, environments_of(config))
+    interrupts = Interrupts()
+    interrupts.install()
+    try:
+        provision(config)
+        config = plans.settle(config)
+        path = plans.write(config)
+        log_dir = config.run_dir / "logs"
+        with Supervisor(log_dir, interrupts=interrupts, environment=plans.child_environment(config)) as supervisor:
+            interrupts.kill_now = supervisor.kill_now
+            if config.is_control:
+                control = plans.control_plan(config, path)
+                control_run.start(supervisor, control)
+                _say_ready(config, supervisor)
+                control_run.watch(config, supervisor, control)
+                print(f"run {config.run}: what was collected is on the log, labeled and filled in", flush=True)
+            else:
+                start(supervisor, plans.plan(config, path))
+                _say_ready(config, supervisor)
+                watch(config, supervisor, interrupts)
+                print(f"run {config.run}: the learner has made its last step", flush=True)
+    except Interrupted as interrupted:
+        if interrupted.signal_number != signal.SIGTERM:
+            raise
+        event(logger, "stopped", signal="SIGTERM")
+    return 0
+
+
+def _say_ready(config: RunConfig, supervisor: Supervisor) -> None:
+    logs = supervisor.log_dir
+    print(f"run {config.run}: {len(supervisor.pids)} processes are ready; their logs: {logs}", flush=True)
+    announce_ready()
+
+
+def start(supervisor: Supervisor, roles: RunPlan) -> None:
+    """Start the consumers, then, once all of them are ready, the producers."""
+    supervisor.start(*roles.consumers)
+    supervisor.wait_ready(spec.name for spec in roles.consumers)
+    producers = (*roles.workers, *roles.gateways, *roles.evaluators)
+    supervisor.start(*producers)
+    supervisor.wait_ready(spec.name for spec in producers)
+
+
+def watch(config: RunConfig, supervisor: Supervisor, interrupts: Interrupts) -> None:
+    """Show progress, and warn if the run stalls, until the learner has made its last step."""
+    display = Display(
+        json=False,
+        began=time.monotonic(),
+        newest=NEWEST,
+        line=lambda observer: line(observer.snapshot(NEWEST)),
+        every_s=_LINE_S,
+    )
+
+    def kill_now() -> None:
+        display.restore()
+        supervisor.kill_now()
+
+    interrupts.kill_now = kill_now
+    if sys.stdout.isatty():
+        # The frame takes the whole terminal, so logs go to a file.
+        log_to(supervisor.log_dir / "run.log", config.log_level)
+    stall = StallWatch(config)
+    with ExitStack() as stack:
+        observer: RunObserver | None = stack.enter_context(closing(RunObserver(config.kafka, config.run, keep=NEWEST)))
+        stack.enter_context(display.live())
+        while not supervisor.finished(LEARN):
+            supervisor.poll(0.25)
+            if observer is None:
+                continue
+            try:
+                observer.poll(0.25)
+                display.show(observer)
+                snapshot = observer.snapshot(NEWEST)
+                # While the observer reads history, its statistics are out of date.
+                for warning in () if snapshot.history_left else stall.look(snapshot, time.monotonic()):
+                    display.say(warning)
+            except RollstreamError as error:
+                # Training goes on without an observer.
+                display.say(f"{error}; the run goes on, and is no longer shown: see `rollstream top`")
+                observer = None

@@ -1,0 +1,61 @@
+"""`rollstream run` of a control task: collect, label and fill, until everything collected is labeled and filled in.
+
+A run without collecting processes goes on until it is stopped.
+"""
+
+import time
+
+from rollstream.consumers.buffers.trajectories.filler import filler_positions
+from rollstream.consumers.grouping.process.bootstrap import committed_offsets
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.plan import ControlPlan
+from rollstream.pipeline.run.supervisor import Supervisor
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.reader import read_to_end
+
+_POLL_S = 0.25
+_LOOK_S = 1.0
+"""Time between checks of how far the log was read."""
+
+
+def start(supervisor: Supervisor, roles: ControlPlan) -> None:
+    """Start labelers and fillers, then, once they are ready, the collectors."""
+    for specs in (roles.consumers, roles.collectors):
+        supervisor.start(*specs)
+        supervisor.wait_ready(spec.name for spec in specs)
+
+
+def watch(config: RunConfig, supervisor: Supervisor, roles: ControlPlan) -> None:
+    """Watch the roles until every collector has finished and its trajectories are labeled and filled in."""
+    while not (roles.collectors and all(supervisor.finished(spec.name) for spec in roles.collectors)):
+        supervisor.poll(_POLL_S)
+    # Filling ends last: labeling may write until it has ended itself.
+    for behind in (_is_labeling_behind, _is_filling_behind):
+        while behind(config):
+            wait_until = time.monotonic() + _LOOK_S
+            while time.monotonic() < wait_until:
+                supervisor.poll(_POLL_S)
+
+
+def _is_labeling_behind(config: RunConfig) -> bool:
+    if not config.labeling.processes:
+        return False
+    topic, group = topic_name(config.run, "unlabelled"), config.labeling.group_id(config.run)
+    offsets = committed_offsets(config.kafka, group, topic, len(topic_admin.bounds(config.kafka, topic)))
+    committed = {tp.partition: tp.offset for tp in offsets}
+    return _is_behind(config, "unlabelled", committed)
+
+
+def _is_filling_behind(config: RunConfig) -> bool:
+    if not config.fill.directory:
+        return False
+    return _is_behind(config, "trajectories", filler_positions(config.kafka, config.run).get(config.fill.name, {}))
+
+
+def _is_behind(config: RunConfig, topic: str, positions: dict[int, int]) -> bool:
+    """Whether a record lies beyond these positions. End offsets do not tell: transaction markers have offsets, too."""
+    full = topic_name(config.run, topic)
+    bounds = topic_admin.bounds(config.kafka, full)
+    start = {p: max(begin, positions.get(p, begin)) for p, (begin, _end) in bounds.items()}
+    return any(True for _record in read_to_end(config.kafka, full, start=start))

@@ -1,0 +1,283 @@
+"""`rollstream demo`: runs the whole loop on a local Kafka until the model has learned its task, then checks the ledger.
+
+On the way it kills a grouping consumer and the learner, to show that the ledger still balances. Every role is a
+process of its own. However the demo ends, Ctrl-C included, no process that it started remains.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from rollstream.consumers.grouping.process.mark_writer import drain
+from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.infra.broker import ExternalBroker, LocalBroker, open_broker
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.audit.verification import verify
+from rollstream.pipeline.command_parser import Setting, set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.environments import environments_of
+from rollstream.pipeline.roles.jax_runtime import require_jax
+from rollstream.pipeline.run import plan as plans
+from rollstream.pipeline.run import workspace
+from rollstream.pipeline.run.demo_faults import Fault, FaultInjector, plan_faults
+from rollstream.pipeline.run.demo_report import DemoReport, HeldOutScore
+from rollstream.pipeline.run.display import Display
+from rollstream.pipeline.run.held_out_evaluation import evaluate
+from rollstream.pipeline.run.length_checks import check_lengths
+from rollstream.pipeline.run.observer import RunObserver
+from rollstream.pipeline.run.one_process import compare
+from rollstream.pipeline.run.plan import LEARN
+from rollstream.pipeline.run.role_process import Interrupted, Interrupts, in_a_hurry
+from rollstream.pipeline.run.supervisor import Supervisor
+from rollstream.pipeline.tools import topics
+from rollstream.pipeline.tools.lineage import LineageNode, record_lineage
+from rollstream.pipeline.tools.replay import replay
+from rollstream.pipeline.tools.run_view import RolloutPlace, RunView
+from rollstream.topics.catalogue import CATALOGUE, topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka.reader import read_to_end
+
+TARGET_EXACT = 0.9
+WINDOW = 1000
+"""Number of rollouts in the means that decide, at the start and at the end."""
+OTHER_ESTIMATOR = "grpo"
+"""Estimator with which the log is folded again, beside the original; `_ANOTHER` if the run uses this one itself."""
+_ANOTHER = "rloo"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TrainingOutcome:
+    """Result of the training part of the demo."""
+
+    first: HeldOutScore
+    last: HeldOutScore
+    observer: RunObserver
+    outcome: str
+    seconds: float
+    faults: tuple[Fault, ...]
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream demo`."""
+    set_handler(parser, run, example="rollstream demo --seed 1 --task add", json=True)
+    parser.add_argument(
+        "--seed", dest="seed=", action=Setting, metavar="N", help="of everything that is drawn (default: 0)"
+    )
+    parser.add_argument(
+        "--task",
+        dest="task=",
+        action=Setting,
+        metavar="NAME",
+        help="an environment: dsort3 (the default), dsort4, add, guess, or one of yours (game.py:Game)",
+    )
+    parser.add_argument(
+        "--steps", dest="learner.max_steps=", action=Setting, metavar="N", help="stop after this many learner steps"
+    )
+    parser.add_argument(
+        "--data",
+        dest="data_dir=",
+        action=Setting,
+        metavar="DIR",
+        help="where its data lies (default: .rollstream/demo)",
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the broker's data, to ask it more afterwards")
+    parser.add_argument("--no-faults", action="store_true", help="kill nothing on the way")
+    parser.add_argument(
+        "--compare", action="store_true", help="train the same recipe in one process, too, and show what the log costs"
+    )
+    parser.set_defaults(default_config=Path(__file__).parents[1] / "demo.toml")
+
+
+def run(config: RunConfig, args: argparse.Namespace) -> int:
+    """Run the demo; 0 if the model learned, the ledger balances and every batch follows from the log, else 1."""
+    began = time.monotonic()
+    require_jax()
+    check_lengths(config, environments_of(config))
+    interrupts = Interrupts()
+    interrupts.install()
+    base = config.data_dir
+    workspace.forget_earlier(base)
+    config = workspace.prepare(config)
+    workspace.log_to(config.run_dir / "logs" / "demo.log", config.log_level)
+    display = Display(json=args.json, began=began, newest=WINDOW)
+    say = display.say
+    with ExitStack() as stack:
+        stack.callback(workspace.leave, config, keep=args.keep)
+        try:
+            config = start_kafka(config, args.keep, stack, say)
+            training = train(config, stack, interrupts, display, faults=not args.no_faults)
+            say("checking: ledger, verification of every batch, bytes through each topic")
+            report = examine(config, training, kept=args.keep, began=began, say=say)
+            if args.compare:
+                say(f"{report.steps:,} steps of the same recipe in one process")
+                comparison = compare(config, report.steps, training.seconds, training.observer.rewards)
+                report = replace(report, compare=comparison, seconds=round(time.monotonic() - began, 1))
+        except Interrupted as interrupted:
+            say(f"{interrupted}: stopping what was started")
+            raise
+    workspace.write_report(config, report.as_dict())
+    print(json.dumps(report.as_dict()) if args.json else f"\n{report.as_text()}", flush=True)
+    return 0 if report.passed else 1
+
+
+def start_kafka(config: RunConfig, keep: bool, stack: ExitStack, say: Say) -> RunConfig:
+    """Start a local broker unless another one is configured, create the run's topics, return the new configuration."""
+    if config.kafka.bootstrap_servers == KafkaConfig().bootstrap_servers:
+        say("starting a local Kafka")
+        broker = open_broker(config.broker)
+        stack.push(partial(_end_broker, broker, keep))
+        config = replace(config, kafka=replace(config.kafka, bootstrap_servers=broker.bootstrap_servers))
+    elif not keep:
+        stack.callback(topics.remove, config)
+    say(f"Kafka answers at {config.kafka.bootstrap_servers}; creating the topics of run {config.run}")
+    topics.provision(config)
+    return plans.settle(config)
+
+
+def _end_broker(
+    broker: LocalBroker | ExternalBroker, keep: bool, _kind: object, error: BaseException | None, _trace: object
+) -> None:
+    """Stop the broker. After Ctrl-C kill it, or leave it to its keeper process if its data is kept."""
+    if not in_a_hurry(error) or isinstance(broker, ExternalBroker):
+        broker.stop()
+    elif not keep:
+        broker.kill()
+
+
+def train(
+    config: RunConfig, stack: ExitStack, interrupts: Interrupts, display: Display, *, faults: bool = True
+) -> TrainingOutcome:
+    """Train until the stop rule holds, evaluate before and after, stop the workers and drain what they wrote.
+
+    With `faults`, kill processes on the way.
+    """
+    say = display.say
+    roles = plans.plan(config, plans.write(config))
+    supervisor = stack.enter_context(
+        Supervisor(
+            config.run_dir / "logs",
+            interrupts=interrupts,
+            environment=plans.child_environment(config),
+            on_progress=lambda role, progress: say(f"{role}: {progress}"),
+        )
+    )
+
+    def kill_now() -> None:
+        display.restore()
+        supervisor.kill_now()
+
+    interrupts.kill_now = kill_now
+    observer = stack.enter_context(closing(RunObserver(config.kafka, config.run)))
+    say("starting the learner (a short format warm start makes version 0), the inference server, the groupers")
+    supervisor.start(*roles.consumers)
+    supervisor.wait_ready(spec.name for spec in roles.consumers)
+    first = evaluate(config, 0, "first")
+    say(f"version {first.version} answers {first.exact:.1%} of {first.prompts} held-out prompts exactly; workers start")
+    began = time.monotonic()
+    supervisor.start(*roles.workers)
+    supervisor.wait_ready(spec.name for spec in roles.workers)
+    injector = FaultInjector(plan_faults(config, roles) if faults else None, supervisor, say)
+    outcome = watch(config, supervisor, observer, injector, display)
+    seconds = time.monotonic() - began
+    say(f"{outcome}; stopping the workers and draining what they wrote")
+    supervisor.stop([spec.name for spec in roles.workers])
+    drain(config.kafka, config.run, config.grouper)
+    supervisor.stop([spec.name for spec in roles.groupers])
+    supervisor.stop([LEARN])
+    observer.catch_up()
+    last = evaluate(config, observer.policy_version, "last")
+    say(f"version {last.version} answers {last.exact:.1%} of {last.prompts} held-out prompts exactly")
+    supervisor.stop_all()
+    return TrainingOutcome(first, last, observer, outcome, seconds, injector.faults)
+
+
+def watch(
+    config: RunConfig, supervisor: Supervisor, observer: RunObserver, injector: FaultInjector, display: Display
+) -> str:
+    """Show progress until the stop rule holds or the learner has made its last step; return the reason for stopping, as
+    text."""
+    with display.live():
+        while True:
+            supervisor.poll(0.05)
+            observer.poll(0.2)
+            injector.poll(observer.steps)
+            recent = observer.last(WINDOW)
+            # Killed processes must be back before anything is drained. The mean over twice the window rules out one
+            # lucky draw of prompts.
+            if not injector.pending:
+                if min(recent.exact, observer.last(2 * WINDOW).exact) > TARGET_EXACT and recent.rollouts == WINDOW:
+                    return (
+                        f"exact match over the last {WINDOW:,} rollouts passed {TARGET_EXACT} at step {observer.steps}"
+                    )
+                if supervisor.finished(LEARN):
+                    return f"the learner made its last step, {config.learner.max_steps}"
+            display.show(observer)
+
+
+def examine(config: RunConfig, training: TrainingOutcome, *, kept: bool, began: float, say: Say) -> DemoReport:
+    """Build the report from the topics."""
+    observer = training.observer
+    book = ledger(config.kafka, config.run).as_dict()
+    verification = verify(config.kafka, config.run, config.grouper.makers).as_dict()
+    traced = trace(config)
+    estimator = OTHER_ESTIMATOR if config.grouping.estimator != OTHER_ESTIMATOR else _ANOTHER
+    say(f"the same log as the estimator {estimator} would have had it")
+    other = replay(config.kafka, config.run, {"estimator": estimator}, config.grouper.makers)
+    first, last = observer.first(WINDOW), observer.last(WINDOW)
+    return DemoReport(
+        run=config.run,
+        task=", ".join(entry.name or entry.use for entry in config.mixture),
+        seed=config.seed,
+        outcome=training.outcome,
+        reward_first=first.reward,
+        reward_last=last.reward,
+        exact_first=first.exact,
+        exact_last=last.exact,
+        heldout_first=training.first,
+        heldout_last=training.last,
+        rollouts=len(observer.scored),
+        batches=observer.batches,
+        steps=observer.steps,
+        seconds=round(time.monotonic() - began, 1),
+        training_seconds=round(training.seconds, 1),
+        warm_start_steps=config.learner.warm_start.steps,
+        topic_bytes=topic_bytes(config),
+        ledger=book,
+        verify=verification,
+        faults=training.faults,
+        lineage=traced,
+        replay=other,
+        kept=kept,
+        places=workspace.places(config, kept=kept),
+        next=workspace.next_commands(config, kept=kept),
+    )
+
+
+def trace(config: RunConfig) -> LineageNode | None:
+    """Return the lineage of a rollout of the newest batch that was trained on."""
+    with RunView(config.kafka, config.run) as view:
+        for step in reversed(view.steps):
+            for use in step.uses:
+                if use.use == "trained":
+                    batch = view.batch(use.batch_id)
+                    row = next(iter(use.row_numbers), 0)
+                    return record_lineage(view, RolloutPlace(batch.partition, int(batch.source_offsets[row])))
+    return None
+
+
+def topic_bytes(config: RunConfig) -> dict[str, int]:
+    """Bytes of keys and values written to each topic; those of weights, which are compacted, by their manifests."""
+    sizes = {}
+    for spec in CATALOGUE:
+        if spec.name != "weights":
+            messages = read_to_end(config.kafka, topic_name(config.run, spec.name), isolation="read_uncommitted")
+            sizes[spec.name] = sum(len(message.key or b"") + len(message.value or b"") for message in messages)
+    manifests = read_manifests(config.kafka, config.run).values()
+    return {**sizes, "weights": sum(chunk.size_bytes for manifest in manifests for chunk in manifest.chunks)}

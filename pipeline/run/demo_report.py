@@ -1,0 +1,229 @@
+"""The report of a demo, for programs and for people.
+
+Pure. `passed` is the demo's promise: the model learned, every record is in one place, every batch follows from the log.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from rollstream.consumers.grouping.selection_bias import MEASURES, TOLERANCE, warning
+from rollstream.pipeline.run.demo_faults import Fault, faults_text, plain_faults
+from rollstream.pipeline.text_tables import bytes_text, clipped, command_text, table
+
+if TYPE_CHECKING:
+    from rollstream.pipeline.run.one_process import Comparison
+    from rollstream.pipeline.tools.lineage import LineageNode
+    from rollstream.pipeline.tools.replay import ReplayComparison
+
+_WIDTH = 100
+NEEDED_GAIN = 0.5
+"""Least rise of exact match, over the rollouts produced, that passes."""
+_DECISIVE = "exact match, rollouts produced"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutScore:
+    """Greedy answers to every held-out prompt at one policy version."""
+
+    version: int
+    prompts: int
+    reward: float
+    exact: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoReport:
+    """Results of a demo."""
+
+    run: str
+    task: str
+    seed: int
+    outcome: str
+    """Reason why training ended, as text."""
+    reward_first: float
+    reward_last: float
+    exact_first: float
+    exact_last: float
+    heldout_first: HeldOutScore
+    heldout_last: HeldOutScore
+    rollouts: int
+    batches: int
+    steps: int
+    seconds: float
+    """Time from the start of the command to this report."""
+    training_seconds: float
+    """Time from the start of the workers to the end of training."""
+    warm_start_steps: int
+    topic_bytes: Mapping[str, int]
+    """Bytes of keys and values that went through each topic."""
+    ledger: Mapping[str, Any]
+    verify: Mapping[str, Any]
+    faults: tuple[Fault, ...] = ()
+    """Processes killed on the way."""
+    lineage: "LineageNode | None" = None
+    """Lineage of one rollout, in both directions."""
+    replay: "ReplayComparison | None" = None
+    """The log folded again with another estimator."""
+    compare: "Comparison | None" = None
+    """Comparison with the same recipe in one process, if requested."""
+    kept: bool
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Paths of logs, checkpoints, report and data."""
+    next: tuple[str, ...] = ()
+    """Commands to try next."""
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Promises that did not hold; empty if the demo passed."""
+        failures = []
+        gain = self.exact_last - self.exact_first
+        if gain < NEEDED_GAIN:
+            failures.append(f"exact match rose by {gain:.3f}, at least {NEEDED_GAIN} was expected")
+        if not self.ledger["balanced"]:
+            failures.append("the ledger does not balance")
+        if self.verify["mismatches"]:
+            failures.append(f"verification found {self.verify['mismatches']:,} differences")
+        return tuple(failures)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every promise held."""
+        return not self.failures
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain values for JSON."""
+        values = asdict(replace(self, faults=(), lineage=None, replay=None, compare=None))
+        values["faults"] = plain_faults(self.faults)
+        values["lineage"] = None if self.lineage is None else self.lineage.as_dict()
+        values["compare"] = None if self.compare is None else self.compare.as_dict()
+        values["replay"] = None if self.replay is None else self.replay.as_dict()
+        for name in ("first", "last"):
+            evaluation = values.pop(f"heldout_{name}")
+            for key, value in evaluation.items():
+                values[f"heldout_{key}_{name}"] = value
+            values[f"heldout_exact_{name}"] = evaluation["exact"]
+        values["selection"] = self.ledger["selection"]
+        return {**values, "passed": self.passed, "failures": list(self.failures)}
+
+    def as_text(self) -> str:
+        """The report for people."""
+        parts = (
+            self._learning(),
+            self._flow(),
+            faults_text(self.faults),
+            self._books(),
+            self._queries(),
+            self._places(),
+        )
+        return "\n\n".join(filter(None, parts))
+
+    def _learning(self) -> str:
+        first, last = self.heldout_first, self.heldout_last
+        rows = [
+            ("reward, rollouts produced", self.reward_first, self.reward_last),
+            (f"{_DECISIVE} (decides)", self.exact_first, self.exact_last),
+            (f"exact match, {first.prompts} held-out prompts (greedy)", first.exact, last.exact),
+        ]
+        start = f"first 1,000, version {first.version}"
+        end = f"last 1,000, version {last.version}"
+        return (
+            f"{self.task}, seed {self.seed}: {self.outcome}, {self.training_seconds:.0f} s of training, "
+            f"{self.seconds:.0f} s in all\n\n{table(('', start, end), rows)}\n\n{self._decision()}\n\n"
+            f"Before version 0 the model saw {self.warm_start_steps} supervised steps on answers shuffled across "
+            "prompts:\nthey teach the format of an answer, not the task."
+        )
+
+    def _decision(self) -> str:
+        """Text that explains which accuracy decides, and why."""
+        prompts = self.heldout_last.prompts
+        return (
+            f"PASSED depends on {_DECISIVE}: it rose by {self.exact_last - self.exact_first:.3f}, and "
+            f"{NEEDED_GAIN} is needed.\nIt is over 1,000 sampled answers, trained on or not: its standard error is "
+            f"{_standard_error(1000):.3f} at most.\n"
+            f"That of {prompts} held-out answers is up to {_standard_error(prompts):.3f}; they show that the task was "
+            "learned, not the prompts."
+        )
+
+    def _flow(self) -> str:
+        counts = f"{self.rollouts:,} rollouts, {self.batches:,} batches, {self.steps:,} learner steps"
+        rows = [(name, bytes_text(size)) for name, size in self.topic_bytes.items() if size]
+        return f"{counts}\n\n{table(('topic', 'bytes through it'), rows)}"
+
+    def _books(self) -> str:
+        return f"{ledger_text(self.ledger)}\n{verification_text(self.verify)}"
+
+    def _queries(self) -> str:
+        """Lineage, replay and comparison, if present."""
+        parts = []
+        if self.lineage is not None:
+            lines = (clipped(line, _WIDTH) for line in self.lineage.lines())
+            parts.append(
+                "\n".join(["one rollout, from the version that sampled it to the one it helped to train:", *lines])
+            )
+        if self.replay is not None:
+            from rollstream.pipeline.tools.replay import replay_text
+
+            parts.append(f"the same log, folded with another estimator:\n{replay_text(self.replay)}")
+        if self.compare is not None:
+            from rollstream.pipeline.run.one_process import comparison_text
+
+            parts.append(comparison_text(self.compare))
+        return "\n\n".join(parts)
+
+    def _places(self) -> str:
+        lines = [f"{name}: {place}" for name, place in self.places.items()]
+        lines += ["", "what to try next:", *(command_text(command, "    ") for command in self.next)]
+        lines += ["", "PASSED" if self.passed else "FAILED: " + "; ".join(self.failures)]
+        return "\n".join(lines)
+
+
+def _standard_error(answers: int) -> float:
+    """Upper bound of the standard error of a fraction estimated from this many answers."""
+    return 0.5 / math.sqrt(answers)
+
+
+def ledger_text(book: Mapping[str, Any]) -> str:
+    """Table of a ledger: the fate of every record of `rollouts`."""
+    rows: list[tuple[object, ...]] = [("produced", book["produced"]), ("  batched", book["batched"])]
+    rows += [(f"    of these {name}", book[name]) for name in ("trained", "skipped")]
+    rows += [(f"      as {code.replace('_', ' ')}", count) for code, count in book.get("skipped_as", {}).items()]
+    rows += [(f"  dropped: {reason.replace('_', ' ')}", count) for reason, count in sorted(book["dropped"].items())]
+    rows += [
+        (f"  {name.replace('_', ' ')}", book[name]) for name in ("dead_lettered", "control", "in_flight", "unread")
+    ]
+    verdict = "every record is in exactly one place" if book["balanced"] else "THE LEDGER DOES NOT BALANCE"
+    undecided = book.get("undecided", ())
+    if undecided and book["balanced"]:
+        verdict = "every record is in exactly one place, as far as it is decided yet"
+    lines = [*book.get("problems", ()), *(f"undecided: {line}" for line in undecided)]
+    books = "\n".join([table(("ledger of rollouts", "records"), rows), verdict, *lines])
+    return f"{books}\n\n{selection_text(book['selection'])}" if book["selection"] else books
+
+
+def selection_text(selections: Mapping[str, Any]) -> str:
+    """Table of mean length and reward by environment and kind, with a warning if losses bias the training data."""
+    rows: list[tuple[object, ...]] = []
+    lines = []
+    for environment, selection in selections.items():
+        for name in ("produced", "batched", "without_gradient", "lost"):
+            kind = selection[name]
+            unknown = "unknown" if kind["rollouts"] else ""
+            means = (unknown if kind[f"mean_{f}"] is None else f"{kind[f'mean_{f}']:.4g}" for f in MEASURES)
+            # Journals of earlier releases have no such sums: the means cover only rollouts counted since.
+            measured = kind["measured"] if kind["measured"] < kind["rollouts"] else "all"
+            label = environment if name == "produced" else f"  {name.replace('_', ' ')}"
+            rows.append((label, kind["rollouts"], measured if kind["rollouts"] else "", *means))
+        lines += [warning(environment, figure, selection) for figure in selection["alerts"]]
+    verdict = [f"WARNING: {line}" for line in lines] or [
+        f"what was lost shifts no mean by more than {TOLERANCE} standard deviations, beyond chance"
+    ]
+    header = ("environment", "rollouts", "measured", *(f"mean {figure}" for figure in MEASURES))
+    return "\n".join([table(header, rows), *verdict])
+
+
+def verification_text(result: Mapping[str, Any]) -> str:
+    """The result of a verification in a line, and a line for each difference."""
+    verdict = f"verify: {result['batches']:,} batches computed again from the log, {result['mismatches']:,} differences"
+    return "\n".join([verdict, *result.get("differences", ())])

@@ -1,0 +1,39 @@
+"""Evaluates one policy version on every held-out prompt of each environment, through the run's inference server."""
+
+import asyncio
+
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.environments import environments_of
+from rollstream.pipeline.run.demo_report import HeldOutScore
+from rollstream.producers import evaluation
+from rollstream.producers.inference.client import client_of
+from rollstream.producers.policy_versions import PolicyFollower
+from rollstream.producers.rollout_producer import RolloutProducer
+
+
+def evaluate(config: RunConfig, version: int, phase: str) -> HeldOutScore:
+    """Evaluate the held-out split greedily at a version, once the server has it, and publish to `evals`.
+
+    Raises InferenceUnavailable if the server does not get it in time, InferenceRefused if it has a newer one.
+    """
+    return asyncio.run(_evaluate(config, version, phase))
+
+
+async def _evaluate(config: RunConfig, version: int, phase: str) -> HeldOutScore:
+    with (
+        RolloutProducer(config.kafka, config.run, topic="evals") as producer,
+        PolicyFollower(config.kafka, config.run) as policies,
+    ):
+        async with client_of(config.worker, policies) as client:
+            scores = [
+                await evaluation.evaluate(environment, client, producer, version=version, phase=phase)
+                for environment in environments_of(config)
+                if environment.entry.evaluate and environment.agent is None
+            ]
+    prompts = sum(score.prompts for score in scores)
+    return HeldOutScore(
+        version=version,
+        prompts=prompts,
+        reward=sum(score.reward * score.prompts for score in scores) / max(prompts, 1),
+        exact=sum(score.exact * score.prompts for score in scores) / max(prompts, 1),
+    )

@@ -1,0 +1,209 @@
+"""Observes a run from its topics: rewards, steps and batches so far, and whether drops bias the training data.
+
+For progress lines, stop rules and reports. It joins no consumer group and changes nothing. Only `rollouts` holds every
+rollout produced: the learner sees those that grouping kept.
+"""
+
+import time
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from rollstream.consumers.grouping.selection_bias import SelectionWatch, selections
+from rollstream.pipeline.run.component_metrics import NewestMetrics
+from rollstream.pipeline.run.run_statistics import RunSnapshot, RunStatistics
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import decode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import DeadlineExceeded, RecordError
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerStep, Metrics, PolicyManifest, Rollout
+from rollstream.topics.validation import REWARD_LIMIT
+
+EXACT = "exact"
+_UNHURRIED: dict[str, Any] = {"fetch.min.bytes": 256 * 1024, "fetch.wait.max.ms": 250}
+
+
+_NEWEST_METRICS = 5000
+"""Records of `metrics` that are read when observing begins: components write one every few seconds."""
+
+
+class ScoredRollout(NamedTuple):
+    """Reward and exact match of one rollout, ordered by append time, partition and offset."""
+
+    append_ms: int
+    partition: int
+    offset: int
+    reward: float
+    exact: float
+
+
+@dataclass(frozen=True)
+class MeanScores:
+    """Mean reward and exact match over some rollouts; zeros over none."""
+
+    rollouts: int
+    reward: float
+    exact: float
+
+    @classmethod
+    def of(cls, scored: Sequence[ScoredRollout]) -> "MeanScores":
+        count = max(len(scored), 1)
+        return cls(len(scored), sum(s.reward for s in scored) / count, sum(s.exact for s in scored) / count)
+
+
+class RunObserver:
+    """Follows `rollouts`, `batch-index`, `steps`, `policies` and `journal` of a run from the beginning, and the newest
+    records of `metrics`."""
+
+    def __init__(self, kafka: KafkaConfig, run: str, *, keep: int | None = None, logged: bool = True) -> None:
+        """`keep` bounds how many of the newest rollouts are remembered, for observers that run for days. `logged` is
+        whether each skipped record is logged."""
+        self._rollouts, self._index, self._steps, self._policies, self._journal = (
+            topic_name(run, topic) for topic in ("rollouts", "batch-index", "steps", "policies", "journal")
+        )
+        self._metrics = topic_name(run, "metrics")
+        self._kafka = kafka
+        self._kinds: dict[str, type] = {
+            self._index: BatchIndexEntry,
+            self._steps: LearnerStep,
+            self._policies: PolicyManifest,
+            self._journal: JournalRecord,
+            self._metrics: Metrics,
+        }
+        partitions = topic_admin.partitions_of(kafka, self._rollouts)
+        of_partitions = [(topic, p) for topic in (self._rollouts, self._journal) for p in range(partitions)]
+        places = [*of_partitions, (self._index, 0), (self._steps, 0), (self._policies, 0)]
+        self._history = self._bounds()
+        low, end = self._history[self._metrics, 0]
+        self._history[self._metrics, 0] = max(low, end - _NEWEST_METRICS), end
+        self._positions: dict[tuple[str, int], int] = {}
+        """Offset of the next record to read, or the end of the partition, which counts transaction markers."""
+        # Latency does not matter here: prefer a few large fetches to one for each record.
+        starts = dict.fromkeys(places, BEGINNING) | {(self._metrics, 0): self._history[self._metrics, 0][0]}
+        self._follower = TopicFollower(kafka, starts, **_UNHURRIED)
+        self.skipped = SkippedRecords("observer", logged=logged)
+        """Records that could not be read or used; grouping judges those of `rollouts` itself."""
+        self.scored: list[ScoredRollout] = []
+        """Every rollout so far, or the newest ones, in order of append time, partition, offset."""
+        self._keep = keep
+        self._counts_moved = False
+        self._watch = SelectionWatch()
+        self._statistics = RunStatistics(run)
+        self._components = NewestMetrics()
+
+    def poll(self, timeout_s: float = 0.0) -> int:
+        """Process the records that arrived, waiting at most `timeout_s` for the first; return how many there were."""
+        messages = self._follower.poll(1000, timeout_s)
+        for message in messages:
+            self._positions[message.topic, message.partition] = message.offset + 1
+            if message.topic == self._rollouts:
+                self._score(message)
+            else:
+                self._count(message)
+        self._positions.update(self._follower.ends)
+        if self._counts_moved:
+            self._counts_moved = False
+            self._watch.check(selections(self._statistics.counts))
+        return len(messages)
+
+    @property
+    def history_left(self) -> int:
+        """Offsets still to be read of those that existed when this observer began."""
+        return sum(max(0, end - max(low, self._positions.get(place, 0))) for place, (low, end) in self._history.items())
+
+    def catch_up(self, tell: Callable[[], None] = lambda: None) -> None:
+        """Read to the current end of every topic.
+
+        `tell` is called before and after each portion. Raises DeadlineExceeded if nothing arrives for `patience_s`.
+        """
+        ends = {place: end for place, (_low, end) in self._bounds().items()}
+        timeout_s = self._kafka.patience_s
+        deadline = time.monotonic() + timeout_s
+        tell()
+        while behind := [place for place, end in ends.items() if self._positions.get(place, 0) < end]:
+            if self.poll(0.2):
+                deadline = time.monotonic() + timeout_s
+            elif time.monotonic() > deadline:
+                raise DeadlineExceeded(f"{behind[0][0]} was not read to its end: nothing came for {timeout_s:g} s")
+            tell()
+
+    def _bounds(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """First and end offset of each followed partition now."""
+        topics = (self._rollouts, self._journal, self._index, self._steps, self._policies, self._metrics)
+        return {(topic, p): bounds for topic in topics for p, bounds in topic_admin.bounds(self._kafka, topic).items()}
+
+    def first(self, count: int) -> MeanScores:
+        """MeanScores over the first `count` rollouts."""
+        return MeanScores.of(self.scored[:count])
+
+    def last(self, count: int) -> MeanScores:
+        """MeanScores over the last `count` rollouts."""
+        return MeanScores.of(self.scored[-count:])
+
+    def snapshot(self, newest: int) -> RunSnapshot:
+        """The state of the run now; reward and exact match over the `newest` rollouts."""
+        recent = self.last(newest)
+        now_ms = int(time.time() * 1000)
+        snapshot = self._statistics.snapshot(now_ms, recent.reward, recent.exact, records_skipped=self.skipped.total)
+        history = sum(end - low for low, end in self._history.values())
+        components = self._components.at(now_ms / 1000)
+        return replace(snapshot, history=history, history_left=self.history_left, components=components)
+
+    @property
+    def batches(self) -> int:
+        """Batches in the index so far."""
+        return self._statistics.batches
+
+    @property
+    def steps(self) -> int:
+        """Newest step of the run's learners."""
+        return self._statistics.newest_step
+
+    @property
+    def policy_version(self) -> int:
+        """Newest policy version published by a step; -1 before the first."""
+        return self._statistics.newest_version
+
+    @property
+    def rewards(self) -> dict[int, tuple[int, float]]:
+        """By policy version, the number of rollouts it sampled and the sum of their rewards."""
+        return self._statistics.rewards
+
+    def close(self) -> None:
+        self._follower.close()
+
+    def _count(self, message: KafkaRecord) -> None:
+        topic, at_ms = message.topic, message.timestamp_ms
+        record = self.skipped.decode(self._kinds[topic], message)
+        if isinstance(record, BatchIndexEntry):
+            self._statistics.entry(record, at_ms)
+        elif isinstance(record, LearnerStep):
+            self._statistics.step(record, at_ms)
+        elif isinstance(record, PolicyManifest):
+            self._statistics.manifest(record, at_ms)
+        elif isinstance(record, JournalRecord):
+            self._counts_moved = True
+            self._statistics.journal(record, at_ms)
+        elif isinstance(record, Metrics):
+            self._components.add(record)
+
+    def _score(self, message: KafkaRecord) -> None:
+        place = (message.timestamp_ms, message.partition, message.offset)
+        self._statistics.record(place[1], place[2], place[0])
+        try:
+            record = decode(message.value)
+        except RecordError as error:
+            self.skipped.skip(message, str(error))  # Grouping makes it a dead letter.
+            return
+        if isinstance(record, Rollout):
+            exact = float(record.reward_components.get(EXACT, 0.0))
+            if not (abs(record.reward) <= REWARD_LIMIT and abs(exact) <= REWARD_LIMIT):
+                self.skipped.skip(message, f"reward is {record.reward:g}, exact match {exact:g}")
+                return
+            insort(self.scored, ScoredRollout(*place, record.reward, exact))
+            self._statistics.rollout(place[0], record.highest_version, record.reward, exact)

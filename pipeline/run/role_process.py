@@ -1,0 +1,180 @@
+"""The contract between a role's process and its supervisor: report readiness, stop on request, never outlive it.
+
+The supervisor passes two inherited pipes by number. The line "ready" on ROLLSTREAM_READY_FD means ready, any other line
+reports progress of the start. End of file on ROLLSTREAM_LIFELINE_FD means that the supervisor is gone, even by kill -9.
+Without these pipes a role runs on its own.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+from rollstream.pipeline import interruption
+from rollstream.topics.logs import event
+
+READY_VARIABLE = "ROLLSTREAM_READY_FD"
+LIFELINE_VARIABLE = "ROLLSTREAM_LIFELINE_FD"
+ORPHAN_GRACE_S = 5.0
+"""How long an orphan may take for a clean stop before it is killed."""
+SUPERVISOR_LOST = 70
+HURRY_S = 0.8
+"""How long a role may drain after Ctrl-C; after SIGTERM its settings decide."""
+READY = b"ready\n"
+"""Line that a process writes once it is ready."""
+
+logger = logging.getLogger(__name__)
+
+
+def watch_lifeline(environment: Mapping[str, str] = os.environ) -> None:
+    """Stop this process once its supervisor is gone: SIGTERM first, _exit after a grace. Call before slow imports."""
+    number = environment.get(LIFELINE_VARIABLE)
+    if number is None:
+        return
+    lifeline = int(number)
+    os.set_inheritable(lifeline, False)
+
+    def wait() -> None:
+        while os.read(lifeline, 1):  # nothing is ever written: this returns at end of file
+            pass
+        event(logger, "supervisor_lost", level=logging.WARNING, grace_s=ORPHAN_GRACE_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ORPHAN_GRACE_S)
+        os._exit(SUPERVISOR_LOST)
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def announce_ready(environment: Mapping[str, str] = os.environ) -> None:
+    """Tell the supervisor, if there is one, that this process is ready. Later calls do nothing."""
+    number = os.environ.pop(READY_VARIABLE, None) if environment is os.environ else environment.get(READY_VARIABLE)
+    if number is None:
+        return
+    event(logger, "ready")
+    os.set_blocking(int(number), True)
+    with os.fdopen(int(number), "wb") as pipe:
+        pipe.write(READY)
+
+
+def announce_progress(what: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Report progress of the start to the supervisor, so that it goes on waiting; return whether there is one.
+
+    A full pipe drops the line, because it must not block this process.
+    """
+    number = environment.get(READY_VARIABLE)
+    if number is None:
+        return False
+    os.set_blocking(int(number), False)
+    with suppress(BlockingIOError, BrokenPipeError):
+        os.write(int(number), what.replace("\n", " ").encode() + b"\n")
+    return True
+
+
+def stop_on_signals(stop: threading.Event | None = None) -> threading.Event:
+    """Return an event (`stop`, or a new one) that SIGTERM and SIGINT set. After SIGINT the role has HURRY_S to stop."""
+    stop = stop or threading.Event()
+
+    def receive(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            interruption.note()
+        stop.set()
+
+    signal.signal(signal.SIGTERM, receive)
+    signal.signal(signal.SIGINT, receive)
+    return stop
+
+
+def run_until_stopped(work: Callable[[asyncio.Event], Coroutine[Any, Any, object]]) -> None:
+    """Run the coroutine of a role with an event that SIGTERM and SIGINT set.
+
+    After SIGINT it is cancelled if it has not ended within HURRY_S. It does not use the loop's signal handlers: they
+    would replace the one that ends a process that hangs.
+    """
+
+    async def main() -> None:
+        loop, stop = asyncio.get_running_loop(), asyncio.Event()
+        working = asyncio.ensure_future(work(stop))
+
+        def begin(number: int) -> None:
+            stop.set()
+            if number == signal.SIGINT:
+                loop.call_later(HURRY_S, working.cancel)
+
+        def receive(number: int, _frame: FrameType | None) -> None:
+            if number == signal.SIGINT:
+                interruption.note()
+            with suppress(RuntimeError):  # the loop has ended already
+                loop.call_soon_threadsafe(begin, number)
+
+        signal.signal(signal.SIGTERM, receive)
+        signal.signal(signal.SIGINT, receive)
+        try:
+            await working
+        except asyncio.CancelledError:
+            if not stop.is_set():
+                raise
+
+    asyncio.run(main())
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT, SIGTERM or SIGHUP arrived; `signal_number` says which."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.signal_number = signal_number
+
+
+def in_a_hurry(error: BaseException | None) -> bool:
+    """Whether this is Ctrl-C, after which a role has HURRY_S to stop; after SIGTERM its settings decide."""
+    return isinstance(error, KeyboardInterrupt) and getattr(error, "signal_number", signal.SIGINT) == signal.SIGINT
+
+
+class Interrupts:
+    """Signal handling of a supervisor: the first signal raises Interrupted at the next safe point.
+
+    A further SIGINT, or the end of the grace after the first, calls `kill_now`, which must not return while child
+    processes remain; after it the process exits at once.
+    """
+
+    def __init__(self) -> None:
+        self._received: list[int] = []
+        self._deferrals = 0
+        self._raised = False
+        self.kill_now: Callable[[], None] = lambda: None
+
+    def install(self) -> None:
+        """Handle SIGINT, SIGTERM and SIGHUP for the rest of the process."""
+        interruption.last_acts.append(lambda: self.kill_now())
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._receive)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Within this context no interrupt is raised; one that arrived is raised on leaving."""
+        self._deferrals += 1
+        try:
+            yield
+        finally:
+            self._deferrals -= 1
+        self._raise_once()
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        self._received.append(number)
+        if number == signal.SIGINT:
+            interruption.note()
+        if len(self._received) > 1 and number == signal.SIGINT:
+            self.kill_now()
+            os._exit(128 + number)
+        self._raise_once()
+
+    def _raise_once(self) -> None:
+        if self._received and not self._raised and not self._deferrals:
+            self._raised = True
+            raise Interrupted(self._received[0])

@@ -1,0 +1,305 @@
+"""Statistics of a run from its records: rates, counts by fate, staleness of the training data.
+
+Pure: it takes records in the order a reader gets them, and gives a `RunSnapshot` for displays and programs. Counts come
+from the journal, so they cost nothing; the ledger proves them.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rollstream.pipeline.run.component_metrics import ComponentMetrics
+from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED, fate_and_reason
+from rollstream.topics.journal_counts import JournalCounts
+from rollstream.topics.offset_ranges import from_ranges
+from rollstream.topics.records import BatchIndexEntry, BatchUse, FateCount, JournalRecord, LearnerStep, PolicyManifest
+
+WINDOW_S = 10
+"""Number of whole seconds over which rates are averaged."""
+_KEPT_S = 6 * WINDOW_S
+_NO_TIME_S = 1e11
+"""Later times are ignored as invalid: the year 5138."""
+POINTS = 36
+"""Maximum number of points of a curve."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSnapshot:
+    """State of a run at one time. Rates are per second over the last ten, or the last ten before a run became idle."""
+
+    run: str
+    seconds: float = 0.0
+    """Time from the first record to the newest."""
+    quiet_s: float = 0.0
+    """Time since the newest record."""
+    produced: int = 0
+    """Records of `rollouts`, including those deleted since."""
+    rollouts: int = 0
+    """Rollouts that were read."""
+    batched: int = 0
+    batches: int = 0
+    trained: int = 0
+    skipped: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    dead_lettered: int = 0
+    control: int = 0
+    in_flight: int = 0
+    """Records read by grouping that have no fate yet."""
+    unread: int = 0
+    """Records not yet read by grouping."""
+    waiting: int = 0
+    """Batches that no step has used or skipped."""
+    step: int = 0
+    policy_version: int = -1
+    """Newest version published."""
+    policy_age_s: float = 0.0
+    """Time since it was published."""
+    sampled_version: int = -1
+    """Newest version that sampled a rollout."""
+    rollouts_per_s: float = 0.0
+    read_per_s: float = 0.0
+    """Records read by grouping."""
+    batches_per_s: float = 0.0
+    steps_per_s: float = 0.0
+    policies_per_s: float = 0.0
+    reward: float = 0.0
+    """Mean over the newest rollouts, like `exact`."""
+    exact: float = 0.0
+    rewards: tuple[float, ...] = ()
+    """Means over equal numbers of seconds with rollouts, oldest first, like `exacts`."""
+    exacts: tuple[float, ...] = ()
+    staleness: Mapping[int, int] = field(default_factory=dict)
+    """Rollouts trained on, by policy lag: number of versions that the oldest rollout of their batch was behind."""
+    records_skipped: int = 0
+    """Records that could not be read or used."""
+    history: int = 0
+    """Offsets that all topics held when reading began."""
+    history_left: int = 0
+    """Number of these offsets still to be read; until it is 0, the other fields describe the past."""
+    components: tuple[ComponentMetrics, ...] = ()
+    """Newest metrics of workers, servers and evaluators."""
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no record arrived within the window of the rates; False while history is read."""
+        return self.quiet_s > WINDOW_S and not self.history_left
+
+    def as_dict(self) -> dict[str, Any]:
+        """The snapshot as plain values for JSON."""
+        staleness = {str(lag): rollouts for lag, rollouts in self.staleness.items()}
+        return {**asdict(self), "staleness": staleness, "quiet": self.quiet}
+
+
+class Rate:
+    """Counts events by second."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def add(self, at_ms: int, count: float = 1.0) -> None:
+        """Count events."""
+        second = at_ms // 1000
+        self._seconds[second] = self._seconds.get(second, 0.0) + count
+        if len(self._seconds) > _KEPT_S:
+            del self._seconds[min(self._seconds)]
+
+    def per_s(self, until_ms: int) -> float:
+        """Mean over the last `WINDOW_S` whole seconds before a time, or over fewer if counting began later."""
+        end = until_ms // 1000
+        within = [count for second, count in self._seconds.items() if end - WINDOW_S <= second < end]
+        if not within:
+            return 0.0
+        return sum(within) / min(WINDOW_S, end - min(self._seconds))
+
+
+class RunStatistics:
+    """Accumulates the statistics of a run, record by record."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._first_ms = self._last_ms = 0
+        self._positions: dict[int, int] = {}
+        self._ahead: dict[int, deque[int]] = {}
+        self._unfinished: dict[int, set[int]] = {}
+        self._followed: set[int] = set()
+        self._counts: defaultdict[int, JournalCounts] = defaultdict(JournalCounts)
+        self._batches = 0
+        self._entries: dict[str, BatchIndexEntry] = {}
+        self._early: dict[str, list[tuple[int, BatchUse]]] = {}
+        self._begun: dict[str, BatchIndexEntry] = {}
+        self._steps: dict[str, LearnerStep] = {}
+        self._version: dict[str, int] = {}
+        self._manifest: PolicyManifest | None = None
+        self._sampled = -1
+        self._staleness: Counter[int] = Counter()
+        self._rates = {name: Rate() for name in ("rollouts", "read", "batches", "steps", "policies")}
+        self._seconds: dict[int, list[float]] = {}
+        self._versions: dict[int, tuple[int, float]] = {}
+
+    def record(self, partition: int, offset: int, at_ms: int) -> None:
+        """Count a record of `rollouts`, of any kind."""
+        self._at(at_ms)
+        if offset >= self._positions.get(partition, 0):
+            self._ahead.setdefault(partition, deque()).append(offset)
+
+    def rollout(self, at_ms: int, version: int, reward: float, exact: float) -> None:
+        """Count a rollout among them; `version` is the newest that sampled a token of it."""
+        self._rates["rollouts"].add(at_ms)
+        self._sampled = max(self._sampled, version)
+        count, total = self._versions.get(version, (0, 0.0))
+        self._versions[version] = (count + 1, total + reward)
+        sums = self._seconds.setdefault(at_ms // 1000, [0.0, 0.0, 0.0])
+        for i, value in enumerate((1.0, reward, exact)):
+            sums[i] += value
+
+    @property
+    def batches(self) -> int:
+        """Entries of the batch index."""
+        return self._batches
+
+    @property
+    def newest_step(self) -> int:
+        """Newest step of any learner; 0 before the first."""
+        return max((step.step for step in self._steps.values()), default=0)
+
+    @property
+    def newest_version(self) -> int:
+        """Newest policy version that a step published; -1 before the first."""
+        return max(self._version.values(), default=-1)
+
+    @property
+    def rewards(self) -> dict[int, tuple[int, float]]:
+        """By newest policy version, the number of rollouts and the sum of their rewards."""
+        return dict(self._versions)
+
+    @property
+    def counts(self) -> list[FateCount]:
+        """Records that have their fate, by partition, environment and fate."""
+        return [count for journal in self._counts.values() for count in journal.counts]
+
+    def journal(self, record: JournalRecord, at_ms: int) -> None:
+        """Count the next journal record of its partition."""
+        self._at(at_ms)
+        self._rates["read"].add(at_ms, record.position - record.begin)
+        self._unsettled(record)
+        self._positions[record.partition] = record.position
+        self._counts[record.partition].add(record)
+        ahead = self._ahead.get(record.partition, deque())
+        while ahead and ahead[0] < record.position:
+            ahead.popleft()
+
+    def _unsettled(self, record: JournalRecord) -> None:
+        offsets = self._unfinished.setdefault(record.partition, set())
+        if not record.snapshot:
+            self._followed.add(record.partition)
+        elif record.partition not in self._followed:
+            offsets.update(from_ranges(record.unfinished))  # earlier records were pruned
+        offsets.update(from_ranges(record.admitted))
+        for finished in record.finished:
+            offsets.difference_update(from_ranges(finished.runs))
+
+    def entry(self, entry: BatchIndexEntry, at_ms: int) -> None:
+        """Count the next entry of the batch index."""
+        self._at(at_ms)
+        self._rates["batches"].add(at_ms)
+        self._batches += 1
+        if entry.batch_id in self._early:
+            self._begun[entry.batch_id] = entry
+            for version, use in self._early.pop(entry.batch_id):
+                self._met(version, use, entry)
+        else:
+            self._entries[entry.batch_id] = entry
+
+    def step(self, step: LearnerStep, at_ms: int) -> None:
+        """Count a step; one made again after a crash counts once."""
+        self._at(at_ms)
+        before = self._steps.get(step.learner)
+        if before is not None and step.step <= before.step:
+            return
+        version = self._version.get(step.learner, step.policy_version - 1)
+        for use in step.uses:
+            entry = self._entries.pop(use.batch_id, None) or self._begun.get(use.batch_id)
+            if entry is not None and (use.row_numbers or step.stream_time_ms >= 0):
+                self._begun[use.batch_id] = entry  # Other rows of it are used later, or the same rows again.
+            if entry is None:
+                self._early.setdefault(use.batch_id, []).append((version, use))
+            else:
+                self._met(version, use, entry)
+        if step.step > 0:
+            self._rates["steps"].add(at_ms)
+        self._steps[step.learner] = step
+        self._version[step.learner] = max(version, step.policy_version)
+
+    def manifest(self, manifest: PolicyManifest, at_ms: int) -> None:
+        """Count a policy version."""
+        self._at(at_ms)
+        self._rates["policies"].add(at_ms)
+        if self._manifest is None or manifest.version >= self._manifest.version:
+            self._manifest = manifest
+
+    def _met(self, version: int, use: BatchUse, entry: BatchIndexEntry) -> None:
+        if use.use == "trained":
+            self._staleness[max(0, version - entry.lowest_version)] += use.rows
+
+    def _at(self, at_ms: int) -> None:
+        if 0 < at_ms < _NO_TIME_S * 1000:
+            self._first_ms = min(self._first_ms or at_ms, at_ms)
+            self._last_ms = max(self._last_ms, at_ms)
+
+    def snapshot(
+        self, now_ms: int, reward: float = 0.0, exact: float = 0.0, *, records_skipped: int = 0
+    ) -> RunSnapshot:
+        """The state of the run now; `reward` and `exact` are the means of the newest rollouts."""
+        quiet_s = max(0, now_ms - self._last_ms) / 1000 if self._last_ms else 0.0
+        # For a run that is idle or has ended, its last rates are more useful than zeros.
+        until_ms = now_ms if quiet_s <= WINDOW_S else self._last_ms + 1000
+        fates: Counter[str] = Counter()
+        for count in self.counts:
+            fates[count.fate] += count.rollouts
+        named = ((*fate_and_reason(counted), count) for counted, count in sorted(fates.items()))
+        dropped = {reason: count for fate, reason, count in named if fate == DROPPED}
+        unread, in_flight = (sum(map(len, offsets.values())) for offsets in (self._ahead, self._unfinished))
+        created = 0.0 if self._manifest is None else self._manifest.created
+        published_ms = int(created * 1000) if 0 < created < _NO_TIME_S else 0
+        rewards, exacts = self._curves()
+        return RunSnapshot(
+            run=self._run,
+            seconds=(self._last_ms - self._first_ms) / 1000,
+            quiet_s=quiet_s,
+            produced=fates.total() + in_flight + unread,
+            rollouts=int(sum(sums[0] for sums in self._seconds.values())),
+            batched=fates[BATCHED],
+            batches=self._batches,
+            trained=sum(step.trained_total for step in self._steps.values()),
+            skipped=sum(step.skipped_total for step in self._steps.values()),
+            dropped=dropped,
+            dead_lettered=fates[DEAD_LETTERED],
+            control=fates[CONTROL],
+            in_flight=in_flight,
+            unread=unread,
+            waiting=len(self._entries),
+            step=self.newest_step,
+            policy_version=-1 if self._manifest is None else self._manifest.version,
+            policy_age_s=max(0, now_ms - published_ms) / 1000 if published_ms else 0.0,
+            sampled_version=self._sampled,
+            rollouts_per_s=self._rates["rollouts"].per_s(until_ms),
+            read_per_s=self._rates["read"].per_s(until_ms),
+            batches_per_s=self._rates["batches"].per_s(until_ms),
+            steps_per_s=self._rates["steps"].per_s(until_ms),
+            policies_per_s=self._rates["policies"].per_s(until_ms),
+            reward=reward,
+            exact=exact,
+            rewards=rewards,
+            exacts=exacts,
+            staleness=dict(sorted(self._staleness.items())),
+            records_skipped=records_skipped,
+        )
+
+    def _curves(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        seconds = [sums for _second, sums in sorted(self._seconds.items())]
+        size = -(-len(seconds) // POINTS) or 1
+        bins = [
+            [sum(column) for column in zip(*seconds[i : i + size], strict=True)] for i in range(0, len(seconds), size)
+        ]
+        return tuple(b[1] / b[0] for b in bins), tuple(b[2] / b[0] for b in bins)

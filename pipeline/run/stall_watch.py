@@ -1,0 +1,78 @@
+"""Warns if a run stalls, with nothing batched or nothing trained for a minute, and names the number to look at.
+
+Pure: it takes snapshots of the run one after the other, with the time of a monotonic clock.
+"""
+
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.run_statistics import RunSnapshot
+
+STILL_S = 60.0
+"""Time without a batch, or a step, after which the run is stalled."""
+AGAIN_S = 300.0
+"""Time until the warning is repeated."""
+
+
+class StallWatch:
+    """Compares each snapshot with the one at which a batch, or a step, was last made."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._since: dict[str, tuple[float, RunSnapshot]] = {}
+        self._warned_s: dict[str, float] = {}
+
+    def look(self, now: RunSnapshot, time_s: float) -> list[str]:
+        """Return the warnings that are due now: one for each count that has stalled."""
+        warnings = []
+        for count in ("batches", "step"):
+            since_s, then = self._since.setdefault(count, (time_s, now))
+            if getattr(now, count) != getattr(then, count):
+                self._since[count] = (time_s, now)
+                self._warned_s.pop(count, None)
+            elif time_s - since_s >= STILL_S and time_s - self._warned_s.get(count, -AGAIN_S) >= AGAIN_S:
+                self._warned_s[count] = time_s
+                why = self._why_not_batched(then, now) if count == "batches" else self._why_not_trained(then, now)
+                done = "batched" if count == "batches" else "trained"
+                warnings.append(f"warning: nothing was {done} for {time_s - since_s:.0f} s: {why}")
+        return warnings
+
+    def _why_not_batched(self, then: RunSnapshot, now: RunSnapshot) -> str:
+        dropped = {reason: count - then.dropped.get(reason, 0) for reason, count in now.dropped.items()}
+        if any(dropped.values()):
+            reason = max(dropped, key=lambda reason: dropped[reason])
+            return f"look at what is dropped, {dropped[reason]:,} since then as {reason}"
+        if now.dead_lettered > then.dead_lettered:
+            return (
+                f"look at dead letters, {now.dead_lettered - then.dead_lettered:,} since then; "
+                f"`rollstream dlq ls --run {now.run}` says why"
+            )
+        if now.unread and now.produced - now.unread <= then.produced - then.unread:
+            return (
+                f"look at unread, {now.unread:,}: grouping reads nothing; its logs are group-*.log, and "
+                f"`rollstream broker mend --run {now.run}` says whether a transaction holds it back for ever"
+            )
+        if now.rollouts > then.rollouts or now.in_flight > then.in_flight:
+            size = self._config.grouping.batch_rollouts
+            return (
+                f"look at in flight, {now.in_flight:,}: groups wait for members (worker.group_size "
+                f"{self._config.worker.group_size}), or there are too few for a batch (grouping.batch_rollouts {size})"
+            )
+        if now.waiting:
+            return (
+                f"look at waiting, {now.waiting:,} batches: workers produce no more before these are trained on; the "
+                f"learner's log is learn.log"
+            )
+        return f"look at rollouts, {now.rollouts:,}: none are produced; the workers' logs are env-*.log"
+
+    def _why_not_trained(self, then: RunSnapshot, now: RunSnapshot) -> str:
+        learner = self._config.learner
+        if now.skipped > then.skipped:
+            return (
+                f"look at skipped, {now.skipped - then.skipped:,} rollouts since then: they were too old when the "
+                f"learner came to them (learner.max_policy_lag {learner.max_policy_lag})"
+            )
+        if now.waiting:
+            return (
+                f"look at waiting, {now.waiting:,} batches: the learner takes none, or fewer than a step needs "
+                f"(learner.rollouts_per_step {learner.rollouts_per_step}); its log is learn.log"
+            )
+        return f"look at batches, {now.batches:,}: the learner has trained on all there are"

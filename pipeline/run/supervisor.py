@@ -1,0 +1,340 @@
+"""Runs the roles of a run as child processes and guarantees that none outlives it, however it ends.
+
+Each role has its own session, log file and two pipes: one for readiness, and a lifeline whose end of file tells it that
+the supervisor is gone, even by kill -9. A role that exits by itself is started again a bounded number of times.
+"""
+
+import itertools
+import logging
+import math
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rollstream.infra.process_identity import await_end, identify
+from rollstream.pipeline.run.role_process import (
+    HURRY_S,
+    LIFELINE_VARIABLE,
+    READY,
+    READY_VARIABLE,
+    Interrupts,
+    in_a_hurry,
+)
+from rollstream.topics.errors import DeadlineExceeded, RollstreamError
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_TAIL_LINES = 12
+_KILLED_S = 1.0
+"""How long to wait for a killed process to end."""
+
+
+class RoleFailed(RollstreamError):
+    """A role exited more often than allowed, or before it was ever ready; the message quotes its log."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSpec:
+    """One process of a run: `python *arguments`."""
+
+    name: str
+    """Unique within the run, kind first, e.g. group-0; also the name of its log file."""
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables on top of the supervisor's; an empty value removes one."""
+    finishes: bool = False
+    """Whether it exits with 0 by itself when its work is done."""
+    ready_timeout_s: float = 120.0
+    """How long it may take from its start, or from its last progress report, until it is ready."""
+    stop_timeout_s: float = 20.0
+    restarts: int = 3
+    """How often it is started again after exiting unexpectedly."""
+    backoff_s: float = 0.5
+    """Pause before the first restart, doubled for each further one."""
+
+    @property
+    def kind(self) -> str:
+        """Its name without the number; roles of one kind stop together."""
+        return self.name.partition("-")[0]
+
+
+@dataclass
+class _Role:
+    spec: RoleSpec
+    log: Path
+    process: subprocess.Popen[bytes]
+    ready_fd: int | None
+    started: float
+    heard: float
+    """When it started or last reported progress, by the supervisor's clock."""
+    progress: str = ""
+    ready: bool = False
+    ever_ready: bool = False
+    stopping: bool = False
+    reaped: bool = False
+    exits: int = 0
+    restart_at: float | None = None
+
+
+class Supervisor:
+    """Starts, watches and stops roles. Not thread-safe: one thread calls it, and calls `poll` often.
+
+    Use it as a context manager: on exit, for whatever reason, no process remains. After Ctrl-C roles have
+    HURRY_S to stop.
+    """
+
+    def __init__(
+        self,
+        log_dir: Path,
+        *,
+        interrupts: Interrupts | None = None,
+        environment: Mapping[str, str] = os.environ,
+        on_progress: Callable[[str, str], None] = lambda _role, _progress: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_progress` is called with the name of a role and each progress line of its start.
+
+        `clock` returns the seconds by which roles are late to be ready, and due to be started again.
+        """
+        self.log_dir = log_dir
+        self._interrupts = interrupts or Interrupts()
+        self._environment = dict(environment)
+        self._on_progress = on_progress
+        self._clock = clock
+        self._roles: dict[str, _Role] = {}
+        self._lifeline_read, self._lifeline_write = os.pipe()  # the write end is never inherited
+        log_dir.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if in_a_hurry(value):
+                self.stop(list(self._roles), within_s=HURRY_S)
+            else:
+                self.stop_all()
+        finally:
+            self.kill_all()
+            os.close(self._lifeline_write)
+            os.close(self._lifeline_read)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the roles that run now."""
+        return {name: role.process.pid for name, role in self._roles.items() if not role.reaped}
+
+    def start(self, *specs: RoleSpec) -> None:
+        """Start roles, without waiting until they are ready."""
+        for spec in specs:
+            if spec.name in self.pids:
+                raise ValueError(f"role {spec.name} already runs")
+            self._spawn(spec)
+
+    def wait_ready(self, names: Iterable[str]) -> None:
+        """Wait until these roles are ready. Raises DeadlineExceeded or RoleFailed with the cause."""
+        pending = set(names)
+        while pending:
+            self.poll(0.2)
+            pending = {name for name in pending if not self._roles[name].ready}
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Handle what happens within `timeout_s`: readiness, exits, due restarts.
+
+        Raises RoleFailed if a role exited once too often, DeadlineExceeded if one is not ready in time.
+        """
+        self._read_readiness(timeout_s)
+        now = self._clock()
+        for role in list(self._roles.values()):
+            self._notice_exit(role, now)
+            if role.restart_at is not None and now >= role.restart_at:
+                self._spawn(role.spec, before=role)
+            late = now - role.heard > role.spec.ready_timeout_s
+            if late and not (role.ready or role.reaped or role.stopping):
+                after = f" after it said: {role.progress}" if role.progress else ""
+                raise DeadlineExceeded(
+                    f"role {role.spec.name} was not ready within {role.spec.ready_timeout_s:g} s{after}: "
+                    f"{_cause(role.log)}"
+                )
+
+    def finished(self, name: str) -> bool:
+        """Whether a role that finishes by itself has done so."""
+        role = self._roles[name]
+        return role.spec.finishes and role.reaped and role.process.returncode == 0 and not role.stopping
+
+    def is_ready(self, name: str) -> bool:
+        """Whether a role runs and has reported that it is ready."""
+        role = self._roles[name]
+        return role.ready and not role.reaped
+
+    def kill(self, name: str) -> int | None:
+        """SIGKILL a role as a crash would, so that `poll` starts it again; return its process id.
+
+        Return None if it does not run.
+        """
+        role = self._roles[name]
+        if role.reaped or role.process.poll() is not None:
+            return None
+        role.process.kill()
+        role.process.wait()
+        role.ready = False
+        return role.process.pid
+
+    def stop(self, names: Sequence[str], within_s: float = math.inf) -> None:
+        """Send SIGTERM to these roles together, wait for each until its deadline or that of all, then SIGKILL the
+        rest."""
+        roles = [self._roles[name] for name in names if name in self._roles]
+        began = time.monotonic()
+        for role in roles:
+            role.stopping, role.restart_at = True, None
+            if not role.reaped:
+                event(logger, "role_stopping", role=role.spec.name)
+                role.process.terminate()
+        for role in roles:
+            if role.reaped:
+                continue
+            try:
+                patience_s = min(role.spec.stop_timeout_s, within_s)
+                code = role.process.wait(max(began + patience_s - time.monotonic(), 0.0))
+                event(logger, "role_stopped", role=role.spec.name, exit_code=code, seconds=_since(began))
+            except subprocess.TimeoutExpired:
+                event(logger, "role_killed", level=logging.WARNING, role=role.spec.name, seconds=_since(began))
+            self._kill(role)
+
+    def stop_all(self) -> None:
+        """Stop every role in the reverse order of their start, those of one kind together."""
+        started = reversed(list(self._roles.values()))
+        for _, kin in itertools.groupby(started, key=lambda role: role.spec.kind):
+            self.stop([role.spec.name for role in kin])
+
+    def kill_all(self) -> None:
+        """SIGKILL every role and what it started, now."""
+        for role in self._roles.values():
+            role.stopping, role.restart_at = True, None
+            self._kill(role)
+
+    def kill_now(self) -> None:
+        """SIGKILL every role and what it started, from a signal handler or another thread, before the process ends.
+
+        Unlike `kill_all` it takes no lock that the interrupted code may hold, and reaps no process.
+        """
+        running = [identify(role.process.pid) for role in self._roles.values() if not role.reaped]
+        for process in filter(None, running):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in filter(None, running):
+            await_end(process, _KILLED_S)
+
+    def _spawn(self, spec: RoleSpec, before: _Role | None = None) -> None:
+        environment = {**self._environment, **spec.environment, LIFELINE_VARIABLE: str(self._lifeline_read)}
+        log = self.log_dir / f"{spec.name}.log"
+        # After an interrupt between the start of a process and its entry here, only the lifeline would end the process.
+        with self._interrupts.deferred(), log.open("ab") as output:
+            ready_read, ready_write = os.pipe()
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, *spec.arguments],
+                    env={k: v for k, v in environment.items() if v != ""} | {READY_VARIABLE: str(ready_write)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(ready_write, self._lifeline_read),
+                    start_new_session=True,
+                )
+            except BaseException:
+                os.close(ready_read)
+                raise
+            finally:
+                os.close(ready_write)
+            now = self._clock()
+            role = _Role(spec=spec, log=log, process=process, ready_fd=ready_read, started=time.monotonic(), heard=now)
+            if before is not None:
+                role.exits, role.ever_ready = before.exits + 1, before.ever_ready
+            self._roles[spec.name] = role
+        event(logger, "role_started", role=spec.name, pid=process.pid, log=str(log), restarts=role.exits)
+
+    def _read_readiness(self, timeout_s: float) -> None:
+        with selectors.DefaultSelector() as selector:
+            for role in self._roles.values():
+                if role.ready_fd is not None:
+                    selector.register(role.ready_fd, selectors.EVENT_READ, role)
+            if not selector.get_map():
+                time.sleep(timeout_s)
+                return
+            for key, _ in selector.select(timeout_s):
+                role = key.data
+                output = os.read(key.fd, 65536)
+                lines = output.splitlines(keepends=True)
+                if lines and lines[-1] != READY:
+                    role.heard, role.progress = self._clock(), lines[-1].decode(errors="replace").strip()
+                    event(logger, "role_starting", role=role.spec.name, progress=role.progress)
+                    self._on_progress(role.spec.name, role.progress)
+                    continue
+                if output:
+                    role.ready = role.ever_ready = True
+                    event(logger, "role_ready", role=role.spec.name, seconds=_since(role.started))
+                os.close(key.fd)
+                role.ready_fd = None
+
+    def _notice_exit(self, role: _Role, now: float) -> None:
+        """Handle the exit of a role: finished, failed, or to be started again."""
+        if role.reaped or role.stopping or role.process.poll() is None:
+            return
+        code, spec = role.process.returncode, role.spec
+        self._kill(role)
+        if spec.finishes and code == 0:
+            event(logger, "role_finished", role=spec.name)
+            role.ready = role.ever_ready = True
+            return
+        if not role.ever_ready or role.exits >= spec.restarts:
+            times = f" ({role.exits + 1} times)" if role.exits else ""
+            raise RoleFailed(f"role {spec.name} exited with {_name_exit(code)}{times}: {_cause(role.log)}")
+        pause_s = spec.backoff_s * 2**role.exits
+        event(logger, "role_exited", level=logging.WARNING, role=spec.name, exit_code=code, restart_in_s=pause_s)
+        role.ready, role.restart_at = False, now + pause_s
+
+    def _kill(self, role: _Role) -> None:
+        """SIGKILL the role's process group, which holds whatever it started, and reap it; once, as ids are reused."""
+        if role.reaped:
+            return
+        with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
+            os.killpg(role.process.pid, signal.SIGKILL)
+        role.process.wait()
+        role.reaped = True
+        if role.ready_fd is not None:
+            os.close(role.ready_fd)
+            role.ready_fd = None
+
+
+def _since(start: float) -> float:
+    return round(time.monotonic() - start, 3)
+
+
+def _name_exit(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "signal SIGKILL, which the system sends if memory runs out"
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
+
+
+def _cause(log: Path) -> str:
+    """The error that a role printed last, else the end of its log."""
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [line for line in lines[-_TAIL_LINES:] if line.startswith("rollstream: ")]
+    if errors:
+        return f"{errors[-1].removeprefix('rollstream: ')} ({log})"
+    if not lines:
+        return f"{log} is empty"
+    return "\n    ".join([f"the end of {log}:", *(line[:500] for line in lines[-_TAIL_LINES:])])

@@ -1,0 +1,135 @@
+"""Examples for the warm start of a learner: the environments' own of their formats, or those of a JSON-lines file.
+
+A line of a file is {"prompt": text, "answer": text}, or {"tokens": ids, "loss_mask": 0 or 1 for each token, 1 if it is
+trained}; other keys are ignored. Errors name the line.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollstream.consumers.learner.pretrained import model_of, tokenizer_of
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.environments import environments_of
+from rollstream.producers.inference.chat.selection import chat_template
+from rollstream.topics.errors import ConfigurationError, RollstreamError
+
+TASK_EXAMPLES = 2048
+
+Example = tuple[np.ndarray[tuple[int], np.dtype[np.int32]], np.ndarray[tuple[int], np.dtype[np.bool_]]]
+"""Tokens int32 and loss mask bool, both [T]."""
+
+
+class Encoder(Protocol):
+    """The part of a tokenizer that is needed."""
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends an answer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens."""
+
+
+def warm_start_examples(config: RunConfig, tokenizer: Encoder | None = None) -> list[Example]:
+    """Examples of learner.warm_start.file if it is set, else of the environments that offer some, as many of each.
+
+    Raises ConfigurationError naming the line.
+    """
+    tokenizer = tokenizer or tokenizer_of(config.learner)
+    if config.learner.warm_start.file:
+        return examples_from(Path(config.learner.warm_start.file), tokenizer, model_of(config.learner).vocab_size)
+    environments = environments_of(config)
+    each = -(-TASK_EXAMPLES // len(environments))
+    examples = [
+        encode_example(tokenizer, prompt, answer)
+        for environment in environments
+        for prompt, answer in environment.warm_start_examples(config.seed, each)
+    ]
+    conversations = [c for environment in environments for c in environment.warm_start_conversations(config.seed, each)]
+    if conversations:
+        # As the inference server shows them to the policy.
+        template = chat_template(
+            config.inference.chat_template, tokenizer_of(config.learner), config.learner.pretrained
+        )
+        examples += [
+            masked_example(
+                template.render([dict(m) for m in c.messages], [dict(t) for t in c.tools]), tokenizer, c.turn
+            )
+            for c in conversations
+        ]
+    return examples
+
+
+def encode_example(tokenizer: Encoder, prompt: str, answer: str) -> Example:
+    """Encode prompt, answer and end; the mask is true for the answer and the end."""
+    return masked_example(tokenizer.encode(prompt), tokenizer, answer)
+
+
+def masked_example(untrained: Sequence[int], tokenizer: Encoder, answer: str) -> Example:
+    """Return the tokens of a prompt, an answer and its end; the mask is true for the answer and the end."""
+    untrained, trained = list(untrained), [*tokenizer.encode(answer), tokenizer.eos_id]
+    mask = [False] * len(untrained) + [True] * len(trained)
+    return np.asarray(untrained + trained, np.int32), np.asarray(mask, np.bool_)
+
+
+def examples_from(path: Path, tokenizer: Encoder, vocab_size: int) -> list[Example]:
+    """Read the examples of a file, one a line, in order; empty lines are skipped.
+
+    Token ids must be below `vocab_size`. Raises ConfigurationError naming file and line.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigurationError(f"warm-start file {path} cannot be read: {error.strerror}") from error
+    examples = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                examples.append(_example(line, tokenizer, vocab_size))
+            except (ValueError, RollstreamError) as error:
+                raise ConfigurationError(f"{path}, line {number}: {error}") from error
+    if not examples:
+        raise ConfigurationError(
+            f"warm-start file {path} holds no example; leave learner.warm_start.file empty instead"
+        )
+    return examples
+
+
+def _example(line: bytes, tokenizer: Encoder, vocab_size: int) -> Example:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:  # UnicodeDecodeError is a ValueError
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"a JSON {type(fields).__name__} where an object belongs")
+    if "tokens" in fields:
+        tokens, mask = _numbers(fields, "tokens", vocab_size), _numbers(fields, "loss_mask", 2)
+        if len(mask) != len(tokens):
+            raise ValueError(f"loss_mask has {len(mask)} entries for {len(tokens)} tokens")
+        example = np.asarray(tokens, np.int32), np.asarray(mask, np.bool_)
+    else:
+        for name in ("prompt", "answer"):
+            if not isinstance(fields.get(name), str):
+                raise ValueError(
+                    f'{name} is {fields.get(name)!r}; give "prompt" and "answer", or "tokens" and "loss_mask"'
+                )
+        example = encode_example(tokenizer, fields["prompt"], fields["answer"])
+        if example[0].max() >= vocab_size:
+            raise ValueError(f"token {example[0].max()} is beyond the model's vocabulary of {vocab_size}")
+    if not example[1][1:].any():
+        raise ValueError("no token is trained (the first one never is: it has no context)")
+    return example
+
+
+def _numbers(fields: dict[str, Any], name: str, below: int) -> list[int]:
+    values = fields.get(name)
+    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+        raise ValueError(f"{name} is not a list of whole numbers")
+    wrong = next((value for value in values if not 0 <= value < below), None)
+    if wrong is not None:
+        raise ValueError(f"{name} holds {wrong}, which is not from 0 to {below - 1}")
+    return values

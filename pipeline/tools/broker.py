@@ -1,0 +1,41 @@
+"""`rollstream broker`: a local Kafka, and `mend`, which ends the transactions of a run that hang on any Kafka."""
+
+import argparse
+import json
+from dataclasses import asdict
+
+from rollstream.infra import commands
+from rollstream.pipeline.command_parser import add_command, set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.topics.kafka import hanging_transactions
+from rollstream.topics.kafka.hanging_transactions import OpenTransaction
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of `rollstream broker`."""
+    mend = add_command(
+        commands.register(parser), "mend", "show transactions of a run that hang on the brokers, and end them"
+    )
+    set_handler(mend, show_mend, example="rollstream broker mend --run main --yes", json=True)
+    mend.add_argument("--yes", action="store_true", help="end them, as their coordinator did")
+
+
+def show_mend(config: RunConfig, args: argparse.Namespace) -> int:
+    """Show hanging transactions, and end them with --yes. Exit code 1 if one still hangs, else 0."""
+    transactions = hanging_transactions.hanging(config.kafka, config.run)
+    left = hanging_transactions.end(config.kafka, transactions) if args.yes else transactions
+    if args.json:
+        rows = [{**asdict(t), "ends_as": _end_of(t), "ended": t not in left} for t in transactions]
+        print(json.dumps({"hanging": rows}))
+        return 1 if left else 0
+    for t in transactions:
+        print(f"{t}: {_end_of(t) if t not in left else f'hangs, to be {_end_of(t)}'}")
+    if not transactions:
+        print(f"no transaction of run {config.run} hangs at {config.kafka.bootstrap_servers}")
+    elif left:
+        print("ending them failed: repeat it" if args.yes else "nothing was changed; end them with --yes")
+    return 1 if left else 0
+
+
+def _end_of(transaction: OpenTransaction) -> str:
+    return "committed" if transaction.committed else "aborted"

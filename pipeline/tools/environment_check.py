@@ -1,0 +1,326 @@
+"""`rollstream env check`: plays an environment, shows its turns and which tokens are trained on, and times it.
+
+It asks the configured inference servers. If none is there and none was named, replies are random text.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+
+from rollstream.consumers.learner.pretrained import tokenizer_of
+from rollstream.consumers.models.tokenizer import PRINTABLE_ASCII, Tokenizer
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.text_tables import printable, table
+from rollstream.pipeline.tools.random_policy import RandomPolicy
+from rollstream.producers.config import EnvironmentConfig, WorkerConfig
+from rollstream.producers.environment import SPLITS, Episode, Prompt
+from rollstream.producers.environment_loading import LoadedEnvironment, load_environments
+from rollstream.producers.group_player import EpisodeLimits, play_group
+from rollstream.producers.inference.client import CompletionsClient
+from rollstream.producers.inference.decoding import row_seed
+from rollstream.producers.inference.errors import InferenceUnavailable
+from rollstream.producers.rollout_assembly import GroupStamp, rollout_of
+from rollstream.producers.sampling import GroupSampling, SamplingClient
+from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.records import Rollout
+
+_WIDTH = 80
+_LOOK_S = 2.0
+_BLOCKED_S = 0.1
+"""Time without an answer from the event loop that is worth a warning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedGroup:
+    """One group that was played."""
+
+    example_id: str
+    rollouts: tuple[Rollout, ...]
+    errors: tuple[str, ...]
+    """Reasons of the members that failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckTimes:
+    """Times of all episodes together, in seconds."""
+
+    episodes: int
+    total_s: float
+    inference_s: float
+    """Time that episodes waited for replies, summed over episodes that ran side by side."""
+    blocked_s: float
+    """Longest time for which the environment kept everything else from running."""
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream env check`."""
+    set_handler(parser, run, example="rollstream env check my_game.py:MyGame", json=True)
+    parser.add_argument(
+        "environment", metavar="NAME", help="an entry of environments, or what an entry's `use` names: game.py:Game"
+    )
+    parser.add_argument("--prompts", type=int, default=2, metavar="N", help="prompts to play (default: %(default)s)")
+    parser.add_argument("--members", type=int, default=4, metavar="N", help="episodes of each (default: %(default)s)")
+    parser.add_argument("--random", action="store_true", help="ask no server; replies are random text")
+
+
+def run(config: RunConfig, args: argparse.Namespace) -> int:
+    """Check an environment; 0 if every episode can be trained on, else 1."""
+    listed = next((e for e in config.environments if args.environment in (e.name, e.use)), None)
+    entry = listed or EnvironmentConfig(use=args.environment)
+    [environment] = load_environments([entry], config.worker, config.tasks)
+    if environment.agent is not None:
+        raise ConfigurationError(
+            f"environment {environment.name} calls the policy itself, which needs a broker to record its calls; play "
+            "it with `rollstream run`, and look at its rollouts with `rollstream show`"
+        )
+    tokenizer = tokenizer_of(config.learner)
+    warnings = list(_prompt_problems(environment, tokenizer))
+    source, groups, times = asyncio.run(_check(config, environment, tokenizer, args))
+    warnings += _group_problems(groups, times)
+    if args.json:
+        print(json.dumps(_as_dict(environment, source, groups, times, warnings)))
+    else:
+        print(_as_text(environment, tokenizer, source, groups, times, warnings))
+    return 1 if any(group.errors for group in groups) else 0
+
+
+async def _check(
+    config: RunConfig, environment: LoadedEnvironment, tokenizer: Tokenizer, args: argparse.Namespace
+) -> tuple[str, list[CheckedGroup], CheckTimes]:
+    """Play the groups one after the other; return where replies came from, the groups and the times."""
+    prompts = environment.prompts("train")[: args.prompts]
+    async with AsyncExitStack() as stack:
+        client: SamplingClient | None = None
+        if not args.random:
+            client = await _server(config.worker, stack)
+        source = ", ".join(config.worker.inference_urls)
+        if client is None:
+            source = "random text, not a server's"
+            alphabet = str(getattr(environment.environment, "vocabulary", "") or PRINTABLE_ASCII)
+            client = RandomPolicy(tokenizer, alphabet)
+        blocking = asyncio.create_task(_longest_block())
+        began = time.monotonic()
+        groups = [await _group(environment, client, prompt, config.worker, args.members) for prompt in prompts]
+        total_s = time.monotonic() - began
+        await asyncio.sleep(0)
+        blocking.cancel()
+        times = CheckTimes(
+            episodes=args.members * len(prompts),
+            total_s=total_s,
+            inference_s=sum(
+                turn.inference.inference_time_s
+                for group in groups
+                for rollout in group.rollouts
+                for turn in rollout.turns
+                if turn.inference is not None
+            ),
+            blocked_s=await blocking,
+        )
+    return source, groups, times
+
+
+async def _server(worker: WorkerConfig, stack: AsyncExitStack) -> SamplingClient | None:
+    """Return a client of the configured servers; None if they are the default and do not answer.
+
+    Raises InferenceUnavailable if servers that were named do not answer.
+    """
+
+    def client(timeout_s: float) -> CompletionsClient:
+        return CompletionsClient(
+            worker.inference_urls,
+            model=worker.model,
+            api_key=worker.api_key,
+            timeout_s=timeout_s,
+            engine=worker.engine,
+        )
+
+    try:
+        async with client(_LOOK_S) as look:
+            await look.version()
+    except InferenceUnavailable:
+        if worker.inference_urls != WorkerConfig().inference_urls:
+            raise
+        return None
+    return await stack.enter_async_context(client(worker.request_timeout_s))
+
+
+async def _longest_block() -> float:
+    """Return the longest time between two turns of the event loop, once cancelled."""
+    longest, before = 0.0, time.monotonic()
+    try:
+        while True:
+            await asyncio.sleep(0.001)
+            now = time.monotonic()
+            longest, before = max(longest, now - before - 0.001), now
+    except asyncio.CancelledError:
+        return max(longest, time.monotonic() - before - 0.001)
+
+
+async def _group(
+    environment: LoadedEnvironment, client: SamplingClient, prompt: Prompt, worker: WorkerConfig, members: int
+) -> CheckedGroup:
+    stamp = GroupStamp(
+        environment=environment.name,
+        group_id=f"check.{prompt.example_id}",
+        group_size=members,
+        policy_version=0,
+        temperature=environment.temperature,
+        logprobs_mode=worker.logprobs_mode,
+        worker_id="check",
+    )
+    sampling = GroupSampling(
+        group_size=members,
+        temperature=environment.temperature,
+        seed=row_seed(worker.seed, stamp.group_id) >> 1,
+        assume_version=max(worker.assume_version, 0),
+    )
+    limits = EpisodeLimits(timeout_s=worker.episode_timeout_s, attempts=1)
+    episodes = await play_group(environment, client, prompt, sampling, limits)
+    rollouts, errors = [], []
+    for number, episode in enumerate(episodes):
+        if not isinstance(episode, Episode):
+            errors.append(str(episode))
+            continue
+        try:
+            rollouts.append(rollout_of(episode, prompt, stamp, uid=f"{stamp.group_id}.{number}"))
+        except RecordError as error:
+            errors.append(str(error))
+    return CheckedGroup(example_id=prompt.example_id, rollouts=tuple(rollouts), errors=tuple(errors))
+
+
+def _prompt_problems(environment: LoadedEnvironment, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield what is wrong with the prompts of an environment. Raises PromptRefused for one that cannot be encoded."""
+    names: dict[str, set[str]] = {}
+    for split in SPLITS:
+        prompts = environment.prompts(split)
+        names[split] = {prompt.example_id for prompt in prompts}
+        if [p.example_id for p in prompts] != [p.example_id for p in environment.prompts(split)]:
+            yield f"prompts({split!r}) returns another order each time; every process must see the same"
+        for prompt in prompts:
+            tokenizer.encode(prompt.text)
+    if not names["heldout"]:
+        yield "prompts('heldout') is empty, so nothing can be evaluated; set its entry's evaluate to false"
+    both = names["train"] & names["heldout"]
+    if both:
+        yield f"{len(both)} prompts are trained on and held out, e.g. {sorted(both)[0]}"
+
+
+def _group_problems(groups: Sequence[CheckedGroup], times: CheckTimes) -> list[str]:
+    problems = []
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if rollouts and all(len({rollout.reward for rollout in group.rollouts}) < 2 for group in groups):
+        problems.append("all members of each group have one reward: such groups are dropped, they teach nothing")
+    if rollouts and all(rollout.truncated for rollout in rollouts):
+        problems.append("every episode was cut off by a token limit; is max_tokens too low?")
+    if times.blocked_s > _BLOCKED_S:
+        problems.append(
+            f"the environment kept everything else waiting for {times.blocked_s:.1f} s; a worker plays many episodes "
+            "in one process: await slow work, or do it in another process"
+        )
+    return problems
+
+
+def _as_dict(
+    environment: LoadedEnvironment,
+    source: str,
+    groups: Sequence[CheckedGroup],
+    times: CheckTimes,
+    warnings: Sequence[str],
+) -> dict[str, object]:
+    return {
+        "environment": environment.name,
+        "prompts": {split: len(environment.prompts(split)) for split in SPLITS},
+        "replies": source,
+        "warnings": list(warnings),
+        "times": asdict(times),
+        "groups": [
+            {
+                "example_id": group.example_id,
+                "errors": list(group.errors),
+                "members": [
+                    {
+                        "reward": rollout.reward,
+                        "components": dict(rollout.reward_components),
+                        "truncated": rollout.truncated,
+                        "tokens": rollout.tokens.tolist(),
+                        "loss_mask": rollout.loss_mask.astype(int).tolist(),
+                        "turns": [
+                            {"role": turn.role, "text": turn.text, "start": turn.start, "stop": turn.stop}
+                            for turn in rollout.turns
+                        ],
+                    }
+                    for rollout in group.rollouts
+                ],
+            }
+            for group in groups
+        ],
+    }
+
+
+def _as_text(
+    environment: LoadedEnvironment,
+    tokenizer: Tokenizer,
+    source: str,
+    groups: Sequence[CheckedGroup],
+    times: CheckTimes,
+    warnings: Sequence[str],
+) -> str:
+    train, heldout = (len(environment.prompts(split)) for split in SPLITS)
+    lines = [
+        f"environment {environment.name}: {train:,} prompts to train on, {heldout:,} held out, at most "
+        f"{environment.max_tokens} tokens a reply",
+        f"replies: {source}",
+    ]
+    for group in groups:
+        lines += ["", f"prompt {printable(group.example_id)}"]
+        if group.rollouts:
+            first = group.rollouts[0]
+            rows = [(t.role, f"{t.start}-{t.stop}", _quoted(t.text)) for t in first.turns]
+            lines += [table(("turn", "tokens", "text of the first member"), rows)]
+            lines += ["", "its tokens, those trained on marked with ^", *masked_lines(first, tokenizer), ""]
+            members = [
+                (
+                    number,
+                    float(f"{rollout.reward:.4g}"),
+                    len(rollout.tokens),
+                    int(rollout.loss_mask.sum()),
+                    "truncated" if rollout.truncated else "ended",
+                    " ".join(f"{name}={value:g}" for name, value in sorted(rollout.reward_components.items())),
+                )
+                for number, rollout in enumerate(group.rollouts)
+            ]
+            lines.append(table(("member", "reward", "tokens", "trained", "end", "components"), members))
+        lines += [f"failed: {printable(error)}" for error in group.errors]
+    each_ms = 1000 * times.total_s / max(times.episodes, 1)
+    lines += [
+        "",
+        f"{times.episodes} episodes in {times.total_s:.2f} s, {each_ms:.1f} ms each; each waited "
+        f"{1000 * times.inference_s / max(times.episodes, 1):.1f} ms for replies",
+        *(f"warning: {warning}" for warning in warnings),
+    ]
+    return "\n".join(lines)
+
+
+def masked_lines(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
+    """Return the tokens of a rollout on lines of a terminal's width, each with a line of marks below it."""
+    lines: list[str] = []
+    shown, marks = "", ""
+    for token, trained in zip(rollout.tokens.tolist(), rollout.loss_mask.tolist(), strict=True):
+        text = tokenizer.decode([token])
+        cell = printable(text, keep="").replace("\\u000a", "\\n") if text else "<end>"
+        if len(shown) + len(cell) > _WIDTH - 4:
+            lines += [f"  {shown}", f"  {marks}"]
+            shown, marks = "", ""
+        shown += cell
+        marks += ("^" if trained else " ") * len(cell)
+    return [line.rstrip() for line in [*lines, f"  {shown}", f"  {marks}"]]
+
+
+def _quoted(text: str) -> str:
+    quoted = printable(text, keep="").replace("\\u000a", "\\n")
+    return quoted if len(quoted) <= _WIDTH - 20 else f"{quoted[: _WIDTH - 23]}..."

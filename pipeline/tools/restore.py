@@ -1,0 +1,49 @@
+"""`rollstream restore`: fills the topics of a new run from an archive."""
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rollstream.consumers.archive.restorer import restore
+from rollstream.consumers.archive.store import open_store
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.progress_bar import progress
+from rollstream.pipeline.tools.archive import current_manifest
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream restore`."""
+    set_handler(
+        parser, show_restore, example="rollstream restore .rollstream/archive --run main --into again", json=True
+    )
+    parser.add_argument("archive", metavar="ARCHIVE", help="where it lies; --run says which run of it")
+    parser.add_argument("--into", required=True, metavar="RUN", help="the run whose topics are created")
+
+
+def show_restore(config: RunConfig, args: argparse.Namespace) -> int:
+    """Fill the topics of a new run from an archive."""
+    store = open_store(args.archive)
+    current = current_manifest(store, config.run)
+    began = time.monotonic()
+    with progress("records") as show:
+        records = restore(config.kafka, config.topics, store, current, args.into, show)
+    result: Mapping[str, Any] = {
+        "archive": store.url,
+        "run": args.into,
+        "archived": config.run,
+        "records": records,
+        "seconds": round(time.monotonic() - began, 3),
+        "partitions": len(current.topics["rollouts"].position),
+    }
+    if args.json:
+        print(json.dumps(result), flush=True)
+    else:
+        print(
+            f"{records:,} records of run {config.run} are topics of run {args.into} now, {result['seconds']:.1f} s; "
+            f"check: rollstream verify --run {args.into}; group further: rollstream group adopt --run {args.into}",
+            flush=True,
+        )
+    return 0

@@ -1,0 +1,196 @@
+"""Read-only view of a run's topics, loaded on first use: index, batches, steps, manifests and fates of offsets.
+
+Everything is as of the moment it was read. A live run continues meanwhile, so missing records may still appear.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
+from rollstream.pipeline.audit.topic_reading import Index, batch_at, read_index, read_journal
+from rollstream.pipeline.tools.plain_values import decoded
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.closing import Closing
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RecordError, TopicError
+from rollstream.topics.fates import BATCHED, DROPPED
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.reader import Reader, read_to_end, record_at
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.kafka.skipping_reader import records_around, records_between
+from rollstream.topics.offset_ranges import from_ranges
+from rollstream.topics.records import BatchUse, Drop, JournalRecord, LearnerStep, PolicyManifest, Rollout, TrainingBatch
+
+IN_FLIGHT, UNREAD = "in_flight", "unread"
+
+
+class RolloutPlace(NamedTuple):
+    """Partition and offset of a record of `rollouts`."""
+
+    partition: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{self.partition}:{self.offset}"
+
+
+class Fate(NamedTuple):
+    """Fate of a record of `rollouts`."""
+
+    name: str
+    """batched, dropped, dead_lettered, control, in_flight or unread."""
+    drop: Drop | None = None
+    batch_ids: tuple[str, ...] = ()
+    """Batches of the transaction that finished it, if it was batched: the record is in one of these, or in an older
+    batch."""
+
+
+class StepUse(NamedTuple):
+    """Use of a batch by a learner's step."""
+
+    step: LearnerStep
+    use: BatchUse
+
+
+class RunView(Closing):
+    """View of one run, from its topics alone; one client reads all single records."""
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        self.kafka, self.run = kafka, run
+        self.skipped = SkippedRecords(logged=False)
+        """Invalid records that were skipped."""
+        self._journals: dict[int, list[JournalRecord]] = {}
+        self._reader: Reader | None = None
+        clients.check_broker(kafka)
+
+    def close(self) -> None:
+        """Close the client."""
+        if self._reader is not None:
+            self._reader.close()
+
+    def topic(self, name: str) -> str:
+        return topic_name(self.run, name)
+
+    def messages(self, name: str) -> Iterator[KafkaRecord]:
+        """Every committed record of a topic other than `rollouts`."""
+        return read_to_end(self.kafka, self.topic(name))
+
+    def rollout_messages(self, partitions: Iterable[int] | None = None) -> Iterator[KafkaRecord]:
+        """Every committed record of `rollouts`, or of some of its partitions, except those that grouping left out."""
+        topic = self.topic("rollouts")
+        numbers = range(topic_admin.partitions_of(self.kafka, topic)) if partitions is None else partitions
+        return records_around(self.kafka, topic, {number: self._left_out.get(number, set()) for number in numbers})
+
+    @cached_property
+    def _left_out(self) -> dict[int, set[int]]:
+        """Offsets of `rollouts` that are not fetched, by partition."""
+        return never_fetched(self.kafka, self.run)
+
+    @cached_property
+    def index(self) -> Index:
+        """Entry of each batch with its offset in the index, in the order learners follow."""
+        return read_index(self.kafka, self.run, self.skipped)
+
+    @cached_property
+    def steps(self) -> list[LearnerStep]:
+        """The newest record of each step of each learner, in order."""
+        newest = {}
+        for _message, step in self.skipped.records(LearnerStep, self.messages("steps")):
+            newest[step.learner, step.step] = step
+        return [newest[key] for key in sorted(newest)]
+
+    @cached_property
+    def uses(self) -> dict[str, list[StepUse]]:
+        """Steps that used or skipped a batch, by batch."""
+        uses: dict[str, list[StepUse]] = {}
+        for step in self.steps:
+            for use in step.uses:
+                uses.setdefault(use.batch_id, []).append(StepUse(step, use))
+        return uses
+
+    @cached_property
+    def policies(self) -> dict[int, PolicyManifest]:
+        """Manifest of each policy version."""
+        manifests = self.skipped.records(PolicyManifest, self.messages("policies"))
+        return {manifest.version: manifest for _message, manifest in manifests}
+
+    def journal(self, partition: int) -> list[JournalRecord]:
+        """The journal of a partition, oldest first, read once."""
+        if partition not in self._journals:
+            records = read_journal(self.kafka, self.run, partition, self.skipped)
+            self._journals[partition] = [record for _offset, record in records]
+        return self._journals[partition]
+
+    def fates(self, partition: int, offsets: set[int]) -> dict[int, Fate]:
+        """Fates of these offsets of a partition."""
+        journal = self.journal(partition)
+        read = range(journal[0].begin, journal[-1].position) if journal else range(0)
+        fates = {offset: Fate(IN_FLIGHT if offset in read else UNREAD) for offset in offsets}
+        for record in journal:
+            drops = {drop.offset: drop for drop in record.drops}
+            for finished in record.finished:
+                for offset in offsets.intersection(from_ranges(finished.runs)):
+                    batch_ids = record.batch_ids if finished.fate == BATCHED else ()
+                    fates[offset] = Fate(
+                        finished.fate, drops.get(offset) if finished.fate == DROPPED else None, batch_ids
+                    )
+        return fates
+
+    def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
+        """Fetch one record; one that grouping left out stays unread. Raises TopicError if it does not exist."""
+        topic = self.topic(name)
+        if self._reader is None:
+            self._reader = Reader(self.kafka, fetch_wait_ms=10)
+        bounds = self._reader.bounds(topic)
+        if partition not in bounds:
+            raise TopicError(f"{topic} has no partition {partition}")
+        low, high = bounds[partition]
+        if not low <= offset < high:
+            raise TopicError(f"{topic}[{partition}] holds offsets {low} to {high - 1}, not {offset}")
+        message: KafkaRecord | None
+        left_out = self._left_out.get(partition, set()) if name == "rollouts" else set()
+        if offset in left_out:
+            message = KafkaRecord(topic, partition, offset, readable=False)
+        elif left_out:
+            only = records_between(self.kafka, topic, partition, offset, offset + 1, left_out, wait=False)
+            message = next((record for record in only if record is not None), None)
+        else:
+            message = record_at(self.kafka, topic, partition, offset, reader=self._reader)
+        if message is None:
+            raise TopicError(f"{topic}[{partition}] holds no record at offset {offset}")
+        return message
+
+    def batch(self, batch_id: str) -> TrainingBatch:
+        """Fetch a batch. Raises TopicError if the index does not name it."""
+        if batch_id not in self.index:
+            raise TopicError(f"run {self.run} has no batch {batch_id}; `rollstream cat batch-index` lists them")
+        entry = self.index[batch_id][1]
+        return batch_at(self.record("batches", entry.partition, entry.offset))
+
+    def batch_of(self, place: RolloutPlace, fate: Fate) -> TrainingBatch | None:
+        """Find the batch that carries a batched record: one of its transaction, or an older one of its partition."""
+        mine = [name for name, (_offset, entry) in self.index.items() if entry.partition == place.partition]
+        older = [name for name in reversed(mine) if name not in fate.batch_ids]
+        for batch_id in (*fate.batch_ids, *older):
+            if batch_id in self.index:
+                try:
+                    batch = self.batch(batch_id)
+                except (TopicError, RecordError):
+                    continue  # The record was pruned, or the entry does not name a batch.
+                if batch.batch_id == batch_id and place.offset in batch.source_offsets:
+                    return batch
+        return None
+
+    def places_of(self, uid: str) -> list[RolloutPlace]:
+        """Places of the rollouts with a uid; several if it was sent more than once."""
+        # A value without the uid's bytes cannot be such a rollout, and need not be decoded.
+        wanted, places = uid.encode(), []
+        for message in self.rollout_messages():
+            value = message.value
+            if value is not None and wanted in value:
+                record = decoded(value)
+                if isinstance(record, Rollout) and record.uid == uid:
+                    places.append(RolloutPlace(message.partition, message.offset))
+        return places

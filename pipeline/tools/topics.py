@@ -1,0 +1,120 @@
+"""`rollstream topics plan|apply|describe`: creates and changes a run's topics to match the catalogue, and shows them.
+
+`apply` also writes generation 0 of the grouping state, so that any role can join a run whose topics exist.
+"""
+
+import argparse
+import json
+import logging
+from collections.abc import Sequence
+
+from rollstream.pipeline.command_parser import add_command, set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.text_tables import table
+from rollstream.topics.kafka import provisioning
+from rollstream.topics.kafka.provisioning import TopicPlan
+from rollstream.topics.kafka.topic_admin import delete_topics
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of `rollstream topics`."""
+    actions = parser.add_subparsers(dest="topics_command", metavar="COMMAND", required=True)
+    for name, handler, summary in (
+        ("plan", plan, "show what apply would create or change"),
+        ("apply", apply, "create and mend the run's topics; safe to repeat"),
+        ("describe", describe, "show the run's topics as they are on the broker"),
+    ):
+        set_handler(add_command(actions, name, summary), handler, json=True)
+
+
+def plan(config: RunConfig, args: argparse.Namespace) -> int:
+    """Show the changes `apply` would make."""
+    plans = provisioning.plan(config.kafka, config.topics, config.run)
+    _show(plans, args, ("create", "change", "keep"))
+    return 0
+
+
+def apply(config: RunConfig, args: argparse.Namespace) -> int:
+    """Create and change topics, and show the changes made."""
+    _show(provision(config), args, ("created", "changed", "kept"))
+    return 0
+
+
+def describe(config: RunConfig, args: argparse.Namespace) -> int:
+    """Show the topics that exist."""
+    topics = provisioning.describe(config.kafka, config.run)
+    if args.json:
+        print(
+            json.dumps(
+                [
+                    {
+                        "topic": d.topic,
+                        "id": d.topic_id,
+                        "partitions": d.partitions,
+                        "settings": dict(sorted(d.settings.items())),
+                    }
+                    for d in topics
+                ]
+            )
+        )
+    elif not topics:
+        print(f"run {config.run} has no topics; create them with: rollstream topics apply --run {config.run}")
+    else:
+        shown = ("cleanup.policy", "retention.ms", "max.message.bytes")
+        rows = [(d.topic, d.partitions, *(d.settings.get(key, "") for key in shown)) for d in topics]
+        print(table(("topic", "partitions", *shown), rows))
+    return 0
+
+
+def provision(config: RunConfig) -> list[TopicPlan]:
+    """Create missing topics and the first grouping state; return the plan that was carried out. Idempotent."""
+    from rollstream.consumers.grouping.core.configuration_marks import check_names
+    from rollstream.consumers.grouping.makers.registry import load_makers
+    from rollstream.consumers.grouping.process.bootstrap import initialise
+
+    # Names in generation 0 stay in the log, so unknown ones are refused before anything is created.
+    check_names(config.grouping, load_makers(config.grouper.makers))
+    plans = provisioning.apply(config.kafka, config.topics, config.run)
+    initialise(config.kafka, config.run, config.grouping, config.grouper)
+    return plans
+
+
+def remove(config: RunConfig) -> None:
+    """Delete the run's topics, from a broker that this process did not start."""
+    names = [d.topic for d in provisioning.describe(config.kafka, config.run)]
+    for topic, error in delete_topics(config.kafka, names).items():
+        event(logger, "topic_not_deleted", level=logging.WARNING, topic=topic, error=error)
+
+
+def _show(plans: Sequence[TopicPlan], args: argparse.Namespace, words: tuple[str, str, str]) -> None:
+    create, change, keep = words
+
+    def word(p: TopicPlan) -> str:
+        return create if p.create else change if p.changes else keep
+
+    if args.json:
+        print(
+            json.dumps(
+                [
+                    {
+                        "topic": p.topic,
+                        "action": word(p),
+                        "partitions": p.partitions,
+                        "settings": p.settings,
+                        "changes": p.changes,
+                    }
+                    for p in plans
+                ]
+            )
+        )
+        return
+    details = ("; ".join(f"{key}: {now or '-'} -> {wanted}" for key, (now, wanted) in p.changes.items()) for p in plans)
+    print(
+        table(
+            ("topic", "partitions", "action", "settings"),
+            [(p.topic, p.partitions, word(p), detail) for p, detail in zip(plans, details, strict=True)],
+        )
+    )

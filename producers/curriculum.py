@@ -1,0 +1,105 @@
+"""The curriculum of a mixture: success rates of environments, which ones are unlocked, and their weights. Pure.
+
+An environment's success rate comes from the newest groups: each group counts as one trial, and older ones fade. The
+weight peaks where half of the trials succeed, because groups of equal rewards teach nothing. Each worker counts its own
+groups, and adds what the other workers last recorded on `control`, so that all see nearly the same rates.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rollstream.producers.config import CurriculumConfig
+from rollstream.topics.records import EnvironmentState, MixtureState, Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """An environment as the curriculum sees it."""
+
+    environment: str
+    weight: float
+    after: tuple[str, ...] = ()
+    """Environments that unlock it."""
+    unlock_at: float = 0.5
+    """Success rate that each of them must reach."""
+
+
+def success_of(group: Sequence[Rollout]) -> float:
+    """Return the success of a group, from 0 to 1: the mean of `exact` where every member has it, else of the reward,
+    each limited to that range."""
+    values = [rollout.reward_components.get("exact", rollout.reward) for rollout in group]
+    if any("exact" not in rollout.reward_components for rollout in group):
+        values = [rollout.reward for rollout in group]
+    return sum(min(max(value, 0.0), 1.0) for value in values) / len(values)
+
+
+def difficulty_weight(success_rate: float, floor: float) -> float:
+    """Return 4 r (1 - r) for the success rate r, at least `floor`: 1 where half of the trials succeed."""
+    return max(floor, 4.0 * success_rate * (1.0 - success_rate))
+
+
+class Curriculum:
+    """Success rates and weights of the environments of one worker."""
+
+    def __init__(
+        self, lessons: Sequence[Lesson], config: CurriculumConfig, own: Mapping[str, EnvironmentState]
+    ) -> None:
+        """`own` is the worker's earlier state by environment; missing ones begin anew."""
+        self._lessons = {lesson.environment: lesson for lesson in lessons}
+        self._config = config
+        self._own = {name: own.get(name, EnvironmentState(environment=name)) for name in self._lessons}
+        self._others: tuple[MixtureState, ...] = ()
+        self._unlock()
+
+    def state(self, environment: str) -> EnvironmentState:
+        """Return this worker's own counts of an environment."""
+        return self._own[environment]
+
+    def success_rate(self, environment: str) -> float | None:
+        """Return the success rate over all workers; None before curriculum.min_groups groups."""
+        own = [self._own[environment]] if environment in self._own else []
+        states = [*own, *self._elsewhere(environment)]
+        trials = sum(state.trials for state in states)
+        if trials < self._config.min_groups:
+            return None
+        return sum(state.successes for state in states) / trials
+
+    def weights(self) -> dict[str, float]:
+        """Return the weight of each environment now; 0 for one that is locked."""
+        return {name: self._weight(lesson) for name, lesson in self._lessons.items()}
+
+    def note_group(self, environment: str, success: float) -> None:
+        """Count a group's success, from 0 to 1."""
+        state = self._own[environment]
+        kept = 1.0 - 1.0 / self._config.window_groups
+        self._own[environment] = replace(
+            state, successes=state.successes * kept + success, trials=state.trials * kept + 1.0
+        )
+        self._unlock()
+
+    def note_others(self, states: Iterable[MixtureState]) -> None:
+        """Take over the newest states of the other workers; what they have unlocked is unlocked here, too."""
+        self._others = tuple(states)
+        for name, state in self._own.items():
+            if any(other.unlocked for other in self._elsewhere(name)):
+                self._own[name] = replace(state, unlocked=True)
+        self._unlock()
+
+    def _weight(self, lesson: Lesson) -> float:
+        if not self._own[lesson.environment].unlocked:
+            return 0.0
+        rate = self.success_rate(lesson.environment) if self._config.enabled else None
+        # An environment is as hard as can be until it is known how hard it is.
+        return lesson.weight * (1.0 if rate is None else difficulty_weight(rate, self._config.floor))
+
+    def _elsewhere(self, environment: str) -> list[EnvironmentState]:
+        return [state for other in self._others for state in other.environments if state.environment == environment]
+
+    def _unlock(self) -> None:
+        """Unlock what has become due. Nothing is locked again: a policy may forget, and must then practise both."""
+        for name, lesson in self._lessons.items():
+            if not self._own[name].unlocked and all(
+                (self.success_rate(before) or 0.0) >= lesson.unlock_at and self.success_rate(before) is not None
+                for before in lesson.after
+            ):
+                self._own[name] = replace(self._own[name], unlocked=True)

@@ -1,0 +1,204 @@
+"""Loads the environments of a run, by the entries that name them: built-in ones, installed ones and users' own files.
+
+A class is called with the entry's options; what it returns must follow one of the two protocols.
+"""
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from rollstream.producers.config import EnvironmentConfig, TasksConfig, WorkerConfig
+from rollstream.producers.environment import (
+    AgentEnvironment,
+    Conversation,
+    Environment,
+    Episode,
+    Generate,
+    Prompt,
+    Split,
+)
+from rollstream.producers.tasks import TASKS, create_task
+from rollstream.producers.tasks.number_guessing import NumberGuessing
+from rollstream.producers.tasks.question_file import QuestionFile
+from rollstream.producers.tasks.reasoning_gym_dataset import ReasoningGymDataset
+from rollstream.producers.tasks.tool_use import ToolUse
+from rollstream.producers.tasks.verifiers_environment import VerifiersEnvironment
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.secrets import resolve
+from rollstream.topics.user_code import load_object
+
+ENTRY_POINTS = "rollstream.environments"
+"""Group in which an installed package names its environments."""
+_CLASSES: Mapping[str, type] = {
+    "guess": NumberGuessing,
+    "jsonl": QuestionFile,
+    "reasoning-gym": ReasoningGymDataset,
+    "tools": ToolUse,
+    "verifiers": VerifiersEnvironment,
+}
+BUILT_IN = (*TASKS, *_CLASSES)
+"""Names of the environments that come with rollstream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedEnvironment:
+    """An environment with the settings of its entry. It follows the protocol Environment itself."""
+
+    environment: Environment | AgentEnvironment
+    name: str
+    max_tokens: int
+    stop: tuple[str, ...]
+    group_size: int
+    temperature: float
+    entry: EnvironmentConfig
+
+    @property
+    def agent(self) -> AgentEnvironment | None:
+        """The environment if it calls the policy itself, else None."""
+        return None if hasattr(self.environment, "run") else self.environment
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        """Return the prompts of a split. Raises ConfigurationError if none is to train on, or two have one name."""
+        prompts = self.environment.prompts(split)
+        if not prompts and split == "train":
+            raise ConfigurationError(f"environment {self.name} has no prompts to train on; prompts('train') is empty")
+        names: set[str] = set()
+        for prompt in prompts:
+            if prompt.example_id in names:
+                raise ConfigurationError(
+                    f"environment {self.name} has two prompts of the name {prompt.example_id!r} in split {split}; give "
+                    "each an example_id of its own"
+                )
+            names.add(prompt.example_id)
+        return prompts
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Episode:
+        """Play one episode of the form that exchanges texts. Raises ConfigurationError for the other form."""
+        if self.agent is not None:
+            raise ConfigurationError(
+                f"environment {self.name} calls the policy over HTTP, which is not possible here: give it a method run"
+            )
+        return await self.environment.run(prompt, generate)  # type: ignore[union-attr]
+
+    def warm_start_examples(self, seed: int, n: int) -> list[tuple[str, str]]:
+        """Return at most `n` pairs of prompt and answer that teach the format; none if the environment offers none."""
+        offered = getattr(self.environment, "warm_start_examples", None)
+        return list(offered(seed, n)) if offered else []
+
+    def warm_start_conversations(self, seed: int, n: int) -> list[Conversation]:
+        """Return at most `n` conversations that teach the format; none if the environment offers none."""
+        offered = getattr(self.environment, "warm_start_conversations", None)
+        return list(offered(seed, n)) if offered else []
+
+
+def load_environments(
+    entries: Sequence[EnvironmentConfig], worker: WorkerConfig, settings: TasksConfig | None = None
+) -> tuple[LoadedEnvironment, ...]:
+    """Load the environments of these entries; `worker` has the values that an entry does not set.
+
+    Raises ConfigurationError, naming the entry, if one cannot be loaded or two have the same name.
+    """
+    loaded: dict[str, LoadedEnvironment] = {}
+    for entry in entries:
+        environment = with_settings(create_environment(entry, settings), worker, entry)
+        if environment.name in loaded:
+            raise ConfigurationError(
+                f"two environments are called {environment.name!r}; give one of them another name in [[environments]]"
+            )
+        loaded[environment.name] = environment
+    return tuple(loaded.values())
+
+
+def with_settings(
+    environment: Environment | AgentEnvironment, worker: WorkerConfig, entry: EnvironmentConfig | None = None
+) -> LoadedEnvironment:
+    """Return an environment with the settings of its entry, by default those of `worker`.
+
+    Raises ConfigurationError if it does not follow the protocol.
+    """
+    entry = entry or EnvironmentConfig(use=type(environment).__name__)
+    _check(environment, entry.use)
+    stop = getattr(environment, "stop", ())
+    return LoadedEnvironment(
+        environment=environment,
+        name=entry.name or environment.name,
+        max_tokens=entry.max_tokens or environment.max_tokens,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        group_size=entry.group_size or worker.group_size,
+        temperature=entry.temperature or worker.temperature,
+        entry=entry,
+    )
+
+
+def create_environment(entry: EnvironmentConfig, settings: TasksConfig | None = None) -> Environment | AgentEnvironment:
+    """Make the environment that an entry names. Raises ConfigurationError, naming the nearest, if there is none."""
+    options = {key: _resolved(key, value) for key, value in entry.options.items()}
+    if entry.use in TASKS:
+        return _called(entry.use, create_task, options, entry.use, settings)
+    if entry.use in _CLASSES:
+        return _called(entry.use, _CLASSES[entry.use], options)
+    if ":" not in entry.use:
+        return _called(entry.use, _plug_in(entry.use), options)
+    factory = load_object(entry.use, "environments: use is", "name it package.module:Class")
+    return _called(entry.use, factory, options)
+
+
+def _resolved(key: str, value: Any) -> Any:
+    return resolve(key, value) if isinstance(value, str) else value
+
+
+def _plug_in(name: str) -> Any:
+    plug_ins: Mapping[str, EntryPoint] = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name in plug_ins:
+        try:
+            return plug_ins[name].load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigurationError(f"environment {name} is installed and cannot be imported: {error}") from error
+    names = [*BUILT_IN, *plug_ins]
+    near = difflib.get_close_matches(name, names, 1)
+    hint = (
+        f"did you mean {near[0]!r}?" if near else "one of yours is named package.module:Class or path/to/file.py:Class"
+    )
+    raise ConfigurationError(f"no environment is called {name!r}; there are {', '.join(names)}; {hint}")
+
+
+def _called(use: str, factory: Any, options: Mapping[str, Any], *before: Any) -> Environment | AgentEnvironment:
+    if not callable(factory):
+        raise ConfigurationError(f"environment {use} is a {type(factory).__name__}; name a class or a function")
+    try:
+        inspect.signature(factory).bind(*before, **options)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"environment {use} does not take the options {dict(options)}: {error}; it takes "
+            f"{inspect.signature(factory)}"
+        ) from error
+    except ValueError:
+        pass  # a class without a signature, such as one written in C
+    try:
+        environment: Environment | AgentEnvironment = factory(*before, **options)
+    except TypeError as error:
+        raise ConfigurationError(f"environment {use} with options {dict(options)}: {error}") from error
+    return environment
+
+
+def _check(environment: object, use: str) -> None:
+    """Raise ConfigurationError, naming the first part that is missing, if an object is no environment."""
+    name = getattr(environment, "name", None)
+    if not isinstance(name, str) or not name:
+        raise ConfigurationError(f"environment {use} has no attribute `name`; give its class one, e.g. name = 'game'")
+    max_tokens = getattr(environment, "max_tokens", None)
+    if not isinstance(max_tokens, int) or max_tokens < 1:
+        raise ConfigurationError(
+            f"environment {use} has max_tokens = {max_tokens!r}; set it to the most tokens of a reply, e.g. 16"
+        )
+    if not callable(getattr(environment, "prompts", None)):
+        raise ConfigurationError(f"environment {use} has no method prompts(split)")
+    method = getattr(environment, "run", None) or getattr(environment, "play", None)
+    if not inspect.iscoroutinefunction(method):
+        raise ConfigurationError(
+            f"environment {use} has no coroutine run(prompt, generate), nor play(prompt, endpoint); write it with "
+            "`async def`, or derive the class from rollstream.SingleTurn"
+        )

@@ -1,0 +1,1 @@
+"""Episodes from recorded model calls: token sequences of calls, and the branches they fold into. Pure."""

@@ -1,0 +1,156 @@
+"""Folds the model calls of an episode into branches, by longest exact token prefix. Pure.
+
+A call continues the earlier answer whose whole sequence, prompt and answer, its prompt begins with. An answer that no
+call continues ends a branch. If the agent rewrote its history, no answer is continued, and a new branch begins. Every
+sampled token is trained exactly once: an answer shared by several branches is masked in in the first of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollstream.producers.episodes.call_sequences import CallSequence, CallSequences, ChatMessage, new_messages
+from rollstream.topics.records import Bool, Float32, InferenceMetadata, Int32, Int64, ModelCall, Turn
+
+
+@dataclass(frozen=True)
+class AnswerPlace:
+    """An answer of a call and the tokens of a branch it covers."""
+
+    uid: str
+    """uid of the call."""
+    answer: int
+    """Index of the answer."""
+    start: int
+    stop: int
+    trained: bool
+    """Whether the loss mask of this branch holds its tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """One sequence of an episode; arrays have shape [T]."""
+
+    tokens: Int32
+    loss_mask: Bool
+    logprobs: Float32
+    """Log-probabilities of trained tokens, 0 elsewhere."""
+    versions: Int64
+    """Policy version that sampled each trained token, -1 elsewhere or if the server named none."""
+    turns: tuple[Turn, ...]
+    calls: tuple[AnswerPlace, ...]
+    """Answers in the branch, in order."""
+    truncated: bool = False
+    """Whether a token limit cut its last answer off."""
+    replica_id: str = "unknown"
+    """Server of its last answer."""
+
+
+@dataclass(eq=False)
+class _Sample:
+    sequence: CallSequence
+    answer: int
+    parent: "_Sample | None"
+    continued: bool = False
+    trained: bool = False
+    path: "list[_Sample]" = field(default_factory=list)
+
+
+def distinct(calls: Sequence[ModelCall]) -> list[ModelCall]:
+    """Return the calls without retries: of those with one request and repetition, the first on the log counts."""
+    first: dict[tuple[str, int], ModelCall] = {}
+    for call in calls:
+        first.setdefault((call.request, call.repetition), call)
+    return list(first.values())
+
+
+def branches_of(calls: Sequence[ModelCall]) -> list[Branch]:
+    """Return the branches of an episode from its calls in the order of the log, retries included.
+
+    Raises RecordError if a prompt cannot be rebuilt.
+    """
+    everything = CallSequences(calls)
+    known = CallSequences()
+    samples: dict[tuple[str, int], _Sample] = {}
+    for call in distinct(calls):
+        sequence = everything.by_uid[call.uid]
+        place = known.continued_by(sequence.prompt)
+        parent = None if place is None else samples[place]
+        for index, answer in enumerate(call.answers):
+            if len(answer.tokens):
+                samples[call.uid, index] = sample = _Sample(sequence, index, parent)
+                sample.path = [*(parent.path if parent else ()), sample]
+                if parent is not None:
+                    parent.continued = True
+        known.index(sequence)
+    return [_branch(sample) for sample in samples.values() if not sample.continued]
+
+
+def _branch(leaf: _Sample) -> Branch:
+    tokens = leaf.sequence.with_answer(leaf.answer)
+    mask, logprobs = np.zeros(len(tokens), np.bool_), np.zeros(len(tokens), np.float32)
+    versions = np.full(len(tokens), -1, np.int64)
+    turns: list[Turn] = []
+    places: list[AnswerPlace] = []
+    before: Sequence[ChatMessage] = ()
+    for sample in leaf.path:
+        call, answer = sample.sequence.call, sample.sequence.call.answers[sample.answer]
+        start = len(sample.sequence.prompt)
+        stop = start + len(answer.tokens)
+        trained = not sample.trained
+        sample.trained = True
+        if trained:
+            mask[start:stop] = True
+            logprobs[start:stop] = answer.logprobs
+            for span in answer.spans:
+                versions[start + span.start : start + span.stop] = span.version
+        turns += _turns(new_messages(before, sample.sequence.messages), places[-1].stop if places else 0, start)
+        before = sample.sequence.messages
+        highest = max((span.version for span in answer.spans), default=-1)
+        turns.append(
+            Turn(
+                role="assistant",
+                text=answer.text,
+                start=start,
+                stop=stop,
+                has_logprobs=trained,
+                timestamp=call.answered,
+                inference=InferenceMetadata(
+                    model_version=highest,
+                    sampling_params=dict(call.sampling),
+                    inference_time_s=max(0.0, call.answered - call.began),
+                ),
+            )
+        )
+        places.append(AnswerPlace(call.uid, sample.answer, start, stop, trained))
+    last = leaf.sequence.call
+    return Branch(
+        tokens=tokens.astype("<i4"),
+        loss_mask=mask,
+        logprobs=logprobs.astype("<f4"),
+        versions=versions.astype("<i8"),
+        turns=tuple(turns),
+        calls=tuple(places),
+        truncated=last.answers[leaf.answer].finish_reason == "length",
+        replica_id=last.replica_id,
+    )
+
+
+def _turns(messages: Sequence[ChatMessage], start: int, stop: int) -> list[Turn]:
+    """Turns of the messages before an answer; the last one covers their tokens."""
+    turns = [
+        Turn(role=str(message.get("role", "user")), text=_text(message), start=start, stop=start)
+        for message in messages[:-1]
+    ]
+    last = messages[-1] if messages else {"role": "user"}
+    return [*turns, Turn(role=str(last.get("role", "user")), text=_text(last), start=start, stop=stop)]
+
+
+def _text(message: ChatMessage) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return ""

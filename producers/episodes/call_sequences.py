@@ -1,0 +1,161 @@
+"""Token sequences of a session's model calls, which records hold as differences from earlier calls. Pure.
+
+A writer asks for the earlier answer that a prompt continues; a reader rebuilds every prompt and checks its digest. So
+tokens that were sampled once are never rendered or tokenized again.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollstream.topics.errors import RecordError
+from rollstream.topics.records import Int32, ModelCall
+
+ChatMessage = Mapping[str, Any]
+PROMPT_ROLE = "prompt"
+"""Role of the one message that stands for a text prompt."""
+_DIGEST_BYTES = 16
+_HEAD = 64
+
+
+def token_digest(tokens: Int32) -> str:
+    """Return the BLAKE2b digest of token ids, as little-endian int32."""
+    return hashlib.blake2b(np.ascontiguousarray(tokens, "<i4").tobytes(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def common_length(a: Int32, b: Int32) -> int:
+    """Return the number of tokens that two sequences have in common at their beginning."""
+    length = min(len(a), len(b))
+    differing = np.flatnonzero(a[:length] != b[:length])
+    return int(differing[0]) if len(differing) else length
+
+
+@dataclass(frozen=True, eq=False)
+class CallSequence:
+    """Prompt and answers of one call, in full."""
+
+    call: ModelCall
+    prompt: Int32
+    """All token ids of the prompt."""
+    messages: tuple[ChatMessage, ...]
+    """All messages of the request."""
+
+    def with_answer(self, index: int) -> Int32:
+        """Return the prompt followed by one answer."""
+        return np.concatenate([self.prompt, self.call.answers[index].tokens])
+
+
+@dataclass(frozen=True, eq=False)
+class PromptDelta:
+    """A prompt as its record holds it."""
+
+    parent: str
+    parent_answer: int
+    shared: int
+    prompt: Int32
+    messages_shared: int
+    messages: str
+    digest: str
+
+
+class CallSequences:
+    """Sequences of the calls of one session, added in the order of the log."""
+
+    def __init__(self, calls: Iterable[ModelCall] = ()) -> None:
+        self.by_uid: dict[str, CallSequence] = {}
+        self._by_length: dict[int, dict[bytes, tuple[str, int]]] = {}
+        """Calls and answers by length and digest of prompt and answer together."""
+        for call in calls:
+            self.add(call)
+
+    def add(self, call: ModelCall) -> CallSequence:
+        """Rebuild a call. Raises RecordError if its parent is missing or its prompt does not have the digest."""
+        if call.uid in self.by_uid:
+            return self.by_uid[call.uid]
+        parent = self.by_uid.get(call.parent)
+        if call.parent and (parent is None or not 0 <= call.parent_answer < len(parent.call.answers)):
+            raise RecordError(
+                f"call {call.uid} continues call {call.parent}, which session {call.session} does not have"
+            )
+        prompt, messages = call.prompt, _messages(call)
+        if parent is not None:
+            prompt = np.concatenate([parent.with_answer(call.parent_answer)[: call.shared], prompt])
+            messages = (*parent.messages[: call.messages_shared], *messages)
+        if token_digest(prompt) != call.prompt_digest:
+            raise RecordError(f"the prompt of call {call.uid} of session {call.session} does not have its digest")
+        sequence = CallSequence(call, prompt, messages)
+        self.index(sequence)
+        return sequence
+
+    def index(self, sequence: CallSequence) -> None:
+        """Add a call that is rebuilt already."""
+        call = sequence.call
+        self.by_uid[call.uid] = sequence
+        for index, answer in enumerate(call.answers):
+            if len(answer.tokens):
+                whole = sequence.with_answer(index)
+                self._by_length.setdefault(len(whole), {}).setdefault(_key(whole), (call.uid, index))
+
+    def continued_by(self, prompt: Int32) -> tuple[str, int] | None:
+        """Return the call and answer whose whole sequence is the longest beginning of a prompt; None if none is."""
+        lengths = sorted(length for length in self._by_length if length <= len(prompt))
+        digest, done = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
+        longest = None
+        for length in lengths:
+            digest.update(np.ascontiguousarray(prompt[done:length], "<i4").tobytes())
+            done = length
+            longest = self._by_length[length].get(digest.copy().digest(), longest)
+        return longest
+
+    def delta_of(self, prompt: Int32, messages: Sequence[ChatMessage]) -> PromptDelta:
+        """Return the difference of a prompt from the answer it continues, else from the newest call."""
+        place = self.continued_by(prompt)
+        if place is None and self.by_uid:
+            place = (next(reversed(self.by_uid)), 0)
+        uid, index, shared, messages_shared = "", 0, 0, 0
+        if place is not None:
+            parent = self.by_uid[place[0]]
+            if parent.call.answers:
+                uid, index = place
+                shared = common_length(parent.with_answer(index), prompt)
+                messages_shared = _common_messages(parent.messages, messages)
+        return PromptDelta(
+            parent=uid,
+            parent_answer=index,
+            shared=shared,
+            prompt=np.ascontiguousarray(prompt[shared:], "<i4"),
+            messages_shared=messages_shared,
+            messages=json.dumps(list(messages[messages_shared:]), ensure_ascii=False, separators=(",", ":")),
+            digest=token_digest(prompt),
+        )
+
+
+def _key(tokens: Int32) -> bytes:
+    return bytes.fromhex(token_digest(tokens))
+
+
+def _messages(call: ModelCall) -> tuple[ChatMessage, ...]:
+    try:
+        messages = json.loads(call.messages)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"messages of call {call.uid} are not JSON: {error}") from error
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise RecordError(f"messages of call {call.uid} are {call.messages[:_HEAD]!r}, not an array of objects")
+    return tuple(messages)
+
+
+def _common_messages(a: Sequence[ChatMessage], b: Sequence[ChatMessage]) -> int:
+    length = 0
+    while length < min(len(a), len(b)) and a[length] == b[length]:
+        length += 1
+    return length
+
+
+def new_messages(before: Sequence[ChatMessage], now: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+    """Return the messages that a request adds to an earlier one, without the answer that it repeats."""
+    added = now[_common_messages(before, now) :]
+    return added[1:] if before and added and added[0].get("role") == "assistant" else added

@@ -1,0 +1,213 @@
+"""Flow control: producers never run further ahead of the learner than its policy lag allows. Pure, without I/O.
+
+Outstanding rollouts are those produced and neither dropped, dead-lettered, trained on nor skipped. Their number T stays
+at most `limit`, although no worker knows the state of the others. The limit is (max_policy_lag + 1) * rollouts_per_step
+less what can rest on the partitions while others overtake it, so that hardly anything is stale when it is trained on:
+
+- A worker sees S, the outstanding rollouts grouping has read (from the journal, `batch-index` and `steps`), and knows
+  its own m: those it started, sent or not, that grouping has not read. So T = S + the sum of all m.
+- It starts a group of g only while m + g <= share and S + m + g + (n - 1) * share <= limit, which assumes that the
+  other n - 1 workers hold their full share. So every start leaves T <= limit, and between starts T only falls.
+  (Splitting the free capacity, m + g <= (limit - S) / n, would not do: while a slow worker holds its m, the others
+  raise S to the limit without it.)
+- share = (limit - floor) / n, or less if a worker never has as much in flight, where floor is the number of rollouts
+  that can rest in the pipeline until more arrive. At or below the floor each worker can fill its share whatever the
+  others do, so a worker that died holding its share never stalls the others; above the floor the learner makes progress
+  by itself.
+
+S is as fresh as the journal: a worker that sees an old S can exceed the limit by at most its share.
+
+While a group is played, the learner takes others that were started later: the most of them in the newest groups of the
+worker comes off the limit, too, and off its share. A quota keeps a fast environment from owning the mixture: the same
+rule holds for its own S and m with share and limit times the quota, and at least a group in flight for each worker.
+Both hold only while the learner has a whole step waiting, so neither starves it.
+"""
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rollstream.producers.config import CapacityConfig
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.fates import BATCHED, DEAD_LETTERED, DROPPED, fate_and_reason
+from rollstream.topics.journal_counts import JournalCounts
+
+_GROUPS_REMEMBERED = 64
+
+
+@dataclass(frozen=True)
+class PartitionProgress:
+    """Progress of grouping on a partition: counts of its journal, in rollouts since the start of the run."""
+
+    position: int
+    produced: int
+    finished_untrained: int
+    batched: int = 0
+
+    @classmethod
+    def of(cls, position: int, journal: JournalCounts) -> "PartitionProgress":
+        """Sum the counts over environments. Dead letters count as produced, so they count as finished, too."""
+        counts = journal.counts
+        return cls(
+            position=position,
+            produced=sum(count.rollouts for count in journal.produced),
+            finished_untrained=sum(
+                count.rollouts for count in counts if fate_and_reason(count.fate)[0] in (DROPPED, DEAD_LETTERED)
+            ),
+            batched=sum(count.rollouts for count in counts if count.fate == BATCHED),
+        )
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """Progress of grouping and the learner as recorded on the log; partitions without a journal are at the start."""
+
+    partitions: Mapping[int, PartitionProgress] = field(default_factory=dict)
+    consumed: int = 0
+    """Rollouts trained on or skipped."""
+    skipped: int = 0
+    """Records of journal and steps that could not be read."""
+    by_environment: Mapping[str, int] = field(default_factory=dict)
+    """Outstanding rollouts by environment."""
+
+    @property
+    def outstanding(self) -> int:
+        """Rollouts that grouping has read and that are neither dropped, dead-lettered, trained on nor skipped."""
+        return sum(p.produced - p.finished_untrained for p in self.partitions.values()) - self.consumed
+
+    @property
+    def waiting(self) -> int:
+        """Rollouts that are batched and neither trained on nor skipped."""
+        return sum(p.batched for p in self.partitions.values()) - self.consumed
+
+    def position(self, partition: int) -> int:
+        """Return the next offset of rollouts that grouping reads on a partition."""
+        progress = self.partitions.get(partition)
+        return progress.position if progress else 0
+
+
+def may_start(
+    config: CapacityConfig, outstanding: int, mine_unseen: int, rollouts: int = 0, overtaking: int = 0
+) -> bool:
+    """Return whether a worker may start a group of `rollouts` (default: group_size), given S and its own m.
+
+    `overtaking` rollouts are expected to be consumed before the group has ended.
+    """
+    mine = mine_unseen + (rollouts or config.group_size)
+    limit = max(config.limit - overtaking, (config.limit + config.needed) // 2)
+    share = min(config.share, (limit - config.floor) // config.workers)
+    return mine <= share and outstanding + mine + (config.workers - 1) * share <= limit
+
+
+def within_quota(config: CapacityConfig, environment: str, outstanding: int, mine_unseen: int, rollouts: int) -> bool:
+    """Return whether a group of `rollouts` keeps an environment within its quota, given its own S and m."""
+    quota = config.quotas.get(environment, 1.0)
+    mine = mine_unseen + rollouts
+    share = quota * config.share
+    return mine <= max(share, rollouts) and outstanding + mine + (config.workers - 1) * share <= quota * config.limit
+
+
+def check_capacity(config: CapacityConfig) -> None:
+    """Raise ConfigurationError, naming the number to change, if the pipeline could stall for ever.
+
+    Required: `fresh` is at least `needed`, the sum of rollouts_per_step, of what can rest on the partitions, and of a
+    group for each worker.
+    """
+    for name in ("rollouts_per_step", "partitions", "batch_rollouts", "group_size", "workers"):
+        if getattr(config, name) < 1:
+            raise ConfigurationError(f"{name} is {getattr(config, name)}; it must be at least 1")
+    needed = config.needed
+    for environment, quota in config.quotas.items():
+        if not 0 < quota <= 1:
+            raise ConfigurationError(f"the quota of environment {environment!r} is {quota:g}; it must be in (0, 1]")
+    if config.fresh >= needed:
+        return
+    lag = -(-needed // config.rollouts_per_step) - 1
+    raise ConfigurationError(
+        f"max_policy_lag {config.max_policy_lag} lets {config.fresh} rollouts be outstanding, but a step may need "
+        f"{needed}: rollouts_per_step {config.rollouts_per_step} + partitions {config.partitions} * (batch_rollouts "
+        f"{config.batch_rollouts} - 1 + group_size {config.group_size}) + workers {config.workers} * group_size; raise "
+        f"max_policy_lag to {lag}, or lower batch_rollouts or partitions"
+    )
+
+
+class FlowControl:
+    """Applies the rule for one worker. Not thread-safe: the worker's loop calls it."""
+
+    def __init__(self, config: CapacityConfig, baseline: Mapping[int, int] | None = None) -> None:
+        """`baseline` holds the end of each partition at start: unread rollouts before it may be those of an earlier
+        incarnation, so they count as this worker's."""
+        check_capacity(config)
+        self.config = config
+        self._progress = RunProgress()
+        self._baseline = dict(baseline or {})
+        self._overtaking: deque[int] = deque(maxlen=_GROUPS_REMEMBERED)
+        self._reserved: Counter[str] = Counter()
+        self._delivered: dict[tuple[str, int], list[int]] = {}
+        """Offsets that grouping has not read, by environment and partition."""
+
+    @property
+    def outstanding(self) -> int:
+        """S, as last observed."""
+        return self._progress.outstanding
+
+    @property
+    def records_skipped(self) -> int:
+        """Records of journal and steps that could not be read; they may make the counts too low."""
+        return self._progress.skipped
+
+    @property
+    def mine_unseen(self) -> int:
+        """Rollouts this worker started and grouping has not read."""
+        delivered = sum(map(len, self._delivered.values()))
+        earlier = sum(max(0, end - self._progress.position(p)) for p, end in self._baseline.items())
+        return self._reserved.total() + delivered + earlier
+
+    def _mine_of(self, environment: str) -> int:
+        delivered = sum(len(offsets) for (name, _p), offsets in self._delivered.items() if name == environment)
+        return self._reserved[environment] + delivered
+
+    def observe(self, progress: RunProgress) -> None:
+        """Update the progress from newer journal records and steps."""
+        if progress is self._progress:
+            return
+        self._progress = progress
+        for (_environment, partition), offsets in self._delivered.items():
+            position = progress.position(partition)
+            while offsets and offsets[0] < position:
+                heapq.heappop(offsets)
+
+    def start_group(self, environment: str = "", rollouts: int = 0) -> bool:
+        """Reserve a group of `rollouts` (default: group_size) of an environment and return True, or return False when
+        there is no room now, or none for this environment."""
+        rollouts = rollouts or self.config.group_size
+        step_waits = self._progress.waiting >= self.config.rollouts_per_step
+        overtaking = max(self._overtaking, default=0) if step_waits else 0
+        if not may_start(self.config, self._progress.outstanding, self.mine_unseen, rollouts, overtaking):
+            return False
+        if step_waits and environment in self.config.quotas:
+            outstanding = self._progress.by_environment.get(environment, 0)
+            if not within_quota(self.config, environment, outstanding, self._mine_of(environment), rollouts):
+                return False
+        self._reserved[environment] += rollouts
+        return True
+
+    @property
+    def consumed(self) -> int:
+        """Rollouts trained on or skipped, as last observed."""
+        return self._progress.consumed
+
+    def note_end(self, consumed_at_start: int) -> None:
+        """Note that a group has ended, given `consumed` when it was started: others overtook it meanwhile."""
+        self._overtaking.append(self.consumed - consumed_at_start)
+
+    def note_delivery(self, partition: int, offset: int, environment: str = "") -> None:
+        """Note that a rollout of a group reserved for an environment is on the log."""
+        self._reserved[environment] -= 1
+        if offset >= self._progress.position(partition):
+            heapq.heappush(self._delivered.setdefault((environment, partition), []), offset)
+
+    def release(self, rollouts: int, environment: str = "") -> None:
+        """Release members of a group reserved for an environment that will never be sent."""
+        self._reserved[environment] -= rollouts

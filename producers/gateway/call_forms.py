@@ -1,0 +1,211 @@
+"""Requests and answers of model calls as the agent, the inference server and the record have them. Pure.
+
+The agent sends what it likes; the server is asked for tokens and logprobs, too; the agent gets back what it asked for.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rollstream.producers.episodes.call_sequences import PROMPT_ROLE, CallSequences, ChatMessage
+from rollstream.producers.inference.answers import Dialect, Sample
+from rollstream.topics.errors import RecordError
+from rollstream.topics.records import AnswerSpan, CallAnswer, ModelCall, SamplingParams
+
+ROUTES: Mapping[str, Dialect] = {"chat/completions": "chat", "completions": "completions"}
+"""Dialect of each captured route, below the base URL."""
+_NOT_IN_DIGEST = {"stream", "stream_options"}
+_SHAPING = {
+    "top_p": 1.0,
+    "top_k": None,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+}
+"""Parameters by which the distribution sampled from is no longer the policy's, with the value that does nothing."""
+_RECORDED = ("temperature", "max_tokens", "max_completion_tokens", "seed", "stop", "n", *_SHAPING)
+_PROMPT_FIELDS = ("prompt_token_ids",)
+_ENGINE_FIELDS = (*_PROMPT_FIELDS, "token_ids", "response_token_ids", "weight_versions", "metadata")
+"""Fields of an answer that an agent reads only if it asks for tokens: its client may not know them."""
+
+
+@dataclass(frozen=True)
+class AgentRequest:
+    """A request as the agent sent it."""
+
+    route: str
+    body: Mapping[str, Any]
+    digest: str
+    """Digest of what makes it the same request when it is sent again."""
+
+    @property
+    def messages(self) -> Sequence[ChatMessage]:
+        """Its messages; a text prompt is one of its own role, and a prompt of token ids is none."""
+        if self.route == "chat/completions":
+            return self.body["messages"]  # type: ignore[no-any-return]
+        prompt = self.body.get("prompt")
+        return [{"role": PROMPT_ROLE, "content": prompt}] if isinstance(prompt, str) else []
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the answer is to be a stream of events."""
+        return bool(self.body.get("stream"))
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether the agent asked for token ids."""
+        return bool(self.body.get("return_token_ids"))
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the agent asked for log-probabilities."""
+        logprobs = self.body.get("logprobs")
+        return logprobs is not None and logprobs is not False
+
+
+def parse_request(route: str, body: Any, idempotency_key: str = "") -> AgentRequest:
+    """Check what the gateway itself needs of a request. Raises RecordError; the server checks the rest."""
+    if not isinstance(body, dict):
+        raise RecordError("the body must be a JSON object")
+    if route == "chat/completions":
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+            raise RecordError("messages must be a list of objects, and not empty")
+    elif isinstance(body.get("prompt"), list) and any(isinstance(part, str | list) for part in body["prompt"]):
+        raise RecordError("prompt must be one text or one list of token ids: a call has one prompt")
+    same = {key: value for key, value in body.items() if key not in _NOT_IN_DIGEST}
+    text = json.dumps([route, idempotency_key, same], sort_keys=True, separators=(",", ":"))
+    return AgentRequest(route, body, hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest())
+
+
+def server_request(
+    request: AgentRequest,
+    known: CallSequences,
+    *,
+    model: str,
+    temperature: float,
+    sampling: Literal["run", "agent"],
+    continues: bool,
+) -> dict[str, Any]:
+    """Return the body for the inference server; `continues` if it takes the tokens of the turn before."""
+    body = dict(request.body)
+    body["model"] = model
+    body["return_token_ids"] = True
+    if request.route == "chat/completions":
+        body["logprobs"] = True
+        body.setdefault("top_logprobs", 0)
+        previous = _previous_turn(request.messages, known) if continues else None
+        if previous is not None:
+            body["previous_turn"] = previous
+    else:
+        body["logprobs"] = max(1, int(body.get("logprobs") or 0))
+    if sampling == "run":
+        body["temperature"] = temperature
+        for name in _SHAPING:
+            body.pop(name, None)
+    return body
+
+
+def _previous_turn(messages: Sequence[ChatMessage], known: CallSequences) -> dict[str, Any] | None:
+    """Return the tokens of the call whose conversation and answer the messages continue, if one is known."""
+    answers = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
+    if not answers:
+        return None
+    last = answers[-1]
+    for sequence in reversed(known.by_uid.values()):
+        if list(sequence.messages) == list(messages[:last]):
+            for index, message in enumerate(answered_messages(sequence.call)):
+                if _same_answer(message, messages[last]):
+                    return {
+                        "prompt_token_ids": sequence.prompt.tolist(),
+                        "token_ids": sequence.call.answers[index].tokens.tolist(),
+                    }
+    return None
+
+
+def answered_messages(call: ModelCall) -> list[ChatMessage]:
+    """Return the messages that a chat call was answered with, in the order of its answers."""
+    choices = json.loads(call.body).get("choices", [])
+    return [choice.get("message") or {} for choice in sorted(choices, key=lambda choice: choice.get("index", 0))]
+
+
+def _same_answer(answered: ChatMessage, repeated: ChatMessage) -> bool:
+    if (answered.get("content") or "") != (repeated.get("content") or ""):
+        return False
+    return _tool_calls(answered) == _tool_calls(repeated)
+
+
+def _tool_calls(message: ChatMessage) -> list[tuple[Any, Any]]:
+    calls = message.get("tool_calls") or []
+    functions = [call.get("function") or {} for call in calls if isinstance(call, dict)]
+    return [(function.get("name"), function.get("arguments")) for function in functions]
+
+
+def agent_answer(request: AgentRequest, body: Mapping[str, Any], uid: str) -> dict[str, Any]:
+    """Return an answer, or one event of a stream, without what only the gateway asked for; its id becomes `uid`."""
+    hidden = _PROMPT_FIELDS if request.wants_tokens else _ENGINE_FIELDS
+    answer = {key: value for key, value in body.items() if key not in hidden}
+    answer["id"] = uid
+    choices = []
+    for choice in body.get("choices") or ():
+        kept = {key: value for key, value in choice.items() if key not in hidden}
+        if not request.wants_logprobs and "logprobs" in kept:
+            kept["logprobs"] = None
+        choices.append(kept)
+    if "choices" in body:
+        answer["choices"] = choices
+    return answer
+
+
+def with_prompt(request: AgentRequest, answer: Mapping[str, Any], prompt: Sequence[int]) -> dict[str, Any]:
+    """Return a recorded answer with the prompt's token ids if the agent asked for them: records do not repeat them."""
+    if not request.wants_tokens:
+        return dict(answer)
+    ids = list(prompt)
+    choices = [{**choice, "prompt_token_ids": ids} for choice in answer.get("choices", ())]
+    return {**answer, "prompt_token_ids": ids, "choices": choices}
+
+
+def call_answers(samples: Sequence[Sample], versions: Mapping[str, int]) -> tuple[CallAnswer, ...]:
+    """Return the answers of a record; `versions` holds the policy version of each label."""
+    return tuple(
+        CallAnswer(
+            tokens=sample.tokens.astype("<i4"),
+            logprobs=sample.logprobs.astype("<f4"),
+            spans=tuple(
+                AnswerSpan(label=span.label, version=versions.get(span.label, -1), start=span.start, stop=span.stop)
+                for span in sample.spans
+            ),
+            text=sample.text or (json.dumps(sample.tool_calls, ensure_ascii=False) if sample.tool_calls else ""),
+            finish_reason=sample.finish_reason,
+        )
+        for sample in samples
+    )
+
+
+def recorded_sampling(body: Mapping[str, Any]) -> dict[str, str]:
+    """Return the parameters of a request to the server that decide how it samples."""
+    return {name: str(body[name]) for name in _RECORDED if body.get(name) is not None}
+
+
+def sampling_params(sampling: Mapping[str, str], temperature: float) -> SamplingParams:
+    """Return recorded parameters as a rollout has them. Raises RecordError for those that are no numbers, or that
+    make logprobs unfit for training and that a rollout cannot name."""
+    for name in ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"):
+        if name in sampling and sampling[name] not in ("{}", str(_SHAPING[name])):
+            raise RecordError(
+                f"its calls were sampled with {name}={sampling[name]}, so their logprobs are not the policy's"
+            )
+    try:
+        return SamplingParams(
+            temperature=float(sampling.get("temperature", temperature)),
+            top_p=float(sampling.get("top_p", 1.0)),
+            top_k=max(0, int(sampling.get("top_k", 0))),
+            min_p=float(sampling.get("min_p", 0.0)),
+        )
+    except ValueError as error:
+        raise RecordError(f"its calls were sampled with parameters that are no numbers: {error}") from error

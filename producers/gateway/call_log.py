@@ -1,0 +1,298 @@
+"""The topic `calls` as a gateway uses it: appends that wait for the brokers, and the fold of all that anybody wrote.
+
+A gateway reads its own and others' writes: `current` returns once the fold holds every record that was on a partition
+when it was called. Threads read, write and ask for ends; the fold belongs to the event loop.
+"""
+
+import asyncio
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+from rollstream.producers.gateway.session_names import group_of, partition_of_group
+from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
+from rollstream.producers.record_sender import RECORD_OVERHEAD_BYTES
+from rollstream.topics import codec
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import DeliveryError, RecordError, RecordTooLarge
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.kafka.records import BEGINNING, UNREADABLE, KafkaRecord
+from rollstream.topics.kafka.sender import Delivery, Failure, Sender
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import ModelCall, SessionEvent
+
+V = TypeVar("V")
+CallRecord = ModelCall | SessionEvent
+_POLL_S = 0.1
+_CLOSE_S = 10.0
+_ALONE_AFTER_MS = 60_000
+"""Append time without a record of another gateway after which there is none."""
+
+
+class AppendedRecord(NamedTuple):
+    """Place and append time of a record that the brokers hold."""
+
+    partition: int
+    offset: int
+    append_ms: int
+
+
+class _Read(NamedTuple):
+    partition: int
+    offset: int
+    append_ms: int
+    record: CallRecord | None
+    """None if the record could not be read."""
+
+
+class CallWriter:
+    """Appends records to `calls`; returns when the brokers have them. For the threads and tasks of one event loop."""
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        """Raises BrokerUnavailable or TopicError if there is no topic to write to."""
+        self.topic = topic_name(run, "calls")
+        self.partitions = topic_admin.partitions_of(kafka, self.topic)
+        self._limit = kafka.max_record_bytes - RECORD_OVERHEAD_BYTES
+        # A record is one answer that somebody waits for.
+        producer = clients.producer(kafka, **{"linger.ms": "0"})
+        self._sender = Sender(producer, remedy="send the request again", on_failure=self._failed)
+        self._waiting: dict[str, asyncio.Future[AppendedRecord]] = {}
+        self._names = itertools.count()
+        self._stop = threading.Event()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._poll, name="call-writer", daemon=True)
+        self._thread.start()
+
+    def partition_of(self, session: str) -> int:
+        """Return the partition of a session. Raises RecordError if the name is none."""
+        return partition_of_group(group_of(session), self.partitions)
+
+    async def append(
+        self, record: CallRecord, on_append: Callable[[AppendedRecord], None] | None = None
+    ) -> AppendedRecord:
+        """Append a record; `on_append` is called in the event loop, for records of a partition in their order.
+
+        Raises RecordTooLarge, DeadlineExceeded, DeliveryError; only then may it not be there.
+        """
+        key, value = encode_key(record.session), codec.encode(record)
+        if len(key) + len(value) > self._limit:
+            raise RecordTooLarge(
+                f"a record of session {record.session} has {len(value)} bytes and {self.topic} takes {self._limit}; "
+                "raise kafka.max_record_bytes and run `rollstream topics apply`"
+            )
+        name = f"record {next(self._names)} of session {record.session}"
+        delivered: asyncio.Future[AppendedRecord] = self._loop.create_future()
+        self._waiting[name] = delivered
+
+        def on_delivery(delivery: Delivery) -> None:
+            place = AppendedRecord(delivery.partition, delivery.offset, delivery.timestamp_ms)
+            if on_append is not None:
+                self._loop.call_soon_threadsafe(on_append, place)
+            self._loop.call_soon_threadsafe(_resolve, delivered, place)
+
+        partition = self.partition_of(record.session)
+        try:
+            self._sender.send(
+                self.topic, value, key, partition=partition, name=name, timeout_s=_POLL_S, on_delivery=on_delivery
+            )
+            return await delivered
+        finally:
+            del self._waiting[name]
+
+    def _failed(self, failure: Failure) -> None:
+        def fail() -> None:
+            waiting = self._waiting.get(failure.name)
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(DeliveryError(str(failure)))
+
+        self._loop.call_soon_threadsafe(fail)
+
+    def _poll(self) -> None:
+        while not self._stop.is_set():
+            self._sender.poll(_POLL_S)
+
+    async def close(self) -> None:
+        """Wait for records under way."""
+        await asyncio.to_thread(self._sender.waiting, _CLOSE_S)
+        self._stop.set()
+        await asyncio.to_thread(self._thread.join)
+
+
+class CallLog:
+    """Follows `calls` and writes to it; use `start` and `close` in one event loop."""
+
+    def __init__(
+        self, kafka: KafkaConfig, run: str, *, author: str, on_read: Callable[[CapturedSession], None]
+    ) -> None:
+        """`author` is the name of the gateway; `on_read` is called in the event loop with each session that a record
+        was read of."""
+        self._kafka, self._author = kafka, author
+        self._others_ms = 0
+        self.writer = CallWriter(kafka, run)
+        self.topic = self.writer.topic
+        self.folds = [PartitionSessions() for _ in range(self.writer.partitions)]
+        """Sessions of each partition."""
+        self.skipped = SkippedRecords("gateway")
+        """Records that could not be read."""
+        self.error: Exception | None = None
+        """The error that ended reading, if one did."""
+        self.failed = asyncio.Event()
+        self._on_read = on_read
+        self._loop = asyncio.get_running_loop()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="call-log", daemon=True)
+        self._waiting: list[list[tuple[int, int, asyncio.Future[None]]]] = [[] for _ in self.folds]
+        self._order = itertools.count()
+        self._probes: dict[int, asyncio.Future[int]] = {}
+        self._probing: asyncio.Task[None] | None = None
+        self._probe_thread = ThreadPoolExecutor(1, thread_name_prefix="call-ends")
+        self._ends = Reader(kafka, doing="asking for ends")
+
+    async def start(self) -> None:
+        """Read the topic to its present end. Raises as `current` does."""
+        self._thread.start()
+        for partition in range(len(self.folds)):
+            await self.current(partition)
+
+    def fold_of(self, session: str) -> PartitionSessions:
+        """Return the fold of a session's partition. Raises RecordError if the name is none."""
+        return self.folds[self.writer.partition_of(session)]
+
+    async def append(self, record: CallRecord) -> AppendedRecord:
+        """Append a record, and apply it at once if it follows what is applied. Raises as `CallWriter.append` does."""
+
+        def appended(place: AppendedRecord) -> None:
+            if place.offset == self.folds[place.partition].position:
+                self._take(place.partition, place.offset, place.append_ms, record)
+                self._wake(place.partition)
+
+        return await self.writer.append(record, appended)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other gateway has written lately, so that this one knows all sessions without asking."""
+        return time.time() * 1000 - self._others_ms > _ALONE_AFTER_MS
+
+    async def current(self, partition: int) -> PartitionSessions:
+        """Return the fold of a partition with everything that is on the log now.
+
+        Raises BrokerUnavailable or TopicError if the log cannot be read.
+        """
+        await self.applied(partition, await self._end_of(partition))
+        return self.folds[partition]
+
+    async def applied(self, partition: int, end: int) -> PartitionSessions:
+        """Wait until the fold holds all records of a partition below an offset, and return it."""
+        if self.error is not None:
+            raise self.error
+        if self.folds[partition].position < end:
+            reached: asyncio.Future[None] = self._loop.create_future()
+            heapq.heappush(self._waiting[partition], (end, next(self._order), reached))
+            await reached
+        return self.folds[partition]
+
+    async def close(self) -> None:
+        """Stop reading, and wait for records under way."""
+        self._stop.set()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+        self._probe_thread.shutdown(wait=True)
+        self._ends.close()
+        await self.writer.close()
+
+    async def _end_of(self, partition: int) -> int:
+        """Return the end of a partition as a broker knows it at some time after this call."""
+        end = self._probes.get(partition)
+        if end is None:
+            end = self._probes[partition] = self._loop.create_future()
+        if self._probing is None:
+            self._probing = asyncio.ensure_future(self._probe())
+        return await asyncio.shield(end)
+
+    async def _probe(self) -> None:
+        try:
+            while self._probes:
+                wanted, self._probes = self._probes, {}
+                try:
+                    ends = await self._loop.run_in_executor(
+                        self._probe_thread, self._ends.bounds, self.topic, [*wanted]
+                    )
+                except Exception as error:  # those who wait raise it
+                    for waiting in wanted.values():
+                        waiting.set_exception(error)
+                else:
+                    for partition, waiting in wanted.items():
+                        waiting.set_result(ends[partition][1])
+        finally:
+            self._probing = None
+
+    def _follow(self) -> None:
+        try:
+            start = {(self.topic, partition): BEGINNING for partition in range(len(self.folds))}
+            with TopicFollower(self._kafka, start) as follower:
+                while not self._stop.is_set():
+                    messages = follower.poll(500, _POLL_S)
+                    ends = {partition: end for (_topic, partition), end in follower.ends.items()}
+                    # Most are this gateway's own, and applied already.
+                    new = [self._decode(m) for m in messages if m.offset >= self.folds[m.partition].position]
+                    self._loop.call_soon_threadsafe(self._apply, new, ends)
+        except Exception as error:  # `applied` raises it in the event loop
+            self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _decode(self, message: KafkaRecord) -> _Read:
+        record = None
+        with self.skipped.passing(message):
+            if message.value is None:
+                raise RecordError("a tombstone, where a record belongs" if message.readable else UNREADABLE)
+            record = codec.decode(message.value)
+            if not isinstance(record, CallRecord):
+                raise RecordError(f"a {type(record).__name__} stands where a call belongs")
+        return _Read(message.partition, message.offset, message.timestamp_ms, record)
+
+    def _apply(self, messages: list[_Read], ends: dict[int, int]) -> None:
+        for partition, offset, append_ms, record in messages:
+            if offset >= self.folds[partition].position:
+                self._take(partition, offset, append_ms, record)
+        for partition, end in ends.items():
+            self.folds[partition].position = max(end, self.folds[partition].position)
+        for partition in range(len(self.folds)):
+            self._wake(partition)
+
+    def _take(self, partition: int, offset: int, append_ms: int, record: CallRecord | None) -> None:
+        """Apply the next record of a partition."""
+        fold = self.folds[partition]
+        fold.position = offset + 1
+        session = None if record is None else fold.apply(offset, append_ms, record)
+        if session is None or record is None:
+            return
+        if record.author != self._author and session.start.owner == "gateway":
+            self._others_ms = max(append_ms, self._others_ms)
+        self._on_read(session)
+
+    def _wake(self, partition: int) -> None:
+        """Wake those who wait for the position of a partition."""
+        waiting = self._waiting[partition]
+        while waiting and waiting[0][0] <= self.folds[partition].position:
+            _resolve(heapq.heappop(waiting)[2], None)
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error
+        self.failed.set()
+        for waiting in self._waiting:
+            for _end, _number, reached in waiting:
+                if not reached.done():
+                    reached.set_exception(error)
+            waiting.clear()
+
+
+def _resolve(future: "asyncio.Future[V]", value: V) -> None:
+    if not future.done():
+        future.set_result(value)

@@ -1,0 +1,172 @@
+"""The HTTP of model calls, for the gateway's server and for the endpoint in a worker: routes, events, errors."""
+
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from rollstream.producers.gateway.call_forms import ROUTES, parse_request
+from rollstream.producers.gateway.capture import CallCapture
+from rollstream.producers.gateway.errors import NoCapacity, NoSuchSession, NoVersion, SessionClosed, UpstreamRefused
+from rollstream.producers.gateway.sessions import CapturedSession
+from rollstream.producers.gateway.streamed_answers import framed
+from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused, InferenceUnavailable
+from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, RecordError, RollstreamError
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_RETRY_AFTER_S = 1
+_RETRIABLE = (429, 503)
+_STATUS: tuple[tuple[type[RollstreamError], int, str], ...] = (
+    (NoSuchSession, 404, "session_not_found"),
+    (SessionClosed, 410, "session_closed"),
+    (NoCapacity, 429, "no_capacity"),
+    (NoVersion, 503, "not_ready"),
+    (InferenceUnavailable, 502, "inference_unavailable"),
+    (InferenceRefused, 502, "inference_refused"),
+    (DeliveryError, 503, "log_unavailable"),
+    (DeadlineExceeded, 503, "log_unavailable"),
+    (RecordError, 400, "invalid_request"),
+)
+"""Status and code of each error; the first that fits."""
+Events = AsyncIterator[Mapping[str, Any] | str]
+
+
+class CallRoutes:
+    """Handlers of the routes that are captured."""
+
+    def __init__(
+        self,
+        capture: CallCapture,
+        session_of: Callable[[web.Request], Awaitable[CapturedSession]],
+        on_failure: Callable[[CapturedSession, RollstreamError], Awaitable[None]],
+    ) -> None:
+        """`on_failure` is called with the error of a call that was not answered, and with ContextTooLong."""
+        self._capture, self._session_of, self._on_failure = capture, session_of, on_failure
+        self.requests = 0
+        """Requests of any outcome."""
+
+    def routes(self, prefix: str) -> list[web.RouteDef]:
+        """Return the routes below a path."""
+        return [web.post(f"{prefix}/{route}", self._handler(route)) for route in ROUTES]
+
+    def _handler(self, route: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(http: web.Request) -> web.StreamResponse:
+            self.requests += 1
+            session = await self._session_of(http)
+            request = parse_request(route, await json_body(http), http.headers.get("Idempotency-Key", ""))
+            # OpenAI's own clients count their retries.
+            first_attempt = http.headers.get("x-stainless-retry-count") == "0"
+            try:
+                if request.streamed:
+                    return await _write_events(
+                        http, self._capture.stream(session, request, first_attempt=first_attempt)
+                    )
+                call, answer = await self._capture.answer(session, request, first_attempt=first_attempt)
+            except UpstreamRefused as error:
+                if isinstance(error.cause, ContextTooLong):
+                    await self._on_failure(session, error.cause)
+                raise
+            except (InferenceUnavailable, InferenceRefused) as error:
+                await self._on_failure(session, error)
+                raise
+            except SessionClosed as error:
+                if session.closed is None and not session.ended:
+                    await self._on_failure(session, error)
+                raise
+            response = web.json_response(answer)
+            await response.prepare(http)
+            await response.write_eof()
+            self._capture.delivered(session, call)
+            return response
+
+        return handle
+
+
+async def _write_events(http: web.Request, events: Events) -> web.StreamResponse:
+    """Write a stream; its errors before the first event are the request's, later ones end the stream."""
+    response: web.StreamResponse | None = None
+    async for part in events:
+        if response is None:
+            response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
+            response.content_type = "text/event-stream"
+            await response.prepare(http)
+        await response.write(framed(part))
+    assert response is not None, "a stream has a last event"
+    await response.write_eof()
+    return response
+
+
+class Listener:
+    """An HTTP server whose errors have OpenAI's form."""
+
+    def __init__(self, name: str, max_body_bytes: int) -> None:
+        """`name` is how errors call the server."""
+        self._name = name
+        self._max_body_bytes = max_body_bytes
+        self._runner: web.AppRunner | None = None
+        self.errors = 0
+        """Requests answered with an error."""
+
+    async def listen(self, routes: Sequence[web.RouteDef], host: str, port: int) -> str:
+        """Listen, and return the URL. Raises ConfigurationError if the address cannot be had."""
+        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._openai_errors])
+        app.add_routes(routes)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=10.0)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigurationError(
+                f"the {self._name} cannot listen on {host}:{port} ({error.strerror}); stop what uses the port, or set "
+                f"{self._name}.port (0 takes a free one)"
+            ) from error
+        port = self._runner.addresses[0][1]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def close(self) -> None:
+        """Stop listening, and finish the requests under way."""
+        if self._runner:
+            await self._runner.cleanup()
+
+    @web.middleware
+    async def _openai_errors(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except UpstreamRefused as error:
+            # The agent asked for what the server does not do; it reads the server's own words.
+            self.errors += 1
+            return web.Response(text=error.text, status=error.status, content_type="application/json")
+        except RollstreamError as error:
+            self.errors += 1
+            known = ((status, code) for kind, status, code in _STATUS if isinstance(error, kind))
+            return _error(str(error), *next(known, (503, "unavailable")))
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            self.errors += 1
+            return _error(error.reason, error.status, "invalid_request")
+        except Exception as error:  # this request fails, the server goes on
+            self.errors += 1
+            event(logger, "request_failed", level=logging.ERROR, path=request.path, error=repr(error))
+            return _error(repr(error), 500, "internal")
+
+
+def _error(message: str, status: int, code: str) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    headers = {"Retry-After": str(_RETRY_AFTER_S)} if status in _RETRIABLE else {}
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return web.json_response({"error": error}, status=status, headers=headers)
+
+
+async def json_body(http: web.Request) -> Any:
+    """Return the JSON of a request, an empty object if it has no body. Raises RecordError."""
+    try:
+        return json.loads(await http.read() or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"the body is not JSON: {error}") from error

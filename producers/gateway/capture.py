@@ -1,0 +1,276 @@
+"""Captures the model calls of sessions: each is on the log before its answer is returned, and none is sampled twice.
+
+The gateway's server and the endpoint inside a worker share it. It speaks no HTTP to agents.
+"""
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from rollstream.producers.gateway.call_forms import (
+    ROUTES,
+    AgentRequest,
+    agent_answer,
+    call_answers,
+    recorded_sampling,
+    server_request,
+    with_prompt,
+)
+from rollstream.producers.gateway.call_log import AppendedRecord
+from rollstream.producers.gateway.errors import SessionClosed
+from rollstream.producers.gateway.sessions import CapturedSession
+from rollstream.producers.gateway.streamed_answers import DONE, StreamedAnswer, events_of
+from rollstream.producers.gateway.upstream import Upstream
+from rollstream.producers.inference.answers import samples_of
+from rollstream.producers.inference.errors import InferenceRefused
+from rollstream.producers.policy_versions import PolicyFollower
+from rollstream.topics.records import ModelCall, SessionEvent
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureRules:
+    """How calls are sent on."""
+
+    temperature: float
+    sampling: Literal["run", "agent"]
+    max_calls: int
+    author: str
+
+
+class SessionLog(Protocol):
+    """The log as a capture needs it: to append, and to know what everybody appended."""
+
+    async def append(self, record: ModelCall | SessionEvent) -> AppendedRecord:
+        """Append a record; return once the brokers have it."""
+
+    async def current(self, session: CapturedSession) -> None:
+        """Bring a session up to date with the log."""
+
+    async def applied(self, session: CapturedSession, record: ModelCall, place: AppendedRecord) -> None:
+        """Bring a session up to date with everything up to a record."""
+
+
+class CallCapture:
+    """Makes the calls of sessions."""
+
+    def __init__(self, upstream: Upstream, log: SessionLog, rules: CaptureRules, policies: PolicyFollower) -> None:
+        """`policies` maps the labels of weights to policy versions."""
+        self._policies = policies
+        self._upstream, self._log, self._rules = upstream, log, rules
+        self._delivered: dict[str, set[str]] = {}
+        """Calls by session whose answers this process has handed out whole."""
+        self._in_flight: dict[tuple[str, str], asyncio.Future[ModelCall]] = {}
+        self._reserved: dict[tuple[str, str], set[int]] = {}
+        """Repetitions of requests that are being recorded."""
+        self.calls = 0
+        """Calls recorded."""
+
+    def delivered(self, session: CapturedSession, call: ModelCall) -> None:
+        """Note that the agent has the whole answer of a call."""
+        self._delivered.setdefault(session.name, set()).add(call.uid)
+
+    def forget(self, session: str) -> None:
+        """Forget a session that takes no more calls."""
+        self._delivered.pop(session, None)
+
+    def recorded(self, session: CapturedSession, request: AgentRequest, *, first_attempt: bool) -> ModelCall | None:
+        """Return the call that a request repeats; None if it is a new one.
+
+        A request is new, too, if its client says that it never sent it before, and has the answers of all its equals.
+        """
+        handed_out = self._delivered.get(session.name, set()) if first_attempt else set()
+        return next((call for call in session.answered(request.digest) if call.uid not in handed_out), None)
+
+    def answer_of(self, session: CapturedSession, request: AgentRequest, call: ModelCall) -> dict[str, Any]:
+        """Return the answer of a recorded call as it was first given."""
+        prompt = session.sequences.by_uid[call.uid].prompt
+        return with_prompt(request, json.loads(call.body), prompt.tolist())
+
+    async def answer(
+        self, session: CapturedSession, request: AgentRequest, *, first_attempt: bool = False
+    ) -> tuple[ModelCall, dict[str, Any]]:
+        """Return the call of a request and its answer, recorded.
+
+        Raises SessionClosed, InferenceUnavailable, InferenceRefused, UpstreamRefused, and the errors of the log.
+        """
+        await self._log.current(session)
+        if call := self.recorded(session, request, first_attempt=first_attempt):
+            return call, self.answer_of(session, request, call)
+        key = session.name, request.digest
+        if not first_attempt and key in self._in_flight:
+            call = await asyncio.shield(self._in_flight[key])
+            return call, self.answer_of(session, request, call)
+        recorded = self._in_flight[key] = asyncio.get_running_loop().create_future()
+        try:
+            call = await self._new_call(session, request, first_attempt=first_attempt)
+            recorded.set_result(call)
+        except BaseException as error:
+            recorded.set_exception(error)
+            recorded.exception()  # nobody else may wait for it
+            raise
+        finally:
+            if self._in_flight.get(key) is recorded:
+                del self._in_flight[key]
+        return call, self.answer_of(session, request, call)
+
+    async def _new_call(self, session: CapturedSession, request: AgentRequest, *, first_attempt: bool) -> ModelCall:
+        self._check_open(session)
+        body = self._server_body(session, request)
+        body.pop("stream", None)
+        body.pop("stream_options", None)
+        began = time.time()
+        answer = await self._upstream.call(session.name, f"/{request.route}", body)
+        return await self._record(
+            session,
+            request,
+            body,
+            answer.body,
+            answer.url,
+            began,
+            uid=_uid(request),
+            first_attempt=first_attempt,
+        )
+
+    async def stream(
+        self, session: CapturedSession, request: AgentRequest, *, first_attempt: bool = False
+    ) -> AsyncIterator[Mapping[str, Any] | str]:
+        """Yield the events of a streamed answer; those that complete it come once the call is recorded.
+
+        Raises as `answer` does, before the first event; a stream that breaks off later raises InferenceUnavailable.
+        """
+        await self._log.current(session)
+        chat = ROUTES[request.route] == "chat"
+        usage = bool((request.body.get("stream_options") or {}).get("include_usage"))
+        call = self.recorded(session, request, first_attempt=first_attempt)
+        if call is None:
+            self._check_open(session)
+            body = {**self._server_body(session, request), "stream": True, "stream_options": {"include_usage": True}}
+            uid, began, url = _uid(request), time.time(), ""
+            whole = StreamedAnswer(chat=chat)
+            held: list[dict[str, Any]] = []
+            async for source, data in self._upstream.stream(session.name, f"/{request.route}", body):
+                url = source
+                if data == DONE:
+                    break
+                part = json.loads(data)
+                whole.add(part)
+                if not part.get("choices") and not usage:
+                    continue
+                held.append(agent_answer(request, part, uid))
+                if not whole.complete:
+                    for ready in held:
+                        yield ready
+                    held.clear()
+            if not whole.complete:
+                raise InferenceRefused(f"{url} ended a stream before the answer was complete")
+            call = await self._record(
+                session, request, body, whole.body(), url, began, uid=uid, first_attempt=first_attempt
+            )
+            if call.uid == uid:
+                for ready in held:
+                    yield ready
+                self.delivered(session, call)
+                yield DONE
+                return
+        for ready in events_of(self.answer_of(session, request, call), chat=chat, usage=usage):
+            yield ready
+        self.delivered(session, call)
+        yield DONE
+
+    async def _versions(self, labels: Collection[str]) -> dict[str, int]:
+        """Return the policy version of each label, -1 if it is on no record."""
+        versions = self._policies.versions
+        if any(versions.version_of(label) < 0 for label in labels):
+            await asyncio.to_thread(self._policies.read, 0.0)
+        return {label: versions.version_of(label) for label in labels}
+
+    def _check_open(self, session: CapturedSession) -> None:
+        if session.closed or session.finished or session.ended:
+            why = (session.closed.reason if session.closed else "") or "it is ended"
+            raise SessionClosed(f"session {session.name} takes no more calls: {why}; start another")
+        if len(session.calls) >= self._rules.max_calls:
+            raise SessionClosed(f"session {session.name} has made {len(session.calls)} calls, the most it may make")
+
+    def _server_body(self, session: CapturedSession, request: AgentRequest) -> dict[str, Any]:
+        return server_request(
+            request,
+            session.sequences,
+            model=self._upstream.model,
+            temperature=self._rules.temperature,
+            sampling=self._rules.sampling,
+            continues=self._upstream.continues(session.name),
+        )
+
+    async def _record(
+        self,
+        session: CapturedSession,
+        request: AgentRequest,
+        body: Mapping[str, Any],
+        answer: dict[str, Any],
+        url: str,
+        began: float,
+        *,
+        uid: str,
+        first_attempt: bool,
+    ) -> ModelCall:
+        """Record a call; return the one that counts: another process may have recorded the same request first."""
+        samples = samples_of(answer, ROUTES[request.route], source=url)
+        if not samples:
+            raise InferenceRefused(f"{url} answered without a choice")
+        versions = await self._versions({span.label for sample in samples for span in sample.spans})
+        self._upstream.note_version(max(versions.values(), default=-1))
+        self._check_open(session)
+        if known := self.recorded(session, request, first_attempt=first_attempt):
+            return known
+        key = session.name, request.digest
+        reserved = self._reserved.setdefault(key, set())
+        repetition = len(session.answered(request.digest))
+        while repetition in reserved:
+            repetition += 1
+        reserved.add(repetition)
+        try:
+            delta = session.sequences.delta_of(np.asarray(samples[0].prompt_tokens, "<i4"), request.messages)
+            call = ModelCall(
+                session=session.name,
+                uid=uid,
+                number=len(session.calls),
+                request=request.digest,
+                repetition=repetition,
+                route=request.route,
+                parent=delta.parent,
+                parent_answer=delta.parent_answer,
+                shared=delta.shared,
+                prompt=delta.prompt,
+                prompt_digest=delta.digest,
+                messages_shared=delta.messages_shared,
+                messages=delta.messages,
+                answers=call_answers(samples, versions),
+                body=json.dumps(agent_answer(request, answer, uid), ensure_ascii=False, separators=(",", ":")),
+                sampling=recorded_sampling(body),
+                replica_id=samples[0].replica_id or url,
+                author=self._rules.author,
+                began=began,
+                answered=time.time(),
+            )
+            await self._log.applied(session, call, await self._log.append(call))
+        finally:
+            reserved.discard(repetition)
+            if not reserved:
+                self._reserved.pop(key, None)
+        self.calls += 1
+        counted = {each.repetition: each for each in session.answered(request.digest)}
+        if repetition not in counted:
+            self._check_open(session)
+            raise SessionClosed(f"session {session.name} was closed while the call was made; start another")
+        return counted[repetition]
+
+
+def _uid(request: AgentRequest) -> str:
+    prefix = "chatcmpl" if ROUTES[request.route] == "chat" else "cmpl"
+    return f"{prefix}-{uuid.uuid4().hex}"

@@ -1,0 +1,31 @@
+"""Errors of the gateway."""
+
+from rollstream.producers.inference.errors import InferenceRefused
+from rollstream.topics.errors import RollstreamError
+
+
+class SessionClosed(RollstreamError):
+    """The session takes no more calls: it is ended, failed or abandoned."""
+
+
+class NoSuchSession(RollstreamError):
+    """The session is not on the log of this run."""
+
+
+class NoCapacity(RollstreamError):
+    """No session can start now: the learner is too far behind, or too many are open."""
+
+
+class NoVersion(RollstreamError):
+    """No server has named a policy version yet."""
+
+
+class UpstreamRefused(RollstreamError):
+    """A server refused a request for a reason that lies in the request; `cause` says which."""
+
+    def __init__(self, status: int, text: str, cause: InferenceRefused) -> None:
+        super().__init__(str(cause))
+        self.status = status
+        self.text = text
+        """Body of the server's answer."""
+        self.cause = cause

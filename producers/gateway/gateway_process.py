@@ -1,0 +1,112 @@
+"""Runs a gateway with its clients until it is stopped."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from rollstream.producers.config import CapacityConfig, WorkerConfig
+from rollstream.producers.flow_control import RunProgress
+from rollstream.producers.gateway.call_log import CallLog
+from rollstream.producers.gateway.capture import CallCapture, CaptureRules
+from rollstream.producers.gateway.config import GatewayConfig
+from rollstream.producers.gateway.episode_rollouts import RolloutForm
+from rollstream.producers.gateway.rollout_writing import RolloutWriter
+from rollstream.producers.gateway.server import GatewayServer, serve_until
+from rollstream.producers.gateway.service import SessionService, SharedLog
+from rollstream.producers.gateway.sessions import CapturedSession
+from rollstream.producers.gateway.upstream import Upstream
+from rollstream.producers.journal_tailer import JournalTailer
+from rollstream.producers.metrics_publisher import MetricsPublisher
+from rollstream.producers.policy_versions import PolicyFollower
+from rollstream.topics.config import KafkaConfig
+
+
+async def run_gateway(
+    kafka: KafkaConfig,
+    run: str,
+    config: GatewayConfig,
+    worker: WorkerConfig,
+    *,
+    capacity: CapacityConfig | None,
+    stop: asyncio.Event,
+    on_ready: Callable[[str], None] = lambda _url: None,
+) -> None:
+    """Run a gateway until `stop` is set; `on_ready` is called with its URL once it serves.
+
+    Servers, model, key, temperature and logprobs_mode are those of `worker`. Without `capacity` there is no limit but
+    gateway.max_sessions. Raises ConfigurationError, TopicError, BrokerUnavailable.
+    """
+    async with AsyncExitStack() as stack:
+        read_progress: Callable[[], RunProgress] = RunProgress
+        if capacity is not None:
+            tailer = JournalTailer(kafka, run)
+            stack.callback(tailer.close)
+            await asyncio.to_thread(tailer.start)
+            read_progress = lambda: tailer.progress  # noqa: E731
+        services: list[SessionService] = []
+
+        def on_read(session: CapturedSession) -> None:
+            for service in services:
+                service.read(session)
+
+        log = CallLog(kafka, run, author=config.replica_id, on_read=on_read)
+        stack.push_async_callback(log.close)
+        form = RolloutForm(
+            logprobs_mode=worker.logprobs_mode, temperature=worker.temperature, assume_version=worker.assume_version
+        )
+        policies = stack.enter_context(await asyncio.to_thread(PolicyFollower, kafka, run))
+        await asyncio.to_thread(policies.read)
+        writer = RolloutWriter(kafka, run, log, form, policies, author=config.replica_id, takeover_s=config.takeover_s)
+        stack.push_async_callback(writer.close)
+        upstream = await stack.enter_async_context(
+            Upstream(
+                worker.inference_urls, model=worker.model, api_key=worker.api_key, timeout_s=worker.request_timeout_s
+            )
+        )
+        rules = CaptureRules(
+            temperature=worker.temperature,
+            sampling=config.sampling,
+            max_calls=config.max_calls,
+            author=config.replica_id,
+        )
+        capture = CallCapture(upstream, SharedLog(log), rules, policies)
+        service = SessionService(
+            log,
+            writer,
+            upstream,
+            config,
+            assume_version=worker.assume_version,
+            capacity=capacity,
+            read_progress=read_progress,
+        )
+        services.append(service)
+        await log.start()
+        attending = asyncio.ensure_future(service.attend(stop))
+        looking = asyncio.ensure_future(_look_for_versions(upstream, stop))
+        server = await stack.enter_async_context(GatewayServer(service, capture, upstream, config))
+        await stack.enter_async_context(
+            MetricsPublisher(
+                kafka, run, config.replica_id, "gateway", server.metrics, interval_s=config.metrics_interval_s
+            )
+        )
+        on_ready(server.url)
+        try:
+            await serve_until(stop, log.failed)
+        finally:
+            for task in (attending, looking):
+                task.cancel()
+            await asyncio.gather(attending, looking, return_exceptions=True)
+        if log.error is not None:
+            raise log.error
+
+
+_LOOK_EVERY_S = 1.0
+
+
+async def _look_for_versions(upstream: Upstream, stop: asyncio.Event) -> None:
+    """Keep the newest policy version up to date: groups are stamped with it."""
+    while not stop.is_set():
+        await upstream.version()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _LOOK_EVERY_S)

@@ -1,0 +1,163 @@
+"""Writes the rollouts of captured sessions, each once, whichever gateway is killed when.
+
+A gateway announces on `calls` that it writes, with the end of the partition of `rollouts`; it writes; it records that
+it did. One that takes over reads `rollouts` from the announced end on, and writes only what is not there. Rollouts are
+the same bytes under the same uids in every gateway; grouping drops what a gateway that was suspended writes twice.
+"""
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from rollstream.producers.gateway.call_log import CallLog
+from rollstream.producers.gateway.episode_rollouts import RolloutForm, cancellation_of, rollouts_of
+from rollstream.producers.gateway.sessions import CapturedSession
+from rollstream.producers.policy_versions import PolicyFollower, PolicyVersions
+from rollstream.producers.record_sender import RolloutDelivery
+from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.topics import codec
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RecordError
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.reader import Reader, read_to_end
+from rollstream.topics.keys import encode_key, partition_of
+from rollstream.topics.logs import event
+from rollstream.topics.records import GroupCancelled, Rollout, SessionEvent
+
+logger = logging.getLogger(__name__)
+_FLUSH_S = 30.0
+
+
+class RolloutWriter:
+    """Writes the rollouts of closed sessions. `finish` may be called for one session any number of times."""
+
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        log: CallLog,
+        form: RolloutForm,
+        policies: PolicyFollower,
+        *,
+        author: str,
+        takeover_s: float,
+    ) -> None:
+        """`author` is the name of the gateway. Raises BrokerUnavailable or TopicError without a topic to write to."""
+        self._kafka, self._log, self._form, self._policies = kafka, log, form, policies
+        self._author = author
+        self._takeover_ms = int(takeover_s * 1000)
+        self._topic = topic_name(run, "rollouts")
+        self._partitions = topic_admin.partitions_of(kafka, self._topic)
+        # Rollouts of filtered sampling are cancelled with their reason, not left to grouping.
+        at_once: dict[str, Any] = {"linger.ms": "0"}
+        self._producer = RolloutProducer(kafka, run, on_delivery=self._delivered, **at_once)
+        self._ends = Reader(kafka, doing="asking for ends")
+        self._lock = asyncio.Lock()
+        self._under_way: dict[str, asyncio.Task[None]] = {}
+        self.deliveries: list[RolloutDelivery] = []
+        """Rollouts delivered by this gateway that its flow control has not counted yet."""
+
+    def _delivered(self, delivery: RolloutDelivery) -> None:
+        self.deliveries.append(delivery)
+
+    async def finish(self, session: CapturedSession) -> bool:
+        """Write the rollouts of a closed session, or its cancellation; return whether they are written.
+
+        False if the session is open, or while another gateway writes them. Raises BrokerUnavailable, DeliveryError.
+        """
+        if session.closed is None or session.finished is not None:
+            return session.finished is not None
+        task = self._under_way.get(session.name)
+        if task is None:
+            task = self._under_way[session.name] = asyncio.ensure_future(self._finish(session))
+            task.add_done_callback(lambda _done: self._under_way.pop(session.name, None))
+        await asyncio.shield(task)
+        return session.finished is not None
+
+    async def _finish(self, session: CapturedSession) -> None:
+        key = encode_key(session.start.environment, session.start.example_id)
+        partition = partition_of(key, self._partitions)
+        before = session.writer(self._takeover_ms)
+        if before is None or before.author != self._author:
+            if before is not None and time.time() * 1000 < before.append_ms + self._takeover_ms:
+                return
+            end = (await asyncio.to_thread(self._ends.bounds, self._topic, [partition]))[partition][1]
+            await self._append(session, SessionEvent(session=session.name, kind="finishing", rollouts_end=end))
+            current = session.writer(self._takeover_ms)
+            if session.finished is not None or current is None or current.author != self._author:
+                return
+        policies = await asyncio.to_thread(self._policies.read, 0.0)
+        records, reason = self._records(session, policies)
+        first = session.intents[0]
+        present: set[str] = set()
+        if before is not None or len(session.intents) > 1:
+            wanted = {uid for record in records for uid in _uids(record)}
+            present = await asyncio.to_thread(self._present, partition, first.rollouts_end, wanted)
+        missing = [record for record in records if not present.issuperset(_uids(record))]
+        async with self._lock:
+            reason = await asyncio.to_thread(self._write, session, missing, reason)
+        uids = tuple(record.uid for record in records if isinstance(record, Rollout)) if not reason else ()
+        await self._append(session, SessionEvent(session=session.name, kind="finished", uids=uids, reason=reason))
+        event(logger, "session_finished", session=session.name, rollouts=len(uids), reason=reason)
+
+    async def _append(self, session: CapturedSession, change: SessionEvent) -> None:
+        change = SessionEvent(**{**vars(change), "author": self._author, "wall_time": time.time()})
+        place = await self._log.append(change)
+        await self._log.applied(place.partition, place.offset + 1)
+
+    def _records(
+        self, session: CapturedSession, policies: PolicyVersions
+    ) -> tuple[list[Rollout | GroupCancelled], str]:
+        """Return what to write for a session, and why if it is a cancellation."""
+        assert session.closed is not None
+        reason = session.closed.reason
+        if not reason:
+            try:
+                return list(rollouts_of(session, self._form, policies)), ""
+            except RecordError as error:
+                reason = str(error)
+        return [cancellation_of(session, reason)], reason
+
+    def _write(self, session: CapturedSession, records: list[Rollout | GroupCancelled], reason: str) -> str:
+        """Write records and wait for the brokers; return why the episode is cancelled, empty if it is not."""
+        try:
+            for record in records:
+                if isinstance(record, Rollout):
+                    self._producer.send(record)
+                else:
+                    self._producer.cancel(record)
+        except RecordError as error:
+            # Rollouts of the episode that were sent already go with it.
+            reason = str(error)
+            self._producer.cancel(cancellation_of(session, reason))
+        self._producer.flush(_FLUSH_S)
+        return reason
+
+    def _present(self, partition: int, begin: int, uids: set[str]) -> set[str]:
+        """Return the uids of rollouts, or of cancelled episodes, that are on a partition from an offset on."""
+        present: set[str] = set()
+        frames = (*codec.frames("Rollout"), *codec.frames("GroupCancelled"))
+        first = topic_admin.bounds(self._kafka, self._topic, [partition])[partition][0]
+        start = {partition: max(begin, first)}
+        # Ours are in no transaction; those of others must not hide them.
+        for message in read_to_end(
+            self._kafka, self._topic, partitions=[partition], start=start, isolation="read_uncommitted"
+        ):
+            if (message.value or b"").startswith(frames):
+                try:
+                    present |= uids & set(_uids(codec.decode(message.value)))
+                except RecordError:
+                    continue  # grouping reports it
+        return present
+
+    async def close(self) -> None:
+        """Wait for what is under way."""
+        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+        await asyncio.to_thread(self._producer.close)
+        self._ends.close()
+
+
+def _uids(record: Rollout | GroupCancelled) -> tuple[str, ...]:
+    return (record.uid,) if isinstance(record, Rollout) else record.uids

@@ -1,0 +1,316 @@
+"""Sessions of a gateway: starts them within the capacity rule, takes their rewards and ends, and writes their rollouts.
+
+It keeps nothing that is not on `calls`: any gateway of a run serves any session, and one that restarts continues all.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollstream.producers.config import CapacityConfig
+from rollstream.producers.flow_control import RunProgress, may_start
+from rollstream.producers.gateway.call_log import AppendedRecord, CallLog
+from rollstream.producers.gateway.config import GatewayConfig
+from rollstream.producers.gateway.errors import NoCapacity, NoSuchSession, NoVersion, SessionClosed
+from rollstream.producers.gateway.rollout_writing import RolloutWriter
+from rollstream.producers.gateway.session_names import session_name
+from rollstream.producers.gateway.sessions import CapturedSession, reward_problem
+from rollstream.producers.gateway.upstream import Upstream
+from rollstream.producers.inference.errors import ContextTooLong
+from rollstream.topics.errors import RecordError, RollstreamError
+from rollstream.topics.logs import event
+from rollstream.topics.records import ModelCall, SessionEvent
+from rollstream.topics.validation import NAME_LIMIT
+
+logger = logging.getLogger(__name__)
+_JANITOR_S = 0.5
+_MARK_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionRequest:
+    """A request for the sessions of a group."""
+
+    task_id: str
+    environment: str
+    group_id: str = ""
+    group_size: int = 1
+    member: int | None = None
+    """The one member to start; None starts all."""
+
+
+class SharedLog:
+    """The log of a gateway, which others write to as well."""
+
+    def __init__(self, log: CallLog) -> None:
+        self._log = log
+
+    async def append(self, record: ModelCall | SessionEvent) -> AppendedRecord:
+        """Append a record; return once the brokers have it."""
+        return await self._log.append(record)
+
+    async def current(self, session: CapturedSession) -> None:
+        """Bring a session up to date with the log."""
+        if not self._log.alone:
+            await self._log.current(self._log.writer.partition_of(session.name))
+
+    async def applied(self, _session: CapturedSession, _record: ModelCall, place: AppendedRecord) -> None:
+        """Bring a session up to date with everything up to a record."""
+        await self._log.applied(place.partition, place.offset + 1)
+
+
+class SessionService:
+    """Starts, scores and ends sessions."""
+
+    def __init__(
+        self,
+        log: CallLog,
+        writer: RolloutWriter,
+        upstream: Upstream,
+        config: GatewayConfig,
+        *,
+        assume_version: int,
+        capacity: CapacityConfig | None = None,
+        read_progress: Callable[[], RunProgress] = RunProgress,
+    ) -> None:
+        """Without `capacity` only gateway.max_sessions limits sessions."""
+        self._log, self._writer, self._upstream = log, writer, upstream
+        self._config = config
+        self._assume_version = assume_version
+        self._capacity, self._read_progress = capacity, read_progress
+        self._marked: dict[str, float] = {}
+        self._seen: dict[str, float] = {}
+
+    # ------------------------------------------------------------------ sessions
+
+    def read(self, session: CapturedSession) -> None:
+        """Note that a record of a session was read."""
+        if session.finished is None:
+            self._seen[session.name] = time.monotonic()
+        else:
+            for noted in (self._seen, self._marked):
+                noted.pop(session.name, None)
+
+    @property
+    def open_sessions(self) -> int:
+        """Sessions whose rollouts are not written."""
+        return sum(len(fold.open) for fold in self._log.folds)
+
+    @property
+    def newest_version(self) -> int:
+        """Newest policy version in any answer; -1 before the first."""
+        return self._upstream.newest_version
+
+    async def session(self, name: str) -> CapturedSession:
+        """Return a session. Raises NoSuchSession."""
+        try:
+            fold = self._log.fold_of(name)
+            if name not in fold.sessions:
+                # Another gateway may have started it just now.
+                fold = await self._log.current(self._log.writer.partition_of(name))
+        except RecordError as error:
+            raise NoSuchSession(str(error)) from error
+        if name not in fold.sessions:
+            raise NoSuchSession(f"no session is called {name[:64]!r}; POST /rl/start_session starts one")
+        return fold.sessions[name]
+
+    async def start(self, request: SessionRequest) -> list[CapturedSession]:
+        """Start the sessions of a group, or one of them; sessions that exist are returned as they are.
+
+        Raises NoCapacity, NoVersion, RecordError for a request that no rollout could come from.
+        """
+        group = request.group_id or uuid.uuid4().hex
+        self._check(request)
+        members = range(request.group_size) if request.member is None else [request.member]
+        names = [session_name(group, member) for member in members]
+        partition = self._log.writer.partition_of(names[0])
+        fold = await self._log.current(partition)
+        new = [(name, member) for name, member in zip(names, members, strict=True) if name not in fold.sessions]
+        if new:
+            self._admit(len(new))
+            version = max(self._upstream.newest_version, self._assume_version)
+            if version < 0:
+                version = max(await self._upstream.version(), self._assume_version)
+            if version < 0:
+                raise NoVersion(
+                    "no inference server names a policy version yet; try again, or set worker.assume_version for a "
+                    "model that never changes"
+                )
+            starts = [self._start_event(request, group, name, member, version) for name, member in new]
+            places = await asyncio.gather(*map(self._log.append, starts))
+            fold = await self._log.applied(partition, max(place.offset for place in places) + 1)
+        return [fold.sessions[name] for name in names]
+
+    def _check(self, request: SessionRequest) -> None:
+        for name, value in (("task_id", request.task_id), ("environment", request.environment)):
+            if not 0 < len(value) <= NAME_LIMIT:
+                raise RecordError(f"{name} has {len(value)} characters, which must be 1 to {NAME_LIMIT}")
+        if not 1 <= request.group_size <= self._config.max_group_size:
+            raise RecordError(f"group_size is {request.group_size}; it must be 1 to {self._config.max_group_size}")
+        if request.member is not None and not 0 <= request.member < request.group_size:
+            raise RecordError(f"member is {request.member} in a group of {request.group_size}")
+        if request.member is not None and not request.group_id:
+            raise RecordError("member is given without group_id; name the group that it belongs to")
+
+    def _admit(self, sessions: int) -> None:
+        is_open = self.open_sessions
+        if is_open + sessions > self._config.max_sessions:
+            raise NoCapacity(f"{is_open} sessions are open, and at most {self._config.max_sessions} may be")
+        if self._capacity is None:
+            return
+        progress = self._read_progress()
+        deliveries = self._writer.deliveries
+        deliveries[:] = [d for d in deliveries if d.offset >= progress.position(d.partition)]
+        if not may_start(self._capacity, progress.outstanding, is_open + len(deliveries), sessions):
+            raise NoCapacity(
+                f"{progress.outstanding} rollouts wait for the learner and {is_open} sessions are open; more would be "
+                f"stale before it reads them (learner.max_policy_lag {self._capacity.max_policy_lag})"
+            )
+
+    def _start_event(self, request: SessionRequest, group: str, name: str, member: int, version: int) -> SessionEvent:
+        return SessionEvent(
+            session=name,
+            kind="start",
+            author=self._config.replica_id,
+            wall_time=time.time(),
+            environment=request.environment,
+            example_id=request.task_id,
+            group_id=group,
+            group_size=request.group_size,
+            member=member,
+            policy_version=version,
+            idle_timeout_ms=int(self._config.idle_timeout_s * 1000),
+            reward_timeout_ms=int(self._config.reward_timeout_s * 1000),
+        )
+
+    # ------------------------------------------------------------------ rewards and ends
+
+    async def reward(
+        self,
+        session: CapturedSession,
+        reward: float | None,
+        *,
+        components: Mapping[str, float],
+        turn_rewards: Mapping[str, float],
+        request: str = "",
+    ) -> bool:
+        """Give a session a reward; the last one before its end counts. Return whether its rollouts are written.
+
+        Raises SessionClosed if the session was closed with another reward or without one, RecordError if the reward is
+        invalid: then the episode is cancelled, because no number stands for what was not judged.
+        """
+        await self._current(session)
+        if session.closed or session.finished:
+            if self._has_reward(session, reward, components, turn_rewards):
+                return await self._writer.finish(session)
+            why = session.closed.reason if session.closed else ""
+            raise SessionClosed(
+                f"session {session.name} is closed{': ' if why else ''}{why}; its reward stays as it is"
+            )
+        values = [*([] if reward is None else [reward]), *components.values(), *turn_rewards.values()]
+        problem = next(filter(None, map(reward_problem, values)), "")
+        if problem:
+            await self.fail(session, problem)
+            raise RecordError(f"{problem}; the episode of session {session.name} is cancelled")
+        await self._append(
+            SessionEvent(
+                session=session.name,
+                kind="reward",
+                author=self._config.replica_id,
+                wall_time=time.time(),
+                request=request,
+                scored=reward is not None,
+                reward=0.0 if reward is None else reward,
+                components=dict(components),
+                turn_rewards=dict(turn_rewards),
+            )
+        )
+        return await self._writer.finish(session)
+
+    def _has_reward(
+        self,
+        session: CapturedSession,
+        reward: float | None,
+        components: Mapping[str, float],
+        turn_rewards: Mapping[str, float],
+    ) -> bool:
+        return (
+            session.scored
+            and (reward is None or reward == session.reward)
+            and components.items() <= session.components.items()
+            and turn_rewards.items() <= session.turn_rewards.items()
+        )
+
+    async def fail_call(self, session: CapturedSession, error: RollstreamError) -> None:
+        """Note a call that was not answered: the episode is cancelled, or, for one refused for length, truncated."""
+        if isinstance(error, ContextTooLong):
+            await self._change(session, "truncated")
+        else:
+            await self.fail(session, f"a model call failed: {error}")
+
+    async def fail(self, session: CapturedSession, reason: str) -> bool:
+        """Cancel the episode of a session. Return whether the cancellation is written."""
+        await self._current(session)
+        if not session.closed and not session.finished:
+            await self._change(session, "failed", reason=reason)
+        return await self._writer.finish(session)
+
+    async def end(self, session: CapturedSession) -> bool:
+        """End a session: no call follows. Return whether its rollouts are written; else it waits for its reward."""
+        await self._current(session)
+        if not session.ended and not session.closed and not session.finished:
+            await self._change(session, "end")
+        return await self._writer.finish(session)
+
+    async def _current(self, session: CapturedSession) -> None:
+        await self._log.current(self._log.writer.partition_of(session.name))
+
+    async def _change(self, session: CapturedSession, kind: Any, reason: str = "") -> None:
+        author, now = self._config.replica_id, time.time()
+        await self._append(
+            SessionEvent(session=session.name, kind=kind, author=author, wall_time=now, reason=reason[:4096])
+        )
+
+    async def _append(self, change: SessionEvent) -> None:
+        place = await self._log.append(change)
+        await self._log.applied(place.partition, place.offset + 1)
+
+    # ------------------------------------------------------------------ what nobody asks for
+
+    async def attend(self, stop: asyncio.Event) -> None:
+        """Mark sessions whose time has passed, and write what other gateways left, until `stop` is set.
+
+        The local clock only decides when to write a mark; whether it ends a session, its append time decides.
+        """
+        while not stop.is_set():
+            for fold in self._log.folds:
+                for session in [*fold.open.values()]:
+                    try:
+                        await self._attend_to(session)
+                    except RollstreamError as error:
+                        event(logger, "session_left", level=logging.WARNING, session=session.name, error=str(error))
+            try:
+                await asyncio.wait_for(stop.wait(), _JANITOR_S)
+            except TimeoutError:
+                continue
+
+    async def _attend_to(self, session: CapturedSession) -> None:
+        now = time.monotonic()
+        quiet_s = now - self._seen.get(session.name, now)
+        if session.closed is not None:
+            # The gateway that closed it is about to write; another takes its place after a time.
+            if session.last_author == self._config.replica_id or quiet_s >= self._config.takeover_s:
+                await self._writer.finish(session)
+            return
+        timeout_s = (session.deadline_ms - session.last_ms) / 1000
+        overdue = time.time() * 1000 >= session.deadline_ms or quiet_s >= timeout_s
+        if overdue and now - self._marked.get(session.name, -_MARK_AGAIN_S) >= _MARK_AGAIN_S:
+            self._marked[session.name] = now
+            await self._change(session, "mark")
+            if session.closed is not None:
+                event(logger, "session_given_up", session=session.name, reason=session.closed.reason)
+                await self._writer.finish(session)

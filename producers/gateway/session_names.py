@@ -1,0 +1,54 @@
+"""Names and keys of sessions. Pure.
+
+A session is called `GROUP.MEMBER`, so its group, and with it its partition of `calls`, is in its name. A session key is
+the name and a code over it with the gateway's secret: any gateway with the same secret knows it, and none stores it.
+"""
+
+import hashlib
+import hmac
+import re
+
+from rollstream.topics.errors import RecordError
+from rollstream.topics.keys import encode_key, partition_of
+
+_GROUP = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+_SEPARATOR = "~"
+_CODE_BYTES = 16
+
+
+def session_name(group: str, member: int) -> str:
+    """Return the name of a group's session. Raises RecordError if the group's name cannot stand in a URL."""
+    if not _GROUP.fullmatch(group):
+        raise RecordError(
+            f"group_id {group[:64]!r} cannot be part of a URL: use up to 200 letters, digits, '.', '_' and '-'"
+        )
+    return f"{group}.{member}"
+
+
+def group_of(session: str) -> str:
+    """Return the group in a session's name. Raises RecordError if it is none."""
+    group, _, member = session.rpartition(".")
+    if not (group and member.isascii() and member.isdecimal()):
+        raise RecordError(f"no session is called {session[:64]!r}; POST /rl/start_session starts one")
+    return group
+
+
+def partition_of_group(group: str, partitions: int) -> int:
+    """Return the partition of `calls` that holds all sessions of a group."""
+    return partition_of(encode_key(group), partitions)
+
+
+def session_key(session: str, secret: str) -> str:
+    """Return the key with which an agent makes the calls of a session."""
+    return f"{session}{_SEPARATOR}{_code(session, secret)}"
+
+
+def session_of_key(key: str, secret: str) -> str | None:
+    """Return the session of a key; None if it is no key made with this secret."""
+    session, separator, code = key.rpartition(_SEPARATOR)
+    right = separator and hmac.compare_digest(code.encode(), _code(session, secret).encode())
+    return session if right else None
+
+
+def _code(session: str, secret: str) -> str:
+    return hashlib.blake2b(session.encode(), key=secret.encode()[:64], digest_size=_CODE_BYTES).hexdigest()

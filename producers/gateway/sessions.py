@@ -1,0 +1,243 @@
+"""The sessions of one partition of `calls`: a pure fold over its records, the same in every gateway and in the ledger.
+
+The broker's append times are its only clock, and only records change a session: one whose time has passed ends when a
+mark on it is read, and a gateway that began to write rollouts is replaced when another says so after its time.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rollstream.producers.episodes.call_sequences import CallSequences
+from rollstream.topics.errors import RecordError
+from rollstream.topics.records import ModelCall, SessionEvent
+from rollstream.topics.validation import REWARD_LIMIT
+
+
+@dataclass(frozen=True)
+class Intent:
+    """The first record of writing a session's rollouts: which gateway writes them, since when."""
+
+    author: str
+    append_ms: int
+    rollouts_end: int
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The fate of a session's calls: rollouts, or, with a reason, none."""
+
+    reason: str = ""
+    """Why the episode is cancelled; empty if it becomes rollouts."""
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether no rollouts are written."""
+        return bool(self.reason)
+
+
+@dataclass(eq=False)
+class CapturedSession:
+    """One session as its records tell it."""
+
+    start: SessionEvent
+    start_offset: int
+    policy_version: int
+    """Version that the group is stamped with: that of the first start of a session of the group."""
+    last_ms: int
+    """Append time of its last record."""
+    calls: list[ModelCall] = field(default_factory=list)
+    """In the order of the log, retries included."""
+    sequences: CallSequences = field(default_factory=CallSequences)
+    reward: float | None = None
+    components: dict[str, float] = field(default_factory=dict)
+    turn_rewards: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
+    """Why the episode cannot be trained on; empty if it can."""
+    truncated: bool = False
+    """Whether a server refused a call because its context had become too long."""
+    ended: bool = False
+    abandoned: bool = False
+    reward_overdue: bool = False
+    intents: list[Intent] = field(default_factory=list)
+    finished: SessionEvent | None = None
+    last_author: str = ""
+    """Process that wrote the last event."""
+    counted_calls: int = 0
+    """Calls without retries."""
+    retried_calls: int = 0
+    """Calls that repeat a recorded one: only the first counts."""
+    late_calls: int = 0
+    """Calls recorded after the session was closed; they are in no rollout."""
+    _settled: Closed | None = None
+    _answered: dict[str, dict[int, ModelCall]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Name of the session."""
+        return self.start.session
+
+    @property
+    def scored(self) -> bool:
+        """Whether it has a reward, of the whole episode or of a call."""
+        return self.reward is not None or bool(self.turn_rewards)
+
+    @property
+    def closed(self) -> Closed | None:
+        """Its fate; None while it is open: it is not ended, or waits for its reward."""
+        if self._settled is not None:
+            return self._settled
+        if self.failure:
+            return Closed(self.failure)
+        if not (self.ended or self.abandoned):
+            return None
+        if not any(answer.tokens.size for call in self.calls for answer in call.answers):
+            return Closed("no model call was made")
+        if self.scored:
+            return Closed()
+        if self.abandoned:
+            return Closed(f"abandoned: no record came for {self.start.idle_timeout_ms / 1000:g} s")
+        if self.reward_overdue:
+            return Closed(f"no reward came for {self.start.reward_timeout_ms / 1000:g} s after the end")
+        return None
+
+    @property
+    def deadline_ms(self) -> int:
+        """Append time from which a mark ends the session or its wait for a reward."""
+        return self.last_ms + (self.start.reward_timeout_ms if self.ended else self.start.idle_timeout_ms)
+
+    def writer(self, takeover_ms: int) -> Intent | None:
+        """Return the intent in force; None if no gateway has begun. Later intents count after `takeover_ms`, or from
+        the same gateway."""
+        current: Intent | None = None
+        for intent in self.intents:
+            if (
+                current is None
+                or intent.author == current.author
+                or intent.append_ms >= current.append_ms + takeover_ms
+            ):
+                current = intent
+        return current
+
+    def answered(self, request: str) -> list[ModelCall]:
+        """Return the calls with this request, by repetition: of retries, the first on the log counts."""
+        return list(self._answered.get(request, {}).values())
+
+    def add_call(self, call: ModelCall, append_ms: int) -> None:
+        """Add a call; one after the session was closed is late. Raises RecordError if it does not fit the others."""
+        if self.closed or self.finished or self.ended:
+            self.late_calls += 1
+            return
+        self.last_ms = append_ms
+        try:
+            self.sequences.add(call)
+        except RecordError as error:
+            self.failure = str(error)
+            self.counted_calls += 1
+            raise
+        self.calls.append(call)
+        counted = self._answered.setdefault(call.request, {}).setdefault(call.repetition, call)
+        if counted is call:
+            self.counted_calls += 1
+        else:
+            self.retried_calls += 1
+
+    def add_event(self, event: SessionEvent, append_ms: int) -> None:
+        """Add an event other than a start; rewards and ends after the session was closed change nothing."""
+        if event.kind == "finishing":
+            self.intents.append(Intent(event.author, append_ms, event.rollouts_end))
+            return
+        if event.kind == "finished":
+            self._finish(event)
+            return
+        if self.closed or self.finished:
+            return
+        if event.kind == "mark":
+            if append_ms >= self.deadline_ms:
+                self.abandoned, self.reward_overdue = not self.ended, self.ended
+            return
+        self.last_ms, self.last_author = append_ms, event.author
+        if event.kind == "failed":
+            self.failure = event.reason or "the agent says so"
+        elif event.kind == "truncated":
+            self.truncated = True
+        elif event.kind == "end":
+            self.ended = True
+        elif event.kind == "reward":
+            self._add_reward(event)
+
+    def _finish(self, event: SessionEvent) -> None:
+        """Take the end as settled, and release the calls: nobody needs them any more."""
+        if self.finished is None:
+            self._settled = Closed(event.reason or ("" if event.uids else "the episode was cancelled"))
+            self.finished = event
+            self.calls, self.sequences, self._answered = [], CallSequences(), {}
+
+    def _add_reward(self, event: SessionEvent) -> None:
+        values = [*([event.reward] if event.scored else []), *event.components.values(), *event.turn_rewards.values()]
+        if problem := next(filter(None, map(reward_problem, values)), ""):
+            self.failure = problem
+            return
+        if event.scored:
+            self.reward = event.reward
+        self.components.update(event.components)
+        self.turn_rewards.update(event.turn_rewards)
+
+
+def reward_problem(value: float) -> str:
+    """Return why a reward cannot be trained on; empty if it can."""
+    if math.isfinite(value) and abs(value) <= REWARD_LIMIT:
+        return ""
+    return f"reward is {value}, no number of at most {REWARD_LIMIT:g}"
+
+
+@dataclass
+class PartitionSessions:
+    """The sessions of one partition, by name."""
+
+    sessions: dict[str, CapturedSession] = field(default_factory=dict)
+    position: int = 0
+    """Offset after the last record applied."""
+    orphans: int = 0
+    """Calls of sessions that were never started."""
+    problems: list[str] = field(default_factory=list)
+    """Records that do not fit the session they name, the first hundred."""
+    open: dict[str, CapturedSession] = field(default_factory=dict)
+    """Sessions whose rollouts are not written."""
+    _groups: dict[str, dict[int, CapturedSession]] = field(default_factory=dict)
+
+    def apply(self, offset: int, append_ms: int, record: ModelCall | SessionEvent) -> CapturedSession | None:
+        """Apply the next record; return the session it belongs to, None if there is none."""
+        self.position = offset + 1
+        session = self.sessions.get(record.session)
+        if isinstance(record, SessionEvent) and record.kind == "start":
+            if session is None:
+                group = self._groups.setdefault(record.group_id, {})
+                first = next(iter(group.values()), None)
+                version = record.policy_version if first is None else first.policy_version
+                session = CapturedSession(record, offset, version, append_ms)
+                self.sessions[record.session] = self.open[record.session] = group[record.member] = session
+            return session
+        if session is None:
+            self.orphans += isinstance(record, ModelCall)
+            return None
+        try:
+            if isinstance(record, ModelCall):
+                session.add_call(record, append_ms)
+            else:
+                session.add_event(record, append_ms)
+        except RecordError as error:
+            if len(self.problems) < 100:
+                self.problems.append(str(error))
+        if session.finished is not None:
+            self.open.pop(session.name, None)
+        return session
+
+    def of_group(self, group_id: str) -> Mapping[int, CapturedSession]:
+        """Return the sessions of a group, by member."""
+        return self._groups.get(group_id, {})
+
+    def forget(self, group_id: str) -> None:
+        """Forget a group whose sessions are all finished."""
+        for session in self._groups.pop(group_id, {}).values():
+            self.sessions.pop(session.name, None)

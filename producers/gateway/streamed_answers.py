@@ -1,0 +1,121 @@
+"""Streams of OpenAI's events: puts the parts of an answer together, and takes a whole answer apart. Pure."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+DONE = "[DONE]"
+_SUMMED = ("token_ids", "response_token_ids")
+
+
+class StreamedAnswer:
+    """Puts the events of one stream together to the answer that would have come without streaming."""
+
+    def __init__(self, *, chat: bool) -> None:
+        self._chat = chat
+        self._body: dict[str, Any] = {}
+        self._choices: dict[int, dict[str, Any]] = {}
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Add an event."""
+        for key, value in event.items():
+            if key != "choices" and value is not None:
+                self._body[key] = value
+        for part in event.get("choices") or ():
+            self._add_part(part)
+
+    def _add_part(self, part: Mapping[str, Any]) -> None:
+        index = int(part.get("index", 0))
+        choice = self._choices.setdefault(index, {"index": index, "finish_reason": None})
+        for key, value in part.items():
+            if value is None or key in ("index", "delta"):
+                continue
+            if key == "text":
+                choice["text"] = choice.get("text", "") + value
+            elif key == "logprobs":
+                _extend(choice.setdefault("logprobs", {}), value)
+            elif key in _SUMMED:
+                choice.setdefault(key, []).extend(value)
+            else:
+                choice[key] = value
+        if self._chat:
+            _add_delta(choice.setdefault("message", {"role": "assistant", "content": None}), part.get("delta") or {})
+
+    @property
+    def complete(self) -> bool:
+        """Whether every choice has its finish reason."""
+        return bool(self._choices) and all(choice["finish_reason"] for choice in self._choices.values())
+
+    def body(self) -> dict[str, Any]:
+        """Return the answer so far."""
+        kind = "chat.completion" if self._chat else "text_completion"
+        choices = [self._choices[index] for index in sorted(self._choices)]
+        return {**self._body, "object": kind, "choices": choices}
+
+
+def _extend(logprobs: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, list):
+            logprobs.setdefault(key, []).extend(value)
+        elif value is not None or key not in logprobs:
+            logprobs[key] = value
+
+
+def _add_delta(message: dict[str, Any], delta: Mapping[str, Any]) -> None:
+    for key, value in delta.items():
+        if value is None:
+            continue
+        if key == "tool_calls":
+            _add_tool_calls(message.setdefault("tool_calls", []), value)
+        elif isinstance(value, str) and key != "role":
+            message[key] = (message.get(key) or "") + value
+        else:
+            message[key] = value
+
+
+def _add_tool_calls(calls: list[dict[str, Any]], parts: list[Mapping[str, Any]]) -> None:
+    for position, part in enumerate(parts):
+        index = int(part.get("index", position))
+        while len(calls) <= index:
+            calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
+        call = calls[index]
+        call.update({key: part[key] for key in ("id", "type") if part.get(key)})
+        for key, value in (part.get("function") or {}).items():
+            if value:
+                call["function"][key] = call["function"].get(key, "") + value
+
+
+def events_of(answer: Mapping[str, Any], *, chat: bool, usage: bool) -> Iterator[dict[str, Any]]:
+    """Yield a whole answer as the events of a stream: one for each choice, and the usage if it is asked for."""
+    kind = "chat.completion.chunk" if chat else "text_completion"
+    head = {**{key: value for key, value in answer.items() if key not in ("choices", "usage")}, "object": kind}
+    for choice in answer.get("choices", ()):
+        part = dict(choice)
+        if chat:
+            message = dict(part.pop("message", None) or {})
+            if message.get("tool_calls"):
+                message["tool_calls"] = [{"index": n, **call} for n, call in enumerate(message["tool_calls"])]
+            part["delta"] = message
+        yield {**head, "choices": [part]}
+    if usage and "usage" in answer:
+        yield {**head, "choices": [], "usage": answer["usage"]}
+
+
+def framed(event: Mapping[str, Any] | str) -> bytes:
+    """Return an event as bytes of a stream."""
+    text = event if isinstance(event, str) else json.dumps(event, separators=(",", ":"))
+    return b"data: " + text.encode() + b"\n\n"
+
+
+class EventLines:
+    """Splits the bytes of a stream into the data of its events, however they are cut."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[str]:
+        """Yield the data of each event that is complete."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip().decode("utf-8", "replace")

@@ -1,0 +1,161 @@
+"""The inference servers behind a gateway: passes requests on, whole or streamed, and tries the next if one fails.
+
+A session stays with one server while that answers, so that its prefixes stay cached. Until the first byte of an answer
+has come, a failed request is sent again within the time for it; after that it is not.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from rollstream.producers.gateway.errors import UpstreamRefused
+from rollstream.producers.gateway.streamed_answers import EventLines
+from rollstream.producers.inference.answers import refusal_of
+from rollstream.producers.inference.errors import InferenceUnavailable
+from rollstream.topics.secrets import resolve
+
+_RETRIED_STATUS = {429, 502, 503, 504}
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+_LOOK_S = 5.0
+_REST_S = 1.0
+"""Time for which a server that failed is asked last."""
+
+
+@dataclass(frozen=True)
+class UpstreamAnswer:
+    """A whole answer and the server it came from."""
+
+    url: str
+    body: dict[str, Any]
+
+
+class Upstream:
+    """Servers of one model; use it as an async context manager."""
+
+    def __init__(self, urls: Sequence[str], *, model: str, api_key: str, timeout_s: float) -> None:
+        """`urls` end in /v1; `timeout_s` bounds a call, retries included. `api_key` may be a reference."""
+        key = resolve("worker.api_key", api_key)
+        self.model = model
+        self.newest_version = -1
+        """Newest policy version in any answer; -1 before the first."""
+        self._urls = [url.rstrip("/") for url in urls]
+        self._timeout_s = timeout_s
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._rests: dict[str, float] = {}
+        self._continues: dict[str, bool] = {}
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._http = aiohttp.ClientSession(
+            headers=self._headers,
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+            read_bufsize=2**20,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if self._http:
+            await self._http.close()
+
+    def continues(self, session: str) -> bool:
+        """Whether the session's server takes the tokens of a conversation's last turn, as ours does."""
+        return self._continues.get(self._ranked(session)[0], False)
+
+    async def version(self) -> int:
+        """Return the newest policy version that any server has named, -1 if none has. A server that is down says
+        nothing."""
+        await asyncio.gather(*map(self._look, self._urls))
+        return self.newest_version
+
+    async def _look(self, url: str) -> None:
+        assert self._http, "used outside its context manager"
+        try:
+            async with self._http.get(f"{url}/models", timeout=aiohttp.ClientTimeout(total=_LOOK_S)) as response:
+                body = await response.json(content_type=None)
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return
+        models = [m for m in body.get("data", ()) if isinstance(m, dict)] if isinstance(body, dict) else []
+        self._continues[url] = any(model.get("owned_by") == "rollstream" for model in models)
+        self.note_version(max((_number(model.get("policy_version")) for model in models), default=-1))
+
+    def note_version(self, version: int) -> None:
+        """Note a policy version that sampled."""
+        self.newest_version = max(self.newest_version, version)
+
+    async def call(self, session: str, path: str, body: dict[str, Any]) -> UpstreamAnswer:
+        """Return the answer to a request. Raises InferenceUnavailable after the deadline, UpstreamRefused."""
+        async with self._response(session, "POST", path, body) as (url, response):
+            try:
+                answer = await response.json(content_type=None)
+            except (aiohttp.ClientError, ValueError) as error:
+                raise InferenceUnavailable(f"{url} broke off its answer: {error!r}") from error
+        if not isinstance(answer, dict):
+            raise InferenceUnavailable(f"{url} answered a JSON {type(answer).__name__} where an object belongs")
+        return UpstreamAnswer(url, answer)
+
+    async def stream(self, session: str, path: str, body: dict[str, Any]) -> AsyncIterator[tuple[str, str]]:
+        """Yield the server's URL and the data of each event of a streamed answer. Raises as `call` does."""
+        async with self._response(session, "POST", path, body) as (url, response):
+            lines = EventLines()
+            try:
+                async for data in response.content.iter_any():
+                    for event in lines.feed(data):
+                        yield url, event
+            except aiohttp.ClientError as error:
+                raise InferenceUnavailable(f"{url} broke off its answer: {error!r}") from error
+
+    @asynccontextmanager
+    async def _response(
+        self, session: str, method: str, path: str, body: dict[str, Any] | None
+    ) -> AsyncIterator[tuple[str, aiohttp.ClientResponse]]:
+        assert self._http, "used outside its context manager"
+        deadline = time.monotonic() + self._timeout_s
+        pause_s, cause = _FIRST_PAUSE_S, "none was asked"
+        while (left_s := deadline - time.monotonic()) > 0:
+            url = self._ranked(session)[0]
+            try:
+                headers = {"X-Session-ID": session} if session else None
+                timeout = aiohttp.ClientTimeout(total=left_s)
+                async with self._http.request(
+                    method, url + path, json=body, headers=headers, timeout=timeout
+                ) as answer:
+                    if answer.status == 200:
+                        yield url, answer
+                        return
+                    text = await answer.text()
+                    if answer.status not in _RETRIED_STATUS:
+                        raise UpstreamRefused(answer.status, text, refusal_of(answer.status, text, source=url))
+                    cause = f"{answer.status} {' '.join(text.split())[:500]}"
+            except (aiohttp.ClientConnectionError, TimeoutError) as error:
+                cause = str(error) or type(error).__name__
+            self._rests[url] = time.monotonic() + _REST_S
+            await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+        raise InferenceUnavailable(
+            f"no answer from {', '.join(self._urls)} within {self._timeout_s:g} s ({cause}); is the inference server "
+            "up, and are weights published?"
+        )
+
+    def _ranked(self, session: str) -> list[str]:
+        """Return the servers, those that rest last, each session's in an order of its own (rendezvous hashing)."""
+        now = time.monotonic()
+        return sorted(self._urls, key=lambda url: (self._rests.get(url, 0.0) > now, _weight(session, url)))
+
+
+def _weight(session: str, url: str) -> bytes:
+    return hashlib.blake2b(f"{session}\0{url}".encode(), digest_size=8).digest()
+
+
+def _number(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else -1

@@ -1,0 +1,218 @@
+"""An endpoint inside a worker at which environments make the model calls of their episodes, captured token by token.
+
+Calls are on `calls` before they are answered, like those of a gateway; the worker writes the rollouts and says so.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from aiohttp import web
+
+from rollstream.producers.config import WorkerConfig
+from rollstream.producers.environment import Endpoint, Score
+from rollstream.producers.episodes.branches import Branch, branches_of
+from rollstream.producers.gateway.call_log import AppendedRecord, CallWriter
+from rollstream.producers.gateway.call_routes import CallRoutes, Listener
+from rollstream.producers.gateway.capture import CallCapture, CaptureRules
+from rollstream.producers.gateway.config import GatewayConfig
+from rollstream.producers.gateway.episode_rollouts import RolloutForm, rollouts_of
+from rollstream.producers.gateway.errors import NoSuchSession
+from rollstream.producers.gateway.session_names import session_key, session_name, session_of_key
+from rollstream.producers.gateway.sessions import CapturedSession
+from rollstream.producers.gateway.upstream import Upstream
+from rollstream.producers.inference.errors import ContextTooLong, InferenceUnavailable
+from rollstream.producers.policy_versions import PolicyFollower
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RecordError, RollstreamError
+from rollstream.topics.records import ModelCall, Rollout, SessionEvent
+
+_SECRET = "worker"
+_LIMITS = GatewayConfig()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeStamp:
+    """Data that a worker stamps on an episode when it begins."""
+
+    environment: str
+    example_id: str
+    group_id: str
+    group_size: int
+    member: int
+    policy_version: int
+
+
+class _OwnLog:
+    """The log of a worker's sessions, to which nobody else writes."""
+
+    def __init__(self, writer: CallWriter) -> None:
+        self._writer = writer
+
+    async def append(self, record: ModelCall | SessionEvent) -> AppendedRecord:
+        return await self._writer.append(record)
+
+    async def current(self, session: CapturedSession) -> None:
+        return
+
+    async def applied(self, session: CapturedSession, record: ModelCall, place: AppendedRecord) -> None:
+        session.add_call(record, place.append_ms)
+
+
+class WorkerCapture:
+    """The endpoint of one worker; use it as an async context manager."""
+
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        worker: WorkerConfig,
+        *,
+        author: str,
+        policies: PolicyFollower,
+        sampling: Literal["run", "agent"] = "run",
+    ) -> None:
+        """`author` names the worker and its incarnation in records; `policies` is the worker's own follower, and
+        `sampling` is as gateway.sampling."""
+        self.policies = policies
+        """Policy versions of the run, and their learner steps."""
+        self._kafka, self._run, self._worker = kafka, run, worker
+        self._author, self._sampling = author, sampling
+        self._sessions: dict[str, CapturedSession] = {}
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        """Listen on a free port of this machine. Raises TopicError, BrokerUnavailable, ConfigurationError."""
+        worker = self._worker
+        try:
+            self._writer = CallWriter(self._kafka, self._run)
+            self._stack.push_async_callback(self._writer.close)
+            upstream = Upstream(
+                worker.inference_urls, model=worker.model, api_key=worker.api_key, timeout_s=worker.request_timeout_s
+            )
+            await self._stack.enter_async_context(upstream)
+            await upstream.version()
+            self._upstream = upstream
+            rules = CaptureRules(
+                temperature=worker.temperature,
+                sampling=self._sampling,
+                max_calls=_LIMITS.max_calls,
+                author=self._author,
+            )
+            self._capture = CallCapture(upstream, _OwnLog(self._writer), rules, self.policies)
+            listener = Listener("capture", _LIMITS.max_body_bytes)
+            self._stack.push_async_callback(listener.close)
+            calls = CallRoutes(self._capture, self._session_of, self._fail)
+            self._url = await listener.listen(calls.routes("/sessions/{session}/v1"), "127.0.0.1", 0)
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """Stop listening; sessions that are open stay open on the log."""
+        await self._stack.aclose()
+
+    @property
+    def newest_version(self) -> int:
+        """Newest policy version in any answer; -1 before the first."""
+        return self._upstream.newest_version
+
+    async def open(self, stamp: EpisodeStamp) -> "EpisodeCapture":
+        """Start the session of an episode, `GROUP.MEMBER`. Raises RecordError for an unfit group id, DeliveryError."""
+        start = SessionEvent(
+            session=session_name(stamp.group_id, stamp.member),
+            kind="start",
+            author=self._author,
+            wall_time=time.time(),
+            owner="worker",
+            environment=stamp.environment,
+            example_id=stamp.example_id,
+            group_id=stamp.group_id,
+            group_size=stamp.group_size,
+            member=stamp.member,
+            policy_version=stamp.policy_version,
+            idle_timeout_ms=int(_LIMITS.idle_timeout_s * 1000),
+            reward_timeout_ms=int(_LIMITS.reward_timeout_s * 1000),
+        )
+        place = await self._writer.append(start)
+        session = CapturedSession(start, place.offset, stamp.policy_version, place.append_ms)
+        self._sessions[session.name] = session
+        endpoint = Endpoint(
+            base_url=f"{self._url}/sessions/{session.name}/v1",
+            api_key=session_key(session.name, _SECRET),
+            model=self._worker.model,
+        )
+        form = RolloutForm(
+            logprobs_mode=self._worker.logprobs_mode,
+            temperature=self._worker.temperature,
+            assume_version=self._worker.assume_version,
+        )
+        return EpisodeCapture(self, session, endpoint, form)
+
+    async def change(self, session: CapturedSession, kind: Any, **fields: Any) -> None:
+        """Record a change of a session."""
+        change = SessionEvent(
+            session=session.name, kind=kind, author=self._author, wall_time=time.time(), owner="worker", **fields
+        )
+        place = await self._writer.append(change)
+        session.add_event(change, place.append_ms)
+        if kind == "finished":
+            self._sessions.pop(session.name, None)
+            self._capture.forget(session.name)
+
+    async def _session_of(self, http: web.Request) -> CapturedSession:
+        name = http.match_info["session"]
+        bearer = http.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        if name not in self._sessions or session_of_key(bearer, _SECRET) != name:
+            raise NoSuchSession(f"no episode {name[:64]!r} is being played with this key; it may have ended")
+        return self._sessions[name]
+
+    async def _fail(self, session: CapturedSession, error: RollstreamError) -> None:
+        if isinstance(error, ContextTooLong):
+            await self.change(session, "truncated")
+        else:
+            await self.change(session, "failed", reason=f"a model call failed: {error}"[:4096])
+
+
+class EpisodeCapture:
+    """The session of one episode."""
+
+    def __init__(self, capture: WorkerCapture, session: CapturedSession, endpoint: Endpoint, form: RolloutForm) -> None:
+        self._capture, self._session, self._form = capture, session, form
+        self.endpoint = endpoint
+        """Address for the environment."""
+
+    @property
+    def branches(self) -> list[Branch]:
+        """Branches of the calls so far. Raises RecordError if a record does not fit the others."""
+        return branches_of(self._session.calls)
+
+    async def finish(self, score: Score) -> list[Rollout]:
+        """End the session, and return its rollouts: one for each branch, under uids that begin with GROUP.MEMBER.
+
+        Raises InferenceUnavailable if a call failed, RecordError if there was none, or if it cannot be trained on.
+        """
+        if self._session.failure:
+            raise InferenceUnavailable(self._session.failure)
+        calls = list(self._session.calls)
+        if not calls:
+            raise RecordError("no model call was made")
+        await self._capture.change(self._session, "end")
+        scored = replace(self._session, reward=score.reward, components=dict(score.components), calls=calls)
+        policies = await asyncio.to_thread(self._capture.policies.read, 0.0)
+        return await asyncio.to_thread(rollouts_of, scored, self._form, policies)
+
+    async def written(self, rollouts: Sequence[Rollout]) -> None:
+        """Record that the rollouts are on the log."""
+        await self._capture.change(self._session, "finished", uids=tuple(rollout.uid for rollout in rollouts))
+
+    async def cancelled(self, reason: str) -> None:
+        """Record that the episode is cancelled on the log."""
+        await self._capture.change(self._session, "finished", reason=reason[:4096] or "cancelled")

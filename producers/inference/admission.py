@@ -1,0 +1,69 @@
+"""Admission of requests: the server's key, a limit on what waits, and a drain that finishes what was admitted."""
+
+import asyncio
+import hmac
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rollstream.topics.errors import RollstreamError
+
+RETRY_AFTER_S = 1
+
+
+class TooManyWaiting(RollstreamError):
+    """More requests wait than the server's limit; a later try may succeed."""
+
+
+class Draining(RollstreamError):
+    """The server is about to stop and takes no new requests."""
+
+
+class Admission:
+    """Admits requests while the server is not draining and fewer than `max_waiting` requests wait in `waiting()`."""
+
+    def __init__(self, max_waiting: int, waiting: Callable[[], int]) -> None:
+        self.draining = False
+        self.admitted = 0
+        """Requests admitted and not yet answered."""
+        self._max_waiting = max_waiting
+        self._waiting = waiting
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def admit(self) -> Iterator[None]:
+        """Count a request until it is answered. Raises Draining or TooManyWaiting."""
+        if self.draining:
+            raise Draining("the server is about to stop; ask another, or this one once it is back")
+        waiting = self._waiting()
+        if waiting >= self._max_waiting:
+            raise TooManyWaiting(
+                f"{waiting} requests wait, the most that this server lets wait (inference.max_waiting_requests); "
+                "try again later"
+            )
+        self.admitted += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.admitted -= 1
+            if not self.admitted:
+                self._idle.set()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the admitted ones; return whether all were answered in time."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+
+def authorised(header: str | None, key: str) -> bool:
+    """Whether an Authorization header holds the server's key; any does if the server has none."""
+    if not key:
+        return True
+    scheme, _, token = (header or "").partition(" ")
+    # In constant time, and over bytes: a header may hold characters beyond ASCII.
+    return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(errors="replace"), key.encode())

@@ -1,0 +1,66 @@
+"""Recent turns by the messages that they are shown as, so that a conversation is continued from its tokens.
+
+A turn is found again only where every message up to its answer came back as it was: text that was sampled is never
+tokenised a second time, and a history that was changed is another history.
+"""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+from rollstream.producers.inference.chat.messages import Message, SampledTurn, Tool
+from rollstream.topics.records import Int32
+
+
+class ConversationMemory:
+    """At most `max_tokens` tokens of turns, the least recently used forgotten first."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._turns: OrderedDict[bytes, tuple[Int32, int]] = OrderedDict()
+        """Tokens of prompt and answer, and the length of the prompt."""
+        self.tokens = 0
+        """Tokens held."""
+
+    def add(self, session: str, messages: Sequence[Message], tools: Sequence[Tool], turn: SampledTurn) -> None:
+        """Remember a turn; the last of `messages` is its answer, as the client was given it."""
+        key = _key(session, messages, tools)
+        self._forget(key)
+        tokens = np.asarray([*turn.prompt, *turn.sampled], np.int32)
+        self._turns[key] = (tokens, len(turn.prompt))
+        self.tokens += len(tokens)
+        while self.tokens > self._max_tokens:
+            self._forget(next(iter(self._turns)))
+
+    def find(self, session: str, messages: Sequence[Message], tools: Sequence[Tool]) -> SampledTurn | None:
+        """Return the turn of the last answer of a conversation, if it is remembered."""
+        last = last_answer(messages)
+        if last is None:
+            return None
+        key = _key(session, messages[:last], tools)
+        if key not in self._turns:
+            return None
+        self._turns.move_to_end(key)
+        tokens, prompt = self._turns[key]
+        return SampledTurn(tokens[:prompt].tolist(), tokens[prompt:].tolist())
+
+    def _forget(self, key: bytes) -> None:
+        if key in self._turns:
+            tokens, _ = self._turns.pop(key)
+            self.tokens -= len(tokens)
+
+
+def last_answer(messages: Sequence[Message]) -> int | None:
+    """Return the number of messages up to the model's last answer; None if there is none or nothing follows it."""
+    last = next((i + 1 for i in range(len(messages) - 1, -1, -1) if messages[i]["role"] == "assistant"), None)
+    return last if last is not None and last < len(messages) else None
+
+
+def _key(session: str, messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
+    # Clients rarely send reasoning back, and the tokens hold it.
+    shown = [{name: value for name, value in message.items() if name != "reasoning_content"} for message in messages]
+    conversation = json.dumps([session, list(tools), shown], sort_keys=True)
+    return hashlib.blake2b(conversation.encode(), digest_size=16).digest()

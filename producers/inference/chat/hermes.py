@@ -1,0 +1,76 @@
+"""Tool calls as text, in the form of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+A call that is no valid JSON stays in the text: it is what the model said, and an environment may answer it.
+"""
+
+import json
+import re
+from typing import Any
+
+from rollstream.producers.inference.chat.messages import AssistantMessage, ToolCall
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+THINK, END_OF_THINK = "<think>", "</think>"
+_BLOCK = re.compile(re.escape(OPEN) + r"(.*?)" + re.escape(CLOSE), re.DOTALL)
+
+
+def parse(text: str, *, complete: bool = True) -> AssistantMessage:
+    """Split a text in content and tool calls.
+
+    The end of an incomplete text is kept back from the first call that is not closed.
+    """
+    content: list[str] = []
+    calls: list[ToolCall] = []
+    end = 0
+    for block in _BLOCK.finditer(text):
+        content.append(text[end : block.start()])
+        end = block.end()
+        call = _call(block[1])
+        if call is None:
+            content.append(block[0])
+        else:
+            calls.append(call)
+    rest = text[end:]
+    content.append(rest if complete else rest.partition(OPEN)[0])
+    joined = "".join(content)
+    # Around calls models write line breaks, which are no message.
+    return AssistantMessage(content="" if calls and not joined.strip() else joined, tool_calls=tuple(calls))
+
+
+def parse_with_reasoning(text: str, *, opened: bool, complete: bool = True) -> AssistantMessage:
+    """Split a text in reasoning, which comes first, and what `parse` returns.
+
+    `opened` says that the prompt ends with the beginning of the reasoning.
+    """
+    begins = text.lstrip().startswith(THINK)
+    if not opened and not begins:
+        return parse(text, complete=complete)
+    reasoning, end, rest = (text.partition(THINK)[2] if begins else text).partition(END_OF_THINK)
+    message = parse(rest.lstrip("\n"), complete=complete)
+    return AssistantMessage(
+        content=message.content,
+        reasoning=reasoning.strip("\n") if end or complete else reasoning.lstrip("\n").rstrip(),
+        tool_calls=message.tool_calls,
+    )
+
+
+def call_text(name: str, arguments: str) -> str:
+    """Return a call as text."""
+    return f'{OPEN}{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}{CLOSE}'
+
+
+def _call(text: str) -> ToolCall | None:
+    try:
+        call: Any = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+        return None
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,45 @@
+"""The protocol of chat templates: a conversation to the token ids of a prompt, and an answer's tokens to a message."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from rollstream.producers.inference.chat.messages import AssistantMessage, Message, SampledTurn, Tool
+from rollstream.topics.errors import RollstreamError
+
+
+class TemplateRefused(RollstreamError):
+    """A template raised an error for a conversation."""
+
+
+class ChatTemplate(Protocol):
+    """Renders conversations for one model. No method is called by two threads at once."""
+
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """Tokens that end the model's turn."""
+
+    @property
+    def markers(self) -> Sequence[str]:
+        """Texts that change the meaning of what comes before or after them, such as the beginning of a tool call."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        """Return the prompt of a whole conversation, up to where the model's next turn begins.
+
+        Raises a RollstreamError or ValueError if a text cannot be encoded, or the template refuses the conversation.
+        """
+
+    def extend(
+        self, turn: SampledTurn, messages: Sequence[Message], known: int, tools: Sequence[Tool]
+    ) -> list[int] | None:
+        """Return the prompt of a conversation whose first `known` messages are a turn as it was sampled.
+
+        The prompt begins with the turn's own tokens. None if the template cannot continue from them, e.g. because it
+        shows an earlier turn in another form once a later one is there. Raises as `render` does.
+        """
+
+    def parse(self, turn: SampledTurn, *, complete: bool = True) -> AssistantMessage:
+        """Return the message that a turn's sampled tokens are.
+
+        The message of an incomplete answer holds what later tokens do not change, and perhaps the beginning of a marker
+        at its end.
+        """

@@ -1,0 +1,264 @@
+"""OpenAI's chat completions with tools, and the token ids of vLLM and SGLang: POST /v1/chat/completions.
+
+A conversation is continued from its tokens: of the turns before, only messages that are not the model's are rendered.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollstream.producers.inference.chat.conversations import ConversationMemory, last_answer
+from rollstream.producers.inference.chat.messages import Message, SampledTurn, Tool, ToolCall, call_object
+from rollstream.producers.inference.chat.template import ChatTemplate
+from rollstream.producers.inference.dialects import fields, sampling_parameters
+from rollstream.producers.inference.dialects.answer_frame import AnswerHeader, metadata, usage
+from rollstream.producers.inference.dialects.answer_stream import StreamedPart, VisibleAnswer
+from rollstream.producers.inference.dialects.chat_messages import parse_messages, parse_tools
+from rollstream.producers.inference.dialects.dialect import Dialect
+from rollstream.producers.inference.dialects.refusals import BadRequest
+from rollstream.producers.inference.dialects.sampled_choices import SampledChoice, held_back
+from rollstream.producers.inference.dialects.sampling_parameters import RequestLimits, SamplingRequest
+from rollstream.producers.inference.token_codec import TokenCodec
+from rollstream.topics.errors import RollstreamError
+
+_OFF = {
+    **sampling_parameters.OFF,
+    "response_format": ({"type": "text"},),
+    "chat_template_kwargs": ({},),
+    "chat_template": ("",),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "functions": ([],),
+    "modalities": (["text"],),
+}
+_HARMLESS = sampling_parameters.HARMLESS | {
+    "parallel_tool_calls", "reasoning_effort", "verbosity", "include_reasoning", "separate_reasoning",
+}  # fmt: skip
+_READ = {
+    *sampling_parameters.READ, "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "logprobs",
+    "top_logprobs", "stream", "stream_options", "return_tokens_as_token_ids", "previous_turn",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    """A valid request."""
+
+    sampling: SamplingRequest
+    messages: Sequence[Message]
+    tools: Sequence[Tool]
+    session: str
+    logprobs: bool
+    tokens_as_ids: bool
+    """Whether tokens are named token_id:N instead of by their text."""
+    stream: bool
+    include_usage: bool
+
+
+class ChatCompletions(Dialect[ChatRequest]):
+    """The dialect of OpenAI's chat completions."""
+
+    prefix = "chatcmpl"
+    stream_kind = "chat.completion.chunk"
+
+    def __init__(
+        self, tokenizer: TokenCodec, limits: RequestLimits, template: ChatTemplate, memory: ConversationMemory
+    ) -> None:
+        super().__init__(tokenizer, limits)
+        self._template = template
+        self._memory = memory
+        self._stop_ids = frozenset(template.stop_ids) - frozenset(tokenizer.eos_ids)
+
+    def parse(self, body: Mapping[str, Any], session: str) -> ChatRequest:
+        """Parse a body and render its conversation."""
+        sampling_parameters.check_names(body, _READ, _OFF, _HARMLESS)
+        parameters = sampling_parameters.parse_parameters(body, self.limits, stop_token_ids=self._stop_ids)
+        if fields.integer(body, "top_logprobs", 0, least=0) > 1:
+            raise BadRequest("top_logprobs: only the sampled token's is known; ask for 0", "top_logprobs")
+        messages = parse_messages(body.get("messages"))
+        tools = parse_tools(body.get("tools"), body.get("tool_choice"))
+        prompt = self.prompt_of(messages, tools, session, self._previous_turn(body))
+        sampling_parameters.check_prompt(prompt, "messages", self.limits)
+        limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+        max_tokens = sampling_parameters.answer_limit(body, limit, len(prompt), self.limits)
+        return ChatRequest(
+            sampling=SamplingRequest(prompts=[prompt], parameters=parameters, max_tokens=max_tokens),
+            messages=messages,
+            tools=tools,
+            session=session,
+            logprobs=fields.flag(body, "logprobs"),
+            tokens_as_ids=fields.flag(body, "return_tokens_as_token_ids"),
+            stream=fields.flag(body, "stream"),
+            include_usage=fields.flag(fields.mapping(body, "stream_options"), "include_usage"),
+        )
+
+    def prompt_of(
+        self, messages: Sequence[Message], tools: Sequence[Tool], session: str, previous: SampledTurn | None = None
+    ) -> list[int]:
+        """Return the prompt of a conversation, continued from the tokens of its last turn if they are known.
+
+        `previous` is that turn, if the client sent it. Raises BadRequest if the template refuses the conversation.
+        """
+        known = last_answer(messages)
+        if previous is not None and known is None:
+            raise BadRequest("previous_turn is given, and no message follows an answer", "previous_turn")
+        turn = previous or self._memory.find(session, messages, tools)
+        if turn is not None and known is not None:
+            with _refusals():
+                prompt = self._template.extend(turn, messages, known, tools)
+            if prompt is not None:
+                return prompt
+        return self.rendered(messages, tools)
+
+    def rendered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        """Return the prompt of a conversation rendered as a whole. Raises BadRequest as `prompt_of` does."""
+        with _refusals():
+            return self._template.render(messages, tools)
+
+    def answer(self, request: ChatRequest, choices: Sequence[SampledChoice], header: AnswerHeader) -> dict[str, Any]:
+        """Return a chat.completion."""
+        return {
+            **header.fields("chat.completion"),
+            "prompt_token_ids": list(request.sampling.prompts[0]),
+            "choices": [
+                {
+                    **self._ending(choice),
+                    "message": self._message(request, choice),
+                    "logprobs": self._logprobs(request, choice, 0),
+                    "token_ids": list(choice.tokens),
+                    "response_token_ids": list(choice.tokens),
+                    "prompt_token_ids": list(choice.prompt),
+                    **choice.version_fields,
+                }
+                for choice in choices
+            ],
+            **metadata(choices),
+            "usage": usage(request.sampling, choices),
+        }
+
+    def visible(self, request: ChatRequest, choice: SampledChoice) -> VisibleAnswer:
+        """Return content, reasoning and tool calls; calls only of a complete answer, which names them."""
+        complete = choice.finish_reason is not None
+        message = self._template.parse(SampledTurn(choice.prompt, choice.tokens), complete=complete)
+        stops = request.sampling.parameters.stop
+        content = message.content
+        if isinstance(choice.stop_reason, str):
+            content = content.partition(choice.stop_reason)[0]
+        if complete:
+            return VisibleAnswer(text=content, reasoning=message.reasoning, tool_calls=message.tool_calls)
+        markers = (*self._template.markers, *stops)
+        content = held_back(content, markers)
+        # Line breaks alone are no message if calls follow.
+        return VisibleAnswer(text=content if content.strip() else "", reasoning=held_back(message.reasoning, markers))
+
+    def part(self, request: ChatRequest, part: StreamedPart, header: AnswerHeader) -> dict[str, Any]:
+        """Return a chat.completion.chunk."""
+        choice = part.choice
+        delta: dict[str, Any] = {"role": "assistant"} if part.first else {}
+        if part.text or (part.first and not part.last):
+            delta["content"] = part.text
+        if part.reasoning:
+            delta["reasoning_content"] = part.reasoning
+        if part.tool_calls:
+            delta["tool_calls"] = [
+                {"index": position, **call} for position, call in enumerate(_calls(choice, part.tool_calls))
+            ]
+        return {
+            **header.fields(self.stream_kind),
+            **({"prompt_token_ids": list(choice.prompt)} if part.first else {}),
+            "choices": [
+                {
+                    **self._ending(choice, called=bool(part.tool_calls)),
+                    "delta": delta,
+                    "logprobs": self._logprobs(request, choice, part.start),
+                    "token_ids": list(part.tokens),
+                    **(choice.version_fields if part.last else {}),
+                }
+            ],
+            **(metadata([choice]) if part.last else {}),
+        }
+
+    def remember(self, request: ChatRequest, choice: SampledChoice) -> None:
+        """Keep the tokens of the turn for the next one."""
+        message = self._message(request, choice)
+        answer = parse_messages([message])
+        self._memory.add(
+            request.session, [*request.messages, *answer], request.tools, SampledTurn(choice.prompt, choice.tokens)
+        )
+
+    def _previous_turn(self, body: Mapping[str, Any]) -> SampledTurn | None:
+        previous = fields.mapping(body, "previous_turn")
+        if not previous:
+            return None
+        prompt, sampled = (
+            fields.token_ids(previous.get(name), f"previous_turn.{name}", self.limits.vocab_size)
+            for name in ("prompt_token_ids", "token_ids")
+        )
+        if not prompt:
+            raise BadRequest(
+                "previous_turn holds no prompt_token_ids; send prompt_token_ids and token_ids as they were answered",
+                "previous_turn",
+            )
+        return SampledTurn(prompt, sampled)
+
+    def _ending(self, choice: SampledChoice, *, called: bool | None = None) -> dict[str, Any]:
+        called = (
+            bool(self._template.parse(SampledTurn(choice.prompt, choice.tokens)).tool_calls)
+            if called is None
+            else called
+        )
+        return {
+            "index": choice.index,
+            "finish_reason": "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _message(self, request: ChatRequest, choice: SampledChoice) -> dict[str, Any]:
+        visible = self.visible(request, choice)
+        message: dict[str, Any] = {"role": "assistant", "content": visible.text}
+        if visible.reasoning:
+            message["reasoning_content"] = visible.reasoning
+        if visible.tool_calls:
+            message["content"] = visible.text or None
+            message["tool_calls"] = _calls(choice, visible.tool_calls)
+        return message
+
+    def _logprobs(self, request: ChatRequest, choice: SampledChoice, start: int) -> dict[str, Any] | None:
+        if not request.logprobs:
+            return None
+        return {"content": [self._logprob(request, choice, i) for i in range(start, len(choice.tokens))]}
+
+    def _logprob(self, request: ChatRequest, choice: SampledChoice, position: int) -> dict[str, Any]:
+        token = choice.tokens[position]
+        text = self.tokenizer.decode([token])
+        return {
+            "token": f"token_id:{token}" if request.tokens_as_ids else text,
+            "token_id": token,
+            "logprob": float(choice.logprobs[position]),
+            "bytes": list(text.encode(errors="replace")),
+            "top_logprobs": [],
+        }
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    try:
+        yield
+    except (RollstreamError, ValueError) as error:
+        raise BadRequest(str(error), "messages") from error
+
+
+def _calls(choice: SampledChoice, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """Return OpenAI's objects of tool calls. The same tokens have the same identifiers, so that answers repeat."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tokens in (choice.prompt, choice.tokens):
+        digest.update(np.asarray(tokens, "<i8").tobytes())
+    return [
+        call_object(call.name, call.arguments, f"call_{digest.hexdigest()}{position:04x}")
+        for position, call in enumerate(calls)
+    ]

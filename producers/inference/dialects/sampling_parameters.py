@@ -1,0 +1,163 @@
+"""Sampling parameters that the dialects have in common. A parameter that changes how tokens are drawn is never ignored:
+it is honoured, or refused by name.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollstream.producers.inference.dialects import fields
+from rollstream.producers.inference.dialects.refusals import CONTEXT_TOO_LONG, BadRequest
+
+MAX_STOPS = 4
+MAX_STOP_TOKENS = 32
+OFF: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "min_new_tokens": (0,),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "no_stop_trim": (False,),
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "prompt_logprobs": (0,),
+    "truncate_prompt_tokens": (-1,),
+}
+"""Parameters accepted only at the values that turn them off."""
+HARMLESS = {
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "rid",
+    "session_id", "cache_salt", "priority", "return_token_ids", "skip_special_tokens", "detokenize",
+    "spaces_between_special_tokens",
+}  # fmt: skip
+"""Fields accepted without effect: they name or route a request, or ask for what every answer holds."""
+READ = {"n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """Limits on the requests that a server accepts."""
+
+    max_model_len: int
+    """Most tokens of a prompt and its answer together."""
+    max_rows: int
+    """Most sequences of one request."""
+    vocab_size: int
+    """Number of token ids that the model knows: not fewer than the tokenizer's."""
+    truncated_sampling: bool
+    """Whether top_p, top_k and min_p are allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParameters:
+    """How the answers to one prompt are drawn, and what ends them."""
+
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    """0 is off."""
+    min_p: float
+    seed: int | None
+    stop: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRequest:
+    """Prompts to sample after."""
+
+    prompts: Sequence[Sequence[int]]
+    parameters: SamplingParameters
+    max_tokens: int
+
+    @property
+    def row_prompts(self) -> list[Sequence[int]]:
+        """One prompt per choice, in the order of the choices: n times the first prompt, n times the second, ..."""
+        return [prompt for prompt in self.prompts for _ in range(self.parameters.n)]
+
+
+def check_names(
+    body: Mapping[str, Any], read: set[str], off: Mapping[str, tuple[Any, ...]] = OFF, harmless: set[str] = HARMLESS
+) -> None:
+    """Raise BadRequest for a field that is unknown, or that is on and not supported."""
+    for name, value in body.items():
+        if name in read or name in harmless:
+            continue
+        if name not in off:
+            raise BadRequest(f"unrecognized request argument supplied: {fields.shown(name)}", name)
+        if value is not None and value not in off[name]:
+            raise BadRequest(
+                f"{name}={fields.shown(value)} is not supported here; leave it out (off is {off[name][0]!r})", name
+            )
+
+
+def parse_parameters(
+    body: Mapping[str, Any], limits: RequestLimits, *, stop_token_ids: frozenset[int] = frozenset()
+) -> SamplingParameters:
+    """Return the common parameters of a body whose names are checked. Raises BadRequest, naming the parameter.
+
+    `stop_token_ids` end every answer, besides those of the request.
+    """
+    n = fields.integer(body, "n", 1, least=1)
+    if n > limits.max_rows:
+        raise BadRequest(f"n={fields.shown(n)} is more than {limits.max_rows} sequences", "n")
+    stop_ids = fields.token_ids(body.get("stop_token_ids"), "stop_token_ids", limits.vocab_size)
+    if len(stop_ids) > MAX_STOP_TOKENS:
+        raise BadRequest(
+            f"stop_token_ids holds {len(stop_ids)} ids; at most {MAX_STOP_TOKENS} are supported", "stop_token_ids"
+        )
+    top_p = fields.number(body, "top_p", 1.0, least=0, most=1)
+    top_k = max(0, fields.integer(body, "top_k", 0, least=-1))
+    min_p = fields.number(body, "min_p", 0.0, least=0, most=1)
+    for name, off in (("top_p", top_p == 1), ("top_k", top_k == 0), ("min_p", min_p == 0)):
+        if not off and not limits.truncated_sampling:
+            raise BadRequest(
+                f"{name}={fields.shown(body[name])}: a learner cannot compute the logprobs of a truncated distribution "
+                "again; leave it out, or set inference.truncated_sampling where no rollouts come from",
+                name,
+            )
+    if top_p == 0:
+        raise BadRequest("top_p must be above 0; temperature 0 is greedy", "top_p")
+    return SamplingParameters(
+        n=n,
+        temperature=fields.number(body, "temperature", 1.0, least=0),
+        top_p=top_p,
+        top_k=min(top_k, limits.vocab_size),
+        min_p=min_p,
+        seed=None if body.get("seed") is None else fields.integer(body, "seed", 0),
+        stop=fields.strings(body, "stop", most=MAX_STOPS),
+        stop_token_ids=stop_token_ids.union(stop_ids),
+    )
+
+
+def check_prompt(prompt: Sequence[int], param: str, limits: RequestLimits) -> None:
+    """Raise BadRequest for an empty prompt, one with unknown ids, or one that leaves no room for an answer."""
+    fields.token_ids(list(prompt), param, limits.vocab_size)
+    if not 0 < len(prompt) < limits.max_model_len:
+        raise BadRequest(
+            f"{param} has {len(prompt)} tokens; this server takes 1 to {limits.max_model_len - 1}: shorten it, or "
+            "raise inference.max_model_len",
+            param,
+            code=CONTEXT_TOO_LONG if prompt else None,
+        )
+
+
+def answer_limit(
+    body: Mapping[str, Any], name: str, prompt_tokens: int, limits: RequestLimits, *, default: int | None = None
+) -> int:
+    """Return the most tokens of an answer: the field `name`, else `default`, else all that the context has room for."""
+    room = limits.max_model_len - prompt_tokens
+    max_tokens = fields.integer(body, name, room if default is None else min(default, room), least=1)
+    if max_tokens > room:
+        raise BadRequest(
+            f"{name}={fields.shown(max_tokens)} after a prompt of {prompt_tokens} tokens; both together may have "
+            f"{limits.max_model_len} here: shorten them, or raise inference.max_model_len",
+            name,
+            code=CONTEXT_TOO_LONG,
+        )
+    return max_tokens

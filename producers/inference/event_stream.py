@@ -1,0 +1,98 @@
+"""An answer as server-sent events, in the form of OpenAI's streams, while the engine decodes it."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from rollstream.producers.inference.decoding import DecodeResult, SampledSequence
+from rollstream.producers.inference.dialects.answer_frame import AnswerHeader, usage
+from rollstream.producers.inference.dialects.answer_stream import ChoiceStream
+from rollstream.producers.inference.dialects.dialect import Dialect
+from rollstream.producers.inference.dialects.refusals import error_body
+from rollstream.producers.inference.dialects.sampled_choices import SampledChoice, choices_of, sampled_choice
+
+
+class EventStream:
+    """Writes the parts of the choices of one request. All parts together hold what the whole answer would."""
+
+    def __init__(self, http: web.Request, dialect: Dialect[Any], request: Any, header: AnswerHeader) -> None:
+        self._http = http
+        self._dialect = dialect
+        self._request = request
+        self._header = header
+        self._prompts = request.sampling.row_prompts
+        self._rows: list[tuple[list[int], list[float]]] = [([], []) for _ in self._prompts]
+        self._streams = [ChoiceStream() for _ in self._prompts]
+        self._loop = asyncio.get_running_loop()
+        self._arrivals: asyncio.Queue[tuple[int, Sequence[int], Sequence[float]] | None] = asyncio.Queue()
+        self._response: web.StreamResponse | None = None
+
+    def on_tokens(self, row: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Take new tokens of a row from the engine's thread."""
+        self._loop.call_soon_threadsafe(self._arrivals.put_nowait, (row, tokens, logprobs))
+
+    async def write(self, decoding: "asyncio.Future[DecodeResult]") -> web.StreamResponse:
+        """Write until the engine is done; the request ends with its client.
+
+        Raises the engine's error if nothing is written yet; else the error is the last event.
+        """
+        decoding.add_done_callback(lambda _: self._arrivals.put_nowait(None))
+        try:
+            await self._write_parts()
+            choices = choices_of(self._request.sampling, await decoding, self._dialect.tokenizer)
+            for choice in choices:
+                await self._advance(choice)
+            if self._request.include_usage:
+                frame = self._header.fields(self._dialect.stream_kind)
+                await self._send({**frame, "choices": [], "usage": usage(self._request.sampling, choices)})
+        except ConnectionError:  # the client is gone, and nobody is left to read an error
+            assert self._response is not None, "only writing raises it"
+            return self._response
+        except Exception as error:
+            if self._response is None:
+                raise
+            await self._send(error_body(str(error) or repr(error), kind="server_error"))
+        finally:
+            decoding.cancel()
+        assert self._response is not None, "every choice has a last part"
+        await self._response.write(b"data: [DONE]\n\n")
+        await self._response.write_eof()
+        return self._response
+
+    async def _write_parts(self) -> None:
+        """Write what arrives, until the engine is done."""
+        while (arrival := await self._arrivals.get()) is not None:
+            index, tokens, logprobs = arrival
+            row = self._rows[index]
+            row[0].extend(tokens)
+            row[1].extend(logprobs)
+            if not self._streams[index].ended:
+                # Versions, and the reason of the end, are in the last part.
+                await self._advance(
+                    sampled_choice(
+                        index,
+                        self._prompts[index],
+                        SampledSequence(*row, finish_reason="length"),
+                        self._request.sampling.parameters,
+                        self._dialect.tokenizer,
+                        complete=False,
+                    )
+                )
+
+    async def _advance(self, choice: SampledChoice) -> None:
+        part = self._streams[choice.index].advance(choice, self._dialect.visible(self._request, choice))
+        if part is None:
+            return
+        if part.last:
+            self._dialect.remember(self._request, choice)
+        await self._send(self._dialect.part(self._request, part, self._header))
+
+    async def _send(self, body: dict[str, Any]) -> None:
+        if self._response is None:
+            self._response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
+            self._response.content_type = "text/event-stream"
+            await self._response.prepare(self._http)
+        await self._response.write(b"data: " + json.dumps(body).encode() + b"\n\n")

@@ -1,0 +1,86 @@
+"""Builds requests for samples in the dialect of each engine. Pure.
+
+rollstream takes OpenAI's completions, and so does any server that knows return_token_ids. vLLM and SGLang tell which
+weights sampled each token only on routes of their own, which take token ids.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rollstream.producers.inference.answers import Dialect
+
+EngineName = Literal["rollstream", "vllm", "sglang"]
+ENGINES: tuple[EngineName, ...] = ("rollstream", "vllm", "sglang")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRequest:
+    """A request for `n` samples after one prompt."""
+
+    model: str
+    prompt: str | Sequence[int]
+    n: int
+    max_tokens: int
+    temperature: float
+    seed: int
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """A request as one engine takes it."""
+
+    path: str
+    """Path below the server's root."""
+    payload: Mapping[str, Any]
+    dialect: Dialect
+
+
+def engine_of(models: Mapping[str, Any]) -> EngineName:
+    """Return the kind of server that gave this list of models; one that does not say takes completions as ours does."""
+    entries = models.get("data")
+    owners = (
+        {entry.get("owned_by") for entry in entries if isinstance(entry, dict)} if isinstance(entries, list) else ()
+    )
+    return next((engine for engine in ENGINES if engine in owners), "rollstream")
+
+
+def takes_tokens(engine: EngineName) -> bool:
+    """Whether the engine's route takes token ids only, so that a text must be tokenized before."""
+    return engine != "rollstream"
+
+
+def engine_request(request: SampleRequest, engine: EngineName) -> EngineRequest:
+    """Return the request in an engine's dialect. `prompt` must be token ids if the engine `takes_tokens`."""
+    stop = {"stop": list(request.stop)} if request.stop else {}
+    limits = {"n": request.n, "temperature": request.temperature, **stop}
+    match engine:
+        case "rollstream":
+            payload = {
+                "model": request.model,
+                "prompt": request.prompt,
+                "max_tokens": request.max_tokens,
+                "seed": request.seed,
+                "logprobs": 1,
+                "return_token_ids": True,
+                **limits,
+            }
+            return EngineRequest(path="/v1/completions", payload=payload, dialect="completions")
+        case "vllm":
+            payload = {
+                "model": request.model,
+                "token_ids": request.prompt,
+                "sampling_params": {"max_tokens": request.max_tokens, "seed": request.seed, "logprobs": 0, **limits},
+                "output_mode": "text",
+                "return_token_ids": True,
+            }
+            return EngineRequest(path="/inference/v1/generate", payload=payload, dialect="generate")
+        case "sglang":
+            payload = {
+                "input_ids": request.prompt,
+                "sampling_params": {"max_new_tokens": request.max_tokens, **limits},
+                "return_logprob": True,
+                "logprob_start_len": -1,
+            }
+            return EngineRequest(path="/generate", payload=payload, dialect="sglang")

@@ -1,0 +1,125 @@
+"""Counts the rollouts of a run that its learner has consumed, by its position in `batch-index`. Pure, without I/O.
+
+A learner's totals count from its own start: a learner that starts anew, or after a prune, never reaches the totals of
+its predecessor. So the position counts: everything before it in the index is consumed, and everything deleted from the
+index was consumed earlier.
+"""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+
+from rollstream.topics.records import BatchIndexEntry, LearnerStep, batch_numbers
+
+
+@dataclass
+class _Learner:
+    """Position of one learner."""
+
+    step: int = -1
+    totals: int = 0
+    """Rollouts it trained on or skipped since its start, as it reports."""
+    floor: int = 0
+    """Index offset before which every batch is used up for it."""
+    uses: dict[int, Mapping[int, int]] = field(default_factory=dict)
+    """Rollouts used for the first time, of batches from the floor on: by step, then by index offset."""
+
+    def add_step(self, record: LearnerStep) -> None:
+        """Add a step; adding a repeated one changes nothing."""
+        rows: dict[int, int] = {}
+        for use in record.uses:
+            if not use.again:
+                rows[use.index_offset] = rows.get(use.index_offset, 0) + use.rows
+        self.uses[record.step] = rows
+        if record.step >= self.step:
+            self.step, self.totals = record.step, record.trained_total + record.skipped_total
+            self.floor = record.position if record.oldest < 0 else record.oldest
+        self.uses = {step: rows for step, rows in self.uses.items() if max(rows, default=-1) >= self.floor}
+
+    @property
+    def beyond_floor(self) -> int:
+        """Rollouts used of batches from the floor on: drawn from a buffer, or skipped for a step still to come."""
+        return sum(count for rows in self.uses.values() for offset, count in rows.items() if offset >= self.floor)
+
+
+class LearnerConsumption:
+    """Consumption of the learner that wrote last to `steps` of a run and is not retired."""
+
+    def __init__(self, run: str, *, pruned: bool) -> None:
+        """`pruned` tells that entries were deleted from the beginning of the index."""
+        self._run = run
+        self._offsets = array("q")
+        self._sums = array("q")
+        """Cumulative rollouts up to each entry."""
+        self._learners: dict[str, _Learner] = {}
+        self._writers: dict[str, None] = {}
+        """Learners in the order of their newest steps."""
+        self.retired: Container[str] = ()
+        """Retired learners: their positions do not count."""
+        self._pruned = pruned
+        self._journal: dict[int, tuple[int, int]] = {}
+        """Batches and their rollouts in the first journal record seen, by partition; until compared with the index."""
+        self._kept: dict[int, dict[int, int]] = {}
+        """Rollouts of the batches in the index, by partition and number; until compared with the journal."""
+        self._compared: set[int] = set()
+        self._deleted = 0
+        """Rollouts of batches that are no longer in the index, by the journal's counts."""
+
+    def add_entry(self, offset: int, entry: BatchIndexEntry) -> None:
+        """Add an entry of the index; entries come in order."""
+        if self._offsets and offset <= self._offsets[-1]:
+            return
+        self._offsets.append(offset)
+        self._sums.append((self._sums[-1] if self._sums else 0) + entry.rollouts)
+        if self._pruned and entry.partition not in self._compared:
+            self._kept.setdefault(entry.partition, {})[batch_numbers(entry.batch_id)[1]] = entry.rollouts
+            self._compare(entry.partition)
+
+    def add_journal(self, partition: int, batches: int, rollouts: int) -> None:
+        """Add the number of batches in a partition's journal, and of the rollouts in them."""
+        if self._pruned and partition not in self._compared and partition not in self._journal:
+            self._journal[partition] = batches, rollouts
+            self._compare(partition)
+
+    def end_index(self) -> None:
+        """Note that the index was read to its end: all batches of partitions without an entry were deleted."""
+        for partition in [partition for partition in self._journal if partition not in self._kept]:
+            self._kept[partition] = {self._journal[partition][0]: 0}
+            self._compare(partition)
+
+    def _compare(self, partition: int) -> None:
+        """Compute how much was deleted, once the index shows every batch in the journal."""
+        kept = self._kept.get(partition, {})
+        if partition not in self._journal or max(kept, default=-1) < self._journal[partition][0] - 1:
+            return
+        batches, rollouts = self._journal.pop(partition)
+        self._deleted += max(0, rollouts - sum(count for number, count in kept.items() if number < batches))
+        self._compared.add(partition)
+        del self._kept[partition]
+
+    def add_step(self, record: LearnerStep) -> None:
+        """Add a step; a step made of another run's batches consumes nothing of this run."""
+        if record.input_run in ("", self._run):
+            self._writers.pop(record.learner, None)
+            self._writers[record.learner] = None
+            self._learners.setdefault(record.learner, _Learner()).add_step(record)
+
+    @property
+    def consumed(self) -> int:
+        """Rollouts trained on or skipped since the start of the run, by any learner."""
+        newest = next((name for name in reversed(self._writers) if name not in self.retired), "")
+        learner = self._learners.get(newest, _Learner())
+        return self._before + self._since(learner)
+
+    @property
+    def _before(self) -> int:
+        """Rollouts of batches deleted from the index, as counted by the journal or by earlier learners."""
+        if not self._pruned:
+            return 0
+        return max(self._deleted, *(learner.totals - self._since(learner) for learner in self._learners.values()), 0)
+
+    def _since(self, learner: _Learner) -> int:
+        """Return the rollouts that a learner has consumed of the batches in the index."""
+        entries = bisect_left(self._offsets, learner.floor)
+        return (self._sums[entries - 1] if entries else 0) + learner.beyond_floor

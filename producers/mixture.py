@@ -1,0 +1,78 @@
+"""The mixture of a worker: which environment begins a group next, and with which prompt. Pure.
+
+Groups are started in the ratio of the weights, whatever time they take: every start moves an environment back by
+1 / weight, and the one that is furthest ahead is next (stride scheduling). One that could not start for a while, for
+want of capacity, does not make up for it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from rollstream.producers.config import CurriculumConfig
+from rollstream.producers.curriculum import Curriculum, Lesson
+from rollstream.producers.environment import Prompt
+from rollstream.producers.environment_loading import LoadedEnvironment
+from rollstream.producers.prompt_order import PromptOrder
+from rollstream.topics.records import EnvironmentState, MixtureState
+
+
+class Mixture:
+    """The environments of one worker, and its place in the prompts of each."""
+
+    def __init__(
+        self,
+        environments: Sequence[LoadedEnvironment],
+        *,
+        seed: int = 0,
+        worker: int = 0,
+        workers: int = 1,
+        curriculum: CurriculumConfig | None = None,
+        state: MixtureState | None = None,
+    ) -> None:
+        """`worker` is this worker's number of `workers`; `state` is where an earlier process of it ended."""
+        self.environments = tuple(environments)
+        earlier: Mapping[str, EnvironmentState] = {s.environment: s for s in state.environments} if state else {}
+        lessons = [
+            Lesson(environment=e.name, weight=e.entry.weight, after=e.entry.after, unlock_at=e.entry.unlock_at)
+            for e in environments
+        ]
+        locked = {e.name: EnvironmentState(environment=e.name, unlocked=not e.entry.after) for e in environments}
+        self.curriculum = Curriculum(lessons, curriculum or CurriculumConfig(), {**locked, **earlier})
+        self._prompts = {e.name: e.prompts("train") for e in environments}
+        self._orders = {
+            e.name: PromptOrder(
+                len(self._prompts[e.name]),
+                seed=f"{seed}/{e.name}",
+                worker=worker,
+                workers=min(workers, e.entry.workers or workers),
+                drawn=earlier[e.name].drawn if e.name in earlier else 0,
+            )
+            for e in environments
+        }
+        self._passes = dict.fromkeys(self._orders, 0.0)
+        self._time = 0.0
+
+    def candidates(self) -> list[LoadedEnvironment]:
+        """Return the unlocked environments in the order in which they may begin the next group."""
+        weights = self.curriculum.weights()
+        unlocked = [environment for environment in self.environments if weights[environment.name] > 0.0]
+        return sorted(unlocked, key=lambda environment: max(self._passes[environment.name], self._time))
+
+    def start(self, environment: LoadedEnvironment) -> Prompt:
+        """Begin a group of an environment; return its prompt."""
+        name = environment.name
+        self._time = max(self._passes[name], self._time)
+        self._passes[name] = self._time + 1.0 / self.curriculum.weights()[name]
+        return self._prompts[name][self._orders[name].draw()]
+
+    def states(self) -> tuple[EnvironmentState, ...]:
+        """Return the state of each environment, for a later process of this worker."""
+        return tuple(
+            EnvironmentState(
+                environment=name,
+                drawn=order.drawn,
+                successes=self.curriculum.state(name).successes,
+                trials=self.curriculum.state(name).trials,
+                unlocked=self.curriculum.state(name).unlocked,
+            )
+            for name, order in self._orders.items()
+        )

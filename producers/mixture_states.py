@@ -1,0 +1,96 @@
+"""States of the workers' mixtures on the topic `control`: each worker's next process goes on from the newest.
+
+A state is written now and then, so a worker that was killed takes the prompts of its last seconds once more. Writing
+never disturbs the worker: a state that cannot be written is replaced by the next one.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.closing import Closing
+from rollstream.topics.codec import encode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import DeadlineExceeded, DeliveryError, RecordError
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.records import BEGINNING
+from rollstream.topics.kafka.sender import Sender
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.keys import decode_key, encode_key
+from rollstream.topics.logs import event
+from rollstream.topics.records import EnvironmentState, MixtureState
+
+logger = logging.getLogger(__name__)
+MIXTURE = "mixture"
+"""First part of the key of a worker's state; the second is the worker's name."""
+_CURRENT_S = 600.0
+"""Age at which the state of another worker counts no more; workers that run write every few seconds."""
+_CLOSE_S = 5.0
+
+
+class MixtureStates(Closing):
+    """Reads the states of all workers, and writes that of one. Calls block: not for an event loop's thread; several
+    threads may call."""
+
+    def __init__(self, kafka: KafkaConfig, run: str, worker_id: str) -> None:
+        """Read the topic to its end. Raises TopicError or BrokerUnavailable."""
+        self._topic = topic_name(run, "control")
+        self._worker_id = worker_id
+        self._states: dict[str, MixtureState] = {}
+        self._skipped = SkippedRecords(logged=False)
+        self._lock = threading.Lock()
+        self._follower = TopicFollower(kafka, {(self._topic, 0): BEGINNING})
+        try:
+            self._sender = Sender(clients.producer(kafka), on_failure=lambda failure: self._lose(failure.reason))
+            while (self._topic, 0) not in self._follower.ends:
+                self._read(0.1)
+        except BaseException:
+            self._follower.close()
+            raise
+
+    @property
+    def own(self) -> MixtureState | None:
+        """The newest state of this worker; None if it never wrote one."""
+        return self._states.get(self._worker_id)
+
+    def others(self) -> list[MixtureState]:
+        """Read on, and return the newest states of the other workers that run."""
+        with self._lock:
+            self._read(0.0)
+        since = time.time() - _CURRENT_S
+        return [s for name, s in self._states.items() if name != self._worker_id and s.wall_time >= since]
+
+    def write(self, environments: Sequence[EnvironmentState]) -> None:
+        """Send this worker's state."""
+        state = MixtureState(worker_id=self._worker_id, environments=tuple(environments), wall_time=time.time())
+        try:
+            self._sender.send(self._topic, encode(state), encode_key(MIXTURE, self._worker_id), timeout_s=0.0)
+        except (DeliveryError, DeadlineExceeded, RecordError) as error:
+            self._lose(str(error))
+
+    def close(self) -> None:
+        """Wait a moment for the states sent."""
+        self._sender.waiting(_CLOSE_S)
+        with self._lock:
+            self._follower.close()
+
+    def _read(self, wait_s: float) -> None:
+        for message in self._follower.poll(500, wait_s):
+            with self._skipped.passing(message):
+                key = decode_key(message.key)
+                if len(key) != 2 or key[0] != MIXTURE or message.value is None:
+                    continue
+                state = self._skipped.decode(MixtureState, message)
+                if state is not None and all(map(_is_valid, state.environments)):
+                    self._states[state.worker_id] = state
+
+    def _lose(self, reason: str) -> None:
+        event(logger, "mixture_state_lost", level=logging.WARNING, worker_id=self._worker_id, error=reason)
+
+
+def _is_valid(state: EnvironmentState) -> bool:
+    return state.drawn >= 0 and 0.0 <= state.successes <= state.trials < math.inf

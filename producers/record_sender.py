@@ -1,0 +1,99 @@
+"""Base of our producers: sends records to one topic, idempotent, acks=all, whole or not at all.
+
+Accepted records are on the log once `flush` returns. An error names each record that is too large or was not delivered.
+Memory is bounded: sending waits while the queue is full, then raises.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+from rollstream.topics import codec
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RecordTooLarge
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.sender import Sender
+
+RECORD_OVERHEAD_BYTES = 1024
+"""Room for Kafka's batch header and framing, so that incompressible values still fit."""
+
+
+@dataclass(frozen=True)
+class RolloutDelivery:
+    """An acknowledged record: its uid, its place in the log, and the environment of a rollout."""
+
+    uid: str
+    partition: int
+    offset: int
+    environment: str = ""
+
+
+class RecordSender:
+    """Common part of the producers. Use them as context managers, or call `close`.
+
+    Each is meant for one thread; delivery callbacks run inside sending, `poll` and `flush`.
+    """
+
+    too_large: ClassVar[str]
+    """Remedy in the error for a record that is too large."""
+    not_delivered: ClassVar[str]
+    """Remedy in the error for a record that was not delivered."""
+
+    def __init__(self, kafka: KafkaConfig, topic: str, *, send_timeout_s: float, **overrides: Any) -> None:
+        """`topic` is a full name. Raises BrokerUnavailable or TopicError if there is no such topic to write to."""
+        self.topic = topic
+        self.send_timeout_s = send_timeout_s
+        self.limit_bytes = kafka.max_record_bytes - RECORD_OVERHEAD_BYTES
+        """Most bytes of a record's key and value together."""
+        topic_admin.partitions_of(kafka, topic)
+        self._sender = Sender(clients.producer(kafka, **overrides), remedy=self.not_delivered)
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Run the callbacks of delivered records. Raises DeliveryError if a record was not delivered."""
+        self._sender.poll(timeout_s)
+
+    def flush(self, timeout_s: float = 30.0) -> None:
+        """Wait until every record sent is on the log.
+
+        Raises DeliveryError if a record could not be delivered, DeadlineExceeded if records are still waiting after
+        `timeout_s` (they stay queued).
+        """
+        self._sender.flush(timeout_s)
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Flush; a producer holds no other resources."""
+        self.flush(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._sender.__exit__(kind, error, _)
+
+    def _send(
+        self,
+        name: str,
+        key: bytes,
+        record: object,
+        timeout_s: float | None,
+        delivered: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Queue a record; `delivered` is called with its partition and offset. Raises the errors of the subclasses'
+        methods."""
+        self._sender.poll()
+        value = codec.encode(record)
+        size = len(key) + len(value)
+        if size > self.limit_bytes:
+            raise RecordTooLarge(
+                f"{name} has {size} bytes and {self.topic} takes {self.limit_bytes}; {self.too_large}, or raise "
+                f"kafka.max_record_bytes (now {self.limit_bytes + RECORD_OVERHEAD_BYTES}) and run `rollstream topics "
+                "apply`"
+            )
+
+        limit_s = self.send_timeout_s if timeout_s is None else timeout_s
+        on_delivery = None if delivered is None else lambda delivery: delivered(delivery.partition, delivery.offset)
+        self._sender.send(self.topic, value, key, name=name, timeout_s=limit_s, on_delivery=on_delivery)

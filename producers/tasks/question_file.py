@@ -1,0 +1,123 @@
+"""Questions of a JSON-lines file as a task: a question and an answer a line, compared as texts or as numbers."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Literal
+
+from rollstream.producers.environment import Prompt, Score
+from rollstream.producers.tasks.task import Task
+from rollstream.topics.errors import ConfigurationError
+
+_NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+")
+
+
+class QuestionFile(Task):
+    """The questions of one file, or of one for training and one for evaluation."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        heldout: str = "",
+        question: str = "question",
+        answer: str = "answer",
+        prompt: str = "{question}",
+        match: Literal["exact", "text", "number", "contains"] = "text",
+        answer_pattern: str = "",
+        max_tokens: int = 64,
+        stop: Sequence[str] = (),
+        warm_start: bool = False,
+    ) -> None:
+        r"""Read the file `path`; without a file `heldout`, every fifth question is held out.
+
+        `question` and `answer` are the names of a line's fields, `prompt` is a template that holds {question}. `match`
+        compares a response with the answer: exact (character by character), text (without case and surplus spaces),
+        number (the last number of the response) or contains (the answer anywhere in it). `answer_pattern` is a regular
+        expression whose first group is the part of the response that is compared, e.g. `answer: (.*)`; its last match
+        counts. With `warm_start`, a model starts with examples of the answers' form; a trained model needs none. Raises
+        ConfigurationError if a file cannot be read or a line is no question, naming the line.
+        """
+        if "{question}" not in prompt:
+            raise ConfigurationError(f"the prompt template {prompt!r} has no place for {{question}}: add it")
+        if match not in ("exact", "text", "number", "contains"):
+            raise ConfigurationError(f"match {match!r} is none of exact, text, number, contains")
+        try:
+            self._pattern = re.compile(answer_pattern, re.DOTALL) if answer_pattern else None
+        except re.error as error:
+            raise ConfigurationError(f"answer_pattern {answer_pattern!r} is no regular expression: {error}") from error
+        if self._pattern is not None and self._pattern.groups < 1:
+            raise ConfigurationError(f"answer_pattern {answer_pattern!r} has no group: put the answer in parentheses")
+        self._match = match
+        self._warm_start = warm_start
+        self.stop = tuple(stop)
+        train = tuple(_questions(Path(path), question, answer, prompt))
+        if match == "number":
+            wrong = next((p for p in train if _number(p.answer) is None), None)
+            if wrong is not None:
+                raise ConfigurationError(f"{path}, line {wrong.example_id}: its answer {wrong.answer!r} is no number")
+        super().__init__(
+            name=Path(path).stem,
+            vocabulary="".join(sorted({character for p in train for character in p.text + p.answer})),
+            max_tokens=max_tokens,
+            prompts=train,
+        )
+        if heldout:
+            self._splits = {"train": train, "heldout": tuple(_questions(Path(heldout), question, answer, prompt))}
+
+    def score(self, prompt: Prompt, response_text: str, truncated: bool) -> Score:
+        """Return 1 for a response that has the answer and ends, otherwise 0."""
+        exact = float(not truncated and self._is_right(prompt.answer, response_text))
+        return Score(reward=exact, components={"exact": exact})
+
+    def warm_start_examples(self, seed: int, n: int) -> list[tuple[str, str]]:
+        """Return pairs of a question and another question's answer if they are wanted, else none."""
+        return super().warm_start_examples(seed, n) if self._warm_start else []
+
+    def _is_right(self, answer: str, response: str) -> bool:
+        if self._pattern is not None:
+            matches = list(self._pattern.finditer(response))
+            if not matches:
+                return False
+            response = matches[-1].group(1) or ""
+        if self._match == "exact":
+            return response == answer
+        if self._match == "number":
+            number = _number(response)
+            return number is not None and number == _number(answer)
+        wanted, given = _folded(answer), _folded(response)
+        return given == wanted if self._match == "text" else wanted in given
+
+
+def _folded(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _number(text: str) -> Decimal | None:
+    """Return the last number of a text; None if it has none."""
+    numbers = _NUMBER.findall(text)
+    try:
+        return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    except InvalidOperation:
+        return None
+
+
+def _questions(path: Path, question: str, answer: str, template: str) -> Iterator[Prompt]:
+    """Yield the questions of a file, each named by its line."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read the questions of {path}: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+            text, right = str(fields[question]), str(fields[answer])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"{path}, line {number}: no JSON object with {question!r} and {answer!r}; name the fields in options"
+            ) from error
+        yield Prompt(example_id=str(number), text=template.replace("{question}", text), answer=right)

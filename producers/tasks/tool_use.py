@@ -1,0 +1,214 @@
+"""Tool use: questions that a policy answers with a calculator and a SQLite database, through OpenAI's tool calls.
+
+The agent here knows an address, a key and a model, as any agent does: nothing of tokens, groups or versions.
+"""
+
+import ast
+import json
+import operator
+import random
+import sqlite3
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import aiohttp
+
+from rollstream.producers.environment import Conversation, Endpoint, Prompt, Score, Split
+from rollstream.producers.tasks.splits import split_prompts
+from rollstream.topics.errors import ConfigurationError, RollstreamError
+
+Kind = Literal["calculator", "database"]
+_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+_LONGEST_EXPRESSION = 64
+_DATABASE_STEPS = 10_000
+"""Steps of SQLite's machine that a query may take: enough for the table, too few to hang a worker."""
+_ROWS = 10
+_CALC = {
+    "type": "function",
+    "function": {"name": "calc", "parameters": {"type": "object", "properties": {"e": {"type": "string"}}}},
+}
+_SQL = {
+    "type": "function",
+    "function": {"name": "sql", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}},
+}
+_GOODS = ("fig", "kiwi", "lime", "nut", "oat", "pear", "plum", "rice", "salt", "tea")
+
+
+class PolicyUnreachable(RollstreamError):
+    """The policy's address answered neither a message nor a refusal for length."""
+
+
+class ToolUse:
+    """Sums of two numbers of two digits (calculator), prices in a table `goods` (database), or both.
+
+    Half of the reward is for a tool call whose result is the right answer, half for giving that answer at the end.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "tools",
+        kinds: Sequence[Kind] = ("calculator",),
+        turns: int = 3,
+        max_tokens: int = 96,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        """`turns` bounds the messages of the policy in an episode. Raises ConfigurationError for an unknown kind."""
+        if not kinds or set(kinds) - {"calculator", "database"} or turns < 1:
+            raise ConfigurationError(
+                f"the environment {name} has kinds {list(kinds)} and turns {turns}; kinds are calculator and "
+                "database, and turns is at least 1"
+            )
+        self.name = name
+        self.max_tokens = max_tokens
+        self._turns = turns
+        self._temperature = temperature
+        generator = random.Random(seed)
+        self._prices = {good: generator.randrange(10, 100) for good in _GOODS}
+        self._tools = [tool for tool, kind in ((_CALC, "calculator"), (_SQL, "database")) if kind in kinds]
+        self._splits = split_prompts(name, self._questions(kinds))
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        """Return the questions of a split, such as `17+25=` or `price of tea?`."""
+        return self._splits[split]
+
+    async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
+        """Ask the question and answer tool calls until the policy answers without one, or its turns are used.
+
+        Raises PolicyUnreachable if the address gives no answer.
+        """
+        messages: list[dict[str, Any]] = [{"role": "user", "content": prompt.text}]
+        helped, answer = False, ""
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {endpoint.api_key}"}) as session:
+            for _ in range(self._turns):
+                message = await self._ask(session, endpoint, messages)
+                if message is None:
+                    break
+                messages.append(message)
+                calls = message.get("tool_calls") or ()
+                if not calls:
+                    answer = str(message.get("content") or "").strip()
+                    break
+                for call in calls:
+                    result = self.result_of(call["function"]["name"], call["function"]["arguments"])
+                    helped = helped or result == prompt.answer
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        exact = answer == prompt.answer
+        return Score(reward=(helped + exact) / 2, components={"exact": float(exact), "helped": float(helped)})
+
+    def result_of(self, tool: str, arguments: str) -> str:
+        """Return the answer of a tool; an error is an answer, too, beginning with `error`."""
+        try:
+            given = json.loads(arguments)
+            if tool == "calc":
+                return str(_value(ast.parse(_text(given, "e")[:_LONGEST_EXPRESSION], mode="eval").body))
+            if tool == "sql":
+                return self._rows(_text(given, "q"))
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, sqlite3.Error) as error:
+            return f"error: {error}"
+        return f"error: there is no tool {tool}"
+
+    def warm_start_conversations(self, seed: int, n: int) -> list[Conversation]:
+        """Return `n` conversations.
+
+        They teach the forms of a call and of an answer, each with the content of another question.
+        """
+        generator = random.Random(seed)
+        conversations = []
+        for number in range(n):
+            question, other = generator.choices(self._splits["train"], k=2)
+            messages: list[dict[str, Any]] = [{"role": "user", "content": question.text}]
+            turn = call_text(other)
+            if number % 2:
+                name, arguments = other.extra["tool"], other.extra["arguments"]
+                call = {"id": "call-0", "type": "function", "function": {"name": name, "arguments": arguments}}
+                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+                messages.append({"role": "tool", "tool_call_id": "call-0", "content": other.answer})
+                turn = generator.choice(self._splits["train"]).answer
+            conversations.append(Conversation(messages=messages, tools=self._tools, turn=turn))
+        return conversations
+
+    async def _ask(
+        self, session: aiohttp.ClientSession, endpoint: Endpoint, messages: list[dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """Return the policy's message; None if the conversation has become too long for it."""
+        body = {
+            "model": endpoint.model,
+            "messages": messages,
+            "tools": self._tools,
+            "max_tokens": self.max_tokens,
+            "temperature": self._temperature,
+        }
+        try:
+            async with session.post(f"{endpoint.base_url}/chat/completions", json=body) as response:
+                text = await response.text()
+        except aiohttp.ClientError as error:
+            raise PolicyUnreachable(f"{endpoint.base_url} did not answer: {error!r}") from error
+        if response.status == 400 and "context" in text:
+            return None
+        if response.status != 200:
+            raise PolicyUnreachable(f"{endpoint.base_url} answered {response.status}: {text[:200]}")
+        message: dict[str, Any] = json.loads(text)["choices"][0]["message"]
+        return {name: value for name, value in message.items() if name in ("role", "content", "tool_calls") and value}
+
+    def _questions(self, kinds: Sequence[Kind]) -> list[Prompt]:
+        questions = []
+        if "calculator" in kinds:
+            for a in range(10, 100):
+                questions += [_prompt(f"{a}+{b}=", str(a + b), "calc", e=f"{a}+{b}") for b in range(10, 100)]
+        if "database" in kinds:
+            for good, price in self._prices.items():
+                query = f"select price from goods where name='{good}'"
+                questions.append(_prompt(f"price of {good}?", str(price), "sql", q=query))
+        return questions
+
+    def _rows(self, query: str) -> str:
+        """Run a query on a table of its own; nothing it does outlives it."""
+        database = sqlite3.connect(":memory:")
+        try:
+            database.execute("create table goods (name text, price integer)")
+            database.executemany("insert into goods values (?, ?)", self._prices.items())
+            database.execute("pragma query_only = on")
+            database.set_authorizer(_allow_reading)
+            database.set_progress_handler(lambda: 1, _DATABASE_STEPS)
+            rows = database.execute(query).fetchmany(_ROWS)
+        finally:
+            database.close()
+        return "\n".join(" ".join(str(value) for value in row) for row in rows)
+
+
+def call_text(question: Prompt) -> str:
+    """Return the right call for a question, as a model of Hermes' form writes it."""
+    return f'<tool_call>{{"name": "{question.extra["tool"]}", "arguments": {question.extra["arguments"]}}}</tool_call>'
+
+
+def _prompt(text: str, answer: str, tool: str, **arguments: str) -> Prompt:
+    return Prompt(example_id=text, text=text, answer=answer, extra={"tool": tool, "arguments": json.dumps(arguments)})
+
+
+def _text(arguments: Any, name: str) -> str:
+    value = arguments.get(name) if isinstance(arguments, dict) else None
+    if not isinstance(value, str):
+        raise ValueError(f"the argument {name} must be a text")
+    return value
+
+
+def _value(node: ast.expr) -> int:
+    """Value of an expression of integers, +, - and *. Raises ValueError for anything else."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError("only integers, +, - and * are allowed")
+
+
+def _allow_reading(action: int, *_details: str | None) -> int:
+    allowed = action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION)
+    return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY

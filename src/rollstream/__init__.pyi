@@ -1,0 +1,166 @@
+from ._version import __version__
+from .consumers.batch_reader import BatchReader, ReadBatch
+from .consumers.buffers.groups.config import GroupStoreConfig
+from .consumers.buffers.groups.grpo_batch_maker import GrpoBatchMaker
+from .consumers.buffers.groups.store import GroupReplayBuffer
+from .consumers.buffers.groups.view import GroupStore
+from .consumers.buffers.rollouts.buffer import ReplayBufferConfig, RolloutReplayBuffer, RolloutWithCount, TrainParams
+from .consumers.buffers.rollouts.losses import RLLossModule, RLOOLoss
+from .consumers.buffers.rollouts.record import RecordTurn, RolloutRecord
+from .consumers.buffers.slices.buffer import EpisodeSliceBuffer
+from .consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer, open_episode_buffer
+from .consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
+from .consumers.buffers.trajectories.cache import TrajectoryCache
+from .consumers.buffers.trajectories.dataset import MixedDataset
+from .consumers.buffers.trajectories.filler import TrajectoryFiller
+from .consumers.files.atomic_files import StoreError
+from .consumers.grouping.config import GrouperConfig, GroupingConfig
+from .consumers.grouping.makers.batch_maker import BatchMaker, FifoBatchMaker, MakerContext, SealedGroup, example_bytes
+from .consumers.grouping.makers.reservoir import ReservoirBatchMaker
+from .consumers.grouping.testing import GroupingTestDriver, example_rollout
+from .consumers.step_writer import StepWriter, publish_version
+from .consumers.weights.follower import WeightsFollower
+from .consumers.weights.state_manager import LocalStateManager, StateManager
+from .pipeline.config import RunConfig
+from .producers.dual_writer import DualWriter
+from .producers.environment import (
+    AgentEnvironment,
+    Endpoint,
+    Environment,
+    Episode,
+    Generate,
+    Message,
+    Prompt,
+    Reply,
+    Score,
+    SingleTurn,
+)
+from .producers.rollout_producer import RolloutProducer
+from .producers.scripted_policy import ScriptedPolicy
+from .producers.trajectories.collecting import Seat
+from .producers.trajectories.collector import TrajectoryCollector
+from .producers.trajectories.producer import TrajectoryProducer
+from .producers.trajectories.steps import ChunkStepResult
+from .producers.verifier_pool import VerifierFailed, VerifierPool
+from .topics.codec import decode, encode, schemas, values_of
+from .topics.config import KafkaConfig, TopicsConfig
+from .topics.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    DeadlineExceeded,
+    DeliveryError,
+    Fenced,
+    RecordError,
+    RecordTooLarge,
+    RollstreamError,
+    StateRefused,
+    TopicError,
+)
+from .topics.records import (
+    BatchGroup,
+    GroupCancelled,
+    InferenceMetadata,
+    LearnerStep,
+    NamedArray,
+    PolicyManifest,
+    Rollout,
+    RolloutMetadata,
+    SamplingParams,
+    TrainingBatch,
+    Turn,
+)
+from .topics.rl_examples import RLExample, Source
+from .topics.rollout_batch_upcast import batch_of
+from .topics.trajectories import Trajectory
+
+__all__ = [
+    "AgentEnvironment",
+    "BatchGroup",
+    "BatchMaker",
+    "BatchReader",
+    "BrokerUnavailable",
+    "ChunkStepResult",
+    "ConfigurationError",
+    "DeadlineExceeded",
+    "DeliveryError",
+    "DualWriter",
+    "Endpoint",
+    "Environment",
+    "Episode",
+    "EpisodeSliceBuffer",
+    "Fenced",
+    "FifoBatchMaker",
+    "Generate",
+    "GroupCancelled",
+    "GroupReplayBuffer",
+    "GroupStore",
+    "GroupStoreConfig",
+    "GrouperConfig",
+    "GroupingConfig",
+    "GroupingTestDriver",
+    "GrpoBatchMaker",
+    "HilEpisodeBuffer",
+    "InferenceMetadata",
+    "KafkaConfig",
+    "LearnerStep",
+    "LocalStateManager",
+    "MakerContext",
+    "Message",
+    "MixedDataset",
+    "NamedArray",
+    "PolicyManifest",
+    "Prompt",
+    "RLExample",
+    "RLLossModule",
+    "RLOOLoss",
+    "ReadBatch",
+    "RecordError",
+    "RecordTooLarge",
+    "RecordTurn",
+    "ReplayBufferConfig",
+    "Reply",
+    "ReservoirBatchMaker",
+    "Rollout",
+    "RolloutMetadata",
+    "RolloutProducer",
+    "RolloutRecord",
+    "RolloutReplayBuffer",
+    "RolloutWithCount",
+    "RollstreamError",
+    "RunConfig",
+    "SamplingParams",
+    "Score",
+    "ScriptedPolicy",
+    "SealedGroup",
+    "Seat",
+    "SingleTurn",
+    "Source",
+    "StateManager",
+    "StateRefused",
+    "StepWriter",
+    "StoreError",
+    "TopicError",
+    "TopicsConfig",
+    "TrainParams",
+    "TrainingBatch",
+    "Trajectory",
+    "TrajectoryCache",
+    "TrajectoryCollector",
+    "TrajectoryFiller",
+    "TrajectoryProducer",
+    "TrajectoryReplayBuffer",
+    "Turn",
+    "VerifierFailed",
+    "VerifierPool",
+    "WeightsFollower",
+    "__version__",
+    "batch_of",
+    "decode",
+    "encode",
+    "example_bytes",
+    "example_rollout",
+    "open_episode_buffer",
+    "publish_version",
+    "schemas",
+    "values_of",
+]

@@ -1,0 +1,109 @@
+"""Row `gateway`: a model call through a gateway in a process of its own, against the same call without it.
+
+The server behind answers at once, with 16 tokens after a prompt that grows by 64 a call, so what is measured is the
+gateway alone: its HTTP, its log, and the record it waits for. Client and server share this process.
+"""
+
+import asyncio
+import itertools
+import time
+from statistics import median
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from tests.bench.measure import LatencyRow, Settings, percentile
+from tests.bench.runs import prepared
+from tests.support.gateways import GatewayUnderTest, gateway
+from tests.support.producing import serving_http
+
+_CALLS_OF_A_SESSION = 10
+_ADDED, _SAMPLED = 64, 16
+_AT_ONCE = 16
+"""Sessions that make calls at once where calls a second are counted."""
+
+
+async def _answer(request: web.Request) -> web.Response:
+    if request.path.endswith("/models"):
+        return web.json_response({"data": [{"id": "policy", "policy_version": 0}]})
+    prompt = (await request.json())["prompt"]
+    choice = {
+        "index": 0,
+        "text": "x" * _SAMPLED,
+        "finish_reason": "stop",
+        "token_ids": list(range(_SAMPLED)),
+        "prompt_token_ids": prompt,
+        "logprobs": {"token_logprobs": [-0.5] * _SAMPLED, "tokens": ["x"] * _SAMPLED},
+    }
+    return web.json_response({"id": "x", "object": "text_completion", "choices": [choice], "policy_version": 0})
+
+
+async def _session(http: aiohttp.ClientSession, base_url: str, latencies: list[float]) -> None:
+    """Make the calls of one session, one after the other."""
+    prompt: list[int] = []
+    for number in range(_CALLS_OF_A_SESSION):
+        prompt = [*prompt, *range(number, number + _ADDED)]
+        body = {"model": "policy", "prompt": prompt, "return_token_ids": True}
+        began = time.perf_counter()
+        async with http.post(f"{base_url}/completions", json=body) as response:
+            answer: dict[str, Any] = await response.json()
+        latencies.append(time.perf_counter() - began)
+        if response.status != 200:
+            raise RuntimeError(f"a call was answered with {response.status}: {answer}")
+        prompt += answer["choices"][0]["token_ids"]
+
+
+def _sessions(base_urls: list[str], at_once: int) -> tuple[list[float], float]:
+    """Latencies of all calls, and calls a second."""
+    latencies: list[float] = []
+
+    async def run() -> float:
+        waiting = iter(base_urls)
+        async with aiohttp.ClientSession() as http:
+
+            async def worker() -> None:
+                for base_url in waiting:
+                    await _session(http, base_url, latencies)
+
+            began = time.perf_counter()
+            await asyncio.gather(*(worker() for _ in range(at_once)))
+            return len(latencies) / (time.perf_counter() - began)
+
+    return latencies, asyncio.run(run())
+
+
+def _started(under_test: GatewayUnderTest, count: int) -> list[str]:
+    groups = [under_test.start_session(group_size=1) for _ in range(count)]
+    return [group["base_url"] for group in groups]
+
+
+def measure(settings: Settings) -> LatencyRow:
+    """Latencies of single calls, and how many a second a gateway makes for sixteen sessions."""
+    sessions = max(2, min(settings.rollouts, 1000) // _CALLS_OF_A_SESSION // 2)
+    ours: list[tuple[float, ...]] = []
+    raw: list[tuple[float, ...]] = []
+    rates: list[float] = []
+    raw_rates: list[float] = []
+    # All of what the capacity rule admits is open at once.
+    room = {"learner.max_policy_lag": 1000, "topics.partitions": settings.partitions}
+    with (
+        prepared(settings, "gateway") as run,
+        serving_http(_answer) as url,
+        gateway(settings.kafka, run, url, settings.directory, **room) as under_test,
+    ):
+        _sessions(_started(under_test, 2), 1)  # connections and first use
+        for _repetition in itertools.repeat(None, settings.repetitions):
+            raw.append(tuple(_sessions([url] * sessions, 1)[0]))
+            ours.append(tuple(_sessions(_started(under_test, sessions), 1)[0]))
+            raw_rates.append(_sessions([url] * sessions, _AT_ONCE)[1])
+            rates.append(_sessions(_started(under_test, sessions), _AT_ONCE)[1])
+    added = median(percentile(o, 50) - percentile(r, 50) for o, r in zip(ours, raw, strict=True))
+    return LatencyRow(
+        name="gateway",
+        what=f"a model call through a gateway, recorded before it is answered; at once: {_AT_ONCE} sessions",
+        baseline="the same call to the server itself, which answers at once",
+        ours=tuple(ours),
+        raw=tuple(raw),
+        figures={"p50 added ms": 1000 * added, "calls/s": median(rates), "raw calls/s": median(raw_rates)},
+    )

@@ -1,0 +1,81 @@
+"""An environment of a user's own that calls the policy through OpenAI's client, in a run as a user starts it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.audit.verification import verify
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import decode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.records import ModelCall, Rollout
+from tests.broker.test_demo import SMALL, environment
+
+DOUBTS = '''
+from openai import AsyncOpenAI
+
+from rollstream import Prompt, Score
+
+
+class Doubts:
+    """Asks a question, then asks again."""
+
+    name = "doubts"
+    max_tokens = 8
+
+    def prompts(self, split):
+        return [Prompt(example_id=str(n), text=f"{n}?") for n in range(20 if split == "train" else 0)]
+
+    async def play(self, prompt, endpoint):
+        messages = []
+        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+            for question in (prompt.text, "sure?"):
+                messages.append({"role": "user", "content": question})
+                answer = await client.chat.completions.create(
+                    model=endpoint.model, messages=messages, max_tokens=self.max_tokens, temperature=1.0
+                )
+                messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        return Score(reward=len(set(messages[-1]["content"])) / 8)
+'''
+
+
+@pytest.mark.timeout(240)
+def test_an_agent_that_knows_an_address_alone_is_trained_on_the_tokens_it_was_given(
+    compiled: Path, tmp_path: Path, broker: str, run_name: str
+) -> None:
+    (tmp_path / "doubts.py").write_text(DOUBTS)
+    settings = (
+        *(f"task={tmp_path / 'doubts.py'}:Doubts", f"data_dir={tmp_path / 'data'}"),
+        *("learner.sequence_length=96", "learner.max_steps=3", "learner.rollouts_per_step=32"),
+    )
+    run = subprocess.run(
+        [sys.executable, "-P", "-m", "rollstream", "run", "--run", run_name, *SMALL, *(f"--set={s}" for s in settings)],
+        env=environment(compiled, KAFKA_BOOTSTRAP_SERVERS=broker),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    kafka = KafkaConfig(bootstrap_servers=broker)
+    records = [decode(message.value) for message in read_to_end(kafka, topic_name(run_name, "rollouts"))]
+    rollouts = [record for record in records if isinstance(record, Rollout)]
+    calls = [decode(message.value) for message in read_to_end(kafka, topic_name(run_name, "calls"))]
+    by_session: dict[str, list[ModelCall]] = {}
+    for call in calls:
+        if isinstance(call, ModelCall):
+            by_session.setdefault(call.session, []).append(call)
+    assert len(rollouts) >= 96
+    for rollout in rollouts:
+        sampled = [token for call in by_session[rollout.extra["session"]] for token in call.answers[0].tokens]
+        assert rollout.tokens[rollout.loss_mask].tolist() == sampled
+        assert [turn.role for turn in rollout.turns if turn.role == "assistant"] == ["assistant"] * 2
+        assert rollout.metadata.weight_step >= 0
+    book = ledger(kafka, run_name)
+    assert book.balanced, book.problems
+    assert book.trained >= 96
+    assert verify(kafka, run_name).mismatches == []

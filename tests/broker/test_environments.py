@@ -1,0 +1,247 @@
+"""Failures of users' environments and of their prompts: members are tried again or cancelled, and no worker ends."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rollstream.producers.config import EnvironmentConfig, WorkerConfig
+from rollstream.producers.environment import Endpoint, Episode, Generate, Message, Prompt, Reply, Score
+from rollstream.producers.environment_loading import LoadedEnvironment, with_settings
+from rollstream.producers.worker import WorkerReport, run_worker
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.kafka.provisioning import apply
+from rollstream.topics.records import GroupCancelled, Rollout, SessionEvent
+from rollstream.topics.validation import problems
+from tests.support.producing import TOKENIZER, SortingGenerator, serving
+from tests.support.runs import RealRun
+
+
+@pytest.fixture
+def kafka(broker: str, run_name: str) -> KafkaConfig:
+    """A broker with the topics of the test's run."""
+    config = KafkaConfig(bootstrap_servers=broker)
+    apply(config, TopicsConfig(partitions=2), run_name)
+    return config
+
+
+class Sorts:
+    """One turn that is always right to ask for; subclasses fail in their own ways."""
+
+    name = "sorts"
+    max_tokens = 8
+
+    def __init__(self) -> None:
+        self.played = 0
+
+    def prompts(self, _split: str) -> Sequence[Prompt]:
+        return [Prompt(example_id=str(n), text=f"{n}>") for n in range(40, 60)]
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Episode:
+        self.played += 1
+        reply = await generate(prompt.text)
+        return Episode(turns=(Message(role="user", text=prompt.text), reply), score=Score(reward=1.0))
+
+
+class HangsOnce(Sorts):
+    """The first episode never ends."""
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Episode:
+        if self.played == 0:
+            self.played += 1
+            await asyncio.Event().wait()
+        return await super().run(prompt, generate)
+
+
+class FailsOnce(Sorts):
+    """The first verdict fails, then it is well."""
+
+    failed = False
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Episode:
+        episode = await super().run(prompt, generate)
+        if not self.failed:
+            self.failed = True
+            raise OSError("the judge is away")
+        return episode
+
+
+class Fails(Sorts):
+    """Every verdict fails."""
+
+    name = "fails"
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Episode:
+        await super().run(prompt, generate)
+        raise ZeroDivisionError("no verdict")
+
+
+class Talks(Sorts):
+    """Goes on until a reply is truncated."""
+
+    name = "talks"
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Episode:
+        turns: list[Message | Reply] = []
+        text = prompt.text
+        while not turns or not turns[-1].truncated:  # type: ignore[union-attr]
+            reply = await generate(text)
+            turns += [Message(role="user", text=text), reply]
+            text = "31>"
+        return Episode(turns=tuple(turns), score=Score(reward=0.25))
+
+
+class Long(Sorts):
+    """The prompt is longer than the model's context."""
+
+    name = "long"
+
+    def prompts(self, _split: str) -> Sequence[Prompt]:
+        return [Prompt(example_id="long", text="1" * 40 + ">")]
+
+
+class Strange(Sorts):
+    """The prompt holds a character that the tokenizer does not know."""
+
+    name = "strange"
+
+    def prompts(self, _split: str) -> Sequence[Prompt]:
+        return [Prompt(example_id="strange", text="é>")]
+
+
+class SortsTwice:
+    """An agent: it sorts its number, then another one in a context of its own. It breaks at one of its prompts."""
+
+    name = "agent"
+    max_tokens = 8
+
+    def prompts(self, _split: str) -> Sequence[Prompt]:
+        return [Prompt(example_id=text, text=f"{text}>") for text in ("21", "43", "broken")]
+
+    async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
+        first = await self.sort("21>" if prompt.example_id == "broken" else prompt.text, endpoint)
+        if prompt.example_id == "broken":
+            raise RuntimeError("the agent broke")
+        await self.sort("987>", endpoint)
+        return Score(reward=float(first == "".join(sorted(prompt.example_id))))
+
+    async def sort(self, text: str, endpoint: Endpoint) -> str:
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        body = {"model": endpoint.model, "prompt": text, "max_tokens": self.max_tokens}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(f"{endpoint.base_url}/completions", json=body) as response,
+        ):
+            answer = await response.json()
+            assert response.status == 200, answer
+            return str(answer["choices"][0]["text"])
+
+
+def play(kafka: KafkaConfig, run_name: str, *environments: Sorts | SortsTwice, **change: Any) -> WorkerReport:
+    async def work(base_url: str) -> WorkerReport:
+        config = WorkerConfig(
+            **{"worker_id": "w", "inference_urls": (base_url,), "group_size": 4, "request_timeout_s": 20.0, **change}
+        )
+        loaded: list[LoadedEnvironment] = [
+            with_settings(environment, config, EnvironmentConfig(use="tests:Sorts")) for environment in environments
+        ]
+        return await run_worker(loaded, kafka, run_name, config, incarnation="1", stop=asyncio.Event())
+
+    with serving(SortingGenerator()) as server:
+        return asyncio.run(work(server.base_url))
+
+
+def records(kafka: KafkaConfig, run_name: str, tmp_path: Any) -> tuple[list[Rollout], list[GroupCancelled]]:
+    found = RealRun(kafka, run_name, tmp_path).read("rollouts")
+    rollouts = [record for record in found if isinstance(record, Rollout)]
+    assert [problems(rollout) for rollout in rollouts] == [[]] * len(rollouts)
+    return rollouts, [record for record in found if isinstance(record, GroupCancelled)]
+
+
+def test_an_agent_calls_the_policy_itself_and_each_of_its_branches_is_a_rollout(
+    kafka: KafkaConfig, run_name: str, tmp_path: Any
+) -> None:
+    report = play(kafka, run_name, SortsTwice(), groups=3)
+    rollouts, cancelled = records(kafka, run_name, tmp_path)
+    # Three groups of four: two of whole episodes with two branches each, and one of broken ones.
+    assert len(rollouts) == 2 * 4 * 2
+    assert {record.example_id for record in cancelled} == {"broken"}
+    assert "RuntimeError('the agent broke') at " in cancelled[0].reason
+    episodes: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        episodes.setdefault(rollout.episode_uid, []).append(rollout)
+    for members in episodes.values():
+        assert sorted(rollout.branch for rollout in members) == [0, 1]
+        assert {rollout.branches for rollout in members} == {2}
+        for rollout in members:
+            end = rollout.tokens[rollout.loss_mask].tolist()[-1]
+            assert end == TOKENIZER.eos_id
+            assert rollout.response_logprobs[0] == -0.125
+    events = [event for event in RealRun(kafka, run_name, tmp_path).read("calls") if isinstance(event, SessionEvent)]
+    finished = {event.session: set(event.uids) for event in events if event.kind == "finished"}
+    assert {name: uids for name, uids in finished.items() if uids} == {
+        name: {rollout.uid for rollout in members} for name, members in episodes.items()
+    }
+    assert len(finished) == 12
+    assert report.cancelled == 4
+
+
+def test_an_episode_that_hangs_is_cancelled_after_its_time_and_its_group_is_kept(
+    kafka: KafkaConfig, run_name: str, tmp_path: Any
+) -> None:
+    report = play(kafka, run_name, HangsOnce(), groups=2, episode_timeout_s=2.0)
+    rollouts, [cancelled] = records(kafka, run_name, tmp_path)
+    assert (len(rollouts), len(cancelled.uids), report.cancelled) == (7, 1, 1)
+    assert "took longer than worker.episode_timeout_s 2" in cancelled.reason
+
+
+def test_an_episode_whose_verifier_fails_is_tried_again(kafka: KafkaConfig, run_name: str, tmp_path: Any) -> None:
+    environment = FailsOnce()
+    report = play(kafka, run_name, environment, groups=1)
+    rollouts, cancelled = records(kafka, run_name, tmp_path)
+    assert (len(rollouts), cancelled, environment.played) == (4, [], 5)
+    assert report.reward == 1.0
+
+
+def test_an_environment_that_always_fails_is_cancelled_paused_and_others_go_on(
+    kafka: KafkaConfig, run_name: str, tmp_path: Any
+) -> None:
+    fails = Fails()
+    report = play(kafka, run_name, Sorts(), fails, groups=12, episode_attempts=3)
+    rollouts, cancelled = records(kafka, run_name, tmp_path)
+    assert {rollout.environment for rollout in rollouts} == {"sorts"}
+    assert {record.environment for record in cancelled} == {"fails"}
+    assert fails.played == 3 * report.cancelled, "three attempts for each member"
+    assert "ZeroDivisionError('no verdict') at " in cancelled[0].reason
+    assert "test_environments.py" in cancelled[0].reason
+    # Without pauses half of the groups would have failed.
+    assert report.cancelled < 4 * 6
+    assert report.rollouts + report.cancelled == 4 * 12
+
+
+def test_a_context_that_is_full_ends_the_episode_truncated_with_its_reward(
+    kafka: KafkaConfig, run_name: str, tmp_path: Any
+) -> None:
+    play(kafka, run_name, Talks(), groups=1)
+    rollouts, cancelled = records(kafka, run_name, tmp_path)
+    assert (len(rollouts), cancelled) == (4, [])
+    for rollout in rollouts:
+        assert (rollout.truncated, rollout.reward) == (True, 0.25)
+        assert len(rollout.tokens) <= SortingGenerator.max_model_len
+        replies = [turn for turn in rollout.turns if turn.role == "assistant"]
+        assert len(replies) > 1
+        assert rollout.tokens[replies[-1].start : replies[-1].stop].tolist()[-1] == TOKENIZER.eos_id
+
+
+def test_prompts_that_a_server_refuses_are_cancelled_and_the_worker_goes_on(
+    kafka: KafkaConfig, run_name: str, tmp_path: Any
+) -> None:
+    # The first group is sent, which shows that the settings are right.
+    report = play(kafka, run_name, Sorts(), Long(), Strange(), groups=6, concurrency=1)
+    rollouts, cancelled = records(kafka, run_name, tmp_path)
+    assert {rollout.environment for rollout in rollouts} == {"sorts"}
+    assert {record.environment for record in cancelled} == {"long", "strange"}
+    assert all("context_length_exceeded" in record.reason for record in cancelled if record.environment == "long")
+    assert report.rollouts + report.cancelled == 4 * 6

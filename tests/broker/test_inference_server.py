@@ -1,0 +1,145 @@
+"""`rollstream infer` as it is started, over a small model with random weights, asked by the official openai client.
+
+Such a model says noise: bytes that are no text, tokens that no tokenizer would choose, ends at any place. Its tokens
+must come through all the same.
+"""
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from rollstream.consumers.models.tokenizer_file import TokenizerFile, load_tokenizer
+from rollstream.consumers.step_log import StepLog
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.publisher import WeightsPublisher
+from rollstream.producers.inference.answers import samples_of
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka import provisioning
+from tests.support.checkpoints import random_parameters
+from tests.support.recipe import write_model
+from tests.support.runs import RealRun
+from tests.support.waiting import eventually
+from tests.unit.producers.inference.chat.test_templates import QWEN
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}]
+
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def run(broker: str, compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
+    """A run with one policy version, published as a learner does it."""
+    run = RealRun(KafkaConfig(bootstrap_servers=broker), "infer-chat", tmp_path_factory.mktemp("run"))
+    provisioning.apply(run.kafka, run.topics, run.name)
+    model = write_model(run.directory / "model", **SMALL)
+    config = {"chat_template": QWEN, "eos_token": "<|im_end|>"}
+    (run.directory / "model" / "tokenizer_config.json").write_text(json.dumps(config))
+    log = StepLog(run.kafka, run.name, "default")
+    publisher = WeightsPublisher(run.kafka, run.name, "default", json.dumps(asdict(model)), WeightsConfig())
+    manifest = publisher.stage(0, random_parameters(model))
+    log.commit([publisher.record(manifest)])
+    publisher.committed(manifest)
+    log.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
+        yield run
+    run.stop()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(run: RealRun) -> TokenizerFile:
+    return load_tokenizer(run.directory / "model")
+
+
+def started(run: RealRun, **settings: object) -> tuple[Any, str]:
+    """A server's process, and its URL once it is ready."""
+    process = run.start("infer", learner__pretrained=run.directory / "model", inference__max_model_len=512, **settings)
+
+    def url() -> str:
+        assert process.poll() is None, run.log_of(process)
+        listening = re.search(r'"inference_listening".*?"url": "(.*?)"', run.log_of(process))
+        return listening[1] if listening else ""
+
+    return process, eventually(url, 240, "the server listens")
+
+
+@pytest.fixture(scope="module")
+def client(run: RealRun) -> Iterator[openai.OpenAI]:
+    _, url = started(run)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as asks:
+        yield asks
+
+
+def test_three_turns_with_a_tool_are_one_sequence_of_the_engines_own_tokens(
+    client: openai.OpenAI, tokenizer: TokenizerFile
+) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Which number is 7?"}]
+    asked: dict[str, Any] = {
+        "model": "policy", "tools": TOOLS, "logprobs": True, "max_tokens": 24, "seed": 5, "messages": messages
+    }  # fmt: skip
+    sequence: list[int] = []
+    for turn in range(3):
+        answer = client.chat.completions.create(**asked)
+        [choice] = answer.choices
+        assert answer.prompt_token_ids[: len(sequence)] == sequence
+        # The tokens that were rendered are those of the new messages only.
+        new = tokenizer.decode(answer.prompt_token_ids[len(sequence) :])
+        assert new.count("<|im_start|>") == (3 if turn == 0 else 2), new
+        # The engine itself, asked for tokens after tokens: the same bits.
+        body = {
+            "token_ids": answer.prompt_token_ids,
+            "sampling_params": {"logprobs": 1, "max_tokens": 24, "seed": 5},
+        }
+        generated = client.post(
+            f"{client.base_url}".removesuffix("v1/") + "inference/v1/generate", body=body, cast_to=dict
+        )
+        [own] = samples_of(generated, "generate", source="infer")
+        [captured] = samples_of(answer.to_dict(warnings=False), "chat", source="infer")
+        assert captured.tokens.tolist() == own.tokens.tolist() == choice.token_ids
+        assert captured.logprobs.tobytes() == own.logprobs.tobytes()
+        assert captured.prompt_tokens.tolist() == answer.prompt_token_ids
+        assert [(span.label, span.start, span.stop) for span in captured.spans] == [("0", 0, len(choice.token_ids))]
+        parts = list(client.chat.completions.create(**asked, stream=True))
+        assert [token for part in parts for token in part.choices[0].token_ids] == choice.token_ids
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == (choice.message.content or "")
+        sequence = [*answer.prompt_token_ids, *choice.token_ids]
+        messages.append(choice.message)
+        messages.append({"role": "tool", "tool_call_id": "call_0", "content": f"{turn}"})
+    # The text that came back could not have been tokenised to what was sampled.
+    assert tokenizer.encode(tokenizer.decode(sequence)) != sequence
+
+
+def test_the_models_card_has_what_clients_ask_it_for(client: openai.OpenAI) -> None:
+    [model] = client.models.list().data
+    assert model.to_dict().items() >= {"id": "policy", "max_model_len": 512, "policy_version": 0}.items()
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="policy", prompt=[5] * 512)
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_sigterm_lets_it_answer_what_it_has_begun(run: RealRun) -> None:
+    process, url = started(run, inference__drain_timeout_s=60)
+    with (
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+        ThreadPoolExecutor(12) as pool,
+    ):
+        # More than there is room for: some wait when the signal comes.
+        asks = [
+            pool.submit(client.completions.create, model="policy", prompt=[5, 6], max_tokens=500, n=2, seed=seed)
+            for seed in range(12)
+        ]
+        eventually(lambda: any(ask.done() for ask in asks), 60, "the first answer")
+        process.send_signal(signal.SIGTERM)
+        answers = [ask.result(90) for ask in asks]
+    assert process.wait(60) == 0, run.log_of(process)
+    assert all(len(answer.choices) == 2 for answer in answers)

@@ -1,0 +1,153 @@
+"""Rollouts on `unlabelled` get their rewards from a judge over HTTP, exactly once, and their groups are trained on."""
+
+import asyncio
+import re
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from aiohttp import web
+
+from rollstream.consumers.labeling.config import LabelingConfig
+from rollstream.consumers.labeling.recovery import recover
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.topics.codec import decode
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.records import GroupCancelled, Rollout, TrainingBatch, Turn
+from tests.support.producing import serving_http
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
+
+GROUPS = 12
+
+
+def asked(example: int, member: int) -> Rollout:
+    """A rollout that has no reward yet; member 3 of every third group is answered in a way that cannot be judged."""
+    text = "unclear" if example % 3 == 0 and member == 3 else str((example + member) % 10)
+    turns = (
+        Turn(role="user", text=f"question {example}", start=0, stop=3),
+        Turn(role="assistant", text=text, start=3, stop=6, has_logprobs=True),
+    )
+    return rollout(f"q{example}", member, turns=turns, reward=0.0, group_id=f"g{example}")
+
+
+class JudgeServer:
+    """Answers with the rollout's own text as the score; the first calls fail, and calls can be held back."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.failing = 3
+        self.open = threading.Event()
+        self.open.set()
+
+    async def answer(self, request: web.Request) -> web.Response:
+        if self.failing:
+            self.failing -= 1
+            return web.Response(status=503, headers={"Retry-After": "0"})
+        while not self.open.is_set():
+            await asyncio.sleep(0.01)
+        body = await request.json()
+        found = re.findall(r"question (\d+)\n.*?Answer:\n(\w+)", body["messages"][0]["content"], re.DOTALL)
+        self.calls["/".join(found[0])] += 1
+        content = f"Hm. Score: {found[0][1]}"
+        return web.json_response({"choices": [{"message": {"role": "assistant", "content": content}}]})
+
+
+@pytest.fixture
+def judge() -> Iterator[tuple[str, JudgeServer]]:
+    server = JudgeServer()
+    with serving_http(server.answer) as url:
+        yield url, server
+        server.open.set()
+
+
+def label(run: RealRun, url: str) -> subprocess.Popen[bytes]:
+    return run.start(
+        "label", "judge", labeling__judge__url=url, labeling__max_poll_records=8, kafka__session_timeout_s=6
+    )
+
+
+def send_unlabelled(run: RealRun) -> None:
+    with RolloutProducer(run.kafka, run.name, topic="unlabelled") as producer:
+        for example in range(GROUPS):
+            for member in range(4):
+                producer.send(asked(example, member))
+
+
+def test_a_judge_killed_and_started_again_rewards_every_rollout_once_and_cancels_what_it_cannot_judge(
+    real_run: RealRun, judge: tuple[str, JudgeServer]
+) -> None:
+    run, (url, server) = real_run.prepare(), judge
+    send_unlabelled(run)
+    run.start("group")
+    for _ in range(2):
+        server.open.clear()
+        before = server.calls.total()
+        labeler = label(run, url)
+        server.open.set()
+        eventually(lambda before=before: server.calls.total() > before, 60, "the judge is asked")  # type: ignore[misc]
+        labeler.kill()
+        labeler.wait()
+    label(run, url)
+
+    lost = {f"q{example}-3" for example in range(0, GROUPS, 3)}
+    eventually(lambda: len(rewarded(run)) == 4 * GROUPS - len(lost), 90, "every other rollout is labeled")
+    rewards = {r.uid: r.reward for r in rewarded(run)}
+    assert rewards == {
+        f"q{example}-{member}": (example + member) % 10 / 10
+        for example in range(GROUPS)
+        for member in range(4)
+        if f"q{example}-{member}" not in lost
+    }
+    assert Counter(r.uid for r in rewarded(run)).most_common(1)[0][1] == 1
+    cancelled = [record for record in run.read("rollouts") if isinstance(record, GroupCancelled)]
+    assert sorted(uid for record in cancelled for uid in record.uids) == sorted(lost)
+    assert {"has no score" in record.reason for record in cancelled} == {True}
+
+    def batched() -> set[str]:
+        return {uid for batch in run.read("batches") if isinstance(batch, TrainingBatch) for uid in batch.uids}
+
+    eventually(lambda: batched() == set(rewards), 60, "all groups are batched, those that lost a member too")
+    eventually(lambda: not ledger(run.kafka, run.name).unread, 30, "everything read")
+    book = ledger(run.kafka, run.name)
+    assert book.balanced, book.problems
+    fates = {fate: count for fate, count in book.unlabelled.items() if count}
+    assert fates == {"produced": 4 * GROUPS, "labeled": 4 * GROUPS - len(lost), "dead_lettered": len(lost)}
+    letters = read_to_end(run.kafka, run.topic("dead-letters"))
+    assert {decode(letter.value).uid for letter in letters} == lost
+
+
+def test_lost_positions_are_found_again_from_the_rollouts_that_were_labeled(
+    real_run: RealRun, judge: tuple[str, JudgeServer]
+) -> None:
+    run, (url, server) = real_run.prepare(), judge
+    send_unlabelled(run)
+    labeler = label(run, url)
+    eventually(lambda: len(rewarded(run)) == 44, 90, "all is labeled")
+    labeler.terminate()
+    assert labeler.wait(30) == 0
+    asked_before = server.calls.total()
+    group = LabelingConfig().group_id(run.name)
+    admin = clients.admin(run.kafka)
+    eventually(lambda: admin.delete_consumer_groups([group])[group].result(60) is None, 60, "the group to be deleted")
+    refused = label(run, url)
+    assert refused.wait(60) == 2
+    assert "label recover" in run.log_of(refused)
+    ends = {partition: end for partition, (_low, end) in topic_admin.bounds(run.kafka, run.topic("unlabelled")).items()}
+    assert recover(run.kafka, run.name, LabelingConfig()) == ends
+    again = label(run, url)
+    send_one = replace(asked(1, 0), uid="later", group_id="later")
+    with RolloutProducer(run.kafka, run.name, topic="unlabelled") as producer:
+        producer.send(send_one)
+    eventually(lambda: len(rewarded(run)) == 45, 60, "what came later is labeled")
+    assert again.poll() is None
+    assert server.calls.total() == asked_before + 1, "nothing is asked again"
+
+
+def rewarded(run: RealRun) -> list[Rollout]:
+    return [record for record in run.read("rollouts") if isinstance(record, Rollout)]

@@ -1,0 +1,86 @@
+"""Four workers beside a learner that is slower than any: hardly a rollout is stale, and nothing grows without bound.
+
+The learner makes a step only once every worker waits for capacity, so producers are always as far ahead as they may be.
+"""
+
+import time
+from collections import Counter
+
+import numpy as np
+import psutil
+import pytest
+
+from rollstream.consumers.batch_reader import BatchReader, ReadBatch
+from rollstream.consumers.step_writer import StepWriter
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.topics.codec import decode_as
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.records import Metrics
+from tests.support.producing import SortingGenerator, serving
+from tests.support.runs import RealRun
+from tests.support.waiting import eventually
+
+WORKERS, STEPS, ROLLOUTS, LAG = 4, 9, 32, 4
+SETTINGS = {
+    "supervisor__workers": WORKERS,
+    "worker__group_size": 4,
+    "worker__metrics_interval_s": 0.2,
+    "learner__rollouts_per_step": ROLLOUTS,
+    "learner__max_policy_lag": LAG,
+    "grouping__batch_rollouts": 8,
+    "grouping__max_policy_lag": LAG,
+    "topics__partitions": 2,
+}
+LIMIT = (LAG + 1) * ROLLOUTS
+
+
+def newest(run: RealRun, since: float) -> dict[str, Metrics]:
+    """The newest record of each worker after a wall time."""
+    records = (decode_as(Metrics, message.value) for message in read_to_end(run.kafka, run.topic("metrics")))
+    return {r.component: r for r in records if r.labels.get("role") == "env" and r.timestamp > since}
+
+
+def all_wait(run: RealRun, since: float) -> bool:
+    told = newest(run, since)
+    return len(told) == WORKERS and all(record.values["waiting_for_capacity"] for record in told.values())
+
+
+@pytest.mark.timeout(400)
+def test_four_workers_far_ahead_of_a_learner_leave_hardly_a_stale_rollout_and_do_not_grow(real_run: RealRun) -> None:
+    run = real_run
+    run.grouping = run.grouping.__class__(batch_rollouts=8, max_batch_age_s=2.0, max_policy_lag=LAG)
+    run.prepare()
+    run.start("group")
+    generator = SortingGenerator()
+    with serving(generator, refresh_ms=1) as server, StepWriter(run.kafka, run.name, learner="test") as steps:
+        settings = {**SETTINGS, "worker__inference_urls": f'["{server.base_url}"]'}
+        workers = [run.start("env", "--ordinal", str(number), **settings) for number in range(WORKERS)]
+        memory: list[int] = []
+        outstanding: list[float] = []
+        lags: Counter[int] = Counter()
+        with BatchReader(run.kafka, run.name, start=steps.position) as reader:
+            for number in range(STEPS):
+                began = time.time()
+                eventually(lambda began=began: all_wait(run, began), 90, "every worker waits")  # type: ignore[misc]
+                outstanding.append(max(r.values["outstanding"] for r in newest(run, began).values()))
+                memory.append(sum(psutil.Process(worker.pid).memory_info().rss for worker in workers))
+                reads: list[ReadBatch] = []
+                while sum(len(read.batch) for read in reads) < ROLLOUTS:
+                    read = reader.poll(30)
+                    assert read is not None, "the learner starves"
+                    reads.append(read)
+                for read in reads:
+                    lags[steps.version - read.entry.lowest_version] += len(read.batch)
+                steps.record(reads, {"w": np.full(4, number, np.float32)})
+                generator.versions = [steps.version]
+    for worker in workers:
+        worker.terminate()
+    assert [worker.wait(60) for worker in workers] == [0] * WORKERS
+    stale = sum(count for lag, count in lags.items() if lag > LAG)
+    book = ledger(run.kafka, run.name)
+    assert book.balanced, book.problems
+    stale += book.dropped.get("stale_version", 0)
+    assert stale <= 0.01 * lags.total(), (lags, book.dropped)
+    assert max(lags) >= 2, "producers were ahead all the time"
+    assert max(outstanding) <= LIMIT
+    assert max(memory[4:]) < 1.2 * memory[3], memory

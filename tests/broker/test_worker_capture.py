@@ -1,0 +1,109 @@
+"""The endpoint inside a worker: an environment's own HTTP calls become rollouts, and the ledger knows each call."""
+
+import asyncio
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.producers.config import WorkerConfig
+from rollstream.producers.environment import Score
+from rollstream.producers.gateway.worker_capture import EpisodeStamp, WorkerCapture
+from rollstream.producers.inference.errors import InferenceUnavailable
+from rollstream.producers.policy_versions import PolicyFollower
+from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.errors import RecordError
+from rollstream.topics.kafka.provisioning import apply
+from rollstream.topics.records import Rollout
+from rollstream.topics.validation import problems
+from tests.support.gateways import calls_of, records
+from tests.support.producing import ScriptedGenerator, serving
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def kafka(broker: str, run_name: str) -> KafkaConfig:
+    """A broker with the topics of the test's run."""
+    config = KafkaConfig(bootstrap_servers=broker)
+    apply(config, TopicsConfig(partitions=2), run_name)
+    return config
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with serving(ScriptedGenerator(["hm", "42"], versions=(3,)), conversation_cache_tokens=0) as running:
+        eventually(lambda: running.version == 3, 10, "weights are loaded")
+        yield running.base_url
+
+
+def stamp(member: int) -> EpisodeStamp:
+    return EpisodeStamp(
+        environment="sums", example_id="t", group_id="w.1.0", group_size=3, member=member, policy_version=3
+    )
+
+
+def test_episodes_played_over_http_become_rollouts(kafka: KafkaConfig, run_name: str, server: str) -> None:
+    async def play() -> tuple[list[Rollout], list[int]]:
+        worker = WorkerConfig(inference_urls=(server,), temperature=0.5, request_timeout_s=1.0)
+        rollouts, tokens = [], []
+        with PolicyFollower(kafka, run_name) as policies, RolloutProducer(kafka, run_name) as producer:
+            async with WorkerCapture(kafka, run_name, worker, author="w.1", policies=policies) as capture:
+                episode = await capture.open(stamp(0))
+                async with openai.AsyncOpenAI(base_url=episode.endpoint.base_url, api_key="wrong") as stranger:
+                    with pytest.raises(openai.NotFoundError):
+                        await stranger.chat.completions.create(model="policy", messages=[])
+                address = {"base_url": episode.endpoint.base_url, "api_key": episode.endpoint.api_key}
+                async with openai.AsyncOpenAI(**address, max_retries=0) as agent:
+                    messages = [{"role": "user", "content": "20+22?"}]
+                    for _turn in range(2):
+                        answer = await agent.chat.completions.create(
+                            model=episode.endpoint.model,
+                            messages=messages,  # type: ignore[arg-type]
+                            extra_body={"return_token_ids": True},
+                        )
+                        said = answer.choices[0].message.content or ""
+                        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "so?"}]
+                        tokens = [*answer.prompt_token_ids, *answer.choices[0].token_ids]  # type: ignore[attr-defined]
+                rollouts = await episode.finish(Score(reward=0.5, components={"exact": 1.0}))
+                for rollout in rollouts:
+                    producer.send(rollout)
+                producer.flush()
+                await episode.written(rollouts)
+                idle = await capture.open(stamp(1))
+                with pytest.raises(RecordError, match="no model call was made"):
+                    await idle.finish(Score(reward=1.0))
+                await idle.cancelled("no model call was made")
+                await capture.open(stamp(2))  # a worker that is killed leaves it open
+        return rollouts, tokens
+
+    (rollout,), tokens = asyncio.run(play())
+    assert problems(rollout) == []
+    assert (rollout.uid, rollout.reward, rollout.reward_components) == ("w.1.0.0", 0.5, {"exact": 1.0})
+    assert rollout.tokens.tolist() == tokens, "one sequence: the second turn continued the first from its tokens"
+    assert [turn.role for turn in rollout.turns] == ["user", "assistant", "user", "assistant"]
+    assert rollout.sampling.temperature == 0.5
+    assert [record.uid for record in records(kafka, run_name)] == ["w.1.0.0"]
+    assert len(calls_of(kafka, run_name, "w.1.0.0")) == 5
+    book = ledger(kafka, run_name)
+    assert book.problems == []
+    assert book.balanced
+    assert (book.calls["in_rollouts"], book.calls["sessions"], book.calls["open_sessions"]) == (2, 3, 1)
+    assert book.calls["reasons"] == {"no model call was made": 1}
+
+
+def test_a_call_that_no_server_answers_fails_its_episode(kafka: KafkaConfig, run_name: str) -> None:
+    async def play() -> None:
+        worker = WorkerConfig(inference_urls=("http://127.0.0.1:9/v1",), request_timeout_s=0.2)
+        with PolicyFollower(kafka, run_name) as policies:
+            async with WorkerCapture(kafka, run_name, worker, author="w.1", policies=policies) as capture:
+                episode = await capture.open(stamp(0))
+                address = {"base_url": episode.endpoint.base_url, "api_key": episode.endpoint.api_key}
+                async with openai.AsyncOpenAI(**address, max_retries=0) as agent:
+                    with pytest.raises(openai.APIStatusError, match="no answer from"):
+                        await agent.completions.create(model="policy", prompt="1")
+                with pytest.raises(InferenceUnavailable, match="a model call failed: no answer from"):
+                    await episode.finish(Score(reward=1.0))
+
+    asyncio.run(play())

@@ -1,0 +1,1 @@
+"""Code that several tests share: helpers, strategies, generators."""

@@ -1,0 +1,108 @@
+"""For tests of the gateway: processes of the real command, and what a session left on the log."""
+
+import http.client
+import json
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollstream.producers.gateway.session_names import group_of
+from rollstream.topics import codec
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka.reader import read_to_end
+from tests.support.waiting import eventually
+
+
+@dataclass
+class GatewayUnderTest:
+    """A gateway in a process of its own."""
+
+    process: "subprocess.Popen[str]"
+    url: str
+    log: Path
+
+    def post(self, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, Any], Mapping[str, str]]:
+        """Status, JSON and headers of a request."""
+        return post(self.url + path, body, **headers)
+
+    def start_session(self, **fields: Any) -> dict[str, Any]:
+        status, answer, _headers = self.post("/rl/start_session", {"task_id": "t", **fields})
+        assert status in (200, 201), answer
+        return answer
+
+
+def post(url: str, body: Any = None, **headers: str) -> tuple[int, dict[str, Any], Mapping[str, str]]:
+    """Status, JSON and headers of a request; status 0 if the connection is lost."""
+    data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **names})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read()), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read()), dict(error.headers)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return 0, {"lost": repr(error)}, {}
+
+
+@contextmanager
+def gateway(
+    kafka: KafkaConfig, run: str, inference_url: str, folder: Path, *flags: str, **settings: object
+) -> Iterator[GatewayUnderTest]:
+    """`rollstream gateway` in front of a server; killed at the end."""
+    log = folder / f"gateway-{len(list(folder.glob('gateway-*.log')))}.log"
+    changed = {
+        "kafka.bootstrap_servers": kafka.bootstrap_servers,
+        "topics.partitions": 2,
+        "worker.inference_urls": json.dumps([inference_url]),
+        **settings,
+    }
+    pairs = [part for key, value in changed.items() for part in ("--set", f"{key}={value}")]
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "rollstream", "gateway", "--run", run, *pairs, *flags],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        address = re.search(r"http://\S+", said)
+        assert address, f"the gateway said {said!r} and ended with {process.wait(30)}: {log.read_text()[-2000:]}"
+        yield GatewayUnderTest(process, address[0], log)
+    finally:
+        process.kill()
+        process.wait(30)
+        if process.stdout:
+            process.stdout.close()
+
+
+def records(kafka: KafkaConfig, run: str, topic: str = "rollouts") -> list[Any]:
+    """All records of a topic of a run."""
+    return [codec.decode(message.value) for message in read_to_end(kafka, topic_name(run, topic))]
+
+
+def calls_of(kafka: KafkaConfig, run: str, session: str) -> list[Any]:
+    """All records of `calls` about one session, in order."""
+    assert group_of(session)
+    return [record for record in records(kafka, run, "calls") if record.session == session]
+
+
+def await_records(kafka: KafkaConfig, run: str, count: int, what: str, topic: str = "rollouts") -> list[Any]:
+    """Wait until a topic holds so many records, and return them."""
+
+    def enough() -> list[Any]:
+        there = records(kafka, run, topic)
+        return there if len(there) >= count else []
+
+    return eventually(enough, 30, what, every_s=0.1)

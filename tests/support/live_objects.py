@@ -1,0 +1,12 @@
+"""Objects in memory, counted as the garbage collector sees them: a test of what is let go."""
+
+import gc
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def live(*kinds: type[T]) -> list[T]:
+    """Return every object of these classes that something still holds."""
+    gc.collect()
+    return [each for each in gc.get_objects() if isinstance(each, kinds)]

@@ -1,0 +1,117 @@
+"""A learner's process for tests: `python -m tests.support.mesh_child JSON` trains on given layouts of devices and
+writes parameters and metrics to a file.
+
+All layouts and all processes see the same rollouts, so that all of them should end with the same parameters.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+
+import jax
+import msgspec
+import numpy as np
+from jax.experimental import multihost_utils
+
+from rollstream.consumers.learner.config import LearnerConfig, MeshConfig
+from rollstream.consumers.learner.input.packing import PackedStep, TrainingSequence, pack_for
+from rollstream.consumers.learner.parallel.mesh import build_mesh
+from rollstream.consumers.learner.training.objective import OptimizerConfig
+from rollstream.consumers.learner.training.train_step import TrainStep
+from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.parameters import shapes
+
+CONFIG = LearnerConfig(
+    model=DecoderConfig(
+        vocab_size=24,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=32,
+        qk_norm=False,
+    ),
+    optimizer=OptimizerConfig(learning_rate=1e-2),
+    microbatch_rows=8,
+    sequence_length=32,
+    minibatches=2,
+    max_steps=10,
+)
+ROLLOUTS = (60, 5, 1)
+"""Rollouts of each step; the second leaves a process of two without any in its first update, the third an update."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Layouts that a child trains under, and the file it writes."""
+
+    out: str
+    layouts: list[list[int]]
+    """data, fsdp, tensor of each mesh; one of fewer devices than there are takes the first ones."""
+    process: int = 0
+    processes: int = 1
+    coordinator: str = ""
+
+
+def rollouts(step: int) -> list[TrainingSequence]:
+    """The rollouts of one step."""
+    draw = np.random.default_rng(step)
+    found = []
+    for _ in range(ROLLOUTS[step]):
+        length = int(draw.integers(4, CONFIG.sequence_length))
+        found.append(
+            TrainingSequence(
+                tokens=draw.integers(0, CONFIG.model.vocab_size, length).astype(np.int32),
+                loss_mask=np.arange(length) >= 3,
+                advantages=np.full(length, draw.normal(), np.float32),
+                generator_log_probs=draw.normal(-3.0, 0.2, length).astype(np.float32),
+            )
+        )
+    return found
+
+
+def share(config: LearnerConfig, step: int, process: int) -> PackedStep:
+    """Rollouts that one process packs of a step: in turn, but the first process has all of the second step's first."""
+    everything = rollouts(step)
+    numbers = [
+        number
+        for number in range(len(everything))
+        if process == (0 if step == 1 and number < 3 else number % config.processes)
+    ]
+    return pack_for(config, [everything[number] for number in numbers], numbers=numbers, rollouts=len(everything))
+
+
+def params() -> dict[str, np.ndarray]:
+    """Parameters to begin with; drawn by numpy because that compiles nothing."""
+    draw = np.random.default_rng(7)
+    return {name: draw.normal(0.0, 0.2, shape).astype(np.float32) for name, shape in shapes(CONFIG.model).items()}
+
+
+def main() -> None:
+    """Do the job given as JSON."""
+    job = msgspec.json.decode(sys.argv[1], type=Job)
+    if job.processes > 1:
+        jax.distributed.initialize(job.coordinator, job.processes, job.process)
+    found = {}
+    for layout in job.layouts:
+        sizes = MeshConfig(**dict(zip(("data", "fsdp", "tensor"), layout, strict=True)))
+        config = replace(CONFIG, mesh=sizes, processes=job.processes)
+        train_step = TrainStep(config, build_mesh(sizes, jax.devices()[: int(np.prod(layout))]))
+        state = train_step.fresh_state(params())
+        train_step.warm_up(state)
+        compilations = train_step.compilations
+        name = "x".join(str(size) for size in layout)
+        for step in range(len(ROLLOUTS)):
+            state, metrics = train_step.train(state, share(config, step, job.process))
+            found[f"{name}/metrics/{step}"] = np.array(json.dumps(metrics))
+        assert train_step.compilations == compilations, f"{name}: compiled in the steady state"
+        for key, value in state.params.items():
+            whole = value if value.is_fully_addressable else multihost_utils.process_allgather(value, tiled=True)
+            found[f"{name}/params/{key}"] = np.asarray(whole)
+            local = value.addressable_shards[0].data.size / value.size
+            found[f"{name}/held/{key}"] = np.array(local)
+    np.savez(job.out, **found)
+
+
+if __name__ == "__main__":
+    main()

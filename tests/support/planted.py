@@ -1,0 +1,128 @@
+"""A small run with planted facts: what tools are asked about, each of them once, and nothing else out of the ordinary.
+
+Made by a real grouping process on a real broker; the learner's steps are written by hand, as no model is needed.
+"""
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.pipeline.audit.ledger import Ledger, ledger
+from rollstream.pipeline.tools.plain_values import decoded
+from rollstream.topics.codec import encode
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import BatchUse, GroupCancelled, LearnerStep, Mark, PolicyManifest, TrainingBatch
+from tests.support.batches import indexed_batches
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
+
+POISON = b"\xc3\x01 not a record"
+GOOD = tuple(f"good{n}" for n in range(8))
+
+
+@dataclass
+class Planted:
+    """The run, and the facts of it."""
+
+    run: RealRun
+    batches: list[TrainingBatch] = field(default_factory=list)
+    """In index order; the learner's only step used the first and skipped the second."""
+    index_offsets: list[int] = field(default_factory=list)
+    """Index offsets of these batches."""
+    twice: str = "twice-0"
+    """A uid sent twice within its open group."""
+    cancelled: str = "cancelled-3"
+    """A member that never came, its group batched without it."""
+    slow: tuple[str, ...] = ("slow-0", "slow-1")
+    """Half a group whose deadline passed."""
+    stale: tuple[str, ...] = tuple(f"stale-{n}" for n in range(4))
+    """A group complete when its version was too old."""
+
+    def batch_of(self, uid: str) -> TrainingBatch:
+        return next(batch for batch in self.batches if uid in batch.uids)
+
+
+def plant(run: RealRun) -> Planted:
+    """Make the run, wait until everything is in its place, and end its processes."""
+    run.grouping = GroupingConfig(batch_rollouts=8, max_batch_age_s=0.5, group_deadline_s=1.0, max_policy_lag=1)
+    run.prepare()
+    process = run.start("group", kafka__compression="none")
+    planted = Planted(run)
+    run.send(rollout(name, member) for name in GOOD for member in range(4))
+    run.send(rollout("twice", member) for member in (0, 1, 0, 2, 3))
+    run.send(rollout("cancelled", member) for member in range(3))
+    cancelled = GroupCancelled(
+        environment="env", example_id="cancelled", policy_version=0, group_size=4, uids=(planted.cancelled,)
+    )
+    run.send_bytes("rollouts", encode(cancelled), encode_key("env", "cancelled"))
+    run.send_bytes("rollouts", POISON, encode_key("env", "good0"))
+    run.send(rollout("slow", member) for member in range(2))
+    await_settled(run, lambda book: book.dropped.get("group_too_small") == 2 and not book.in_flight)
+    run.publish_version(5)
+    eventually(lambda: len(_marks_of(run, 5)) == run.topics.partitions, 60, "marks of policy version 5")
+    run.send(rollout("stale", member) for member in range(4))
+    await_settled(run, lambda book: book.dropped.get("stale_version") == 4 and not book.in_flight)
+    end(process)
+    for read in indexed_batches(run.kafka, run.name):
+        planted.batches.append(read.batch)
+        planted.index_offsets.append(read.index_offset)
+    _train(planted)
+    return planted
+
+
+def _marks_of(run: RealRun, version: int) -> list[Mark]:
+    values = (decoded(message.value) for message in read_to_end(run.kafka, run.topic("rollouts")))
+    return [mark for mark in values if isinstance(mark, Mark) and mark.policy_version == version]
+
+
+def await_settled(run: RealRun, settled: Callable[[Ledger], bool]) -> None:
+    def ready() -> bool:
+        book = ledger(run.kafka, run.name)
+        return not book.unread and settled(book)
+
+    eventually(ready, 60, f"every record of run {run.name} in its place", every_s=0.3)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    assert process.wait(60) == 0
+
+
+def _train(planted: Planted) -> None:
+    """A learner's step by hand: the first batch trained on, the second skipped; version 6 published after it."""
+    first, second = planted.batches[:2]
+    places = planted.index_offsets[:2]
+    step = LearnerStep(
+        learner="main",
+        step=1,
+        input_run=planted.run.name,
+        uses=(
+            BatchUse(batch_id=first.batch_id, index_offset=places[0], rows=len(first), use="trained"),
+            BatchUse(
+                batch_id=second.batch_id,
+                index_offset=places[1],
+                rows=len(second),
+                use="skipped",
+                reason="stale",
+                code="stale_version",
+            ),
+        ),
+        position=places[1] + 1,
+        policy_version=6,
+        params_digest="ab" * 32,
+        trained_total=len(first),
+        skipped_total=len(second),
+    )
+    planted.run.send_bytes("steps", encode(step), encode_key("main", 1))
+    manifest = PolicyManifest(version=6, learner="main", step=1, epoch="e", tensors=(), chunks=(), digest="cd" * 32)
+    planted.run.send_bytes("policies", encode(manifest), encode_key(6))
+
+
+def check(book: Ledger) -> None:
+    """The run's ledger must name the planted facts and nothing else."""
+    assert book.balanced, book.problems
+    assert book.dropped == {"duplicate_uid": 1, "group_too_small": 2, "stale_version": 4}
+    assert book.dead_lettered == 1
+    assert book.batched == 4 * len(GOOD) + 4 + 3

@@ -1,0 +1,168 @@
+"""For tests of producers: a generator whose answers can be computed by hand, and servers in a thread of their own."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from rollstream.consumers.models.tokenizer import CharacterTokenizer
+from rollstream.producers.config import InferenceConfig
+from rollstream.producers.inference.decoding import DecodeRow, FinishReason
+from rollstream.producers.inference.server import InferenceServer
+
+TOKENIZER = CharacterTokenizer("0123456789>+=")
+
+
+class SortedRow(NamedTuple):
+    """Tokens of the row in a slot."""
+
+    slot: int
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason | None
+
+
+class SortingGenerator:
+    """Answers `429>` with `249` and the end token where the row's seed is even or it is greedy, else with `429`.
+    In a longer conversation it takes the digits since the last `>` before.
+
+    The logprob of the token at index i is -(i + 1) / 8: exact in float32. `versions` holds what `refresh` returns, the
+    last one for ever; `before_generate` runs whenever rows start. A call of `decode` gives `tokens_at_once` tokens of
+    each row.
+    """
+
+    max_model_len = 28
+    cache_bytes = 0
+    tokenizer = TOKENIZER
+
+    def __init__(
+        self,
+        versions: Sequence[int] = (0,),
+        *,
+        before_generate: Callable[[list[str]], None] = lambda _: None,
+        tokens_at_once: int = 4096,
+    ) -> None:
+        self.versions = list(versions)
+        self.version = -1
+        self.before_generate = before_generate
+        self.tokens_at_once = tokens_at_once
+        self.slots = 256
+        self.batches: list[tuple[int, list[str]]] = []
+        """Version and prompts of the rows that started together."""
+        self.seeds: list[int] = []
+        self.decoding: dict[int, SortedRow] = {}
+        """The rest of each row, by slot."""
+        self.tokens_given = 0
+
+    @property
+    def free(self) -> int:
+        return self.slots - len(self.decoding)
+
+    @property
+    def behind(self) -> bool:
+        return len(self.versions) > 1
+
+    def refresh(self) -> int:
+        self.version = self.versions.pop(0) if len(self.versions) > 1 else self.versions[0]
+        return self.version
+
+    def start(self, rows: Sequence[DecodeRow]) -> list[int]:
+        texts = [self.tokenizer.decode(row.prompt) for row in rows]
+        self.batches.append((self.version, texts))
+        self.seeds += [row.seed for row in rows]
+        self.before_generate(texts)
+        slots = [slot for slot in range(self.slots) if slot not in self.decoding][: len(rows)]
+        for slot, row, text in zip(slots, rows, texts, strict=True):
+            answer = self.answer(text, row.seed, row.request.temperature)
+            tokens = [*self.tokenizer.encode(answer), self.tokenizer.eos_id]
+            logprobs = [-(i + 1) / 8 for i in range(len(tokens))]
+            limit = row.request.max_tokens
+            self.decoding[slot] = SortedRow(
+                slot, tokens[:limit], logprobs[:limit], "stop" if len(tokens) <= limit else "length"
+            )
+        return slots
+
+    def decode(self) -> list[SortedRow]:
+        count, decoded = self.tokens_at_once, []
+        for slot, row in list(self.decoding.items()):
+            if len(row.tokens) <= count:
+                decoded.append(self.decoding.pop(slot))
+            else:
+                decoded.append(SortedRow(slot, row.tokens[:count], row.logprobs[:count], None))
+                self.decoding[slot] = row._replace(tokens=row.tokens[count:], logprobs=row.logprobs[count:])
+        self.tokens_given += sum(len(row.tokens) for row in decoded)
+        return decoded
+
+    def end(self, slot: int) -> None:
+        del self.decoding[slot]
+
+    def reset(self) -> None:
+        self.decoding.clear()
+
+    def answer(self, text: str, seed: int, temperature: float) -> str:
+        """Text of the answer to a prompt."""
+        digits = text.removesuffix(">").rsplit(">", 1)[-1]
+        return "".join(sorted(digits)) if seed % 2 == 0 or temperature == 0 else digits
+
+
+class ScriptedGenerator(SortingGenerator):
+    """Answers chats of our characters: `script` holds the text of each turn, the last one for all after it."""
+
+    max_model_len = 2048
+    tokenizer = CharacterTokenizer()
+
+    def __init__(self, script: Sequence[str], versions: Sequence[int] = (0,), *, tokens_at_once: int = 4096) -> None:
+        super().__init__(versions, tokens_at_once=tokens_at_once)
+        self.script = list(script)
+
+    def answer(self, text: str, seed: int, temperature: float) -> str:
+        return self.script[min(text.count("assistant\n"), len(self.script)) - 1]
+
+
+@contextmanager
+def _in_a_thread(
+    start: Callable[[], Coroutine[Any, Any, Any]], close: Callable[[], Coroutine[Any, Any, Any]]
+) -> Iterator[None]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="test-server")
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+        try:
+            yield
+        finally:
+            asyncio.run_coroutine_threadsafe(close(), loop).result(60)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(60)
+        loop.close()
+
+
+@contextmanager
+def serving(generator: SortingGenerator, **config: Any) -> Iterator[InferenceServer]:
+    """A real inference server over a generator."""
+    inference = InferenceConfig(**config)
+    generator.slots = inference.max_rows
+    server = InferenceServer(generator, generator.tokenizer, inference)
+    with _in_a_thread(server.start, server.close):
+        yield server
+
+
+@contextmanager
+def serving_http(handler: Callable[[web.Request], Coroutine[Any, Any, web.Response]]) -> Iterator[str]:
+    """Some other HTTP server; `handler` answers every request. Yields the base_url of its /v1."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+    found: list[int] = []
+
+    async def start() -> None:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        found.append(runner.addresses[0][1])
+
+    with _in_a_thread(start, runner.cleanup):
+        yield f"http://127.0.0.1:{found[0]}/v1"

@@ -1,0 +1,171 @@
+"""A run on a real broker for tests: topics provisioned, generation 0 written, rollouts sent, roles as processes.
+
+Everything a test starts here ends with the fixture that made it, by pid.
+"""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from confluent_kafka import Producer
+
+from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
+from rollstream.consumers.grouping.process.bootstrap import initialise
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import decode, encode
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.kafka import clients, provisioning
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import PolicyManifest, Rollout, RolloutMetadata
+from tests.support.batches import random_batch, send_batches
+from tests.support.paths import ROOT
+
+
+def rollout(example: str = "x", member: int = 0, **changes: object) -> Rollout:
+    """A sound rollout of environment `env`: 6 tokens, 3 of them sampled, reward 1 for even members."""
+    values: dict[str, object] = {
+        "uid": f"{example}-{member}",
+        "group_size": 4,
+        "environment": "env",
+        "example_id": example,
+        "policy_version": 0,
+        "lowest_version": 0,
+        "highest_version": 0,
+        "tokens": np.arange(6, dtype="<i4") + member,
+        "loss_mask": np.array([0, 0, 0, 1, 1, 1], bool),
+        "logprobs": np.array([0, 0, 0, -0.5, -1.0, -1.5], "<f4"),
+        "reward": float(member % 2 == 0),
+        "metadata": RolloutMetadata(worker_id="w0", timestamp=1.0),
+    }
+    return Rollout(**(values | changes))  # type: ignore[arg-type]
+
+
+@dataclass
+class RealRun:
+    """One run with its settings and the processes a test started in it."""
+
+    kafka: KafkaConfig
+    name: str
+    directory: Path
+    topics: TopicsConfig = field(default_factory=lambda: TopicsConfig(partitions=2))
+    grouping: GroupingConfig = field(default_factory=lambda: GroupingConfig(batch_rollouts=16, max_batch_age_s=2.0))
+    grouper: GrouperConfig = field(default_factory=GrouperConfig)
+    python_path: tuple[Path, ...] = ()
+    """Directories of modules that a test's processes import."""
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def prepare(self) -> "RealRun":
+        """Create the topics, write generation 0 and publish policy version 0 (a manifest without arrays)."""
+        provisioning.apply(self.kafka, self.topics, self.name)
+        initialise(self.kafka, self.name, self.grouping, self.grouper)
+        self.publish_version(0)
+        return self
+
+    def beside(self, name: str) -> "RealRun":
+        """Another run with a directory of its own."""
+        directory = self.directory / name
+        directory.mkdir()
+        return RealRun(self.kafka, f"{self.name}-{name}", directory)
+
+    def topic(self, name: str) -> str:
+        return topic_name(self.name, name)
+
+    def publish_version(self, version: int) -> None:
+        manifest = PolicyManifest(
+            version=version, learner="test", step=version, epoch="e", tensors=(), chunks=(), digest=""
+        )
+        self.send_bytes("policies", encode(manifest), encode_key(version))
+
+    def send(self, rollouts: Iterable[Rollout]) -> None:
+        """Produce rollouts as any producer would, and wait for the broker to have them."""
+        producer = clients.producer(self.kafka)
+        for r in rollouts:
+            producer.produce(self.topic("rollouts"), encode(r), encode_key(r.environment, r.example_id))
+        assert producer.flush(30) == 0
+
+    def send_bytes(self, topic: str, value: bytes | None, key: bytes, partition: int = -1) -> None:
+        producer = clients.producer(self.kafka)
+        producer.produce(self.topic(topic), value, key, partition)
+        assert producer.flush(30) == 0
+
+    @contextmanager
+    def open_transaction(self, topic: str) -> Iterator[Producer]:
+        """Somebody else's transaction that has written to partition 0 of a topic and outlives a test; aborted."""
+        settings = {"transaction.timeout.ms": 300_000, "delivery.timeout.ms": 300_000}
+        producer = clients.transactional_producer(self.kafka, f"{self.name}-foreign", **settings)
+        producer.init_transactions(30)
+        producer.begin_transaction()
+        producer.produce(self.topic(topic), b"foreign", b"foreign", 0)
+        producer.flush(30)
+        yield producer
+        producer.abort_transaction(30)
+
+    def read(self, topic: str, isolation: str = "read_committed") -> list[object]:
+        """Every record of a topic, decoded."""
+        messages = read_to_end(self.kafka, self.topic(topic), isolation=isolation)
+        return [decode(message.value) for message in messages]
+
+    def command(self, *words: str, **settings: object) -> list[str]:
+        """A rollstream command line for this run; `settings` are dotted keys with __ for the dot."""
+        flags = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
+        for name in ("grouping", "grouper"):
+            part = getattr(self, name)
+            flags += [
+                f"--set={name}.{f.name}={getattr(part, f.name)}"
+                for f in dataclasses.fields(part)
+                if getattr(part, f.name) != f.default
+            ]
+        flags.append(f"--set=topics.partitions={self.topics.partitions}")
+        flags.append(f"--set=data_dir={self.directory}")
+        where = ["--run", self.name, "-b", self.kafka.bootstrap_servers]
+        return [sys.executable, "-P", "-m", "rollstream", *words, *where, *flags]
+
+    def start(self, *words: str, script: str = "", **settings: object) -> subprocess.Popen[bytes]:
+        """Start a role as a process of its own; its log goes to the run's directory. `script` is Python that calls
+        the command line itself, after what a test wants different in that process."""
+        command = self.command(*words, **settings)
+        if script:
+            command[2:4] = ["-c", script]
+        log = self.directory / f"{words[0]}-{len(self.processes)}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=self.directory,
+                env=self.environment(),
+            )
+        self.processes.append(process)
+        return process
+
+    def environment(self) -> dict[str, str]:
+        """Variables of the processes that are started here."""
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *self.python_path)))}
+
+    def log_of(self, process: subprocess.Popen[bytes]) -> str:
+        """Log of a process started here, so far."""
+        number = self.processes.index(process)
+        return next(self.directory.glob(f"*-{number}.log")).read_text(errors="replace")
+
+    def stop(self) -> None:
+        """Kill whatever still runs; pytest shows the logs' ends with a failure."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+            print(f"--- {process.args[4]} (exit {process.returncode})", self.log_of(process)[-3000:], sep="\n")  # type: ignore[index]
+
+
+def with_batches(run: RealRun, batches: int) -> RealRun:
+    """Topics with so many batches on two partitions in turn; the first policy version is the learner's to publish."""
+    provisioning.apply(run.kafka, run.topics, run.name)
+    send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(batches)])
+    return run

@@ -1,0 +1,395 @@
+"""The archive's files and manifest, without a broker: exactly once whatever stops the writer, on every store."""
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollstream.consumers.archive import manifest as manifests
+from rollstream.consumers.archive.archiver import TOPICS
+from rollstream.consumers.archive.manifest import LOG, ArchivedFile, ArchivedTopic, ArchiveManifest
+from rollstream.consumers.archive.store import FsspecStore, LocalStore, Store, open_store
+from rollstream.consumers.archive.tables import SCHEMAS, ArchivedRecord, date_at
+from rollstream.consumers.archive.writer import ArchiveWriter, check_files, read_table, records
+from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.topics.catalogue import CATALOGUE
+from rollstream.topics.codec import encode
+from rollstream.topics.errors import ConfigurationError, Fenced, StateRefused
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import BatchUse, Drop, JournalRecord, LearnerStep, Mark, NamedArray, Rollout, Turn
+from tests.support.runs import rollout
+
+DAY_MS = 86_400_000
+
+
+class Stopped(Exception):
+    """Stands for kill -9."""
+
+
+class StoppingStore:
+    """A store in memory that stops for good after so many changes; the last one is done, or not."""
+
+    url = "test"
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.left, self.done_then = 10**9, False
+
+    def stop_after(self, changes: int, done_then: bool) -> None:
+        self.left, self.done_then = changes, done_then
+
+    def _change(self, change: Callable[[], object]) -> None:
+        if self.left <= 0:
+            raise Stopped
+        self.left -= 1
+        if self.left == 0 and not self.done_then:
+            raise Stopped
+        change()
+        if self.left == 0:
+            raise Stopped
+
+    def names(self, under: str) -> list[str]:
+        return sorted(name for name in self.objects if name.startswith(under))
+
+    def read(self, name: str) -> bytes:
+        if name not in self.objects:
+            raise FileNotFoundError(name)
+        return self.objects[name]
+
+    def write(self, name: str, data: bytes) -> None:
+        self._change(lambda: self.objects.__setitem__(name, data))
+
+    def create(self, name: str, data: bytes) -> bool:
+        if name in self.objects:
+            return False
+        self.write(name, data)
+        return True
+
+    def delete(self, name: str) -> None:
+        self._change(lambda: self.objects.pop(name, None))
+
+
+def entry(partition: int, offset: int, kind: str = "rollout", timestamp_ms: int = DAY_MS) -> ArchivedRecord:
+    """A record of `rollouts`: a rollout of one of two environments, a mark, a tombstone or poison."""
+    if kind == "rollout":
+        subject = rollout(f"e{offset}", offset, environment=f"env{offset % 2}", turns=(Turn(role="user", text="?"),))
+        value: bytes | None = encode(subject)
+    else:
+        value = {"mark": encode(Mark(kind="deadline")), "poison": b"\xc3\x01 no record", "none": None}[kind]
+    headers = ((("a", b"1"), ("a", None)),) if offset % 3 == 0 else (None,)
+    return ArchivedRecord("rollouts", partition, offset, timestamp_ms, encode_key("env", offset), value, *headers)
+
+
+@st.composite
+def topics(draw: st.DrawFn) -> dict[int, list[ArchivedRecord]]:
+    """Two partitions with gaps, and records of several kinds and days."""
+    found = {}
+    for partition in range(2):
+        gaps = draw(st.lists(st.integers(1, 3), min_size=0, max_size=10))
+        kinds = draw(st.lists(st.sampled_from(("rollout", "rollout", "mark", "poison", "none")), min_size=10))
+        offsets = itertools.accumulate(gaps, initial=draw(st.integers(0, 4)))
+        found[partition] = [
+            entry(partition, offset, kind, DAY_MS + offset // 5 * DAY_MS)
+            for offset, kind in zip(offsets, kinds, strict=False)
+        ]
+    return found
+
+
+def archive_all(store: Store, log: dict[int, list[ArchivedRecord]], at_once: int, compact: bool) -> None:
+    """Archive records as an archiver does, from the archive's end on."""
+    writer = ArchiveWriter(store, "main")
+    first = {p: entries[0].offset for p, entries in log.items()}
+    at = writer.begin("rollouts", "id", first)
+    waiting = [e for entries in log.values() for e in entries if e.offset >= at[e.partition]]
+    for begin in range(0, len(waiting), at_once):
+        for e in waiting[begin : begin + at_once]:
+            writer.add(e)
+            at[e.partition] = e.offset + 1
+        writer.commit({("rollouts", p): offset for p, offset in at.items()})
+        if compact:
+            writer.compact()
+
+
+def held(store: Store, run: str = "main") -> dict[int, list[ArchivedRecord]]:
+    current = manifests.newest(store, run)
+    if current is None or "rollouts" not in current.topics:
+        return {}
+    return {p: list(records(store, current, "rollouts", p)) for p in current.topics["rollouts"].position}
+
+
+@settings(max_examples=25)
+@given(
+    log=topics(),
+    at_once=st.integers(1, 8),
+    compact=st.booleans(),
+    stops=st.lists(st.tuples(st.integers(1, 25), st.booleans()), max_size=6),
+)
+def test_whatever_stops_the_archiver_no_record_is_missing_or_doubled(
+    log: dict[int, list[ArchivedRecord]], at_once: int, compact: bool, stops: list[tuple[int, bool]]
+) -> None:
+    store = StoppingStore()
+    for changes, done_then in stops:
+        store.stop_after(changes, done_then)
+        with contextlib.suppress(Stopped):
+            archive_all(store, log, at_once, compact)
+        for partition, entries in held(store).items():
+            assert entries == log[partition][: len(entries)], "at any moment it is a beginning of the log"
+    store.stop_after(10**9, True)
+    archive_all(store, log, at_once, compact)
+    assert held(store) == log
+    current = manifests.newest(store, "main")
+    assert current is not None
+    rows = [row for file in current.files_of("rollouts") for row in read_table(store, file).to_pylist()]
+    expected = sorted((p, e.offset) for p, entries in log.items() for e in entries if _is_rollout(e))
+    assert sorted((row["partition"], row["offset"]) for row in rows) == expected
+    assert all(row["environment"] == f"env{row['offset'] % 2}" for row in rows)
+    assert current.rows("turns") == len(expected)
+    ArchiveWriter(store, "main")
+    named = {file.path for file in current.files}
+    assert {name for name in store.objects if name.endswith(".parquet")} == named, "what a crash left is gone"
+
+
+def _is_rollout(e: ArchivedRecord) -> bool:
+    return (e.value or b"").startswith(encode(rollout())[:10])
+
+
+@pytest.fixture(params=["directory", "file-url", "memory-url", "local-by-fsspec"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "local-by-fsspec":
+        # As object stores are used, and with files one can look at.
+        yield FsspecStore(f"local://{tmp_path}/archive")
+        return
+    url = {
+        "directory": str(tmp_path / "archive"),
+        "file-url": f"file://{tmp_path}/archive",
+        "memory-url": f"memory://{tmp_path.name}/archive",
+    }[request.param]
+    yield open_store(url)
+
+
+LOG_OF_TWO = {p: [entry(p, offset) for offset in (3, 4, 7, 8, 9)] for p in range(2)}
+
+
+def test_every_store_holds_the_archive_alike(store: Store) -> None:
+    assert held(store) == {}
+    archive_all(store, LOG_OF_TWO, 3, compact=False)
+    assert held(store) == LOG_OF_TWO
+    before = manifests.newest(store, "main")
+    writer = ArchiveWriter(store, "main")
+    assert writer.compact() > 0
+    after = manifests.newest(store, "main")
+    assert before is not None
+    assert after is not None
+    assert len(after.files_of(LOG)) == 2
+    assert len(before.files_of(LOG)) > 2
+    assert {t: after.rows(t) for t in SCHEMAS} == {t: before.rows(t) for t in SCHEMAS}
+    assert held(store) == LOG_OF_TWO
+    assert set(store.names("run=main/table=log")) == {file.path for file in after.files_of(LOG)}
+    assert manifests.runs_of(store) == ["main"]
+
+
+def test_a_name_is_created_once_on_every_store(store: Store) -> None:
+    assert store.create("a/b", b"1")
+    assert not store.create("a/b", b"2")
+    assert store.read("a/b") == b"1"
+    store.write("a/b", b"3")
+    assert store.read("a/b") == b"3"
+    assert store.names("a") == ["a/b"]
+    store.delete("a/b")
+    store.delete("a/b")
+    assert store.names("a") == []
+    with pytest.raises(FileNotFoundError):
+        store.read("a/b")
+
+
+def test_who_was_displaced_cannot_commit(store: Store) -> None:
+    first = ArchiveWriter(store, "main")
+    first.begin("rollouts", "id", {0: 0, 1: 0})
+    first.add(entry(0, 0))
+    second = ArchiveWriter(store, "main")
+    second.begin("rollouts", "id", {0: 0, 1: 0})
+    with pytest.raises(Fenced, match="another process archives run main"):
+        first.commit({("rollouts", 0): 1})
+    second.add(entry(0, 0))
+    second.commit({("rollouts", 0): 1})
+    assert held(store) == {0: [entry(0, 0)], 1: []}
+
+
+def test_a_commit_whose_answer_was_lost_counts_when_it_is_tried_again() -> None:
+    store = StoppingStore()
+    mine = manifests.take_over(store, "main")
+    data = replace(mine, generation=mine.generation + 1).to_json()
+    store.objects[f"run=main/_manifests/{mine.generation + 1:012d}.json"] = data
+    assert manifests.commit(store, mine).generation == mine.generation + 1
+
+
+def test_a_failed_write_is_told_and_names_nothing(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    writer = ArchiveWriter(store, "main")
+    writer.begin("rollouts", "id", {0: 0})
+    writer.add(entry(0, 0))
+    (tmp_path / "run=main" / "table=log").write_text("a file where a folder must be")
+    with pytest.raises(StoreError, match=r"table=log.* cannot be written"):
+        writer.commit({("rollouts", 0): 1})
+    assert held(store) == {}
+
+
+def test_a_file_that_was_changed_or_lost_is_refused(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    archive_all(store, LOG_OF_TWO, 10, compact=False)
+    current = manifests.newest(store, "main")
+    assert current is not None
+    assert check_files(store, current.files) == len(current.files)
+    path = tmp_path / current.files_of(LOG)[0].path
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StateRefused, match="SHA-256 differs"):
+        check_files(store, current.files)
+    path.unlink()
+    with pytest.raises(StateRefused, match="is missing"):
+        list(records(store, current, "rollouts", 0))
+
+
+def test_topics_that_are_others_or_were_pruned_too_far_are_refused() -> None:
+    store = StoppingStore()
+    archive_all(store, LOG_OF_TWO, 10, compact=False)
+    writer = ArchiveWriter(store, "main")
+    assert writer.begin("rollouts", "id", {0: 10, 1: 0}) == {0: 10, 1: 10}
+    with pytest.raises(StateRefused, match="created again"):
+        writer.begin("rollouts", "another", {0: 3, 1: 3})
+    with pytest.raises(StateRefused, match=r"rollouts\[0\] begins at offset 11, and is archived up to 10"):
+        writer.begin("rollouts", "id", {0: 11, 1: 3})
+
+
+def file(begin: int, end: int, **changes: object) -> ArchivedFile:
+    values = {"table": LOG, "topic": "rollouts", "partition": 0, "environment": "", "date": "2026-01-01"}
+    values |= {"begin": begin, "end": end, "first": begin, "last": end - 1, "rows": 1, "size_bytes": 1, "sha256": ""}
+    return ArchivedFile(**({"path": f"{begin}"} | values | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        (file(0, 5), file(6, 9)),
+        (file(0, 5), file(4, 9)),
+        (file(0, 5), file(5, 9), file(5, 9, path="twin")),
+        (file(0, 5), file(5, 11)),
+        (file(1, 9),),
+        (file(0, 5), file(5, 9, path="0")),
+    ],
+)
+def test_a_manifest_whose_files_leave_out_or_repeat_offsets_is_refused(files: tuple[ArchivedFile, ...]) -> None:
+    topic = ArchivedTopic(topic_id="id", begin={0: 0}, position={0: 10})
+    with pytest.raises(StateRefused):
+        ArchiveManifest(run="main", topics={"rollouts": topic}, files=files).check()
+
+
+def test_a_manifest_reads_back_and_one_of_a_newer_format_is_refused() -> None:
+    topic = ArchivedTopic(topic_id="id", begin={0: 0, 10: 2}, position={0: 10, 10: 5})
+    one = ArchiveManifest(
+        run="main", generation=3, writer="w", topics={"rollouts": topic}, files=(file(0, 5), file(5, 9))
+    )
+    assert ArchiveManifest.from_json(one.to_json()) == one
+    newer = json.dumps({**json.loads(one.to_json()), "format": 2}).encode()
+    with pytest.raises(StateRefused, match="newer release"):
+        ArchiveManifest.from_json(newer)
+    with pytest.raises(StateRefused, match="cannot be read"):
+        ArchiveManifest.from_json(b"{}")
+
+
+def rows(store: Store, table: str) -> list[dict[str, object]]:
+    current = manifests.newest(store, "main")
+    assert current is not None
+    return [row for f in current.files_of(table) for row in read_table(store, f).to_pylist()]
+
+
+def archived(*entries: ArchivedRecord, arrays: bool = False) -> StoppingStore:
+    store = StoppingStore()
+    writer = ArchiveWriter(store, "main", arrays=arrays)
+    for topic in {e.topic for e in entries}:
+        writer.begin(topic, topic, {0: 0})
+    for e in entries:
+        writer.add(e)
+    writer.commit({(e.topic, 0): e.offset + 1 for e in entries})
+    return store
+
+
+def test_a_rollout_has_its_columns_and_its_arrays_where_they_are_asked_for() -> None:
+    subject: Rollout = rollout(
+        "x", 2, reward_components={"exact": 1.0}, token_arrays={"v": NamedArray.of(rollout().logprobs)}
+    )
+    sent = ArchivedRecord("rollouts", 0, 0, 2 * DAY_MS, encode_key("env", "x"), encode(subject))
+    [row] = rows(archived(sent), "rollouts")
+    assert (row["run"], row["environment"], row["date"], row["timestamp_ms"]) == (
+        "main",
+        "env",
+        "1970-01-03",
+        2 * DAY_MS,
+    )
+    assert (row["uid"], row["reward"], row["length"], row["sampled"], row["tokens"]) == ("x-2", 1.0, 6, 3, None)
+    assert row["reward_components"] == [("exact", 1.0)]
+    [row] = rows(archived(sent, arrays=True), "rollouts")
+    assert row["tokens"] == subject.tokens.tolist()
+    assert row["loss_mask"] == subject.loss_mask.tolist()
+    assert row["logprobs"] == subject.logprobs.tolist()
+
+
+def test_drops_steps_and_uses_are_rows() -> None:
+    drop = Drop(offset=7, reason="late", uid="u", environment="env", policy_version=3, age_ms=9, tokens=4)
+    journal = JournalRecord(
+        partition=0, sequence=0, core_version=1, topic_id="t", partitions=1, begin=0, position=0, watermark=0,
+        watermark_stream_time_ms=0, watermark_policy_version=0, watermark_generation=0, watermark_configuration="",
+        stream_time_ms=0, policy_version=0, generation=0, batch_number=0, drops=(drop,),
+    )  # fmt: skip
+    use = BatchUse(batch_id="0-0", index_offset=0, rows=4, use="trained")
+    step = LearnerStep(
+        learner="main", step=1, input_run="main", uses=(use,),
+        position=1, policy_version=2, params_digest="d", trained_total=4, skipped_total=0, metrics={"loss": 0.5},
+    )  # fmt: skip
+    store = archived(
+        ArchivedRecord("journal", 0, 0, DAY_MS, b"[0]", encode(journal)),
+        ArchivedRecord("steps", 0, 0, DAY_MS, b"[]", encode(step)),
+    )
+    [row] = rows(store, "drops")
+    assert (row["rollout_offset"], row["reason"], row["environment"], row["age_ms"]) == (7, "late", "env", 9)
+    [row] = rows(store, "steps")
+    assert (row["step"], row["metrics"], row["environment"]) == (1, [("loss", 0.5)], "")
+    [row] = rows(store, "uses")
+    assert (row["batch_id"], row["use"], row["rows"]) == ("0-0", "trained", 4)
+
+
+@pytest.mark.parametrize("name", ["a/b c%", "ü=1", "x" * 5000, "../../up", "..", "."])
+def test_an_environment_of_any_name_stays_within_the_archive(name: str, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "archive")
+    writer = ArchiveWriter(store, "main")
+    writer.begin("rollouts", "id", {0: 0})
+    writer.add(entry(0, 0)._replace(value=encode(rollout(environment=name))))
+    writer.commit({("rollouts", 0): 1})
+    current = manifests.newest(store, "main")
+    assert current is not None
+    [found] = current.files_of("rollouts")
+    assert (tmp_path / "archive" / found.path).resolve().is_relative_to(tmp_path / "archive" / "run=main")
+    assert pq.read_table(tmp_path / "archive" / found.path, partitioning=None)["environment"].to_pylist() == [name]
+    assert found.path.count("/") == 4
+
+
+def test_every_topic_but_weights_is_archived() -> None:
+    assert set(TOPICS) == {spec.name for spec in CATALOGUE} - {"weights"}
+
+
+def test_a_record_without_a_time_has_a_date() -> None:
+    assert date_at(-1) == "1970-01-01"
+    assert date_at(DAY_MS) == "1970-01-02"
+
+
+def test_a_url_that_cannot_be_opened_says_why() -> None:
+    with pytest.raises(ConfigurationError, match="fsspec cannot open it"):
+        open_store("nosuch://x")

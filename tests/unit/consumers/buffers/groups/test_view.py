@@ -1,0 +1,414 @@
+"""The group store as a view of a log: filled by position, equal after crashes, restarts and a lost disk."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollstream.consumers.buffers.groups.batch_files import read_batch
+from rollstream.consumers.buffers.groups.config import GroupStoreConfig
+from rollstream.consumers.buffers.groups.store import GroupReplayBuffer
+from rollstream.consumers.buffers.groups.view import GroupStore
+from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker, MakerContext
+from rollstream.consumers.grouping.testing import example_rollout
+from rollstream.topics.codec import encode
+from rollstream.topics.records import GroupCancelled, Mark, Rollout, RolloutMetadata, same
+from rollstream.topics.rl_examples import examples_of
+from tests.support.batches import random_batch
+from tests.support.paths import ROOT
+
+CONFIG = GroupStoreConfig(target_group_size=3, max_per_replica=2, seal_timeout_s=5.0)
+
+
+@dataclass(frozen=True)
+class GroupEntry:
+    """A record of a log of two partitions."""
+
+    partition: int
+    offset: int
+    at_ms: int
+    value: bytes | None
+
+
+def log_of(picks: list[tuple[int, int, int, int]]) -> list[GroupEntry]:
+    """A log of picks (partition, example, member, seconds since the one before); member 9 is not a rollout."""
+    ends, now, found = [0, 0], 1000, []
+    for partition, example, member, wait_s in picks:
+        now += wait_s * 1000
+        name = f"{partition}/{example}"
+        rollout = example_rollout(
+            f"{name}-{member}",
+            float(member),
+            environment="ab"[example % 2],
+            example_id=name,
+            metadata=RolloutMetadata(replica_id=f"r{member % 2}"),
+        )
+        value = encode(rollout) if member < 9 else encode(Mark(kind="deadline"))
+        found.append(GroupEntry(partition, ends[partition], now, value))
+        ends[partition] += 1
+    return found
+
+
+def feed(store: GroupStore, entries: list[GroupEntry]) -> None:
+    for entry in entries:
+        store.read(entry.partition, entry.offset, entry.at_ms, entry.value)
+
+
+def content(store: GroupStore) -> dict[str, list[tuple[str, tuple[str, ...], float | None]]]:
+    """The stored groups by environment, without an order between partitions."""
+    return {
+        name: sorted((g.group_id, tuple(r.uid for r in g.rollouts), g.sealed_ts) for g in buffer.groups())
+        for name, buffer in store.environments.items()
+    }
+
+
+ENTRIES = st.lists(
+    st.tuples(
+        st.sampled_from([0, 0, 1]),
+        st.integers(0, 1),
+        st.sampled_from([0, 1, 2, 3, 4, 6, 8, 9]),
+        st.sampled_from([0, 0, 0, 1, 6]),
+    ),
+    min_size=15,
+    max_size=25,
+).map(log_of)
+
+
+@settings(max_examples=settings().max_examples // 10)
+@given(ENTRIES, st.data())
+def test_crashes_restarts_and_a_lost_disk_do_not_change_the_content(
+    tmp_path_factory: pytest.TempPathFactory, entries: list[GroupEntry], data: st.DataObject
+) -> None:
+    directory = tmp_path_factory.mktemp("view")
+    whole = GroupStore(directory / "whole", CONFIG)
+    feed(whole, entries)
+    crashed = GroupStore(directory / "crashed", CONFIG)
+    for at, entry in enumerate(entries):
+        feed(crashed, [entry])
+        then = data.draw(st.sampled_from(["", "", "", "save", "crash"]))
+        if then == "save":
+            crashed.save()
+        elif then == "crash":
+            # Unsaved state is gone; partitions may be read in another order than before.
+            crashed.release()
+            crashed = GroupStore(directory / "crashed", CONFIG)
+            again = [e for e in entries[: at + 1] if e.offset >= crashed.position.get(e.partition, 0)]
+            feed(crashed, sorted(again, key=lambda e: e.partition) if data.draw(st.booleans()) else again)
+    assert content(crashed) == content(whole)
+    assert crashed.position == whole.position
+    assert len(list(directory.glob("crashed/*/part-*"))) == whole.size(), "nothing is written twice, or left over"
+    crashed.close()
+    restored = GroupStore(directory / "crashed", CONFIG)
+    assert content(restored) == content(whole)
+    opened = [b.stats()["open_rollouts"] for b in restored.environments.values()]
+    assert sum(opened) == sum(b.stats()["open_rollouts"] for b in whole.environments.values())
+
+
+def test_time_is_that_of_the_log_and_of_each_partition_by_itself(tmp_path: Path) -> None:
+    store = GroupStore(tmp_path, CONFIG)
+    feed(store, log_of([(0, 0, 0, 0), (0, 0, 1, 0), (1, 0, 0, 9)]))
+    assert store.size() == 0, "time moved on the other partition"
+    feed(store, [GroupEntry(0, 2, 7_000, encode(Mark(kind="deadline")))])
+    [group] = store.environments["a"].groups()
+    assert group.sealed_ts == 7.0
+    assert [(source.partition, source.offset) for _rollout, source in group.members] == [(0, 0), (0, 1)]
+
+
+def test_a_record_below_the_position_is_skipped_and_other_records_are_counted(tmp_path: Path) -> None:
+    store = GroupStore(tmp_path, CONFIG)
+    entries = log_of([(0, 0, 0, 0), (0, 0, 9, 0)])
+    feed(store, [*entries, *entries, GroupEntry(0, 2, 0, b"poison"), GroupEntry(0, 3, 0, None)])
+    senseless = encode(example_rollout("u", float("nan")))
+    feed(store, [GroupEntry(0, 4, 0, senseless), GroupEntry(0, 5, 0, encode(example_rollout("u", environment="")))])
+    counts = {name: count for name, count in store.stats().items() if name != "environments"}
+    assert counts == {"rollouts": 1, "other": 1, "unreadable": 4}
+    assert store.position == {0: 6}
+
+
+def test_a_group_that_is_on_disk_is_not_written_again(tmp_path: Path) -> None:
+    entries = log_of([(0, example, member, 0) for example in range(2) for member in range(3)])
+    files = []
+    for _filled_again in range(2):
+        store = GroupStore(tmp_path, CONFIG)
+        feed(store, entries)
+        assert store.size() == 2
+        files.append({path.name: path.stat().st_ino for path in tmp_path.rglob("part-*")})
+        store.release()
+    assert files[0] == files[1]
+
+
+def test_a_rollout_that_a_group_refused_before_it_sealed_is_refused_again_after_a_crash(tmp_path: Path) -> None:
+    entries = log_of([(0, 0, member, 0) for member in (0, 2, 4, 1)])
+    for _life in range(2):
+        store = GroupStore(tmp_path, CONFIG)
+        feed(store, entries)
+        figures = store.environments["a"].stats()
+        assert (figures["groups"], figures["replica_full"], figures["open_rollouts"]) == (1, 1, 0)
+        store.release()
+
+
+def test_a_delivered_rollout_is_not_offered_again_after_a_crash(tmp_path: Path) -> None:
+    def opened() -> GroupStore:
+        return GroupStore(
+            tmp_path,
+            CONFIG,
+            maker_of=lambda _environment: FifoBatchMaker(MakerContext(partition=0, seed=0, batch_bytes=2**30)),
+        )
+
+    entries = log_of([(0, 0, member, 0) for member in range(3)])
+    store = opened()
+    feed(store, entries)
+    assert store.environments["a"].create_and_store_batch(3) is not None
+    store.release()
+    again = opened()
+    feed(again, entries)
+    assert again.environments["a"].stats()["held"] == 0
+    assert again.environments["a"].create_and_store_batch(3) is None
+
+
+def test_a_copy_saved_elsewhere_is_loaded_unchanged_and_continues(tmp_path: Path) -> None:
+    entries = log_of([(0, example, member, 0) for example in range(3) for member in range(4)])
+    store = GroupStore(tmp_path / "store", CONFIG)
+    feed(store, entries[:6])
+    store.save(tmp_path / "copy")
+    feed(store, entries[6:])
+    store.save()
+    loaded = GroupStore(tmp_path / "other", CONFIG)
+    loaded.load(tmp_path / "copy")
+    assert loaded.position == {0: 6}
+    feed(loaded, entries)
+    assert content(loaded) == content(store)
+    store.save(tmp_path / "copy")
+    assert content(GroupStore(tmp_path / "copy", CONFIG)) == content(store), "saved again over the first"
+    with pytest.raises(StoreError, match="is not empty"):
+        loaded.load(tmp_path / "copy")
+    with pytest.raises(StoreError, match="holds no store"):
+        GroupStore(tmp_path / "new", CONFIG).load(tmp_path / "nowhere")
+
+
+def test_training_batches_of_the_log_are_written_once_and_read_back(tmp_path: Path) -> None:
+    batches = [random_batch(number) for number in range(3)]
+    for _filled_again in range(2):
+        store = GroupStore(tmp_path)
+        feed(store, [GroupEntry(0, n, n, encode(batch)) for n, batch in enumerate(batches)])
+        store.release()
+    found = sorted(map(read_batch, (tmp_path / "batches").glob("batch_*.parquet")), key=lambda b: b.number)
+    assert len(found) == 3
+    for stored, batch in zip(found, batches, strict=True):
+        assert stored.metadata["batch_id"] == batch.batch_id
+        assert all(map(same, stored.examples, examples_of(batch)))
+
+
+# ---------------------------------------------------------------------- one writer, many readers
+
+
+def test_a_second_writer_is_refused_and_a_reader_beside_a_writer_sees_what_was_saved(tmp_path: Path) -> None:
+    entries = log_of([(0, example, member, 0) for example in range(3) for member in range(4)])
+    writer = GroupStore(tmp_path, CONFIG)
+    feed(writer, entries[:6])
+    writer.save()
+    unfinished = tmp_path / "a" / "part.1-2.unfinished"
+    unfinished.write_bytes(b"in the making")
+    before = sorted(tmp_path.rglob("*"))
+    for open_again in (lambda: GroupStore(tmp_path, CONFIG), lambda: GroupReplayBuffer(tmp_path, "a")):
+        with pytest.raises(StoreError, match="is being written by another"):
+            open_again()
+    reader = GroupStore(tmp_path, CONFIG, read_only=True)
+    assert (reader.position, content(reader)) == (writer.position, content(writer))
+    assert sorted(tmp_path.rglob("*")) == before, "the writer's unfinished files included"
+    feed(writer, entries[6:])
+    assert reader.size() == 1
+    with pytest.raises(StoreError, match="read-only"):
+        feed(reader, entries[6:])
+    writer.close()
+    with pytest.raises(StoreError, match="is closed"):
+        feed(writer, entries)
+    assert GroupStore(tmp_path, CONFIG).size() == 3
+    with pytest.raises(StoreError, match="holds no store"):
+        GroupStore(tmp_path / "mistyped", read_only=True)
+
+
+def test_two_processes_that_fill_one_root_duplicate_nothing(tmp_path: Path) -> None:
+    entries = log_of([(0, 0, member, 0) for member in range(3)])
+    writer = GroupStore(tmp_path, CONFIG)
+    feed(writer, entries[:2])
+    code = "import sys; from rollstream.consumers.buffers.groups.view import GroupStore; GroupStore(sys.argv[1])"
+    second = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert "StoreError" in second.stderr
+    assert "is being written by another" in second.stderr
+    feed(writer, entries[2:])
+    writer.close()
+    assert [len(g.rollouts) for g in GroupStore(tmp_path, read_only=True).environments["a"].groups()] == [3]
+
+
+# ---------------------------------------------------------------------- the producer's groups
+
+
+def members_of(group_id: str, size: int) -> list[Rollout]:
+    return [example_rollout(f"{group_id}-{n}", float(n), group_id=group_id, group_size=size) for n in range(size)]
+
+
+def records_of(records: Sequence[object], step_ms: int = 1) -> list[GroupEntry]:
+    return [GroupEntry(0, offset, offset * step_ms, encode(record)) for offset, record in enumerate(records)]
+
+
+def test_with_defaults_groups_of_a_log_are_the_producers_whatever_their_size_and_order(tmp_path: Path) -> None:
+    one, other = members_of("one", 16), members_of("other", 16)
+    mixed = [rollout for pair in zip(one, other, strict=True) for rollout in pair]
+    store = GroupStore(tmp_path)
+    feed(store, records_of(mixed, step_ms=60_000))
+    groups = list(store.environments["env"].groups())
+    assert [{r.group_id for r in group.rollouts} for group in groups] == [{"one"}, {"other"}]
+    assert [len(group.rollouts) for group in groups] == [16, 16], "the time it takes splits none"
+
+
+def test_a_group_whose_other_members_are_cancelled_seals_also_after_a_crash(tmp_path: Path) -> None:
+    late, missing = members_of("late", 4), members_of("missing", 2)
+    cancelled = GroupCancelled(
+        environment="env", example_id="0", policy_version=0, group_size=4, group_id="late", uids=("late-0", "late-3")
+    )
+    gone = replace(cancelled, group_id="missing", group_size=2, uids=("missing-0", "missing-1"))
+    entries = records_of([cancelled, cancelled, late[0], late[1], gone, replace(cancelled, uids=("late-1",)), late[2]])
+    store = GroupStore(tmp_path)
+    for entry in entries:
+        feed(store, [entry])
+        store.close()
+        store = GroupStore(tmp_path)
+    [group] = store.environments["env"].groups()
+    assert [r.uid for r in group.rollouts] == ["late-1", "late-2"]
+    assert store.environments["env"].stats()["open_groups"] == 0
+    feed(store, [GroupEntry(0, len(entries) + n, 99, encode(rollout)) for n, rollout in enumerate(missing)])
+    assert store.size() == 2, "what was said of a group is forgotten with it"
+
+
+def test_groups_and_training_batches_of_a_run_share_a_root_each_with_its_position(tmp_path: Path) -> None:
+    batches = [random_batch(number) for number in range(2)]
+    store = GroupStore(tmp_path)
+    feed(store, records_of(members_of("one", 2)))
+    for offset, batch in enumerate(batches):
+        store.read(0, offset, 5, encode(batch), topic="batches")
+    store.close()
+    again = GroupStore(tmp_path)
+    assert (dict(again.position), dict(again.position_of("batches"))) == ({0: 2}, {0: 2})
+    again.read(0, 1, 5, encode(batches[1]), topic="batches")
+    assert again.stats() == {"environments": again.stats()["environments"]}, "it is below the position"
+    assert again.size() == 1
+    assert len(list((tmp_path / "batches").glob("batch_*.parquet"))) == 2
+
+
+def held(store: GroupStore) -> list[object]:
+    """The whole content of a store: positions, and for each environment groups in order, rollouts and open groups."""
+    return [
+        store.position,
+        [
+            (
+                name,
+                [(g.group_id, g.example_id, tuple(r.uid for r in g.rollouts), g.sealed_ts) for g in buffer.groups()],
+                [buffer.stats()[figure] for figure in ("open_groups", "open_rollouts")],
+            )
+            for name, buffer in store.environments.items()
+        ],
+    ]
+
+
+def flipped(path: Path) -> Iterator[int]:
+    """Flip each bit of a file in turn; the file is restored afterwards."""
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        yield bit
+    path.write_bytes(whole)
+
+
+def stored(root: Path, saved: int, later: int) -> GroupStore:
+    """A store with saved groups of three, one open group, and some groups that sealed since."""
+    store = GroupStore(root, CONFIG)
+    open_one = [(0, 0, 7, 0)]
+    feed(store, log_of([(0, 2 * n + 2, member, 0) for n in range(saved) for member in range(3)] + open_one))
+    store.save()
+    all_of_it = [*range(saved), *range(saved + 1, saved + 1 + later)]
+    entries = log_of([(0, 2 * n + 2, member, 0) for n in all_of_it for member in range(3)])
+    feed(store, [replace(entry, offset=entry.offset + 1) for entry in entries[3 * saved :]])
+    store.release()
+    return store
+
+
+def test_every_flipped_bit_of_the_index_is_repaired_from_the_files_it_names(tmp_path: Path) -> None:
+    """Groups that sealed after the save seal again, and do not take the place of a repaired one."""
+    stored(tmp_path, saved=2, later=1)
+    with closing(GroupStore(tmp_path, CONFIG, read_only=True)) as store:
+        whole = held(store)
+    index = tmp_path / "a" / "groups.jsonl"
+    assert index.read_bytes().count(b"\n") == 3
+    for bit in flipped(index):
+        with closing(GroupStore(tmp_path, CONFIG, read_only=True)) as store:
+            assert held(store) == whole, f"bit {bit}"
+
+
+def test_every_flipped_bit_of_the_positions_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    stored(tmp_path, saved=1, later=1)
+    files = sorted(tmp_path.rglob("*.parquet"))
+    for _ in flipped(tmp_path / "position.json"):
+        with pytest.raises(StoreError, match=r"position\.json is damaged.*restore it"):
+            GroupStore(tmp_path, CONFIG)
+        with pytest.raises(StoreError, match=r"position\.json is damaged.*restore it"):
+            GroupStore(tmp_path / "new", CONFIG).load(tmp_path)
+    assert sorted(tmp_path.rglob("*.parquet")) == files, "nothing was deleted, nothing copied"
+    assert held(GroupStore(tmp_path, CONFIG))[0] == {0: 4}
+
+
+def test_every_flipped_bit_of_the_state_of_open_groups_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    with GroupReplayBuffer(tmp_path, "env") as buffer:
+        buffer.add_rollout(example_rollout("u"))
+    [file] = tmp_path.rglob("open-*.parquet")
+    for _ in flipped(tmp_path / "env" / "open.json"):
+        with pytest.raises(StoreError, match=r"open\.json is damaged.*restore it"):
+            GroupReplayBuffer(tmp_path, "env")
+    assert file.exists()
+    assert GroupReplayBuffer(tmp_path, "env").stats()["open_rollouts"] == 1
+
+
+def test_files_of_earlier_versions_have_no_checksums_and_get_them(tmp_path: Path) -> None:
+    stored(tmp_path, saved=2, later=1)
+    with closing(GroupStore(tmp_path, CONFIG, read_only=True)) as store:
+        whole = held(store)
+    position, index = tmp_path / "position.json", tmp_path / "a" / "groups.jsonl"
+    state = json.loads(position.read_bytes())
+    assert state.pop("rollstream.digest").startswith("blake2b:")
+    position.write_text(json.dumps(state, indent=1))
+    lines = index.read_text().splitlines()
+    assert all(re.search(r"]\t[0-9a-f]{8}$", line) for line in lines)
+    index.write_text("".join(f"{line[:-9]}\n" for line in lines))
+    with closing(GroupStore(tmp_path, CONFIG, read_only=True)) as store:
+        assert held(store) == whole
+    GroupStore(tmp_path, CONFIG).close()
+    assert "rollstream.digest" in json.loads(position.read_bytes())
+    assert index.read_text().splitlines() == lines[:2]
+
+
+def test_a_position_file_of_one_topic_is_continued(tmp_path: Path) -> None:
+    old = {"format": 1, "topic": ["run.batches", "id"], "position": {"0": 7}, "stream_ms": {"0": 9}, "environments": {}}
+    (tmp_path / "position.json").write_text(json.dumps(old))
+    assert GroupStore(tmp_path).position_of("batches") == {0: 7}
+    (tmp_path / "position.json").write_text('{"format": 2, "topics": {"rollouts": 3}}')
+    with pytest.raises(StoreError, match=r"position\.json is not a valid state of a group store"):
+        GroupStore(tmp_path)

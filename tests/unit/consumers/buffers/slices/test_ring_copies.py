@@ -1,0 +1,161 @@
+"""Readers beside the writer of a slice buffer, and copies that are saved and loaded."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.consumers.buffers.slices import buffer as slice_buffer
+from rollstream.consumers.buffers.slices import store
+from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer, NothingToDraw
+from rollstream.consumers.buffers.slices.ring_files import RingFiles
+from rollstream.consumers.files import atomic_files
+from rollstream.consumers.files.atomic_files import StoreError
+from tests.support.slice_rings import (
+    content,
+    feed,
+    ring,
+)
+
+
+def test_a_reader_follows_the_writer_and_never_sees_what_is_being_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StoreError, match="nothing was stored there"):
+        ring(tmp_path, read_only=True)
+    with ring(tmp_path) as writer, ring(tmp_path, read_only=True) as reader:
+        with pytest.raises(NothingToDraw):
+            reader.sample(1)
+        offset = 0
+        for target in (10, 400, 460):
+            while offset < target:
+                feed(writer, offset)
+                offset += 1
+            if target == 400:
+                with monkeypatch.context() as patch:
+                    patch.setattr(store, "LEAST_JOURNAL_BYTES", 10)
+                    writer.flush()
+            assert reader.size() == writer.size()
+            content(reader, tmp_path)
+        with pytest.raises(StoreError, match="was opened read-only"):
+            feed(reader, offset)
+        gather, behind = slice_buffer.gather, []
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            """The writer overwrites the whole ring while the first sample is read."""
+            nonlocal offset
+            if not behind:
+                behind.append(offset)
+                while offset < behind[0] + 400:
+                    feed(writer, offset)
+                    offset += 1
+            return gather(*arguments, **options)
+
+        monkeypatch.setattr(slice_buffer, "gather", slow)
+        content(reader, tmp_path)
+        assert offset > behind[0]
+
+
+def test_a_reader_follows_a_buffer_that_was_replaced(tmp_path: Path) -> None:
+    with ring(tmp_path / "other") as other:
+        feed(other, 7)
+        other.save(tmp_path / "saved")
+    with ring(tmp_path / "ring") as writer, ring(tmp_path / "ring", read_only=True) as reader:
+        feed(writer, 0)
+        assert reader.size() == 5
+        writer.load(tmp_path / "saved")
+        assert reader.size() == 12
+        assert reader.position == {0: 8}
+
+
+def test_a_saved_copy_opens_by_itself_and_can_be_loaded(tmp_path: Path) -> None:
+    with ring(tmp_path / "ring") as buffer:
+        for offset in range(300):
+            feed(buffer, offset)
+        for _time in range(2):
+            buffer.save(tmp_path / "saved")
+            assert len(list((tmp_path / "saved").glob("*.journal"))) == 1
+        saved = content(buffer, tmp_path / "ring")
+        for offset in range(300, 500):
+            feed(buffer, offset)
+        buffer.load(tmp_path / "saved")
+        assert content(buffer, tmp_path / "ring") == saved, "draws, too"
+        assert feed(buffer, 300)
+        later = content(buffer, tmp_path / "ring")
+    with ring(tmp_path / "saved") as copy:
+        assert content(copy, tmp_path / "saved") == saved
+        copy.save(tmp_path / "saved")
+        assert feed(copy, 300)
+        assert content(copy, tmp_path / "saved") == later
+    with ring(tmp_path / "ring") as buffer:
+        assert buffer.position == {0: 301}
+        buffer.load(tmp_path / "ring")
+        assert buffer.position == {0: 301}
+    with EpisodeSliceBuffer(tmp_path / "small", 100) as small:
+        with pytest.raises(StoreError, match="is a ring of 3000 steps, this one of 100"):
+            small.load(tmp_path / "saved")
+        with pytest.raises(StoreError, match="nothing was stored there"):
+            small.load(tmp_path / "nowhere")
+        assert small.size() == 0
+
+
+def test_a_copy_of_a_ring_that_is_being_overwritten_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_to = RingFiles.copy_to
+    with ring(tmp_path / "source") as writer, ring(tmp_path / "target") as target:
+        for offset in range(300):
+            feed(writer, offset)
+
+        def slow(*arguments: Any) -> None:
+            copy_to(*arguments)
+            feed(writer, 300)
+
+        monkeypatch.setattr(RingFiles, "copy_to", slow)
+        with pytest.raises(StoreError, match="is being written by another buffer; copy it once that is closed"):
+            target.load(tmp_path / "source")
+        assert target.size() == 0
+        monkeypatch.undo()
+        target.load(tmp_path / "source")
+        assert target.position == {0: 301}
+
+
+def test_a_failed_save_leaves_the_earlier_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ring(tmp_path / "ring") as buffer:
+        feed(buffer, 0)
+        buffer.save(tmp_path / "saved")
+        feed(buffer, 1)
+        names = sorted(os.listdir(tmp_path / "saved"))
+
+        def full(*_arguments: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(StoreError, match="No space left on device"):
+            buffer.save(tmp_path / "saved")
+        monkeypatch.undo()
+    with ring(tmp_path / "saved") as saved:
+        assert saved.position == {0: 1}
+        assert sorted(os.listdir(tmp_path / "saved")) == names
+
+
+def test_a_copy_whose_name_may_not_be_on_disk_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ring(tmp_path / "ring") as buffer:
+        feed(buffer, 0)
+        buffer.save(tmp_path / "saved")
+        feed(buffer, 1)
+        synced, calls = atomic_files.sync_directory, 0
+
+        def failing(directory: Path) -> None:
+            """The journal fails first, then the manifest."""
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise OSError(5, "Input/output error")
+            synced(directory)
+
+        monkeypatch.setattr(atomic_files, "sync_directory", failing)
+        with pytest.raises(StoreError, match=r"slices\.json cannot be written"):
+            buffer.save(tmp_path / "saved")
+        monkeypatch.undo()
+    with ring(tmp_path / "saved") as saved:
+        assert saved.position == {0: 2}

@@ -1,0 +1,117 @@
+"""Files of buffers: whole or not there, whoever is killed and whatever fails."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollstream.consumers.files.atomic_files import (
+    StoreError,
+    lock_directory,
+    read_json,
+    remove_unfinished,
+    replacing,
+    write_bytes,
+    write_json,
+)
+from tests.support.paths import ROOT
+from tests.support.waiting import eventually
+
+WRITER = """
+import sys
+from pathlib import Path
+from rollstream.consumers.files.atomic_files import write_bytes
+path = Path(sys.argv[1])
+for number in range(10**9):
+    write_bytes(path, number.to_bytes(8, "little") * 50_000)
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file"
+    for round_number in range(3):
+        process = subprocess.Popen([sys.executable, "-P", "-c", WRITER, str(path)], cwd=Path.cwd(), env=_environment())
+        seen = path.read_bytes()[:8] if path.exists() else b""
+        eventually(lambda s=seen: path.exists() and path.read_bytes()[:8] != s, 60, "a few files written")
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        found = path.read_bytes()
+        assert found == found[:8] * 50_000, round_number
+    remove_unfinished(path.parent)
+    assert os.listdir(path.parent) == ["file"]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_a_failed_write_says_why_and_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_json(tmp_path / "index.json", {"size": 1})
+
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match=r"index\.json cannot be written \(No space left on device\)") as raised:
+        write_json(tmp_path / "index.json", {"size": 2})
+    assert isinstance(raised.value.__cause__, OSError)
+    assert read_json(tmp_path / "index.json") == {"size": 1}
+    assert os.listdir(tmp_path) == ["index.json"]
+
+
+def test_an_error_of_who_writes_leaves_what_was_there(tmp_path: Path) -> None:
+    write_bytes(tmp_path / "file", b"before")
+
+    def fail() -> None:
+        with replacing(tmp_path / "file") as file:
+            file.write(b"after")
+            raise KeyError("what the writer met")
+
+    with pytest.raises(KeyError, match="what the writer met"):
+        fail()
+    assert (tmp_path / "file").read_bytes() == b"before"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_bytes_are_on_disk_before_a_file_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    synced, renamed = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (order.append("sync"), synced(descriptor)))
+    monkeypatch.setattr(os, "replace", lambda one, other: (order.append("name"), renamed(one, other)))
+    write_bytes(tmp_path / "file", b"x")
+    assert order == ["sync", "name", "sync"]
+
+
+def test_what_is_no_json_is_named(tmp_path: Path) -> None:
+    write_bytes(tmp_path / "index.json", b"{")
+    with pytest.raises(StoreError, match="is no JSON"):
+        read_json(tmp_path / "index.json")
+
+
+def test_a_directory_has_one_writer_and_a_forked_child_neither_writes_nor_keeps_others_from_it(tmp_path: Path) -> None:
+    lock = lock_directory(tmp_path, "lock")
+    with pytest.raises(StoreError, match="is being written by another buffer"):
+        lock_directory(tmp_path, "lock")
+    goes_on, end = os.pipe()
+    ready, begun = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(end)
+        os.write(begun, b"!")
+        os.read(goes_on, 1)
+        os._exit(int(lock.held))
+    try:
+        os.read(ready, 1)
+        lock.release()
+        with lock_directory(tmp_path, "lock") as again:
+            assert (lock.held, again.held) == (False, True), "while the child lives"
+    finally:
+        os.close(end)
+        _, status = os.waitpid(child, 0)
+        for descriptor in (goes_on, ready, begun):
+            os.close(descriptor)
+    assert os.waitstatus_to_exitcode(status) == 0, "the child holds it"
+    lock_directory(tmp_path, "lock")

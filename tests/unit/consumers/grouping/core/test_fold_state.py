@@ -1,0 +1,296 @@
+"""Configurations from the log, crashes, the journal and the digest; one small log each."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core import task_state
+from rollstream.consumers.grouping.core.effects import InputRecord
+from rollstream.consumers.grouping.core.fold import Fold
+from rollstream.consumers.grouping.makers.registry import MAKERS
+from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
+from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.records import Mark, NamedArray, same
+from rollstream.topics.rl_examples import REFERENCE, batch_digest
+from tests.support.pairs import driver, pair, reasons, uids
+
+# ---------------------------------------------------------------------- configuration marks
+
+
+def test_a_configuration_mark_puts_a_higher_generation_in_force() -> None:
+    d = driver()
+    d.configure(GroupingConfig(batch_rollouts=4, generation=7))
+    pair(d, "0")
+    assert d.batches == []
+    pair(d, "1")
+    assert [batch.generation for batch in d.batches] == [7]
+
+
+def test_a_generation_not_higher_than_the_current_is_ignored() -> None:
+    d = driver(generation=3)
+    for generation in (2, 3):
+        config = GroupingConfig(batch_rollouts=100, generation=generation)
+        d.pipe(Mark(kind="configuration", generation=generation, configuration=config.to_json()))
+    pair(d)
+    assert len(d.batches) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        "[" * 100_000,
+        '{"generation": 1, "batch_rollouts": "2"}',
+        '{"generation": 1, "max_policy_lag": "4"}',
+        '{"generation": 1, "estimator": ["rloo"]}',
+        '{"generation": 1, "estimator": "none such"}',
+        '{"generation": 1, "maker": "none such"}',
+        '{"generation": 1, "min_group_size": -1}',
+        '{"generation": 1, "horizon_s": Infinity}',
+        '{"generation": 1, "max_age_s": NaN}',
+        '{"generation": 1, "exclude_workers": "bad"}',
+        '{"generation": 1, "exclude_workers": [1]}',
+        '{"generation": 1, "core_version": 2, "exclude_offsets": ["0:2-1"]}',
+        '{"generation": 1, "core_version": 1, "exclude_offsets": ["0:1-2"]}',
+        '{"generation": 1, "drop_superseded": "false"}',
+        '{"generation": 2}',
+    ],
+)
+def test_a_configuration_that_no_code_can_run_changes_nothing(text: str) -> None:
+    d = driver()
+    d.pipe(Mark(kind="configuration", generation=1, configuration=text))
+    assert d.fold.config.generation == 0
+    pair(d)
+    assert len(d.batches) == 1
+
+
+def test_a_configuration_applies_to_groups_sealed_before() -> None:
+    d = driver(batch_rollouts=100)
+    pair(d)
+    d.configure(GroupingConfig(batch_rollouts=100, exclude_environments=("env",)))
+    assert set(reasons(d).values()) == {"excluded"}
+
+
+def test_a_smaller_batch_size_cuts_the_groups_that_wait() -> None:
+    d = driver(batch_rollouts=100)
+    pair(d)
+    d.configure(GroupingConfig(batch_rollouts=2))
+    assert uids(d) == [("0a", "0b")]
+
+
+def test_a_smaller_batch_in_bytes_keeps_the_order_of_groups() -> None:
+    d = driver(batch_rollouts=100)
+    for example_id in "012":
+        pair(d, example_id)
+    d.configure(GroupingConfig(batch_rollouts=100, batch_bytes=500))
+    d.drain()
+    assert uids(d) == [("0a", "0b"), ("1a", "1b"), ("2a", "2b")]
+
+
+def test_a_longer_age_limit_holds_for_groups_already_sealed() -> None:
+    d = driver(batch_rollouts=100, max_age_s=5.0, max_batch_age_s=1_000.0)
+    pair(d)
+    d.configure(GroupingConfig(batch_rollouts=100, max_age_s=10.0, max_batch_age_s=1_000.0))
+    d.advance(10_000)
+    assert d.drops == []
+    d.advance(1)
+    assert set(reasons(d).values()) == {"too_old"}
+
+
+def test_a_shorter_age_limit_holds_for_groups_already_sealed() -> None:
+    d = driver(batch_rollouts=100, max_batch_age_s=1_000.0)
+    pair(d)
+    d.configure(GroupingConfig(batch_rollouts=100, max_age_s=5.0, max_batch_age_s=1_000.0))
+    assert d.fold.next_deadline_ms == 5_001
+    d.advance(5_001)
+    assert set(reasons(d).values()) == {"too_old"}
+
+
+def test_a_group_larger_than_a_lowered_batch_bytes_is_too_large() -> None:
+    d = driver(batch_rollouts=100)
+    pair(d, tokens=np.zeros(100, "<i4"))
+    d.configure(GroupingConfig(batch_rollouts=100, batch_bytes=500))
+    assert set(reasons(d).values()) == {"too_large"}
+
+
+def test_a_horizon_shortened_and_lengthened_again_brings_nothing_back_after_a_crash() -> None:
+    d = driver(horizon_s=100.0)
+    pair(d)
+    d.advance(50_000)
+    d.configure(GroupingConfig(batch_rollouts=2, horizon_s=1.0))
+    d.configure(GroupingConfig(batch_rollouts=2, horizon_s=100.0))
+    d.commit()
+    d.crash_and_restore()
+    d.pipe(example_rollout("0a", 1.0))
+    assert d.drops == []
+    assert d.fold.open_groups == 1
+
+
+# ---------------------------------------------------------------------- crashes
+
+
+def test_uncommitted_effects_are_repeated_after_a_crash() -> None:
+    d = driver()
+    pair(d)
+    before = d.fold.prepare_commit()
+    d.crash_and_restore()
+    (batch,) = d.batches
+    assert same(batch, before.batches[0])
+
+
+def test_a_group_open_at_a_crash_completes_after_it() -> None:
+    d = driver()
+    d.pipe(example_rollout("a", 1.0))
+    d.commit()
+    d.crash_and_restore()
+    assert d.fold.in_flight == 1
+    d.pipe(example_rollout("b", 0.0))
+    assert uids(d) == [("a", "b")]
+
+
+def test_a_group_kept_while_superseding_was_off_is_kept_after_a_crash() -> None:
+    d = driver(policy_version=2, drop_superseded=True, batch_rollouts=100)
+    pair(d, policy_version=1)
+    d.configure(GroupingConfig(batch_rollouts=100))
+    d.pipe(example_rollout("x", 1.0, policy_version=2))
+    d.pipe(example_rollout("y", 1.0, policy_version=2))
+    assert {drop.reason for drop in d.drops} == {"zero_variance"}
+    d.crash_and_restore()
+    d.drain()
+    assert [group.policy_version for group in d.batches[0].groups] == [1]
+
+
+def test_a_group_that_opens_again_after_it_was_forgotten_is_restored_from_any_journal() -> None:
+    d = driver(horizon_s=1.0)
+    pair(d)
+    d.advance(1_001)
+    d.pipe(example_rollout("0a", 1.0))
+    restored = task_state.restored_state(d.journal)
+    assert restored.finished_groups == ()
+    fold = Fold(restored)
+    fold.replay(d.log[-1])
+    fold.resume()
+    assert fold.in_flight == 1
+
+
+def test_reading_an_offset_twice_is_refused() -> None:
+    d = driver()
+    d.pipe(example_rollout("a", 1.0))
+    with pytest.raises(StateRefused, match="was read already"):
+        d.fold.apply(d.log[0])
+
+
+def restore(d: GroupingTestDriver, log: list[InputRecord]) -> Fold:
+    """Restore a fold from the journal of a driver and from another log."""
+    state = task_state.restored_state(d.journal)
+    fold = Fold(state, MAKERS)
+    for record in log:
+        if state.watermark <= record.offset < state.position:
+            fold.replay(record)
+    fold.resume()
+    return fold
+
+
+def test_a_log_that_lost_an_unfinished_record_is_refused() -> None:
+    d = driver()
+    d.pipe(example_rollout("a", 1.0))
+    d.pipe(example_rollout("x", 1.0, example_id="1"))
+    d.commit()
+    first, *others = d.log
+    with pytest.raises(StateRefused, match=r"was in flight, and is not any more|had an effect"):
+        restore(d, [first._replace(value=None), *others])
+    with pytest.raises(StateRefused, match="no longer holds unfinished offsets"):
+        restore(d, others)
+
+
+def test_a_log_whose_records_are_of_another_time_is_refused() -> None:
+    d = driver()
+    d.pipe(example_rollout("a", 1.0))
+    d.commit()
+    first, *others = d.log
+    with pytest.raises(StateRefused, match="gave stream time"):
+        restore(d, [first._replace(timestamp_ms=77), *others])
+
+
+# ---------------------------------------------------------------------- journal and digest
+
+
+def test_the_journal_counts_rollouts_and_tokens_by_environment_and_fate() -> None:
+    d = driver()
+    pair(d)
+    d.pipe(example_rollout("0a", 1.0))
+    d.pipe(example_rollout("x", 1.0, environment="other", tokens=np.arange(7, dtype="<i4")))
+    d.pipe(b"poison")
+    d.advance(1)
+    last = task_state.restored_state(d.journal)
+    assert {(c.environment, c.fate, c.rollouts, c.tokens) for c in last.counts} == {
+        ("env", "batched", 2, 8),
+        ("env", "dropped:late", 1, 4),
+        ("", "dead_lettered", 1, 0),
+        ("", "control", 1, 0),
+    }
+    assert {(c.environment, c.rollouts, c.tokens) for c in last.produced} == {
+        ("env", 3, 12),
+        ("other", 1, 7),
+        ("", 1, 0),
+    }
+
+
+def test_the_journal_names_batches_groups_and_positions() -> None:
+    d = driver()
+    pair(d, at := "0")
+    d.pipe(example_rollout("1a", 1.0, example_id="1"), at_ms=9)
+    record = d.commit(snapshot=True)
+    assert (record.begin, record.position, record.watermark) == (0, 3, 2)
+    assert (record.watermark_stream_time_ms, record.stream_time_ms) == (0, 9)
+    assert record.batch_ids == ("0-0",)
+    assert [(g.example_id, g.sealed_ms, g.finished_ms) for g in record.finished_groups] == [(at, 0, 0)]
+    assert record.admitted.tolist() == record.unfinished.tolist() == [2, 1]
+    assert {f.fate: f.runs.tolist() for f in record.finished} == {"batched": [0, 2]}
+
+
+def test_the_digest_changes_with_any_field_of_a_batch() -> None:
+    d = driver(token_arrays=("entropy",))
+    arrays = {name: NamedArray.of(np.zeros(4, "<f4")) for name in (REFERENCE, "entropy")}
+    pair(d, token_arrays=arrays)
+    (batch,) = d.batches
+    assert batch.digest == batch_digest(batch)
+    seen = {batch.digest}
+    for name, value in vars(batch).items():
+        if name == "digest":
+            continue
+        if isinstance(value, np.ndarray):
+            changed: Any = np.append(value, np.zeros(1, value.dtype))
+            assert batch_digest(replace(batch, **{name: changed})) not in seen
+            changed = value.copy()
+            changed[-1] = not changed[-1] if changed.dtype == bool else changed[-1] + 1
+        elif isinstance(value, str):
+            changed = {"cut": "age"}.get(name, value + "x")
+        elif isinstance(value, int):
+            changed = value + 1
+        elif name == "token_arrays":
+            array = value[0].array
+            for part in (
+                replace(value[0], name="x"),
+                replace(value[0], rows=value[0].rows[:1]),
+                replace(value[0], array=replace(array, dtype="<i4")),
+                replace(value[0], array=replace(array, data=b"x" + array.data[1:])),
+            ):
+                assert batch_digest(replace(batch, token_arrays=(part,))) not in seen
+            changed = ()
+        elif name == "groups":
+            changed = (replace(value[0], size=9),)
+        else:
+            changed = (*value[:-1], value[-1] + "x")
+        seen.add(batch_digest(replace(batch, **{name: changed})))
+    assert len(seen) == len(vars(batch))
+
+
+def test_an_unknown_estimator_or_maker_of_the_first_configuration_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="makers are fifo, reservoir"):
+        driver(maker="none such")

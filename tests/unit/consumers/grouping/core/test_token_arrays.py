@@ -1,0 +1,148 @@
+"""Batches carry the stamps of rollouts, and the arrays that grouping.token_arrays names, to whoever trains."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.consumers.buffers.rollouts.rows import rollouts_of
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core.configuration_marks import check_names
+from rollstream.consumers.grouping.makers.batch_maker import example_bytes, group_bytes
+from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
+from rollstream.consumers.learner.input.batch_selection import chosen_rows
+from rollstream.topics.codec import encode
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.records import NamedArray, RolloutMetadata, TrainingBatch
+from rollstream.topics.rl_examples import WEIGHT_VERSION, examples_of, stamp_of
+from rollstream.topics.validation import batch_problems
+from tests.support.pairs import driver, pair
+
+EXPERTS = "routed_experts"
+
+
+def stamped(weight_step: int, timestamp: float) -> RolloutMetadata:
+    return RolloutMetadata(worker_id="w", replica_id="infer-1", timestamp=timestamp, weight_step=weight_step)
+
+
+def arrays(*values: int, experts: int = 0) -> dict[str, NamedArray]:
+    """Versions of four tokens and, where asked for, experts of each."""
+    named = {WEIGHT_VERSION: NamedArray.of(np.array(values, "<i8"))}
+    if experts:
+        named[EXPERTS] = NamedArray.of(np.arange(4 * experts, dtype="|u1").reshape(4, experts))
+    return named
+
+
+def mixed() -> tuple[GroupingTestDriver, TrainingBatch]:
+    """A batch of four rows: with versions, with versions and experts of two widths, and with nothing."""
+    d = driver(batch_rollouts=4, token_arrays=(WEIGHT_VERSION, EXPERTS))
+    unnamed = {"entropy": NamedArray.of(np.zeros(4, "<f4"))}
+    rows: list[dict[str, NamedArray]] = [
+        {**arrays(-1, -1, 3, 4), **unnamed},
+        arrays(-1, -1, 5, 5, experts=2),
+        arrays(-1, -1, 6, 6, experts=3),
+        {},
+    ]
+    for row, named in enumerate(rows):
+        rollout = example_rollout(
+            f"r{row}",
+            float(row % 2),
+            example_id=str(row // 2),
+            token_arrays=named,
+            metadata=stamped(row * 10, 1000.0 + row),
+        )
+        d.pipe(rollout)
+    (batch,) = d.batches
+    return d, batch
+
+
+def test_each_row_has_the_arrays_and_stamps_of_its_rollout() -> None:
+    _d, batch = mixed()
+    assert batch_problems(batch) == []
+    assert batch.weight_steps.tolist() == [0, 10, 20, 30]
+    assert batch.timestamps.tolist() == [1000.0, 1001.0, 1002.0, 1003.0]
+    named = [(entry.name, entry.array.dtype, entry.array.shape, entry.rows.tolist()) for entry in batch.token_arrays]
+    assert named == [
+        (EXPERTS, "|u1", (4, 2), [1]),
+        (EXPERTS, "|u1", (4, 3), [2]),
+        (WEIGHT_VERSION, "<i8", (12,), [0, 1, 2]),
+    ]
+    examples = examples_of(batch)
+    assert [(e.weight_step, e.timestamp) for e in examples] == [(0, 1000.0), (10, 1001.0), (20, 1002.0), (30, 1003.0)]
+    assert [set(e.token_arrays) for e in examples] == [
+        {WEIGHT_VERSION},
+        {WEIGHT_VERSION, EXPERTS},
+        {WEIGHT_VERSION, EXPERTS},
+        set(),
+    ]
+    assert examples[1].token_arrays[WEIGHT_VERSION].tolist() == [-1, -1, 5, 5]
+    assert examples[2].token_arrays[EXPERTS].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+
+
+def test_chosen_rows_keep_their_arrays_and_stamps_in_the_new_order() -> None:
+    _d, batch = mixed()
+    chosen = chosen_rows(batch, [3, 1])
+    assert batch_problems(chosen) == []
+    assert chosen.weight_steps.tolist() == [30, 10]
+    nothing, second = examples_of(chosen)
+    assert dict(nothing.token_arrays) == {}
+    assert second.token_arrays[WEIGHT_VERSION].tolist() == [-1, -1, 5, 5]
+    assert second.token_arrays[EXPERTS].shape == (4, 2)
+
+
+def test_a_buffer_gets_rollouts_with_their_own_stamps() -> None:
+    _d, batch = mixed()
+    rollouts = [rollout for rollout, _advantage in rollouts_of(batch, lambda version: 77)]
+    assert [rollout.metadata.weight_step for rollout in rollouts] == [0, 10, 20, 30]
+    assert rollouts[1].token_arrays[WEIGHT_VERSION].array().tolist() == [-1, -1, 5, 5]
+    assert rollouts[3].token_arrays == {}
+
+
+def test_the_time_of_a_row_is_its_own_until_its_group_sealed() -> None:
+    d = driver(batch_rollouts=2)
+    d.pipe(example_rollout("a", 1.0, metadata=stamped(-1, 2.0)), at_ms=1000)
+    d.pipe(example_rollout("b", 0.0, metadata=stamped(4, 900.0)), at_ms=5000)
+    (batch,) = d.batches
+    assert [stamp_of(batch, row) for row in (0, 1)] == [(-1, 2.0), (4, 5.0)]
+
+
+def test_before_core_version_5_batches_carry_neither() -> None:
+    d = driver(core_version=4)
+    pair(d, token_arrays=arrays(1, 1, 1, 1), metadata=stamped(3, 7.0))
+    (batch,) = d.batches
+    assert (len(batch.weight_steps), len(batch.timestamps), batch.token_arrays) == (0, 0, ())
+    assert {(e.weight_step, e.timestamp, len(e.token_arrays)) for e in examples_of(batch)} == {(None, None, 0)}
+    assert stamp_of(batch, 0) == (-1, 0.0)
+    with pytest.raises(ConfigurationError, match=r"grouping\.token_arrays came with core version 5"):
+        check_names(GroupingConfig(core_version=4, token_arrays=(WEIGHT_VERSION,)))
+    assert "token_arrays" not in GroupingConfig(core_version=4).to_json()
+    with pytest.raises(ConfigurationError, match="came with core version 5, and core_version is 4"):
+        GroupingConfig.from_json('{"core_version": 4, "token_arrays": []}')
+    named = GroupingConfig(token_arrays=(WEIGHT_VERSION,))
+    assert GroupingConfig.from_json(named.to_json()) == named
+
+
+named_arrays = st.dictionaries(
+    st.sampled_from(["a", "b", "\u00e9" * 30]),
+    st.tuples(st.sampled_from(["<i8", "|u1", "<f2"]), st.lists(st.integers(0, 3), max_size=2)),
+    max_size=3,
+)
+
+
+@given(st.lists(named_arrays, min_size=4, max_size=4))
+def test_no_batch_takes_more_bytes_than_its_examples_count_for(rows: list[dict[str, tuple[str, list[int]]]]) -> None:
+    d = driver(batch_rollouts=4, token_arrays=("a", "b", "\u00e9" * 30))
+    for row, named in enumerate(rows):
+        fields: dict[str, Any] = {
+            name: NamedArray.of(np.zeros((4, *shape), dtype)) for name, (dtype, shape) in named.items()
+        }
+        d.pipe(example_rollout(f"r{row}", float(row % 2), example_id=str(row // 2), token_arrays=fields))
+    (batch,) = d.batches
+    assert batch_problems(batch) == []
+    counted = sum(map(example_bytes, examples_of(batch))) + 2 * group_bytes("env", "0", "")
+    # The rest of a batch is ids, numbers, metadata and digest.
+    assert len(encode(batch)) <= counted + 400
+    for row, example in zip(rows, examples_of(batch), strict=True):
+        assert {name: (a.dtype.str, list(a.shape[1:])) for name, a in example.token_arrays.items()} == row

@@ -1,0 +1,371 @@
+"""Promises of the fold to batch makers and its checks on them, also for a maker that takes groups apart."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, FifoBatchMaker, MakerContext, SealedGroup
+from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
+from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
+from rollstream.topics.errors import StateRefused
+from rollstream.topics.offset_ranges import from_ranges
+from rollstream.topics.records import Rollout
+from rollstream.topics.rl_examples import RLExample, Source
+from tests.support.live_objects import live
+from tests.support.pairs import pair, reasons, uids
+
+
+def driver_of(maker: type[BatchMaker], **config: Any) -> GroupingTestDriver:
+    return GroupingTestDriver(
+        GroupingConfig(**{"maker": "mine", "batch_rollouts": 2, **config}), makers={"mine": maker}
+    )
+
+
+class Recorder(FifoBatchMaker):
+    """Records its calls."""
+
+    calls: list[Any]
+
+    def __init__(self, context: MakerContext) -> None:
+        super().__init__(context)
+        self.calls = []
+        Recorder.last = self
+
+    last: "Recorder"
+
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        self.calls.append((example.source.uid, float(example.advantage[0]), group))
+        super().add_rollout(example, group)
+
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        self.calls.append(batch_size)
+        return super().create_batch(batch_size)
+
+
+def test_a_maker_is_given_the_members_of_a_group_in_a_row_when_it_seals() -> None:
+    d = driver_of(Recorder, batch_rollouts=3)
+    d.pipe(example_rollout("a", 1.0))
+    d.pipe(example_rollout("x", 1.0, example_id="1"))
+    d.pipe(example_rollout("b", 0.0), at_ms=7)
+    group = SealedGroup(
+        environment="env",
+        example_id="0",
+        policy_version=0,
+        group_id="",
+        rewards=(1.0, 0.0),
+        advantages=(1.0, -1.0),
+        sealed_ms=7,
+    )
+    assert Recorder.last.calls == [("a", 1.0, group), ("b", -1.0, group), 3]
+
+
+def test_a_maker_is_asked_for_all_it_holds_when_a_batch_is_overdue() -> None:
+    d = driver_of(Recorder, batch_rollouts=100, max_batch_age_s=1.0)
+    pair(d)
+    Recorder.last.calls.clear()
+    d.advance(1_000)
+    assert Recorder.last.calls == [2]
+    assert uids(d) == [("0a", "0b")]
+
+
+def test_a_maker_has_the_partition_the_seed_and_the_number_of_the_next_batch() -> None:
+    d = driver_of(Recorder, seed=5, batch_bytes=10_000)
+    assert Recorder.last.context == MakerContext(partition=0, seed=5, batch_bytes=10_000)
+    pair(d, "0")
+    assert Recorder.last.batch_number == 1
+    d.commit()
+    d.crash_and_restore()
+    assert Recorder.last.batch_number == 1
+    pair(d, "1")
+    assert [batch.number for batch in d.batches] == [0, 1]
+
+
+class Wrong(FifoBatchMaker):
+    """Does one thing wrong."""
+
+    def __init__(self, context: MakerContext) -> None:
+        super().__init__(context)
+        self.thrown: list[tuple[Source, str]] = []
+
+    def take_discarded(self) -> list[tuple[Source, str]]:
+        taken, self.thrown = self.thrown, []
+        return taken
+
+
+class Loses(Wrong):
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        if example.source.uid != "0a":
+            super().add_rollout(example, group)
+
+
+class Repeats(Wrong):
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        batch = super().create_batch(batch_size)
+        return batch and [*batch, batch[0]]
+
+
+class MakesNothing(Wrong):
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        return []
+
+
+class MakesTooMuch(Wrong):
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        self.context = MakerContext(partition=0, seed=0, batch_bytes=10**9)
+        return super().create_batch(batch_size)
+
+
+class ThrowsAwayWhatItKeeps(Wrong):
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        super().add_rollout(example, group)
+        self.thrown.append((example.source, "why not"))
+
+
+class Renames(Wrong):
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        batch = super().create_batch(batch_size)
+        return batch and [replace(e, source=e.source._replace(uid="other")) for e in batch]
+
+
+class Rewrites(Wrong):
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        batch = super().create_batch(batch_size)
+        return batch and [replace(e, tokens=e.tokens + 1) for e in batch]
+
+
+class TalksTooMuch(Wrong):
+    def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
+        return {"uids": [e.source.uid for e in batch] * 1_000}
+
+
+class TalksNonsense(Wrong):
+    def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
+        return {"examples": batch}
+
+
+class GivesNoReason(Loses):
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        self.thrown.append((example.source, ""))
+
+
+class CallsItBatched(Loses):
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        self.thrown.append((example.source, "batched"))
+
+
+@pytest.mark.parametrize(
+    ("maker", "words"),
+    [
+        (Renames, "with other content than it was given"),
+        (Rewrites, "with other content than it was given"),
+        (TalksTooMuch, "characters of metadata"),
+        (TalksNonsense, "metadata that is no JSON"),
+    ],
+)
+def test_a_maker_that_changes_rollouts_or_returns_bad_metadata_stops_the_task(
+    maker: type[BatchMaker], words: str
+) -> None:
+    with pytest.raises(StateRefused, match=words):
+        pair(driver_of(maker))
+
+
+@pytest.mark.parametrize(
+    ("maker", "words"),
+    [
+        (Loses, "holds 1 rollouts of 2"),
+        (Repeats, "delivered Source"),
+        (MakesNothing, "made an empty batch"),
+        (ThrowsAwayWhatItKeeps, "holds 2 rollouts of 0"),
+        (GivesNoReason, "discarded Source"),
+        (CallsItBatched, "reason 'batched'"),
+    ],
+)
+def test_a_maker_that_loses_repeats_or_invents_rollouts_stops_the_task(maker: type[BatchMaker], words: str) -> None:
+    d = driver_of(maker, batch_rollouts=2 if maker is Repeats else 3)
+    with pytest.raises(StateRefused, match=words):
+        pair(d)
+
+
+class Picky(Wrong):
+    """Discards the second member of every group, and fails if it shall forget a rollout that it does not hold."""
+
+    def discard(self, sources: Iterable[Source]) -> None:
+        held = self.held
+        super().discard(sources := list(sources))
+        assert self.held == held - len(sources)
+
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        if example.source.uid.endswith("b"):
+            self.thrown.append((example.source, "not mine"))
+        else:
+            super().add_rollout(example, group)
+
+
+def test_a_discarded_rollout_is_dropped_with_the_makers_reason_when_its_group_finishes() -> None:
+    d = driver_of(Picky)
+    pair(d, "0")
+    assert d.drops == []
+    pair(d, "1")
+    assert uids(d) == [("0a", "1a")]
+    assert reasons(d) == {1: "not mine", 3: "not mine"}
+
+
+def test_a_group_dropped_in_part_keeps_the_fate_of_its_delivered_members() -> None:
+    d = driver_of(ReservoirBatchMaker, batch_rollouts=3, max_policy_lag=10)
+    pair(d, "0")
+    pair(d, "1")
+    (batch,) = d.batches
+    assert d.fold.in_flight == 2
+    d.publish_policy_version(11)
+    left = set(range(4)) - set(batch.source_offsets.tolist())
+    assert reasons(d) == dict.fromkeys(left, "stale_version")
+    assert d.fold.in_flight == 0
+
+
+def test_delivered_members_of_an_unfinished_group_are_not_offered_again_after_a_crash() -> None:
+    d = driver_of(ReservoirBatchMaker, batch_rollouts=3)
+    pair(d, "0")
+    pair(d, "1")
+    record = d.commit(snapshot=True)
+    (half,) = from_ranges(record.delivered)
+    assert half in d.batches[0].source_offsets
+    d.crash_and_restore()
+    d.drain()
+    assert sorted(offset for batch in d.batches for offset in batch.source_offsets.tolist()) == [0, 1, 2, 3]
+    assert [len(batch) for batch in d.batches] == [3, 1]
+
+
+def test_advantages_of_members_delivered_after_a_crash_are_those_of_the_whole_group() -> None:
+    def batches(crash: bool) -> list[tuple[str, ...]]:
+        d = driver_of(ReservoirBatchMaker, batch_rollouts=5)
+        for example_id in "012":
+            for i in range(3):
+                d.pipe(example_rollout(f"{example_id}{i}", i / 3, example_id=example_id, group_size=3))
+            d.commit()
+            if crash:
+                d.crash_and_restore()
+        d.drain()
+        return [(batch.digest, *batch.uids) for batch in d.batches]
+
+    assert batches(crash=True) == batches(crash=False)
+
+
+def test_a_discarded_rollout_has_its_fate_before_its_group_is_dropped() -> None:
+    d = GroupingTestDriver(GroupingConfig(batch_rollouts=100), makers={"mine": Picky})
+    pair(d)
+    d.configure(GroupingConfig(maker="mine", batch_rollouts=100, exclude_environments=("env",)))
+    assert reasons(d) == {0: "excluded", 1: "not mine"}
+
+
+def test_fifo_discards_from_the_middle_and_goes_on_in_order() -> None:
+    d = GroupingTestDriver(GroupingConfig(batch_rollouts=100, max_policy_lag=1), policy_version=2)
+    pair(d, "0", policy_version=2)
+    pair(d, "1", policy_version=1)
+    pair(d, "2", policy_version=2)
+    d.publish_policy_version(3)
+    d.drain()
+    assert uids(d) == [("0a", "0b", "2a", "2b")]
+
+
+def test_no_rollout_is_kept_in_memory_once_its_group_finished() -> None:
+    before = live(Rollout)
+    d = GroupingTestDriver(GroupingConfig(batch_rollouts=2, group_deadline_s=1e6))
+    d.pipe(example_rollout("half", 1.0, example_id="half"))
+    assert len(live(Rollout)) == len(before) + 1, "an open group is kept"
+    for i in range(150):
+        pair(d, str(i), tokens=np.arange(10, dtype="<i4"))
+    assert len(live(Rollout)) == len(before) + 1
+
+
+class Fickle(Wrong):
+    """Discards the rollouts that it holds when it is asked for a batch."""
+
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        batch = super().create_batch(batch_size)
+        if batch and batch[0].source.uid == "0a":
+            self.thrown += [(example.source, "on second thoughts") for example in batch]
+            return self.create_batch(batch_size)
+        return batch
+
+
+def test_a_maker_may_discard_rollouts_when_asked_for_a_batch() -> None:
+    d = driver_of(Fickle, batch_rollouts=1)
+    pair(d, "0")
+    pair(d, "1")
+    assert reasons(d) == {0: "on second thoughts", 1: "on second thoughts"}
+    assert uids(d) == [("1a", "1b")]
+
+
+class Nothing(BatchMaker):
+    """Discards every rollout."""
+
+    def __init__(self, context: MakerContext) -> None:
+        super().__init__(context)
+        self._gone: list[tuple[Source, str]] = []
+
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        self._gone.append((example.source, "no use"))
+
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        return None
+
+    def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
+        return {}
+
+    def discard(self, sources: Iterable[Source]) -> None:
+        raise AssertionError("nothing is held")
+
+    @property
+    def held(self) -> int:
+        return 0
+
+    def take_discarded(self) -> list[tuple[Source, str]]:
+        taken, self._gone = self._gone, []
+        return taken
+
+
+def test_a_group_discarded_whole_and_then_excluded_finishes_once() -> None:
+    d = GroupingTestDriver(GroupingConfig(batch_rollouts=100), makers={"mine": Nothing})
+    pair(d)
+    d.configure(GroupingConfig(maker="mine", exclude_environments=("env",)))
+    assert reasons(d) == {0: "no use", 1: "no use"}
+    assert len(d.journal[-1].finished_groups) == 1
+
+
+def test_a_group_discarded_whole_finishes_at_once() -> None:
+    d = driver_of(Nothing)
+    pair(d)
+    assert reasons(d) == {0: "no use", 1: "no use"}
+    assert d.fold.in_flight == 0
+    assert d.fold.held_bytes == 0
+
+
+def test_a_batch_beyond_batch_bytes_stops_the_task() -> None:
+    d = driver_of(MakesTooMuch, batch_rollouts=100, batch_bytes=500)
+    pair(d, "0")
+    pair(d, "1")
+    with pytest.raises(StateRefused, match=r"made a batch of 672 bytes, grouping\.batch_bytes is 500"):
+        d.drain()
+
+
+def seconds_to_drop(groups: int) -> float:
+    """Return the processor time that a group takes to become stale among that many waiting ones."""
+    d = GroupingTestDriver(GroupingConfig(batch_rollouts=10**6, batch_bytes=10**9, max_policy_lag=0))
+    for i in range(groups):
+        pair(d, str(i))
+    d.commit()
+    began = time.process_time()
+    d.publish_policy_version(1)
+    seconds = time.process_time() - began
+    assert len(d.drops) == 2 * groups
+    return seconds / groups
+
+
+def test_a_group_dropped_while_it_waits_costs_the_same_among_many() -> None:
+    few = min(seconds_to_drop(100) for _ in range(3))
+    assert seconds_to_drop(1_500) < 4 * few

@@ -1,0 +1,356 @@
+"""The reservoir: what it draws and keeps, and the defects known of such makers, each as a variant that has it.
+
+A variant is the plausible way to write it that goes wrong; the same log shows the defect there and none here.
+"""
+
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
+from rollstream.consumers.grouping.core.estimators import Outcomes, rloo
+from rollstream.consumers.grouping.core.grouping_task import GroupingTask
+from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
+from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, FifoBatchMaker, MakerContext, SealedGroup
+from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker, draws
+from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
+from rollstream.topics.codec import encode
+from rollstream.topics.errors import StateRefused
+from rollstream.topics.records import Rollout
+from rollstream.topics.rl_examples import RLExample, Source
+from tests.support.live_objects import live
+from tests.support.pairs import pair, reasons, uids
+
+
+def driver(maker: type[BatchMaker] = ReservoirBatchMaker, policy_version: int = 0, **config: Any) -> GroupingTestDriver:
+    settings = GroupingConfig(**{"maker": "mine", "batch_rollouts": 100, **config})
+    return GroupingTestDriver(settings, makers={"mine": maker}, policy_version=policy_version)
+
+
+def group(d: GroupingTestDriver, rewards: Sequence[float], example_id: str = "0", **fields: Any) -> None:
+    for i, reward in enumerate(rewards):
+        d.pipe(example_rollout(f"{example_id}-{i}", reward, example_id=example_id, group_size=len(rewards), **fields))
+
+
+def delivered(d: GroupingTestDriver) -> list[str]:
+    return sorted(uid for batch in d.batches for uid in batch.uids)
+
+
+# ---------------------------------------------------------------------- draws
+
+
+def test_it_waits_for_enough_and_then_draws_and_takes_them_out() -> None:
+    d = driver(batch_rollouts=5)
+    for example_id in "01":
+        pair(d, example_id)
+    assert d.batches == []
+    pair(d, "2")
+    (batch,) = d.batches
+    assert len(batch) == 5
+    d.drain()
+    assert [len(batch) for batch in d.batches] == [5, 1]
+    assert delivered(d) == ["0a", "0b", "1a", "1b", "2a", "2b"]
+
+
+def test_the_draw_depends_on_seed_partition_and_batch_number_only() -> None:
+    def order(seed: int) -> list[tuple[str, ...]]:
+        d = driver(batch_rollouts=4, seed=seed)
+        for i in range(20):
+            pair(d, str(i))
+        return uids(d)
+
+    assert order(1) == order(1)
+    assert order(1) != order(2)
+    assert order(1) != [(f"{i}a", f"{i}b", f"{i + 1}a", f"{i + 1}b") for i in range(0, 20, 2)]
+
+
+def test_the_numbers_drawn_are_the_same_on_every_platform() -> None:
+    assert draws(0, 0, 0, 3) == (7131624670889383012, 15956622227159040767, 17119405090708063022)
+    assert len({*draws(0, 0, 0, 3), *draws(1, 0, 0, 3), *draws(0, 1, 0, 3), *draws(0, 0, 1, 3)}) == 12
+
+
+def test_every_held_rollout_is_equally_likely_to_be_drawn() -> None:
+    counts = np.zeros(8)
+    for number in range(4_000):
+        left = list(range(8))
+        for draw in draws(3, 0, number, 4):
+            counts[left.pop(draw % len(left))] += 1
+    assert np.abs(counts / 4_000 - 0.5).max() < 0.03
+
+
+def test_members_without_an_advantage_leave_with_a_reason_and_the_others_stay() -> None:
+    d = driver()
+    group(d, [0.0, 1.0, 0.5])
+    d.drain()
+    assert delivered(d) == ["0-0", "0-1"]
+    assert reasons(d) == {2: "zero_advantage"}
+
+
+def test_the_metadata_of_a_batch_describe_its_advantages() -> None:
+    d = driver()
+    group(d, [1.0, 0.0, 0.0, 0.0])
+    d.drain()
+    (batch,) = d.batches
+    metadata = json.loads(batch.metadata)
+    stats = metadata.pop("advantage_stats")
+    assert metadata == {"maker": "reservoir", "batch_size": 4}
+    assert stats == pytest.approx({"mean": 0.0, "std": 3**-0.5, "max": 1.0, "min": -1 / 3}, abs=1e-7)
+
+
+def test_a_batch_never_exceeds_batch_bytes_and_no_rollout_is_passed_over_to_fill_it() -> None:
+    d = driver(batch_rollouts=20, batch_bytes=2_000)
+    for i in range(40):
+        pair(d, str(i), tokens=np.arange(random.Random(i).randint(5, 40), dtype="<i4"))
+    d.drain()
+    assert len(delivered(d)) == 80
+    assert len(d.batches) > 10
+    assert max(len(encode(batch)) for batch in d.batches) <= 2_000 + 512
+
+
+def test_a_batch_is_drawn_when_enough_bytes_are_waiting_so_memory_has_a_limit() -> None:
+    d = driver(batch_rollouts=1_000, batch_bytes=2_000)
+    for i in range(40):
+        pair(d, str(i), tokens=np.arange(20, dtype="<i4"))
+        assert d.fold.in_flight <= 8
+    assert {batch.cut for batch in d.batches} == {"size"}
+
+
+def seconds_for(held: int, count: int = 400) -> float:
+    """Return the processor time to add and draw `count` rollouts while `held` more are waiting."""
+    maker = ReservoirBatchMaker(MakerContext(partition=0, seed=0, batch_bytes=10**9))
+    ones, mask = np.ones(4, "<f4"), np.ones(4, "|b1")
+
+    def add(offset: int) -> None:
+        source = Source(0, offset, str(offset))
+        example = RLExample(
+            tokens=np.arange(4, dtype="<i4"),
+            loss_mask=mask,
+            advantage=ones,
+            generator_log_probs=ones,
+            segment_ids=np.ones(4, "<i4"),
+            source=source,
+        )
+        sealed = SealedGroup(
+            environment="env",
+            example_id=str(offset),
+            policy_version=0,
+            group_id="",
+            rewards=(1.0,),
+            advantages=(1.0,),
+            sealed_ms=0,
+        )
+        maker.add_rollout(example, sealed)
+
+    for offset in range(held):
+        add(offset)
+    best = float("inf")
+    for attempt in range(3):
+        began = time.process_time()
+        for i in range(count):
+            add(held + attempt * count + i)
+        for number in range(count // 20):
+            maker.batch_number = number
+            drawn = maker.create_batch(20) or []
+            assert len(drawn) == 20
+        best = min(best, time.process_time() - began)
+    return best
+
+
+def test_a_rollout_costs_the_same_with_a_hundred_times_as_many_held() -> None:
+    few, many = seconds_for(200), seconds_for(20_000)
+    assert many < 3 * few
+
+
+# ---------------------------------------------------------------------- defects, and variants that have them
+
+
+class ReappendsTheGroup(FifoBatchMaker):
+    """With each member, computes advantages again and adds the whole group to the reservoir again."""
+
+    def __init__(self, context: MakerContext) -> None:
+        super().__init__(context)
+        self.entries: list[float] = []
+        self._rewards: list[float] = []
+        ReappendsTheGroup.last = self
+
+    last: "ReappendsTheGroup"
+
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        super().add_rollout(example, group)
+        self._rewards.append(group.rewards[len(self._rewards)])
+        lengths = (1,) * len(self._rewards)
+        advantages = rloo(Outcomes(rewards=tuple(self._rewards), lengths=lengths))
+        self.entries += [advantage for advantage in advantages if advantage]
+
+
+def test_eight_members_added_one_by_one_are_eight_entries_and_not_thirty_five() -> None:
+    rewards = [1.0, 0.0] * 4
+    wrong = driver(ReappendsTheGroup)
+    group(wrong, rewards)
+    assert len(ReappendsTheGroup.last.entries) == 35
+    d = driver()
+    group(d, rewards)
+    d.drain()
+    assert delivered(d) == [f"0-{i}" for i in range(8)]
+
+
+class ComparesVersionsAsText(ReservoirBatchMaker):
+    """Keeps the version that sorts last as text."""
+
+    latest_version_only = False
+    key: Callable[[int], Any] = staticmethod(str)
+
+    def __init__(self, context: MakerContext) -> None:
+        super().__init__(context)
+        self._newest: dict[str, int] = {}
+
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        newest = self._newest.setdefault(group.example_id, group.policy_version)
+        if type(self).key(group.policy_version) < type(self).key(newest):
+            self._discarded.append((example.source, "superseded_version"))
+            return
+        self._newest[group.example_id] = group.policy_version
+        super().add_rollout(example, group)
+
+
+def versions(d: GroupingTestDriver) -> list[int]:
+    d.drain()
+    return [group.policy_version for batch in d.batches for group in batch.groups]
+
+
+def test_version_10_is_newer_than_version_9() -> None:
+    wrong, d = (driver(m, policy_version=10) for m in (ComparesVersionsAsText, ReservoirBatchMaker))
+    for each in (wrong, d):
+        pair(each, policy_version=9)
+        pair(each, policy_version=10)
+    assert versions(wrong) == [9]
+    assert versions(d) == [10]
+    assert set(reasons(d).values()) == {"superseded_version"}
+
+
+class ForgetsOldVersions(ReservoirBatchMaker):
+    """Keeps groups of the newest version in a table and ignores the error of a look-up of a late one."""
+
+    latest_version_only = False
+
+    def __init__(self, context: MakerContext) -> None:
+        super().__init__(context)
+        self._table: dict[str, dict[int, list[RLExample]]] = {}
+
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        table = self._table.setdefault(group.example_id, {group.policy_version: []})
+        if group.policy_version > max(table):
+            table = self._table[group.example_id] = {group.policy_version: []}
+        try:
+            table[group.policy_version].append(example)
+        except KeyError:
+            return
+        super().add_rollout(example, group)
+
+
+def test_a_late_rollout_of_an_old_version_is_dropped() -> None:
+    wrong, d = (driver(m, policy_version=2) for m in (ForgetsOldVersions, ReservoirBatchMaker))
+    for each in (wrong, d):
+        pair(each, policy_version=2)
+    with pytest.raises(StateRefused, match="that it neither delivered nor reported"):
+        pair(wrong, policy_version=1)
+    pair(d, policy_version=1)
+    assert reasons(d) == {2: "superseded_version", 3: "superseded_version"}
+
+
+def test_a_late_rollout_of_an_old_version_is_dropped_also_when_the_newer_one_was_delivered() -> None:
+    d = driver(policy_version=2, batch_rollouts=2)
+    pair(d, policy_version=2)
+    assert len(d.batches) == 1
+    d.commit()
+    d.crash_and_restore()
+    pair(d, policy_version=1)
+    assert reasons(d) == {2: "superseded_version", 3: "superseded_version"}
+
+
+class KeepsSuperseded(ReservoirBatchMaker):
+    """Adds newer versions and leaves the older ones in the reservoir."""
+
+    latest_version_only = False
+
+
+def test_superseded_examples_leave_the_reservoir() -> None:
+    wrong, d = (driver(m, policy_version=2) for m in (KeepsSuperseded, ReservoirBatchMaker))
+    for each in (wrong, d):
+        pair(each, policy_version=1)
+        pair(each, policy_version=2)
+    assert sorted(versions(wrong)) == [1, 2]
+    assert versions(d) == [2]
+    assert reasons(d) == {0: "superseded_version", 1: "superseded_version"}
+
+
+def test_a_reservoir_put_in_force_later_drops_groups_superseded_before() -> None:
+    d = GroupingTestDriver(GroupingConfig(batch_rollouts=100), policy_version=2)
+    pair(d, policy_version=1)
+    pair(d, policy_version=2)
+    assert d.drops == []
+    d.configure(GroupingConfig(batch_rollouts=100, maker="reservoir"))
+    assert reasons(d) == {0: "superseded_version", 1: "superseded_version"}
+
+
+def test_a_deadline_mark_seals_a_group_if_no_other_record_comes() -> None:
+    d = driver(min_group_size=2, group_deadline_s=30.0)
+    for i in range(2):
+        d.pipe(example_rollout(str(i), float(i), group_size=8))
+    task = GroupingTask(d.fold, JournalPointers(0, 0), GrouperConfig(), "test")
+    task.at_end = True
+    assert task.due_marks(29_999, 0, d.fold.config) == []
+    [mark] = task.due_marks(30_000, 0, d.fold.config)
+    assert mark.kind == "deadline"
+    d.pipe(mark, at_ms=30_000)
+    assert d.fold.open_groups == 0
+    d.drain()
+    assert delivered(d) == ["0", "1"]
+
+
+def test_groups_of_one_do_not_reach_a_batch() -> None:
+    d = driver(group_deadline_s=30.0, min_group_size=2)
+    d.pipe(example_rollout("alone", 1.0, group_size=8))
+    d.pipe(example_rollout("declared", 1.0, example_id="1", group_size=1))
+    d.advance(30_000)
+    d.drain()
+    assert d.batches == []
+    assert reasons(d) == {0: "group_too_small", 1: "group_too_small"}
+    by_default = driver(group_deadline_s=30.0)
+    by_default.pipe(example_rollout("declared", 1.0, example_id="1", group_size=1))
+    assert reasons(by_default) == {0: "zero_variance"}
+
+
+class NeverDelivers(ReservoirBatchMaker):
+    """Seals groups and never delivers them."""
+
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        return None
+
+
+def test_sealed_rollouts_reach_batches_and_the_others_are_in_flight() -> None:
+    wrong, d = driver(NeverDelivers, batch_rollouts=2), driver(batch_rollouts=2)
+    for each in (wrong, d):
+        pair(each)
+        each.commit()
+    assert (wrong.batches, wrong.fold.in_flight) == ([], 2)
+    assert (len(d.batches), d.fold.in_flight) == (1, 0)
+
+
+def test_delivered_and_dropped_rollouts_leave_nothing_in_memory() -> None:
+    before = live(RLExample, Rollout)
+    maker = ReservoirBatchMaker(MakerContext(partition=0, seed=0, batch_bytes=10**6))
+    d = GroupingTestDriver(
+        GroupingConfig(maker="mine", batch_rollouts=4), makers={"mine": lambda _context: maker}, policy_version=1
+    )
+    for i in range(50):
+        pair(d, str(i % 3), policy_version=i % 2, group_id=str(i))
+    d.drain()
+    d.commit()
+    assert maker.held == 0
+    assert len(live(RLExample, Rollout)) == len(before)

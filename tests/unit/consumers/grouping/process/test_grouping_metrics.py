@@ -1,0 +1,132 @@
+"""Figures of a grouping process: sums over its partitions, counts since its start, latencies since the last time."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from rollstream.consumers.grouping.process.grouping_metrics import GroupingFigures
+from rollstream.consumers.grouping.process.restoration import RestoreProgress
+from rollstream.consumers.grouping.testing import example_rollout
+from rollstream.topics.metrics import MetricsWriter
+from tests.support.pairs import driver, pair
+
+Written = list[tuple[dict[str, float], dict[str, str]]]
+
+
+class Kept(MetricsWriter):
+    """Keeps the metrics written to it."""
+
+    def __init__(self) -> None:
+        self.written: Written = []
+
+    def write(self, values: Mapping[str, float], labels: Mapping[str, str] | None = None, *, step: int = -1) -> None:
+        self.written.append((dict(values), dict(labels or {})))
+
+
+def test_metrics_are_written_of_partitions_and_of_the_process() -> None:
+    writer, now = Kept(), [100.0]
+    figures = GroupingFigures(writer, "r.grouper", "r.rollouts", 5.0, lambda: now[0])
+    d, other = driver(), driver()
+    pair(d)
+    d.pipe(b"poison")
+    d.pipe(example_rollout("late", 1.0))
+    d.pipe(example_rollout("open", 1.0, example_id="9"), at_ms=2_500)
+    other.pipe(example_rollout("open", 1.0))
+    other.fold.partition = 3
+    of_other = other.fold.prepare_commit()
+    figures.committed(
+        [d.fold.prepare_commit(), replace(of_other, journal=replace(of_other.journal, partition=3))], 0.02
+    )
+    figures.committed([d.fold.prepare_commit()], 0.04)
+    assert figures.due
+    figures.write(
+        [d.fold, other.fold],
+        {0: 9, 3: 1},
+        {7: RestoreProgress(journal_read=2, records_to_read=4)},
+        {"records_skipped_total": 3},
+    )
+    assert not figures.due
+    [first, second, restoring, of_environment, whole] = writer.written
+    assert first == (
+        {
+            "position": 5,
+            "lag": 4,
+            "in_flight": 1,
+            "open_groups": 1,
+            "held_bytes": d.fold.held_bytes,
+            "policy_version": 0,
+            "stream_time_s": 2.5,
+        },
+        {"consumergroup": "r.grouper", "topic": "r.rollouts", "partition": "0"},
+    )
+    assert second[1]["partition"] == "3"
+    assert second[0]["lag"] == 0
+    assert restoring[1]["partition"] == "7"
+    assert (restoring[0]["restore_journal_read"], restoring[0]["restore_records_to_read"]) == (2.0, 4.0)
+    assert of_environment[1] == {"consumergroup": "r.grouper", "topic": "r.rollouts", "environment": "env"}
+    assert (of_environment[0]["batched_rollouts"], of_environment[0]["lost_rollouts"]) == (2, 1)
+    assert (of_environment[0]["batched_mean_reward"], of_environment[0]["lost_mean_reward"]) == (0.5, 1.0)
+    assert "without_gradient_mean_reward" not in of_environment[0]
+    assert whole[1] == {"consumergroup": "r.grouper", "topic": "r.rollouts"}
+    assert whole[0] == {
+        "partitions": 2,
+        "partitions_restoring": 1,
+        "lag": 4,
+        "in_flight": 2,
+        "open_groups": 2,
+        "held_bytes": d.fold.held_bytes + other.fold.held_bytes,
+        "transactions_total": 2,
+        "batches_total": 1,
+        "batched_total": 2,
+        "dropped_total": 1,
+        "dead_lettered_total": 1,
+        "finished_groups_total": 1,
+        "records_skipped_total": 3,
+        "commit_seconds_mean": pytest.approx(0.03),
+        "commit_seconds_max": 0.04,
+    }
+
+
+def test_counts_continue_and_latencies_start_again() -> None:
+    writer, now = Kept(), [0.0]
+    figures = GroupingFigures(writer, "g", "t", 5.0, lambda: now[0])
+    figures.committed([driver().fold.prepare_commit()], 1.0)
+    figures.write([], {}, {})
+    now[0] = 4.9
+    assert not figures.due
+    now[0] = 5.0
+    assert figures.due
+    figures.write([], {}, {})
+    assert writer.written[1][0]["transactions_total"] == 1
+    assert "commit_seconds_mean" in writer.written[0][0]
+    assert "commit_seconds_mean" not in writer.written[1][0]
+
+
+def test_an_unknown_lag_is_not_reported() -> None:
+    writer = Kept()
+    figures = GroupingFigures(writer, "g", "t", 5.0)
+    figures.write([driver().fold], {}, {})
+    assert "lag" not in writer.written[0][0]
+
+
+def test_environments_are_reported_when_they_change_and_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    writer = Kept()
+    figures = GroupingFigures(writer, "g", "t", 5.0)
+    d = driver()
+    for example in range(400):
+        pair(d, str(example))
+        d.pipe(example_rollout("late", 50.0, example_id=str(example)))
+    figures.committed([d.fold.prepare_commit()], 0.1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            figures.write([d.fold], {}, {})
+    written = [values for values, labels in writer.written if "environment" in labels]
+    assert [values["lost_mean_reward"] for values in written] == [50.0]
+    [warned] = [r for r in caplog.records if r.getMessage() == "selection_biased"]
+    assert warned.rollstream_fields["figure"] == "reward"  # type: ignore[attr-defined]
+    # The partition moves to another process, which reports it at once, and comes back.
+    for owned, times in (([], 1), ([d.fold], 2)):
+        figures.write(owned, {}, {})
+        assert len([labels for _, labels in writer.written if "environment" in labels]) == times

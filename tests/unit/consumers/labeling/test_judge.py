@@ -1,0 +1,153 @@
+"""A judge over HTTP: what it is asked, how its answers are read, and what becomes of those that cannot be."""
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.consumers.labeling.config import JudgeConfig
+from rollstream.consumers.labeling.judge import Judge, JudgeUnavailable, RateLimit, judge_prompt, parse_score
+from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.records import Rollout, Turn
+from tests.support.producing import serving_http
+from tests.support.runs import rollout
+
+TURNS = (
+    Turn(role="system", text="Be short.", start=0, stop=1),
+    Turn(role="user", text="What is {response}?", start=1, stop=3),
+    Turn(role="assistant", text="A {prompt}.", start=3, stop=6),
+)
+JUDGED = rollout("q", 1, turns=TURNS)
+
+
+def test_a_template_gets_the_texts_of_the_turns_and_texts_are_no_templates() -> None:
+    assert judge_prompt("Q: {prompt} A: {response} {other}", JUDGED) == (
+        "Q: Be short.\nWhat is {response}? A: A {prompt}. {other}"
+    )
+    assert judge_prompt("{conversation}", JUDGED).splitlines()[1] == "user: What is {response}?"
+    with pytest.raises(RecordError, match="no turn of the assistant"):
+        judge_prompt("{prompt}", replace(JUDGED, turns=TURNS[:2]))
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"), [("Score: 7", 0.7), ("Score: 3, no.\nscore: 10", 1.0), ("Score:0", 0.0), ("Score: 2.5.", 0.25)]
+)
+def test_the_last_score_counts_and_becomes_a_reward_between_0_and_1(text: str, reward: float) -> None:
+    assert parse_score(text, JudgeConfig()) == reward
+
+
+@pytest.mark.parametrize(
+    "text", ["", "I cannot say.", "Score: ten", "Score: 11", "Score: -1", "7", "Score: " + "9" * 400]
+)
+def test_an_answer_without_a_valid_score_is_refused_and_never_0(text: str) -> None:
+    with pytest.raises(RecordError, match=r"score"):
+        parse_score(text, JudgeConfig())
+
+
+@given(st.text())
+def test_any_answer_is_a_reward_between_0_and_1_or_refused(text: str) -> None:
+    with contextlib.suppress(RecordError):
+        assert 0 <= parse_score(text, JudgeConfig()) <= 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"score_pattern": "("}, {"score_pattern": "7"}, {"lowest": 10.0}, {"concurrency": 0}]
+)
+def test_settings_that_cannot_work_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"labeling\.judge"):
+        JudgeConfig(**changes)
+    with pytest.raises(ConfigurationError, match="ends in /v1"):
+        Judge(JudgeConfig())
+
+
+def test_calls_are_spaced_by_the_rate() -> None:
+    now = [0.0]
+    rate = RateLimit(10.0, lambda: now[0])
+    assert [round(rate.pause_s(), 6) for _ in range(3)] == [0.0, 0.1, 0.2]
+    now[0] = 5.0
+    assert rate.pause_s() == 0.0
+    assert RateLimit(0.0).pause_s() == 0.0
+
+
+Handler = Callable[[web.Request], Coroutine[Any, Any, web.Response]]
+
+
+def answer(text: object) -> web.Response:
+    return web.json_response({"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+
+def ask(handler: Handler, rollouts: list[Rollout], **settings: Any) -> list[Any]:
+    async def judged() -> list[Any]:
+        judge = Judge(JudgeConfig(url=url, **settings))
+        try:
+            return await asyncio.gather(*map(judge, rollouts), return_exceptions=True)
+        finally:
+            await judge.close()
+
+    with serving_http(handler) as url:
+        return asyncio.run(judged())
+
+
+def test_calls_run_together_within_their_limit_and_what_may_pass_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    seen: list[dict[str, Any]] = []
+    now = most = 0
+
+    async def handler(request: web.Request) -> web.Response:
+        nonlocal now, most
+        assert request.headers["Authorization"] == "Bearer secret"
+        assert request.path == "/v1/chat/completions"
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.01)
+        now -= 1
+        seen.append(await request.json())
+        if len(seen) <= 3:
+            return web.Response(status=(503, 429, 500)[len(seen) - 1], headers={"Retry-After": "0"})
+        example = re.findall(r"example (\d)", seen[-1]["messages"][0]["content"])[0]
+        return answer(f"Fine. Score: {example}")
+
+    rollouts = [rollout(str(n), turns=(replace(TURNS[1], text=f"example {n}"), TURNS[2])) for n in range(8)]
+    labels = ask(handler, rollouts, concurrency=3, api_key="env:JUDGE_KEY", model="m")
+    assert [label.reward for label in labels] == [n / 10 for n in range(8)]
+    assert len(seen) == 8 + 3
+    assert 1 < most <= 3
+    assert {(body["model"], body["temperature"]) for body in seen} == {("m", 0.0)}
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        (lambda: answer("no idea"), "has no score"),
+        (lambda: answer(None), "without a text"),
+        (lambda: web.json_response({"choices": []}), "not OpenAI's chat completions"),
+        (lambda: web.json_response({"error": "too long"}, status=400), "refused the rollout: it answered 400"),
+    ],
+)
+def test_a_rollout_that_gets_no_score_is_refused_with_the_reason(
+    response: Callable[[], web.Response], reason: str
+) -> None:
+    async def handler(_request: web.Request) -> web.Response:
+        return response()
+
+    [failure] = ask(handler, [JUDGED])
+    assert isinstance(failure, RecordError)
+    assert reason in str(failure)
+
+
+@pytest.mark.parametrize(("status", "reason"), [(401, "refuses every request"), (503, r"did not answer within 0\.5 s")])
+def test_a_judge_that_answers_nobody_ends_labeling_and_refuses_no_rollout(status: int, reason: str) -> None:
+    async def handler(_request: web.Request) -> web.Response:
+        return web.Response(status=status, text=json.dumps({"error": "no"}))
+
+    [failure] = ask(handler, [JUDGED], patience_s=0.5)
+    assert isinstance(failure, JudgeUnavailable)
+    assert re.search(reason, str(failure))

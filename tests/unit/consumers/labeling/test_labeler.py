@@ -1,0 +1,214 @@
+"""Outcomes of labeling a record: labeled, left out, or a dead letter that carries the reason."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollstream.consumers.labeling.config import LabelingConfig
+from rollstream.consumers.labeling.labeler import (
+    LabeledRecord,
+    Labeler,
+    RolloutLabel,
+    UnlabeledRecord,
+    finish,
+    is_asynchronous,
+    label,
+    labeler_of,
+)
+from rollstream.consumers.transactions import Refused
+from rollstream.topics.codec import decode, encode
+from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.records import GroupCancelled, NamedArray, Rollout, RolloutMetadata
+from rollstream.topics.trajectories import Trajectory, from_record, to_record
+from tests.support.runs import rollout
+from tests.support.trajectories import double, numbered
+
+LIMIT = 100_000
+
+
+def given(value: bytes | None = None, number: int = 3) -> UnlabeledRecord:
+    return UnlabeledRecord(
+        "run.unlabelled", 2, 7, b"key", encode(to_record(numbered(number))) if value is None else value
+    )
+
+
+def outcome_of(labeler: Labeler, record: UnlabeledRecord, limit_bytes: int) -> LabeledRecord | Refused | None:
+    outcome = finish(label(labeler, record, limit_bytes))
+    assert outcome.cancellation is None, "a trajectory has no group"
+    return outcome.result
+
+
+def test_a_labeled_trajectory_has_what_the_labeler_gave_it_and_the_sources_key() -> None:
+    made = outcome_of(double, given(), LIMIT)
+    assert isinstance(made, LabeledRecord)
+    assert (made.offset, made.key) == (7, b"key")
+    trajectory = from_record(decode(made.value))
+    np.testing.assert_array_equal(trajectory.arrays["rewards"], np.full((4, 2), 6, np.float32))
+    assert trajectory.episodes == numbered(3).episodes
+
+
+def test_what_the_labeler_leaves_out_becomes_nothing() -> None:
+    assert outcome_of(lambda _trajectory: None, given(), LIMIT) is None
+
+
+def hostile(**fields: Any) -> bytes:
+    record = to_record(numbered(3))
+    return encode(replace(record, arrays={**record.arrays, "extra": NamedArray(**fields)}))
+
+
+def unsound(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, arrays={**trajectory.arrays, "rewards": np.zeros((3, 2))})
+
+
+def large(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, arrays={**trajectory.arrays, "rewards": np.zeros((4, 2, LIMIT))})
+
+
+def scrawled(trajectory: Trajectory) -> Trajectory:
+    trajectory.arrays["actions"][0] = 1
+    return trajectory
+
+
+@pytest.mark.parametrize(
+    ("labeler", "record", "why"),
+    [
+        (double, given(b"\xc3\x01nonsense"), "unknown schema fingerprint|not an Avro"),
+        (double, given(hostile(dtype="<f4", shape=(1,) * 65, data=bytes(4))), "has 65 dimensions"),
+        (double, given(hostile(dtype="<f4", shape=(4, 2, 2**62, 0), data=b"")), "span more than"),
+        (double, given(hostile(dtype="<U", shape=(4, 2), data=b"")), "'<U' is no dtype"),
+        (double, given(number=155), "number 155 cannot be judged"),
+        (unsound, given(), r"rewards has shape \(3, 2\)|begin with \[3, 2\]"),
+        (large, given(), "labeled it has .* bytes"),
+    ],
+)
+def test_what_cannot_be_judged_is_a_dead_letter_with_the_reason(
+    labeler: Callable[[Trajectory], Trajectory], record: UnlabeledRecord, why: str
+) -> None:
+    refused = outcome_of(labeler, record, LIMIT)
+    assert isinstance(refused, Refused)
+    assert (refused.topic, refused.partition, refused.offset) == ("run.unlabelled", 2, 7)
+    assert (refused.key, refused.value) == (b"key", record.value), "its bytes untouched"
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(refused.error)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"uid": "other"}, {"environment": "other"}, {"metadata": RolloutMetadata(worker_id="other")}]
+)
+def test_a_labeler_that_returns_another_trajectory_is_stopped(changes: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match="labeler"):
+        outcome_of(lambda trajectory: replace(trajectory, **changes), given(), LIMIT)  # type: ignore[arg-type]
+
+
+def test_a_labeler_cannot_write_over_what_it_was_given() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        outcome_of(scrawled, given(), LIMIT)
+
+
+def test_a_labeler_is_named_by_module_and_function() -> None:
+    assert labeler_of("tests.support.trajectories:double") is double
+
+
+@pytest.mark.parametrize(
+    "name", ["double", ":double", "tests.support.trajectories:", "no.module:f", "tests.support.trajectories:no"]
+)
+def test_a_name_of_no_labeler_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="labeler"):
+        labeler_of(name)
+
+
+def test_a_name_of_something_else_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no function"):
+        labeler_of("tests.unit.consumers.labeling.test_labeler:LIMIT")
+
+
+def test_settings_that_would_label_nothing_are_refused() -> None:
+    with pytest.raises(ConfigurationError):
+        LabelingConfig(max_poll_records=0)
+    with pytest.raises(ConfigurationError):
+        LabelingConfig(commit_interval_s=0)
+
+
+def test_an_error_of_the_labeler_is_nobodys_dead_letter() -> None:
+    def broken(_trajectory: Trajectory) -> Trajectory:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        outcome_of(broken, given(), LIMIT)
+    assert not issubclass(ZeroDivisionError, RecordError)
+
+
+UNREWARDED = rollout("q", 1, reward=0.0, group_id="g", reward_components={"length": 0.5})
+
+
+def test_a_labeled_rollout_has_the_reward_and_components_it_was_given_and_nothing_else_is_changed() -> None:
+    label_ = RolloutLabel(reward=0.7, components={"style": 0.25})
+    outcome = finish(label(lambda _rollout: label_, given(encode(UNREWARDED)), LIMIT))
+    assert isinstance(outcome.result, LabeledRecord)
+    assert (outcome.result.topic, outcome.cancellation) == ("rollouts", None)
+    labeled = decode(outcome.result.value)
+    assert (labeled.reward, labeled.reward_components) == (0.7, {"length": 0.5, "style": 0.25})
+    assert encode(replace(labeled, reward=0.0, reward_components={"length": 0.5})) == encode(UNREWARDED)
+    number = finish(label(lambda _rollout: 3, given(encode(UNREWARDED)), LIMIT)).result
+    assert isinstance(number, LabeledRecord)
+    assert decode(number.value).reward == 3.0
+
+
+def failing(_rollout: Rollout) -> float:
+    raise RecordError("the answer has no score")
+
+
+@pytest.mark.parametrize(
+    ("labeler", "refused"),
+    [
+        (failing, "the answer has no score"),
+        (lambda _rollout: float("nan"), "reward nan, which is no finite number"),
+        (lambda _rollout: 1e300, "reward is 1e+300"),
+        (lambda _rollout: RolloutLabel(reward=1.0, components={"a": float("inf")}), "a inf, which is no finite number"),
+        (lambda _rollout: None, None),
+    ],
+)
+def test_a_member_without_a_reward_is_cancelled_so_that_its_group_goes_on(
+    labeler: Labeler, refused: str | None
+) -> None:
+    outcome = finish(label(labeler, given(encode(UNREWARDED)), LIMIT))
+    if refused is None:
+        assert outcome.result is None
+    else:
+        assert isinstance(outcome.result, Refused)
+        assert refused in outcome.result.error
+    assert outcome.cancellation is not None
+    cancelled = decode(outcome.cancellation)
+    assert isinstance(cancelled, GroupCancelled)
+    assert (cancelled.uids, cancelled.group_id, cancelled.example_id) == (("q-1",), "g", "q")
+    assert (refused or "left it out") in cancelled.reason
+
+
+@pytest.mark.parametrize("answer", ["7", True, object()])
+def test_a_labeler_that_returns_no_number_ends_the_process(answer: object) -> None:
+    with pytest.raises(ConfigurationError, match="return a RolloutLabel or a number"):
+        finish(label(lambda _rollout: answer, given(encode(UNREWARDED)), LIMIT))
+
+
+async def waiting(_rollout: Rollout) -> float:
+    await asyncio.sleep(0)
+    return 1.0
+
+
+class Waiting:
+    async def __call__(self, rollout_: Rollout) -> float:
+        return await waiting(rollout_)
+
+
+def test_asynchronous_labelers_are_known_and_one_that_hides_it_is_refused() -> None:
+    assert is_asynchronous(waiting)
+    assert is_asynchronous(Waiting())
+    assert not is_asynchronous(failing)
+    made = asyncio.run(label(Waiting(), given(encode(UNREWARDED)), LIMIT)).result
+    assert isinstance(made, LabeledRecord)
+    with pytest.raises(ConfigurationError, match="declared with async def"):
+        finish(label(lambda one: waiting(one), given(encode(UNREWARDED)), LIMIT))

@@ -1,0 +1,270 @@
+"""Batches that make a step: whole ones in index order, stale ones on record, and nothing by the clock."""
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.consumers.batch_reader import IndexedBatch
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.input.batch_selection import (
+    BatchSelection,
+    StepPlan,
+    StepTotals,
+    share_of,
+    totals_of,
+    unfit_uses,
+)
+from rollstream.topics.batch_uses import rows_of, taken_rows, without
+from rollstream.topics.records import BatchIndexEntry, BatchUse
+from rollstream.topics.skip_reasons import code_of
+from tests.support.batches import random_batch
+
+ENTRY = BatchIndexEntry(
+    batch_id="0-0",
+    partition=0,
+    offset=0,
+    rollouts=16,
+    tokens=1,
+    trained_tokens=1,
+    lowest_version=0,
+    highest_version=0,
+    size_bytes=1,
+    digest="",
+)
+
+
+class ScriptedReader:
+    """Gives the batches of a list, None where it says so, then sets `stop`."""
+
+    def __init__(self, versions: list[int | None], stop: threading.Event) -> None:
+        self._script = list(enumerate(versions))
+        self._stop = stop
+        self.position = 0
+
+    def poll(self, timeout_s: float) -> IndexedBatch | None:
+        if not self._script:
+            self._stop.set()
+            return None
+        number, version = self._script.pop(0)
+        if version is None:
+            return None
+        batch = random_batch(number, version=version)
+        entry = BatchIndexEntry(
+            batch_id=batch.batch_id,
+            partition=0,
+            offset=number,
+            rollouts=len(batch),
+            tokens=len(batch.tokens),
+            trained_tokens=int(batch.loss_mask.sum()),
+            lowest_version=version,
+            highest_version=version,
+            size_bytes=1,
+            digest=batch.digest,
+        )
+        self.position = 10 * number + 1
+        return IndexedBatch(entry, 10 * number)
+
+
+def take(
+    versions: list[int | None], step: int = 0, steps_of_versions: dict[int, int] | None = None
+) -> tuple[StepPlan | None, list[tuple[BatchUse, ...]]]:
+    """A step of at least 40 rollouts, from batches of 16, with a lag of 2 allowed; and the skips reported meanwhile."""
+    stop, reported = threading.Event(), []
+    selection = BatchSelection(
+        ScriptedReader(versions, stop),  # type: ignore[arg-type]
+        rollouts_per_step=40,
+        max_policy_lag=2,
+        read_version_steps=lambda _version: steps_of_versions or {0: 0},
+        skipped=reported.append,
+    )
+    return selection.plan(step, stop), reported
+
+
+def test_a_step_takes_whole_batches_until_it_has_enough() -> None:
+    plan, _ = take([0, 0, None, 0, 0])
+    assert plan is not None
+    assert [(use.index_offset, use.rows, use.use) for use in plan.uses] == [
+        (0, 16, "trained"),
+        (10, 16, "trained"),
+        (30, 16, "trained"),
+    ]
+    assert plan.position == 31
+    assert rows_of(plan.uses, "trained") == 48
+
+
+def test_being_told_to_stop_abandons_the_step() -> None:
+    assert take([0, 0]) == (None, [])
+
+
+@pytest.mark.parametrize(("step", "use"), [(2, "trained"), (3, "skipped")])
+def test_a_batch_is_too_old_when_its_version_was_published_more_steps_ago_than_allowed(step: int, use: str) -> None:
+    plan, _ = take([7, 8, 8, 8], step=step, steps_of_versions={7: 0, 8: step})
+    assert plan is not None
+    assert plan.uses[0].use == use
+    assert (plan.uses[0].reason == "") == (use == "trained")
+    assert [use.use for use in plan.uses[1:]] == ["trained"] * (len(plan.uses) - 1)
+    assert plan.lags == ((2, 0, 0) if use == "trained" else (0, 0, 0))
+
+
+def test_an_excluded_batch_is_skipped_whatever_its_version_and_replaced() -> None:
+    stop, asked = threading.Event(), []
+
+    def excluded(batch_id: str) -> str:
+        asked.append(batch_id)
+        return "excluded: worker w" if batch_id in ("0-1", "0-2") else ""
+
+    selection = BatchSelection(
+        ScriptedReader([0, 0, 9, 0, 0], stop),  # type: ignore[arg-type]
+        rollouts_per_step=40,
+        max_policy_lag=2,
+        read_version_steps=lambda _version: {0: 0},
+        skipped=lambda _uses: None,
+        excluded=excluded,
+    )
+    plan = selection.plan(2, stop)
+    assert plan is not None
+    reasons = [(use.batch_id, use.use, use.reason) for use in plan.uses]
+    why = "excluded: worker w"
+    assert reasons[:3] == [("0-0", "trained", ""), ("0-1", "skipped", why), ("0-2", "skipped", why)]
+    assert [use.use for use in plan.uses[3:]] == ["trained", "trained"]
+    assert asked == [f"0-{number}" for number in range(5)]
+
+
+def test_a_step_on_record_takes_what_it_took_whatever_was_excluded_or_published_since() -> None:
+    stop = threading.Event()
+
+    def recorded(number: int, reason: str, rows: int, *row_numbers: int) -> BatchUse:
+        use = "skipped" if reason else "trained"
+        return BatchUse(
+            batch_id=f"0-{number}",
+            index_offset=10 * number,
+            rows=rows,
+            use=use,  # type: ignore[arg-type]
+            reason=reason,
+            row_numbers=row_numbers,
+            code=code_of(reason),
+        )
+
+    part, whole = "left out as vocabulary: x", "left out as advantage: y"
+    on_record = {
+        "0-0": (recorded(0, "policy version 0 is not on record", 16),),
+        "0-1": (recorded(1, "", 15, *range(15)), recorded(1, part, 1, 15)),
+        "0-2": (recorded(2, whole, 16),),
+        "0-3": (recorded(3, "", 16),),
+    }
+    selection = BatchSelection(
+        ScriptedReader([0, 0, 0, 0, 0], stop),  # type: ignore[arg-type]
+        rollouts_per_step=40,
+        max_policy_lag=2,
+        read_version_steps=lambda _version: {0: 0},
+        skipped=lambda _uses: None,
+        decided=lambda step, batch_id: on_record.get(batch_id, ()) if step == 1 else (),
+        excluded=lambda _batch_id: "excluded: worker w",
+    )
+    plan = selection.plan(0, stop)
+    assert plan is not None
+    assert plan.uses == tuple(use for uses in on_record.values() for use in uses)
+    assert [read.entry.batch_id for read in plan.trained] == ["0-1", "0-2", "0-3"]
+    assert plan.rows == (tuple(range(15)), (), None)
+    assert plan.checked
+    again = selection.plan(1, stop)
+    assert again is None
+
+
+def test_rows_left_out_of_whole_batches_are_named_beside_what_is_trained_on() -> None:
+    batches = [random_batch(number) for number in range(3)]
+    reads = [IndexedBatch(replace(ENTRY, batch_id=batch.batch_id), 10 * n) for n, batch in enumerate(batches)]
+    tokens = batches[1].tokens.copy()
+    tokens[[0, -1]] = 99, -1
+    bad = replace(batches[1], tokens=tokens, temperatures=np.where(np.arange(16) == 3, 1e-40, 1.0))
+    worse = replace(batches[2], temperatures=np.zeros(16) + 1e-40)
+    config = LearnerConfig()
+    left_out = [
+        use
+        for read, batch in zip(reads, (batches[0], bad, worse), strict=True)
+        for use in unfit_uses(read, batch, config)
+    ]
+    uses = without(
+        [
+            BatchUse(batch_id=read.entry.batch_id, index_offset=read.index_offset, rows=16, use="trained")
+            for read in reads
+        ],
+        left_out[::-1],
+    )
+    assert [(use.batch_id, use.use, use.reason.partition(":")[0], use.row_numbers) for use in uses] == [
+        ("0-0", "trained", "", ()),
+        ("0-1", "trained", "", (1, 2, *range(4, 15))),
+        ("0-1", "skipped", "left out as temperature", (3,)),
+        ("0-1", "skipped", "left out as vocabulary", (0, 15)),
+        ("0-2", "skipped", "left out as temperature", ()),
+    ]
+    assert (rows_of(uses, "trained"), rows_of(uses, "skipped")) == (29, 19)
+    assert taken_rows(uses) == {0: tuple(range(16)), 10: (1, 2, *range(4, 15)), 20: ()}
+    metrics = totals_of(batches[:1], tuple(left_out)).metrics()
+    assert (metrics["left_out/temperature"], metrics["left_out/vocabulary"]) == (17.0, 2.0)
+
+
+def test_a_version_nobody_published_is_skipped_with_that_reason() -> None:
+    plan, _ = take([5, 0, 0, 0])
+    assert plan is not None
+    assert (plan.uses[0].use, plan.uses[0].reason) == ("skipped", "policy version 5 is not on record")
+
+
+def test_manifests_are_read_again_when_a_batch_names_a_new_version() -> None:
+    published = {0: 0}
+    stop = threading.Event()
+    reads = []
+
+    def read(_version: int) -> dict[int, int]:
+        reads.append(dict(published))
+        return dict(published)
+
+    selection = BatchSelection(
+        ScriptedReader([0, 0, 0, 1, 1, 1], stop),  # type: ignore[arg-type]
+        rollouts_per_step=40,
+        max_policy_lag=2,
+        read_version_steps=read,
+        skipped=lambda _uses: None,
+    )
+    selection.plan(0, stop)
+    published[1] = 1
+    plan = selection.plan(1, stop)
+    assert plan is not None
+    assert rows_of(plan.uses, "trained") == 48
+    assert len(reads) == 2
+
+
+def test_figures_are_over_what_is_trained_only() -> None:
+    plan, _ = take([9, 0, 0, 0])
+    assert plan is not None
+    assert [read.entry.batch_id for read in plan.trained] == ["0-1", "0-2", "0-3"]
+    batches = [random_batch(number) for number in (1, 2, 3)]
+    metrics = totals_of(batches).metrics()
+    rewards = np.concatenate([batch.rewards for batch in batches])
+    assert metrics["trained/rollouts"] == 48
+    assert metrics["trained/reward"] == pytest.approx(rewards.mean())
+    assert metrics["trained/reward_std"] == pytest.approx(rewards.std())
+    trained_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
+    assert metrics["trained/completions/mean_length"] == pytest.approx(trained_tokens / 48)
+    truncated = np.concatenate([batch.truncated for batch in batches])
+    assert metrics["trained/completions/clipped_ratio"] == pytest.approx(truncated.mean())
+
+
+@given(st.lists(st.integers(1, 1000), max_size=20), st.integers(1, 5))
+def test_processes_share_a_step_without_gap_or_overlap_and_about_equally(tokens: list[int], processes: int) -> None:
+    trained = [IndexedBatch(replace(ENTRY, tokens=count), 3 * number) for number, count in enumerate(tokens)]
+    shares = [share_of(trained, process, processes) for process in range(processes)]
+    assert sorted(read.index_offset for share in shares for read in share) == [read.index_offset for read in trained]
+    assert all(list(share) == sorted(share, key=lambda read: read.index_offset) for share in shares)
+    loads = [sum(read.entry.tokens for read in share) for share in shares]
+    assert max(loads) - min(loads) <= max(tokens, default=0)
+
+
+def test_what_processes_trained_on_adds_up_to_what_one_would_have() -> None:
+    batches = [random_batch(number) for number in range(5)]
+    parts = sum((totals_of(part) for part in (batches[:2], [], batches[2:])), StepTotals())
+    assert parts.metrics() == pytest.approx(totals_of(batches).metrics())

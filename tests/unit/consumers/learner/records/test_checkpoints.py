@@ -1,0 +1,98 @@
+"""A checkpoint gives back every bit, its position and its steps, and a save cut short is no checkpoint."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rollstream.consumers.learner.config import CheckpointConfig, LearnerConfig
+from rollstream.consumers.learner.records.checkpoints import Checkpoints
+from rollstream.consumers.learner.records.learner_position import LearnerPosition
+from rollstream.consumers.learner.training.train_step import TrainState, TrainStep
+from rollstream.consumers.models.config import DecoderConfig
+from rollstream.topics.records import BatchUse, LearnerStep, same
+
+CONFIG = LearnerConfig(model=DecoderConfig(num_hidden_layers=1))
+RECORD = LearnerStep(
+    learner="default",
+    step=7,
+    input_run="r",
+    uses=(BatchUse(batch_id="0-1", index_offset=2, rows=16, use="trained"),),
+    position=3,
+    policy_version=7,
+    params_digest="d",
+    trained_total=16,
+    skipped_total=0,
+    metrics={"loss": 0.1},
+    timestamp=1.5,
+)
+
+
+@pytest.fixture(scope="module")
+def fresh() -> TrainState:
+    return TrainStep(CONFIG).initial_state()
+
+
+def at(state: TrainState, step: int) -> TrainState:
+    noise = np.random.default_rng(step)
+    params = {
+        name: jnp.asarray(noise.standard_normal(value.shape).astype(np.float32)) for name, value in state.params.items()
+    }
+    return state._replace(params=params, step=jnp.asarray(step, jnp.int32))
+
+
+def learner_position(position: int) -> LearnerPosition:
+    return LearnerPosition(position=position, trained_total=5, skipped_total=1, recent_steps=(RECORD,))
+
+
+def test_a_checkpoint_gives_back_what_was_saved(fresh: TrainState, tmp_path: Path) -> None:
+    saved = at(fresh, 7)
+    with Checkpoints(CheckpointConfig(directory=str(tmp_path)), "run", "default") as checkpoints:
+        assert checkpoints.restore(fresh) is None
+        checkpoints.save(saved, learner_position(3), {"jax": "1"})
+        checkpoints.wait()
+    with Checkpoints(CheckpointConfig(directory=str(tmp_path)), "run", "default") as checkpoints:
+        restored = checkpoints.restore(fresh)
+    assert restored is not None
+    assert jax.tree.structure(restored.state) == jax.tree.structure(fresh)
+    for found, expected in zip(jax.tree.leaves(restored.state), jax.tree.leaves(saved), strict=True):
+        assert same(np.asarray(found), np.asarray(expected))
+    assert restored.position == learner_position(3)
+    assert restored.fingerprint == {"jax": "1"}
+
+
+def test_the_newest_of_the_checkpoints_kept_is_restored(fresh: TrainState, tmp_path: Path) -> None:
+    with Checkpoints(CheckpointConfig(directory=str(tmp_path), keep=2), "run", "default") as checkpoints:
+        for step in (0, 20, 40):
+            checkpoints.save(at(fresh, step), learner_position(step), {})
+        checkpoints.wait()
+        restored = checkpoints.restore(fresh)
+    assert restored is not None
+    assert (int(restored.state.step), restored.position.position) == (40, 40)
+    assert sorted(path.name for path in (tmp_path / "run" / "default").iterdir()) == ["20", "40"]
+
+
+def test_a_save_cut_short_is_not_restored(fresh: TrainState, tmp_path: Path) -> None:
+    with Checkpoints(CheckpointConfig(directory=str(tmp_path)), "run", "default") as checkpoints:
+        checkpoints.save(at(fresh, 20), learner_position(20), {})
+        checkpoints.wait()
+    # Remains of a killed orbax: a temporary directory with some of the files.
+    unfinished = tmp_path / "run" / "default" / "40.orbax-checkpoint-tmp-0"
+    unfinished.mkdir()
+    (unfinished / "meta").mkdir()
+    with Checkpoints(CheckpointConfig(directory=str(tmp_path)), "run", "default") as checkpoints:
+        restored = checkpoints.restore(fresh)
+    assert restored is not None
+    assert int(restored.state.step) == 20
+
+
+def test_learners_and_runs_do_not_share_checkpoints(fresh: TrainState, tmp_path: Path) -> None:
+    config = CheckpointConfig(directory=str(tmp_path))
+    with Checkpoints(config, "run", "default") as checkpoints:
+        checkpoints.save(at(fresh, 20), learner_position(20), {})
+        checkpoints.wait()
+    for run, learner in (("run", "other"), ("another", "default")):
+        with Checkpoints(config, run, learner) as checkpoints:
+            assert checkpoints.restore(fresh) is None

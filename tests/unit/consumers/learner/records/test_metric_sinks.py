@@ -1,0 +1,242 @@
+"""MetricSinks hold each step once, whatever a resumed learner executes again, and never end the learner."""
+
+import json
+import logging
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.consumers.learner.records import metric_sinks
+from rollstream.consumers.learner.records.metric_sinks import MetricSinks, open_sinks
+from rollstream.consumers.learner.records.metric_sinks_config import SinksConfig
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.records import LearnerStep
+from tests.support.paths import ROOT
+
+NAMES = {"reward": 0.25, "optim/lr": 1e-3, "clip_ratio/high_mean": float("nan")}
+
+
+def step_of(number: int) -> LearnerStep:
+    return LearnerStep(
+        learner="a",
+        step=number,
+        input_run="r",
+        uses=(),
+        position=number,
+        policy_version=number,
+        params_digest="d",
+        trained_total=0,
+        skipped_total=0,
+        metrics={**NAMES, "trained/reward": float(number)},
+        timestamp=1.8e9 + number,
+    )
+
+
+class Elsewhere:
+    """Stands for the topic `metrics`, which tests/broker/test_sinks.py writes to."""
+
+    last = -1
+
+    def write(self, step: LearnerStep) -> None: ...
+
+    def close(self) -> None: ...
+
+
+_killed: list[MetricSinks] = []
+"""Closed when a test is over: until then they are as a learner that was killed left them."""
+
+
+@pytest.fixture(autouse=True)
+def _no_broker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(metric_sinks, "TopicSink", lambda *_: Elsewhere())
+    yield
+    while _killed:
+        _killed.pop().close()
+
+
+def opened(config: SinksConfig, recorded: int) -> MetricSinks:
+    return open_sinks(config, KafkaConfig(), "r", "a", recorded)
+
+
+def write(config: SinksConfig, recorded: int, *steps: int) -> MetricSinks:
+    """A learner that resumes with `recorded` steps on record, makes these steps and is killed."""
+    found = opened(config, recorded)
+    _killed.append(found)
+    for step in steps:
+        found.write(step_of(step))
+    return found
+
+
+def lines_of(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "r" / "a.jsonl").read_text().splitlines()]
+
+
+def test_json_lines_hold_each_step_once_under_its_names(tmp_path: Path) -> None:
+    config = SinksConfig(jsonl=str(tmp_path))
+    write(config, -1, 0, 1, 2, 3)
+    write(config, 3, 2, 3, 4)
+
+    found = lines_of(tmp_path)
+    assert [line["step"] for line in found] == [0, 1, 2, 3, 4]
+    assert found[2] == {
+        "run": "r",
+        "learner": "a",
+        "step": 2,
+        "policy_version": 2,
+        "timestamp": 1.8e9 + 2,
+        "reward": 0.25,
+        "optim/lr": 1e-3,
+        "clip_ratio/high_mean": None,
+        "trained/reward": 2.0,
+    }
+
+
+@pytest.mark.parametrize("left", [b'{"run": "r", "step": 2, "rew', b'{"run": "r", "st\xc3', b"{"])
+def test_half_a_line_is_cut_off_and_written_again(tmp_path: Path, left: bytes) -> None:
+    config = SinksConfig(jsonl=str(tmp_path))
+    write(config, -1, 0, 1)
+    with (tmp_path / "r" / "a.jsonl").open("ab") as file:
+        file.write(left)
+    write(config, 2, 1, 2, 3)
+    assert [line["step"] for line in lines_of(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_a_line_longer_than_what_is_read_at_once_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric_sinks, "TAIL_BYTES", 16)
+    test_json_lines_hold_each_step_once_under_its_names(tmp_path)
+
+
+def test_only_half_a_line_is_no_step(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "a.jsonl").write_text('{"step": 7')
+    write(SinksConfig(jsonl=str(tmp_path)), 7, 0)
+    assert [line["step"] for line in lines_of(tmp_path)] == [0]
+
+
+def test_what_an_earlier_run_of_the_name_left_is_put_aside(tmp_path: Path) -> None:
+    config = SinksConfig(jsonl=str(tmp_path), tensorboard=str(tmp_path / "tb"))
+    write(config, -1, 0, 1, 2)
+    write(config, 0, 1)
+    assert [line["step"] for line in lines_of(tmp_path)] == [1]
+    assert len((tmp_path / "r" / "a.jsonl.1").read_text().splitlines()) == 3
+    assert [step for name, step, _ in scalars(tmp_path / "tb" / "r" / "a") if name == "reward"] == [1]
+
+
+def scalars(directory: Path) -> list[tuple[str, int, float]]:
+    """Figures that TensorBoard shows of a directory: scalars in order, without those purged by a later start."""
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    shown: list[tuple[str, int, float]] = []
+    for path in sorted(directory.glob("events.*")):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            found = Event.FromString(data[at + 12 : at + 12 + length])
+            at += 12 + length + 4
+            if found.session_log.status == SessionLog.START:
+                shown = [item for item in shown if item[1] < found.step]
+            shown += [(value.tag, found.step, value.simple_value) for value in found.summary.value]
+    return shown
+
+
+def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
+    config, directory = SinksConfig(tensorboard=str(tmp_path)), tmp_path / "r" / "a"
+    write(config, -1, 0, 1, 2)
+    # As a kill between an event and its memory leaves it: step 2 is there, and not remembered.
+    (directory / "rollstream.json").write_text('{"last": 1}')
+    write(config, 2, 1, 2, 3)
+
+    found = scalars(directory)
+    assert [(step, value) for name, step, value in found if name == "trained/reward"] == [(n, n) for n in range(4)]
+    assert {name for name, _, _ in found} == {"reward", "optim/lr", "trained/reward"}, "what is not finite is left out"
+
+
+def history(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Steps and figures in a file of Weights & Biases, whose framing is LevelDB's log."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        part = data[at + 7 : at + 7 + length]
+        at += 7 + length
+        whole = part if kind in (1, 2) else whole + part
+        record = Record.FromString(whole) if kind in (1, 4) else Record()
+        if record.HasField("history"):
+            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            yield record.history.step.num, items
+
+
+RESUMED = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.unit.consumers.learner.records.test_metric_sinks import Elsewhere, SinksConfig, metric_sinks, write
+metric_sinks.TopicSink = lambda *_: Elsewhere()
+write(SinksConfig(wandb={directory!r}), {recorded}, *{steps}).close()
+"""
+
+
+@pytest.mark.long
+def test_weights_and_biases_keeps_one_run_with_each_step_once_offline(tmp_path: Path) -> None:
+    root = str(ROOT)
+    for recorded, steps in ((-1, (0, 1, 2)), (2, (1, 2, 3))):
+        code = RESUMED.format(root=root, directory=str(tmp_path), recorded=recorded, steps=steps)
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    assert len(files) == 2
+    assert len({path.name for path in files}) == 1, "one id, so that the service joins them"
+    found = [item for path in files for item in history(path)]
+    assert [step for step, _ in found] == [0, 1, 2, 3]
+    assert found[3][1]["trained/reward"] == "3"
+    assert found[3][1]["optim/lr"] == "0.001"
+
+
+class Full(Elsewhere):
+    """A sink that has no room for the second step."""
+
+    def write(self, step: LearnerStep) -> None:
+        if step.step:
+            raise OSError(28, "No space left on device")
+
+
+def test_a_sink_that_fails_is_left_alone_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metric_sinks, "TopicSink", lambda *_: Full())
+    found = opened(SinksConfig(jsonl=str(tmp_path), tensorboard=str(tmp_path / "tb")), -1)
+    with caplog.at_level(logging.WARNING):
+        for step in (0, 1, 2):
+            found.write(step_of(step))
+    found.close()
+    assert [record.message for record in caplog.records] == ["sink_lost"]
+    assert [line["step"] for line in lines_of(tmp_path)] == [0, 1, 2]
+    assert [step for name, step, _ in scalars(tmp_path / "tb" / "r" / "a") if name == "reward"] == [0, 1, 2]
+
+
+def test_a_sink_that_cannot_be_opened_does_not_keep_the_learner_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "r").write_text("a file where the directory belongs")
+    with caplog.at_level(logging.WARNING):
+        write(SinksConfig(jsonl=str(tmp_path)), -1, 0)
+    assert [record.message for record in caplog.records] == ["sink_lost"]
+
+
+@pytest.mark.parametrize(("setting", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_a_missing_package_is_an_error_that_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigurationError, match=rf"{package}.*pip install 'rollstream\[sinks\]'"):
+        opened(SinksConfig(**{setting: str(tmp_path)}), -1)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,184 @@
+"""Optimizers against their papers' updates in numpy, schedules by their figures, and what a bad gradient may do."""
+
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from rollstream.consumers.learner.training.objective import OptimizerConfig
+from rollstream.consumers.learner.training.optimizer import decays, make_optimizer, make_schedule, update_metrics
+from rollstream.topics.errors import ConfigurationError
+
+WEIGHT, NORM, BIAS, EMBEDDING = (
+    "model.layers.0.mlp.up_proj.weight",
+    "model.layers.0.input_layernorm.weight",
+    "model.layers.0.self_attn.q_proj.bias",
+    "model.embed_tokens.weight",
+)
+SHAPES = {WEIGHT: (6, 4), NORM: (4,), BIAS: (6,), EMBEDDING: (9, 4)}
+
+Arrays = dict[str, np.ndarray]
+
+
+def drawn(seed: int, scale: float = 1.0) -> Arrays:
+    draw = np.random.default_rng(seed)
+    return {name: (scale * draw.normal(size=shape)).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+@cache
+def compiled(config: OptimizerConfig) -> tuple[Any, Any]:
+    """An optimizer of 10 updates: its initial state, and a step from (params, state, gradient) to (params, state)."""
+    optimizer = make_optimizer(config, 10)
+
+    @jax.jit
+    def step(params: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
+        changes, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, changes), state
+
+    return jax.jit(optimizer.init)(drawn(0)), step
+
+
+def run(config: OptimizerConfig, gradients: list[Arrays]) -> tuple[Arrays, Any]:
+    params: Any = drawn(0)
+    state, step = compiled(config)
+    for gradient in gradients:
+        params, state = step(params, state, gradient)
+    return {name: np.asarray(value) for name, value in params.items()}, state
+
+
+def clipped(gradient: Arrays, norm: float) -> Arrays:
+    total = np.sqrt(sum(np.square(value, dtype=np.float64).sum() for value in gradient.values()))
+    return {name: value * min(1.0, norm / total) for name, value in gradient.items()}
+
+
+def test_adamw_makes_the_updates_of_its_paper() -> None:
+    config = OptimizerConfig(learning_rate=0.1, final_learning_rate=0.01, warmup_updates=2, weight_decay=0.3)
+    gradients = [drawn(seed, scale) for seed, scale in ((1, 3.0), (2, 1e-2), (3, 1.0), (4, 0.1))]
+    rates = [0.1 / 3, 0.2 / 3, 0.1, 0.01 + 0.09 * (1 + np.cos(np.pi / 8)) / 2]
+    params: Arrays = {name: value.astype(np.float64) for name, value in drawn(0).items()}
+    m, v = ({name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
+    for n, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+        for name, g in clipped(gradient, 1.0).items():
+            m[name] = 0.9 * m[name] + 0.1 * g
+            v[name] = 0.95 * v[name] + 0.05 * g**2
+            step = (m[name] / (1 - 0.9**n)) / (np.sqrt(v[name] / (1 - 0.95**n)) + 1e-8)
+            decay = 0.3 * params[name] if name in (WEIGHT, EMBEDDING) else 0.0
+            params[name] = params[name] - rate * (step + decay)
+    found, state = run(config, gradients)
+    for name, value in params.items():
+        np.testing.assert_allclose(found[name], value, rtol=2e-5, atol=2e-6)
+    assert (int(state.made), int(state.skipped)) == (4, 0)
+
+
+def test_sgd_and_lion_make_the_updates_of_their_papers() -> None:
+    gradients = [drawn(seed) for seed in (1, 2, 3)]
+    common = {"learning_rate": 0.1, "schedule": "constant", "max_grad_norm": 0.0, "beta1": 0.8, "beta2": 0.7}
+    of_sgd, of_lion = drawn(0), drawn(0)
+    velocity, momentum = ({name: np.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
+    for gradient in gradients:
+        for name, g in gradient.items():
+            velocity[name] = 0.8 * velocity[name] + g
+            of_sgd[name] = of_sgd[name] - 0.1 * velocity[name]
+            decay = 0.5 * of_lion[name] if name in (WEIGHT, EMBEDDING) else 0.0
+            of_lion[name] = of_lion[name] - 0.1 * (np.sign(0.8 * momentum[name] + 0.2 * g) + decay)
+            momentum[name] = 0.7 * momentum[name] + 0.3 * g
+    sgd, _ = run(OptimizerConfig(name="sgd", **common), gradients)
+    lion, _ = run(OptimizerConfig(name="lion", weight_decay=0.5, **common), gradients)
+    for name in SHAPES:
+        np.testing.assert_allclose(sgd[name], of_sgd[name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(lion[name], of_lion[name], rtol=1e-5, atol=1e-6)
+
+
+def test_muon_orthogonalises_the_matrices_of_blocks_and_leaves_the_rest_to_adam() -> None:
+    common = {"learning_rate": 0.1, "schedule": "constant", "max_grad_norm": 0.0}
+    gradients = [drawn(1)]
+    muon, _ = run(OptimizerConfig(name="muon", **common), gradients)
+    adam, _ = run(OptimizerConfig(name="adam", **common), gradients)
+    for name in (NORM, BIAS, EMBEDDING):
+        np.testing.assert_allclose(muon[name], adam[name], rtol=1e-5, atol=1e-7)
+    change = (drawn(0)[WEIGHT] - muon[WEIGHT]) / 0.1
+    singular = np.linalg.svd(change / (0.2 * np.sqrt(6)), compute_uv=False)
+    assert singular.min() > 0.6
+    assert singular.max() < 1.3
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_optimizers_go_downhill(name: Any) -> None:
+    """On the square distance from another point."""
+    state, step = compiled(OptimizerConfig(name=name))
+    target, params = drawn(1), drawn(0)
+
+    def distance(params: Any) -> float:
+        return sum(float(np.square(params[name] - target[name]).sum()) for name in SHAPES)
+
+    distances = [distance(params)]
+    for _ in range(10):
+        params, state = step(params, state, {name: 2 * (params[name] - target[name]) for name in SHAPES})
+        distances.append(distance(params))
+    assert all(later < earlier for earlier, later in pairwise(distances))
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    assert decays(drawn(0)) == {WEIGHT: True, NORM: False, BIAS: False, EMBEDDING: True}
+    nothing = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    config = OptimizerConfig(learning_rate=0.1, schedule="constant", weight_decay=0.5)
+    found, _ = run(config, [nothing])
+    for name, value in drawn(0).items():
+        np.testing.assert_allclose(found[name], value * (0.95 if name in (WEIGHT, EMBEDDING) else 1.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rate", ["cosine", "linear", "constant"])
+def test_a_schedule_rises_without_an_update_at_zero_and_ends_where_it_says(rate: Any) -> None:
+    config = OptimizerConfig(learning_rate=1.0, final_learning_rate=0.2, schedule=rate, warmup_updates=4)
+    schedule = make_schedule(config, 104)
+    found = [float(schedule(n)) for n in (0, 1, 4, 54, 104, 500)]
+    end = 1.0 if rate == "constant" else 0.2
+    half = 1.0 if rate == "constant" else 0.6
+    assert found == pytest.approx([0.2, 0.4, 1.0, half, end, end], abs=1e-6)
+
+
+def test_the_default_schedule_falls_by_cosine_and_stays() -> None:
+    schedule = make_schedule(OptimizerConfig(), 600)
+    assert [float(schedule(n)) for n in (0, 300, 600, 900)] == pytest.approx([2e-3, 1.2e-3, 4e-4, 4e-4])
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"), [("adamw", np.nan), ("adamw", np.inf), ("adamw", 3e38), ("adafactor", np.nan)]
+)
+def test_an_update_with_a_gradient_that_is_not_finite_changes_no_bit(name: Any, bad: float) -> None:
+    """3e38 is finite and its square is not: the norm that clipping divides by would be infinite."""
+    config = OptimizerConfig(name=name)
+    poisoned = drawn(2)
+    poisoned[WEIGHT][3, 1] = bad
+    without, plain = run(config, [drawn(1), drawn(3)])
+    with_it, guarded = run(config, [drawn(1), poisoned, drawn(3)])
+    for parameter in SHAPES:
+        np.testing.assert_array_equal(with_it[parameter], without[parameter])
+    assert (int(guarded.made), int(guarded.skipped)) == (2, 1)
+    for mine, theirs in zip(jax.tree.leaves(guarded.inner), jax.tree.leaves(plain.inner), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_the_metrics_say_norm_rate_and_what_was_skipped() -> None:
+    config = OptimizerConfig(learning_rate=1.0, final_learning_rate=0.0, schedule="linear")
+    schedule, (state, step) = make_schedule(config, 10), compiled(config)
+    params, found = drawn(0), []
+    for gradient in (drawn(1), {**drawn(2), NORM: np.full(4, np.nan, np.float32)}, drawn(3)):
+        params, after = step(params, state, gradient)
+        found.append({name: float(value) for name, value in update_metrics(schedule, gradient, state, after).items()})
+        state = after
+    assert [figures["optim/skipped"] for figures in found] == [0.0, 1.0, 0.0]
+    assert [figures["optim/lr"] for figures in found] == pytest.approx([1.0, 0.9, 0.9])
+    norm = np.sqrt(sum(np.square(value).sum() for value in drawn(1).values()))
+    assert found[0]["optim/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="has no weight decay"):
+        OptimizerConfig(name="sgd", weight_decay=0.1)
+    with pytest.raises(ConfigurationError, match="rate above 0"):
+        OptimizerConfig(learning_rate=0.0)

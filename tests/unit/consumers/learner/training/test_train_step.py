@@ -1,0 +1,259 @@
+"""The optimizer step: the same inputs give the same bits, and the recipe's schedule is kept."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from rollstream.consumers.learner.config import LearnerConfig, WarmStartConfig
+from rollstream.consumers.learner.input.packing import TrainingSequence, pack, pack_for, sequences_of
+from rollstream.consumers.learner.startup import begin
+from rollstream.consumers.learner.training import train_step as step_module
+from rollstream.consumers.learner.training.objective import LossConfig, OptimizerConfig
+from rollstream.consumers.learner.training.optimizer import make_schedule
+from rollstream.consumers.learner.training.train_step import TrainState, TrainStep
+from rollstream.consumers.models.config import DecoderConfig
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.params_digest import params_digest
+from tests.support.batches import random_batch
+
+CONFIG = LearnerConfig(
+    model=DecoderConfig(num_hidden_layers=1),
+    microbatch_rows=4,
+    sequence_length=32,
+    max_steps=50,
+    optimizer=OptimizerConfig(learning_rate=2e-3, schedule="constant"),
+    warm_start=WarmStartConfig(steps=30, sequences_per_step=16, learning_rate=1e-2),
+)
+
+
+# Activations computed again change rounding only.
+SEVERAL = replace(CONFIG, minibatches=2, epochs=2, remat=True)
+EVERYTHING = replace(
+    CONFIG,
+    minibatches=2,
+    epochs=2,
+    optimizer=OptimizerConfig(learning_rate=2e-2, schedule="linear"),
+    length_buckets=(16,),
+    loss=LossConfig(importance_sampling="truncated", kl_coefficient=0.1),
+    reference="initial",
+)
+
+
+@pytest.fixture(scope="module")
+def train_step() -> TrainStep:
+    return TrainStep(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def everything() -> TrainStep:
+    found = TrainStep(EVERYTHING)
+    found.warm_up(found.initial_state())
+    return found
+
+
+def packed(number: int, rows: int = 32):
+    return pack(sequences_of(random_batch(number, rows=64))[:rows], rows=4, sequence_length=32)
+
+
+def digest(state: TrainState) -> str:
+    return params_digest(jax.device_get(state.params))
+
+
+def test_the_same_steps_from_the_same_state_give_the_same_bits(train_step: TrainStep) -> None:
+    runs = []
+    for _ in range(2):
+        state, digests = train_step.initial_state(), []
+        for number in range(3):
+            state, _ = train_step.train(state, packed(number))
+            digests.append(digest(state))
+        runs.append(digests)
+    assert runs[0] == runs[1]
+    assert len(set(runs[0])) == 3
+
+
+def test_a_step_counts_and_reports_finite_metrics(train_step: TrainStep) -> None:
+    state, metrics = train_step.train(train_step.initial_state(), packed(0))
+    assert int(state.step) == 1
+    assert metrics["optim/lr"] == pytest.approx(2e-3)
+    assert {"loss", "entropy/mean", "mismatch_kl/mean", "clip_ratio/low_mean", "optim/grad_norm"} <= metrics.keys()
+    assert all(np.isfinite(value) for value in metrics.values())
+
+
+def test_a_step_without_a_trained_token_leaves_the_parameters_as_they_are(train_step: TrainStep) -> None:
+    before = digest(train_step.initial_state())
+    state, metrics = train_step.train(train_step.initial_state(), packed(0, rows=0))
+    assert digest(state) == before
+    assert metrics["optim/grad_norm"] == 0.0
+
+
+def test_the_warm_up_changes_nothing_and_nothing_compiles_after_it(train_step: TrainStep) -> None:
+    state = train_step.initial_state()
+    before = digest(state)
+    train_step.warm_up(state)
+    assert digest(state) == before
+    compiled = train_step.compilations
+    for rows in (32, 1, 8, 64, 5):
+        state, _ = train_step.train(state, packed(1, rows=rows))
+    assert train_step.compilations == compiled
+
+
+def test_the_learning_rate_falls_by_cosine_to_the_final_one_and_stays() -> None:
+    schedule = make_schedule(OptimizerConfig(learning_rate=2e-3, final_learning_rate=4e-4), 600)
+    assert float(schedule(0)) == pytest.approx(2e-3)
+    assert float(schedule(300)) == pytest.approx(1.2e-3)
+    assert float(schedule(600)) == pytest.approx(4e-4)
+    assert float(schedule(900)) == pytest.approx(4e-4)
+
+
+def test_the_warm_start_teaches_its_examples_and_starts_the_optimizer_afresh(
+    train_step: TrainStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = np.array([5, 6, 7, 8, 9], np.int32)
+    nothing = np.zeros(5, np.float32)
+    example = TrainingSequence(
+        tokens=tokens, loss_mask=np.arange(5) > 1, advantages=nothing, generator_log_probs=nothing
+    )
+    heard: list[tuple[int, int, float]] = []
+    monkeypatch.setattr(step_module, "REPORT_EVERY_S", 0.0)
+    state, metrics = train_step.warm_start(train_step.initial_state(), [example], lambda *said: heard.append(said))
+    assert [(done, of) for done, of, _loss in heard] == [(done, 30) for done in range(1, 31)]
+    assert heard[0][2] > heard[-1][2] == metrics["warm_start/loss"]
+    assert metrics["warm_start/loss"] < 0.1 < np.log(CONFIG.model.vocab_size)
+    assert int(state.step) == 0
+    assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(state.optimizer))
+
+
+def test_no_warm_start_without_examples(train_step: TrainStep) -> None:
+    state, metrics = train_step.warm_start(train_step.initial_state(), [])
+    assert metrics == {}
+    assert digest(state) == digest(train_step.initial_state())
+
+
+@pytest.mark.parametrize(
+    ("too_long", "lengths", "trained", "says"),
+    [
+        (
+            "refuse",
+            (160, 20),
+            range(1, 160),
+            "1 of 2 examples of the warm start are longer than .* the longest has 160",
+        ),
+        ("error", (160, 160), range(1, 160), "2 of 2 examples"),
+        ("skip", (160, 160), range(1, 160), "no token to train on: 2 of 2 examples"),
+        ("truncate", (160, 160), range(32, 160), "no token to train on"),
+        ("refuse", (20, 20), range(1), "no token to train on"),
+    ],
+)
+def test_a_warm_start_that_teaches_nothing_is_refused(
+    too_long: str, lengths: tuple[int, ...], trained: range, says: str
+) -> None:
+    examples = [(np.ones(length, np.int32), np.isin(np.arange(length), trained)) for length in lengths]
+    with pytest.raises(ConfigurationError, match=says):
+        begin(TrainStep(replace(CONFIG, too_long=too_long)), examples)
+
+
+def rollouts(number: int, count: int = 32) -> list[TrainingSequence]:
+    return sequences_of(random_batch(number, rows=64))[:count]
+
+
+def largest_difference(one: TrainState, other: TrainState) -> float:
+    return max(float(abs(one.params[name] - value).max()) for name, value in other.params.items())
+
+
+def test_a_step_of_minibatches_and_epochs_is_that_many_updates_in_turn(train_step: TrainStep) -> None:
+    several = TrainStep(SEVERAL)
+    state, metrics = several.train(several.initial_state(), pack_for(SEVERAL, rollouts(0)))
+    expected, losses = train_step.initial_state(), []
+    for _epoch in range(2):
+        for half in (rollouts(0)[:16], rollouts(0)[16:]):
+            expected, found = train_step.train(expected, pack_for(CONFIG, half))
+            losses.append(found["loss"])
+    # Four updates of Adam move parameters by up to 8e-3.
+    assert largest_difference(expected, train_step.initial_state()) > 5e-3
+    assert largest_difference(state, expected) < 1e-4
+    assert (int(state.step), int(expected.step)) == (1, 4)
+    assert metrics["loss"] == pytest.approx(np.mean(losses), abs=1e-4)
+
+
+def test_the_learning_rate_goes_by_updates(everything: TrainStep) -> None:
+    state = everything.initial_state()
+    reference = everything.frozen(state.params)
+    state, metrics = everything.train(state, pack_for(EVERYTHING, rollouts(0)), reference)
+    schedule = make_schedule(EVERYTHING.optimizer, 4 * EVERYTHING.max_steps)
+    assert int(state.optimizer.made) == 4
+    assert metrics["optim/lr"] == pytest.approx(float(schedule(3)))
+
+
+def test_nothing_compiles_after_the_warm_up_whatever_a_step_is_made_of(
+    everything: TrainStep, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = everything.initial_state()
+    reference = everything.frozen(state.params)
+    state, _ = everything.train(state, pack_for(EVERYTHING, rollouts(0)), reference)
+    compiled = everything.compilations
+    masked = [replace(sequence, loss_mask=np.zeros_like(sequence.loss_mask)) for sequence in rollouts(1)]
+    with jax.log_compiles():
+        for sequences in (rollouts(0, 64), rollouts(1, 1), [], masked, rollouts(2)):
+            packed = pack_for(EVERYTHING, sequences)
+            state, metrics = everything.train(state, everything.place(packed), reference)
+            assert all(np.isfinite(value) for value in metrics.values())
+    assert everything.compilations == compiled
+    assert [record.getMessage() for record in caplog.records if "Compiling" in record.getMessage()] == []
+
+
+def test_buckets_and_minibatches_are_reported(everything: TrainStep) -> None:
+    state = everything.initial_state()
+    packed = pack_for(EVERYTHING, rollouts(0, 64))
+    assert {batch.tokens.shape for batch in packed.microbatches} <= {(4, 32), (8, 16)}
+    _, metrics = everything.train(state, packed, everything.frozen(everything.initial_state().params))
+    assert metrics["packing/microbatches"] == len(packed.microbatches)
+    assert metrics["packing/padding_fraction"] == pytest.approx(packed.padding_fraction)
+    assert metrics["packing/too_long"] == packed.too_long
+
+
+def test_several_updates_of_a_step_are_measured_against_the_policy_before_it(
+    everything: TrainStep, train_step: TrainStep
+) -> None:
+    state = everything.initial_state()
+    _, metrics = everything.train(state, pack_for(EVERYTHING, rollouts(0)), everything.frozen(state.params))
+    # The learner before the step against the generator, which three updates at this learning rate change by far.
+    before = [
+        train_step.train(train_step.initial_state(), pack_for(CONFIG, half))[1]["mismatch_kl/mean"]
+        for half in (rollouts(0)[:16], rollouts(0)[16:])
+    ]
+    assert metrics["mismatch_kl/mean"] == pytest.approx(np.mean(before), rel=1e-4)
+
+
+def test_the_reference_is_what_it_is_given_whatever_the_learner_becomes(everything: TrainStep) -> None:
+    state = everything.initial_state()
+    reference = jax.tree.map(np.array, everything.frozen(state.params))
+    distances = []
+    for _ in range(2):
+        state, metrics = everything.train(state, pack_for(EVERYTHING, rollouts(0)), everything.frozen(reference))
+        distances.append(metrics["kl/mean"])
+    assert 0 < distances[0] < distances[1]
+    with pytest.raises(ValueError, match=r"learner.reference is 'initial'"):
+        everything.train(state, pack_for(EVERYTHING, rollouts(0)))
+
+
+def test_bfloat16_learns_and_keeps_float32_masters_and_compares_with_the_rollouts_own_reference() -> None:
+    config = replace(CONFIG, compute_dtype="bfloat16", remat=True, reference="carried")
+    carried = [replace(item, reference_log_probs=item.generator_log_probs) for item in rollouts(0)]
+    step = TrainStep(config)
+    state, found = step.initial_state(), []
+    for _ in range(6):
+        state, metrics = step.train(state, pack_for(config, carried))
+        found.append(metrics)
+    assert found[-1]["loss"] < found[0]["loss"]
+    assert found[0]["kl/mean"] > 0
+    floats = [leaf for leaf in jax.tree.leaves(state) if np.issubdtype(leaf.dtype, np.floating)]
+    assert {leaf.dtype for leaf in floats} == {np.dtype(np.float32)}
+
+
+def test_parameters_from_elsewhere_are_placed_as_float32_masters(train_step: TrainStep) -> None:
+    given = {name: np.asarray(value, np.float16) for name, value in train_step.initial_state().params.items()}
+    state = train_step.fresh_state(given)
+    assert {leaf.dtype for leaf in state.params.values()} == {np.dtype(np.float32)}
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == train_step.shardings

@@ -1,0 +1,107 @@
+"""Attention of long rows: what the plain one gives, without its scores in memory."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rollstream.consumers.models import attention
+
+Attend = Callable[..., jax.Array]
+
+ROWS, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 3, 128, 4, 2, 16
+TOLERANCE = 5e-5
+"""Float32; splash's backward pass sums in another order than the others."""
+DRAW = np.random.default_rng(0)
+Q = DRAW.standard_normal((ROWS, LENGTH, HEADS, HEAD_DIM)).astype(np.float32)
+K, V = DRAW.standard_normal((2, ROWS, LENGTH, KV_HEADS, HEAD_DIM)).astype(np.float32)
+# A packed row, a row of one sequence, a row of padding only.
+SEGMENTS = np.repeat([[1, 2, 0], [1, 1, 1], [0, 0, 0]], [47, 70, 11], axis=1).astype(np.int32)
+WEIGHTS = DRAW.standard_normal(Q.shape).astype(np.float32)
+
+IMPLEMENTATIONS = {
+    "blocks": partial(attention.attend, implementation="blocks"),
+    "splash": partial(attention.splash_attention, interpret=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that does not divide the row."""
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 48)
+
+
+def output_and_gradients(function: Attend) -> tuple[jax.Array, ...]:
+    """The output, and the gradients of its weighted sum by queries, keys and values."""
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        output = function(q, k, v, SEGMENTS)
+        return jnp.sum(WEIGHTS * output), output
+
+    gradients, output = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(Q, K, V)
+    return output, *gradients
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[jax.Array, ...]:
+    return output_and_gradients(partial(attention.attend, implementation="plain"))
+
+
+def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, segments: np.ndarray) -> np.ndarray:
+    """Float64 numpy, one query at a time: only keys it may see are looked at."""
+    output = np.zeros(q.shape)
+    for row, t, head in np.ndindex(*q.shape[:3]):
+        seen = np.flatnonzero(segments[row, : t + 1] == segments[row, t])
+        key_head = head // (HEADS // KV_HEADS)
+        scores = k[row, seen, key_head].astype(np.float64) @ q[row, t, head] / np.sqrt(HEAD_DIM)
+        weights = np.exp(scores - scores.max())
+        output[row, t, head] = weights @ v[row, seen, key_head] / weights.sum()
+    return output
+
+
+def test_a_token_sees_earlier_tokens_of_its_segment_only(plain: tuple[jax.Array, ...]) -> None:
+    np.testing.assert_allclose(plain[0], reference(Q, K, V, SEGMENTS), atol=1e-5)
+
+
+@pytest.mark.parametrize("function", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+def test_output_and_gradients_are_those_of_the_plain_one(function: Attend, plain: tuple[jax.Array, ...]) -> None:
+    for found, wanted in zip(output_and_gradients(function), plain, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_blocks_never_hold_the_scores_of_a_whole_row(backward: bool) -> None:
+    rows, length, heads, head_dim = 1, 2048, 8, 8
+
+    def temporary_bytes(implementation: str) -> int:
+        def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return jnp.sum(attention.attend(q, k, v, jnp.ones((rows, length), jnp.int32), implementation))
+
+        shape = jax.ShapeDtypeStruct((rows, length, heads, head_dim), jnp.float32)
+        function = jax.jit(jax.grad(total, (0, 1, 2)) if backward else total)
+        return function.lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
+
+    scores = rows * heads * length * length * 4
+    assert temporary_bytes("blocks") < scores / 6
+    assert temporary_bytes("plain") >= scores
+
+
+def test_auto_takes_the_plain_one_for_short_rows_and_blocks_for_long_ones_off_a_tpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert attention.choose_implementation(attention.PLAIN_TOKENS) == "plain"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert attention.choose_implementation(attention.PLAIN_TOKENS + 128) == "blocks"
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert attention.choose_implementation(attention.PLAIN_TOKENS + 128) == "splash"
+    assert attention.choose_implementation(attention.PLAIN_TOKENS + 1) == "blocks"
+
+
+def test_a_row_that_splash_cannot_take_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="multiple of 128 tokens, not 100"):
+        attention.attend(Q[:, :100], K[:, :100], V[:, :100], SEGMENTS[:, :100], "splash")
+    with pytest.raises(ValueError, match="attention 'flash'"):
+        attention.attend(Q, K, V, SEGMENTS, "flash")

@@ -1,0 +1,161 @@
+"""The decoder's promises: packing changes nothing, the cache changes nothing, the future is never seen."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rollstream.consumers.models import decoder
+from rollstream.consumers.models.config import DecoderConfig
+from rollstream.topics.errors import ConfigurationError
+
+VARIANTS = {
+    "demo, as Qwen3": DecoderConfig(),
+    "with all biases, untied, stretched": DecoderConfig(
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rope_theta=500_000.0,
+        qk_norm=False,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        rope_scaling_factor=8.0,
+        rope_original_positions=64,
+        tie_word_embeddings=False,
+    ),
+}
+WIDTH = 32
+variants = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+def random_params(config: DecoderConfig) -> dict[str, jax.Array]:
+    """Parameters in which no part is silent: biases and norms are random too."""
+    params = jax.jit(decoder.init, static_argnums=1)(jax.random.key(0), config)
+    noise = np.random.default_rng(0)
+    return {
+        name: value + 0.1 * noise.standard_normal(value.shape).astype(np.float32) if value.ndim == 1 else value
+        for name, value in params.items()
+    }
+
+
+logits_of = jax.jit(decoder.logits, static_argnums=1)
+prefill = jax.jit(decoder.prefill, static_argnums=1)
+final_logits = jax.jit(decoder.final_logits, static_argnums=1)
+decode_step = jax.jit(decoder.decode_step, static_argnums=1)
+
+
+def logits_alone(params: decoder.Params, config: DecoderConfig, tokens: np.ndarray) -> np.ndarray:
+    """Logits [len(tokens), vocab] of a sequence that shares its row with padding only, in one compiled shape."""
+    length = len(tokens)
+    padded = np.zeros((1, WIDTH), np.int32)
+    padded[0, :length] = tokens
+    positions = np.arange(WIDTH, dtype=np.int32)[None]
+    return np.asarray(logits_of(params, config, padded, positions, (positions < length).astype(np.int32))[0, :length])
+
+
+@variants
+def test_packed_logits_equal_unpacked(config: DecoderConfig) -> None:
+    params = random_params(config)
+    draw = np.random.default_rng(1)
+    sequences = [draw.integers(0, config.vocab_size, length).astype(np.int32) for length in (7, 3, 12, 1)]
+    tokens = np.concatenate([*sequences, np.zeros(9, np.int32)])[None]
+    positions = np.concatenate([*(np.arange(len(s)) for s in sequences), np.zeros(9)]).astype(np.int32)[None]
+    segments = np.repeat([1, 2, 3, 4, 0], [7, 3, 12, 1, 9]).astype(np.int32)[None]
+
+    packed = np.asarray(logits_of(params, config, tokens, positions, segments)[0])
+
+    start = 0
+    for sequence in sequences:
+        alone = logits_alone(params, config, sequence)
+        np.testing.assert_allclose(packed[start : start + len(sequence)], alone, atol=1e-6, rtol=1e-6)
+        start += len(sequence)
+
+
+@variants
+def test_decoding_with_the_cache_gives_the_logits_of_the_whole_sequence(config: DecoderConfig) -> None:
+    params = random_params(config)
+    draw = np.random.default_rng(2)
+    lengths = np.array([5, 2, 4], np.int32)
+    full = draw.integers(0, config.vocab_size, (3, 9)).astype(np.int32)
+
+    prompts = np.where(np.arange(9) < lengths[:, None], full, 1)
+    states, cache = prefill(params, config, prompts)
+    logits = final_logits(params, config, states[np.arange(3), lengths - 1])
+    seen = [[np.asarray(logits[row])] for row in range(3)]
+    for step in range(4):
+        positions = lengths + step
+        logits, cache = decode_step(params, config, cache, full[np.arange(3), positions], positions)
+        for row in range(3):
+            seen[row].append(np.asarray(logits[row]))
+
+    for row, length in enumerate(lengths):
+        whole = logits_alone(params, config, full[row, : length + 4])
+        np.testing.assert_allclose(np.stack(seen[row]), whole[length - 1 :], atol=2e-6, rtol=1e-5)
+
+
+def test_a_later_token_does_not_change_earlier_logits() -> None:
+    config = DecoderConfig()
+    params = random_params(config)
+    tokens = np.arange(10, dtype=np.int32)
+    changed = tokens.copy()
+    changed[6] = 50
+    before, after = logits_alone(params, config, tokens), logits_alone(params, config, changed)
+    np.testing.assert_array_equal(before[:6], after[:6])
+    assert np.abs(before[6:] - after[6:]).max() > 1e-3
+
+
+def test_moving_a_sequence_as_a_whole_changes_nothing() -> None:
+    """Rotary embeddings know distances only."""
+    config = DecoderConfig()
+    params = random_params(config)
+    tokens, segments = np.arange(8, dtype=np.int32)[None], np.ones((1, 8), np.int32)
+    positions = np.arange(8, dtype=np.int32)[None]
+    here = logits_of(params, config, tokens, positions, segments)
+    there = logits_of(params, config, tokens, positions + 100, segments)
+    np.testing.assert_allclose(here, there, atol=2e-5)
+
+
+@variants
+def test_every_parameter_has_a_shape_a_split_and_an_effect(config: DecoderConfig) -> None:
+    params = random_params(config)
+    assert {name: value.shape for name, value in params.items()} == decoder.shapes(config)
+    specs = decoder.pspecs(params)
+    assert all(len(specs[name]) <= value.ndim for name, value in params.items())
+
+    def total(params: decoder.Params) -> jax.Array:
+        tokens = jnp.arange(config.vocab_size)[None] % config.vocab_size
+        positions = jnp.arange(config.vocab_size)[None]
+        return jnp.sum(jnp.square(decoder.logits(params, config, tokens, positions, jnp.ones_like(tokens))))
+
+    gradients = jax.jit(jax.grad(total))(params)
+    silent = [name for name, gradient in gradients.items() if not np.abs(gradient).max() > 0]
+    assert silent == []
+
+
+def test_a_parameter_is_split_only_where_the_mesh_divides_it() -> None:
+    config = DecoderConfig(num_hidden_layers=1, hidden_size=64, num_key_value_heads=1, head_dim=6, vocab_size=100)
+    split = {
+        name: tuple(spec)
+        for name, spec in decoder.pspecs(
+            {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in decoder.shapes(config).items()},
+            {"data": 2, "fsdp": 2, "tensor": 4},
+        ).items()
+    }
+    assert split["model.embed_tokens.weight"] == ("tensor", "fsdp")
+    assert split["model.layers.0.self_attn.k_proj.weight"] == (None, "fsdp")
+    assert split["model.layers.0.mlp.down_proj.weight"] == ("fsdp", "tensor")
+    assert split["model.norm.weight"] == ()
+    without_tensor = decoder.pspecs({"model.embed_tokens.weight": np.zeros((100, 64))}, {"fsdp": 2})
+    assert tuple(without_tensor["model.embed_tokens.weight"]) == (None, "fsdp")
+
+
+def test_the_demo_model_has_105_thousand_parameters() -> None:
+    sizes = [int(np.prod(shape)) for shape in decoder.shapes(DecoderConfig()).values()]
+    assert sum(sizes) == 105_024
+
+
+def test_heads_that_cannot_share_keys_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="num_key_value_heads 2"):
+        DecoderConfig(num_attention_heads=3, num_key_value_heads=2)

@@ -1,0 +1,90 @@
+"""Processes are identified across reused pids; a kept child ends with the process that started it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import rollstream.infra.child_keeper
+from rollstream.infra.process_identity import ProcessIdentity, await_end, identify, is_running, send
+from tests.support.waiting import eventually
+
+SLEEPER = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
+
+
+def test_a_process_is_itself_until_it_ended() -> None:
+    with subprocess.Popen(SLEEPER, stdin=subprocess.PIPE) as child:
+        process = identify(child.pid)
+        assert process is not None
+        assert identify(child.pid) == process
+        assert not await_end(process, 0.05)
+        assert send(process, signal.SIGKILL)
+        # Before its parent collected it, it is a zombie: ended all the same.
+        assert await_end(process, 10)
+        assert identify(child.pid) is None
+    assert not send(process, signal.SIGTERM)
+
+
+def test_another_process_with_the_same_number_is_not_signalled() -> None:
+    with subprocess.Popen(SLEEPER, stdin=subprocess.PIPE) as child:
+        earlier = ProcessIdentity(child.pid, "started long ago")
+        assert not is_running(earlier)
+        assert not send(earlier, signal.SIGKILL)
+        assert child.poll() is None
+        child.kill()
+
+
+def test_two_processes_are_two_identities() -> None:
+    assert identify(os.getpid()) != identify(os.getppid())
+
+
+def keeper_task(tmp_path: Path, command: list[str], stop_timeout_s: float = 10.0) -> str:
+    log = str(tmp_path / "log")
+    return json.dumps(
+        {"command": command, "kill_command": [], "log": log, "cwd": str(tmp_path), "stop_timeout_s": stop_timeout_s}
+    )
+
+
+def kept_child_of_a_killed_asker(tmp_path: Path, command: list[str], stop_timeout_s: float) -> ProcessIdentity:
+    """The child of a keeper whose asker was killed with SIGKILL."""
+    asking = (
+        "import subprocess, sys\n"
+        "keeper = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        "print(keeper.stdout.readline().decode(), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    keeper = [sys.executable, rollstream.infra.child_keeper.__file__, keeper_task(tmp_path, command, stop_timeout_s)]
+    with subprocess.Popen(
+        [sys.executable, "-c", asking, *keeper], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as asker:
+        assert asker.stdout is not None
+        child = identify(int(asker.stdout.readline()))
+        assert child is not None
+        asker.kill()
+    return child
+
+
+def test_a_kept_child_ends_when_its_asker_is_killed(tmp_path: Path) -> None:
+    child = kept_child_of_a_killed_asker(tmp_path, ["sleep", "600"], 10.0)
+    eventually(lambda: not is_running(child), 60, "the kept child ended")
+
+
+def test_a_kept_child_that_ignores_sigterm_is_killed_after_its_deadline(tmp_path: Path) -> None:
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    )
+    child = kept_child_of_a_killed_asker(tmp_path, [sys.executable, "-c", deaf], 0.3)
+    eventually(lambda: not is_running(child), 60, "the deaf child ended")
+
+
+def test_a_keeper_ends_with_the_status_of_its_child(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print('last words'); raise SystemExit(7)"]
+    with subprocess.Popen(
+        [sys.executable, rollstream.infra.child_keeper.__file__, keeper_task(tmp_path, command)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as keeper:
+        assert keeper.wait(60) == 7
+    assert (tmp_path / "log").read_text() == "last words\n"

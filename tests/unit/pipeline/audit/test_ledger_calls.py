@@ -1,0 +1,54 @@
+"""The ledger's book of calls: each call has one fate."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.pipeline.audit.ledger.book import Ledger
+from rollstream.pipeline.audit.ledger.calls import FATES, CallBook
+from rollstream.pipeline.tools.ledger import calls_text
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.records import ModelCall, SessionEvent
+from tests.unit.producers.gateway.test_sessions import START, call, event
+
+RECORDS = st.lists(
+    st.sampled_from(["start", "reward", "end", "failed", "mark", "finished", "cancelled", "call", "again", "unfit"]),
+    max_size=12,
+)
+
+
+def record(kind: str, number: int, session: str) -> ModelCall | SessionEvent:
+    if kind == "start":
+        return replace(START, session=session)
+    if kind in ("call", "again", "unfit"):
+        made = call(number, request="r" if kind == "again" else f"r{number}", session=session)
+        return replace(made, prompt_digest="other") if kind == "unfit" else made
+    uids = (session,) if kind == "finished" else ()
+    name = "finished" if kind == "cancelled" else kind
+    return event(name, session=session, scored=kind == "reward", uids=uids, reason="why" if kind == "cancelled" else "")
+
+
+@given(RECORDS)
+def test_every_call_has_exactly_one_fate(kinds: list[str]) -> None:
+    book = CallBook()
+    for offset, kind in enumerate(kinds):
+        made = record(kind, offset, f"g.{offset % 2}")
+        book.add(KafkaRecord("x.calls", 0, offset, timestamp_ms=offset * 40), made)
+    fates = book.fates()
+    assert fates.total() == book.calls == sum(kind in ("call", "again", "unfit") for kind in kinds)
+    assert set(fates) <= set(FATES)
+    assert Ledger(calls={"recorded": book.calls, **{fate: fates[fate] for fate in FATES}}).balanced
+
+
+def test_a_call_without_a_fate_unbalances_the_ledger() -> None:
+    assert not Ledger(calls={"recorded": 2, "open": 1}).balanced
+
+
+def test_people_read_fates_and_reasons() -> None:
+    calls = dict.fromkeys(FATES, 0) | {"recorded": 5, "in_rollouts": 3, "retried": 2}
+    text = calls_text({**calls, "sessions": 2, "open_sessions": 0, "reasons": {"no model call was made": 1}})
+    assert "in rollouts" in text
+    assert "dropped: retried" in text
+    assert "cancelled: no model call was made" in text
+    assert "late" not in text

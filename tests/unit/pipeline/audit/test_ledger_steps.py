@@ -1,0 +1,151 @@
+"""Steps against batches, row by row: each rollout once for the first time, whoever draws from a buffer."""
+
+from dataclasses import replace
+
+import pytest
+
+from rollstream.pipeline.audit.ledger import Ledger
+from rollstream.pipeline.audit.ledger.learners import check_positions, check_steps, untrained_rows
+from rollstream.pipeline.audit.partition_journal import PartitionJournal
+from rollstream.pipeline.run.demo_report import ledger_text
+from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep
+
+ROWS = {"0-0": 4, "0-1": 4}
+
+
+def use(what: str, *rows: int, batch: str = "0-0", again: bool = False) -> BatchUse:
+    return BatchUse(
+        batch_id=batch,
+        index_offset=0,
+        rows=len(rows) or 4,
+        use=what,  # type: ignore[arg-type]
+        reason="" if what == "trained" else "old",
+        code="" if what == "trained" else "old_step",
+        row_numbers=rows,
+        again=again,
+    )
+
+
+def checked(*steps: tuple[BatchUse, ...]) -> Ledger:
+    journal, result = PartitionJournal(0, lambda _text: None), Ledger()
+    journal.batches = 2
+    records = [
+        LearnerStep(
+            learner="l",
+            step=number + 1,
+            input_run="run",
+            uses=uses,
+            position=0,
+            policy_version=-1,
+            params_digest="d",
+            trained_total=0,
+            skipped_total=0,
+        )
+        for number, uses in enumerate(steps)
+    ]
+    check_steps(records, ROWS, {0: journal}, "run", result)
+    return result
+
+
+def test_rows_used_again_count_once() -> None:
+    found = checked(
+        (use("trained", 0, 1), use("trained", batch="0-1")),
+        (use("trained", 2), use("trained", 0, again=True), use("trained", batch="0-1", again=True)),
+        (use("skipped", 3), use("skipped", 0, 2, again=True)),
+    )
+    assert (found.trained, found.skipped, found.steps) == (7, 1, 3)
+    assert found.problems == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "problem"),
+    [
+        ([(use("trained", 0, 1),), (use("trained", 1, 2),)], "step 2 of learner l uses batch 0-0 a second time"),
+        ([(use("skipped", 3),), (use("trained"),)], "step 2 of learner l uses batch 0-0 a second time"),
+        ([(use("trained"),), (use("skipped", 3),)], "step 2 of learner l uses batch 0-0 a second time"),
+        ([(use("trained", 0, again=True),)], "step 1 of learner l uses rollouts of batch 0-0 again that it had not"),
+        ([(use("skipped", 0),), (use("trained", 0, again=True),)], "step 2 of learner l uses rollouts of batch 0-0 ag"),
+        ([(use("trained", 2, 4),)], "step 1 of learner l used 2 rows of batch 0-0, which has 4"),
+        ([(replace(use("trained", 1, 2), rows=3),)], "step 1 of learner l used 3 rows of batch 0-0, which has 4"),
+        ([(use("trained", batch="0-7"),)], "step 1 of learner l used 4 rows of batch 0-7, which has none"),
+    ],
+)
+def test_contradictions_are_named(steps: list[tuple[BatchUse, ...]], problem: str) -> None:
+    (found,) = checked(*steps).problems
+    assert found.startswith(problem)
+
+
+def test_skipped_rollouts_are_counted_by_the_code_of_the_reason() -> None:
+    too_long = replace(use("skipped", 0, 1), reason="n" * 290, code="too_long")
+    foreign = replace(use("skipped", 1, batch="0-1"), reason="left out as too_long: says a foreign trainer", code="")
+    found = checked(
+        (too_long, use("trained", 2)),
+        (use("skipped", 3), foreign, replace(use("skipped", 2), again=True)),
+    )
+    assert found.as_dict()["skipped_as"] == {"old_step": 1, "other": 1, "too_long": 2}
+    assert found.learners["l"]["skipped_as"] == found.skipped_as
+    assert "      as too long " in ledger_text(found.as_dict())
+
+
+def test_rows_that_a_learner_skipped_and_none_trained_on_are_found() -> None:
+    steps = [
+        replace(stands(n, 0), uses=uses) for n, uses in enumerate([(use("skipped", 1, 3),), (use("trained", 0, 3),)])
+    ]
+    assert untrained_rows(steps, "run") == {"0-0": {1}}
+    assert untrained_rows(steps, "another") == {}
+
+
+def entries(*offsets: int) -> dict[int, BatchIndexEntry]:
+    """An index with an entry at each offset, of batches 0-0, 0-1 and so on."""
+    return {
+        offset: BatchIndexEntry(
+            batch_id=f"0-{number}",
+            partition=0,
+            offset=number,
+            rollouts=4,
+            tokens=4,
+            trained_tokens=4,
+            lowest_version=0,
+            highest_version=0,
+            size_bytes=1,
+            digest="d",
+        )
+        for number, offset in enumerate(offsets)
+    }
+
+
+def stands(number: int, position: int, *offsets: int, drawn: bool = False, batch: str = "") -> LearnerStep:
+    """A step that stands at a position and names batches 0-0, 0-1, ... of an index with an entry at 0, 2, 4, ..."""
+    return LearnerStep(
+        learner="l",
+        step=number,
+        input_run="run",
+        uses=tuple(replace(use("trained", batch=batch or f"0-{at // 2}"), index_offset=at) for at in offsets),
+        position=position,
+        policy_version=-1,
+        params_digest="d",
+        trained_total=0,
+        skipped_total=0,
+        stream_time_ms=7 if drawn else -1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "problems"),
+    [
+        ([stands(0, 0), stands(1, 3, 0, 2), stands(2, 5, 4)], []),
+        ([stands(7, 5, 4), stands(8, 7, 6)], []),  # A learner of which the first steps are another's.
+        ([stands(0, 0), stands(1, 5, drawn=True), stands(2, 5, 0, drawn=True)], []),
+        ([stands(0, 0), stands(1, 5, 4)], ["step 1 of learner l moved past 2 batches that no step names, the first i"]),
+        (
+            [stands(0, 0), stands(1, 3, 0, 2), stands(2, 7, 6)],
+            ["step 2 of learner l moved past 1 batches that no step"],
+        ),
+        ([stands(1, 9, 0, 2, 4, 6)], ["step 1 of learner l stands at index offset 9, and batch-index ends at 8"]),
+        ([stands(1, 1, 0, batch="0-3")], ["step 1 of learner l names batch 0-3 at index offset 0, which is of batch"]),
+    ],
+)
+def test_a_position_is_as_far_as_the_steps_name_batches(steps: list[LearnerStep], problems: list[str]) -> None:
+    result = Ledger()
+    check_positions(steps, entries(0, 2, 4, 6), 8, "run", result)
+    assert [found[: len(wanted)] for found, wanted in zip(result.problems, problems, strict=True)] == problems

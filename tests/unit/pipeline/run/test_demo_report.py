@@ -1,0 +1,155 @@
+"""A demo passes when it learned, the ledger balances and nothing differs; the report says so to people and programs."""
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from rollstream.pipeline.run.demo_faults import Fault
+from rollstream.pipeline.run.demo_report import DemoReport, HeldOutScore, ledger_text, verification_text
+from rollstream.pipeline.run.one_process import Comparison
+from rollstream.pipeline.text_tables import bytes_text, table
+from rollstream.pipeline.tools.lineage import LineageNode
+from rollstream.pipeline.tools.replay import ReplayComparison
+
+BOOK: dict[str, Any] = {
+    "balanced": True,
+    "produced": 110,
+    "rollouts": 100,
+    "batched": 80,
+    "trained": 64,
+    "skipped": 16,
+    "dropped": {"zero_variance": 20},
+    "dead_lettered": 0,
+    "control": 10,
+    "in_flight": 0,
+    "unread": 0,
+    "selection": {},
+    "problems": [],
+}
+REPORT = DemoReport(
+    run="r",
+    task="dsort3",
+    seed=0,
+    outcome="it learned",
+    reward_first=0.1,
+    reward_last=0.95,
+    exact_first=0.0,
+    exact_last=0.9,
+    heldout_first=HeldOutScore(version=0, prompts=200, reward=0.1, exact=0.0),
+    heldout_last=HeldOutScore(version=9, prompts=200, reward=0.9, exact=0.85),
+    rollouts=100,
+    batches=5,
+    steps=9,
+    seconds=100.0,
+    training_seconds=80.0,
+    warm_start_steps=60,
+    topic_bytes={"rollouts": 1_234_567, "metrics": 0},
+    ledger=BOOK,
+    verify={"batches": 5, "drops": 20, "mismatches": 0, "differences": []},
+    faults=(Fault(role="group-1", pid=7, step=84, at_s=31.0, back_s=2.5, back="its partitions"),),
+    lineage=LineageNode("rollout", "u-0", {"with": [f"u-{n}" for n in range(100)]}, [LineageNode("batch", "0-7")]),
+    compare=Comparison(steps=9, seconds_over_the_log=80.0, seconds_one_process=20.0, spans=()),
+    replay=ReplayComparison(changed={"estimator": [["rloo"], "grpo"]}),
+    kept=False,
+    places={"logs": "/somewhere/logs"},
+    next=("rollstream demo --keep",),
+)
+
+
+def test_a_report_passes_when_every_promise_held() -> None:
+    assert REPORT.passed
+    assert REPORT.failures == ()
+    assert "PASSED" in REPORT.as_text()
+    assert "what to try next:\n    rollstream demo --keep" in REPORT.as_text()
+
+
+def test_a_report_of_several_accuracies_says_which_one_counts_and_why() -> None:
+    text = REPORT.as_text()
+    [row] = [line for line in text.splitlines() if "(decides)" in line]
+    assert row.split()[-2:] == ["0.000", "0.900"]
+    assert "PASSED depends on exact match, rollouts produced: it rose by 0.900, and 0.5 is needed." in text
+    assert "its standard error is 0.016 at most" in text
+    assert "That of 200 held-out answers is up to 0.035" in text
+    learned_by_heart = dataclasses.replace(REPORT, heldout_last=dataclasses.replace(REPORT.heldout_last, exact=0.0))
+    assert learned_by_heart.passed, "the one that is named decides, and no other"
+    assert not dataclasses.replace(REPORT, exact_last=0.1).passed
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"exact_last": 0.49}, "exact match rose by 0.490"),
+        ({"ledger": {**BOOK, "balanced": False}}, "the ledger does not balance"),
+        ({"verify": {"batches": 5, "mismatches": 2, "differences": ["a", "b"]}}, "verification found 2 differences"),
+    ],
+)
+def test_each_broken_promise_fails_the_demo_by_name(changes: dict[str, Any], says: str) -> None:
+    report = dataclasses.replace(REPORT, **changes)
+    assert not report.passed
+    assert len(report.failures) == 1
+    assert says in report.failures[0]
+    assert f"FAILED: {report.failures[0]}" in report.as_text()
+
+
+def test_a_program_reads_the_promised_keys() -> None:
+    report = json.loads(json.dumps(REPORT.as_dict()))
+    assert report["heldout_exact_first"] == 0.0
+    assert report["heldout_exact_last"] == 0.85
+    assert (report["heldout_version_first"], report["heldout_version_last"]) == (0, 9)
+    assert report["ledger"]["dropped"] == {"zero_variance": 20}
+    assert report["selection"] == report["ledger"]["selection"]
+    assert report["passed"] is True
+    assert report["faults"] == [
+        {"role": "group-1", "pid": 7, "step": 84, "at_s": 31.0, "back_s": 2.5, "back": "its partitions"}
+    ]
+    assert report["lineage"]["children"] == [{"kind": "batch", "name": "0-7"}]
+    assert report["compare"] == {
+        "steps": 9, "seconds_over_the_log": 80.0, "seconds_one_process": 20.0, "spans": []
+    }  # fmt: skip
+    assert report["replay"]["changed"] == {"estimator": [["rloo"], "grpo"]}
+
+
+def test_the_text_ends_with_what_the_log_can_tell() -> None:
+    text = REPORT.as_text()
+    assert "group-1     step 84, 31 s  2.5 s, its partitions" in text
+    assert "└─ batch 0-7" in text
+    assert "estimator: rloo -> grpo" in text
+    assert "9 steps over the log: 80 s, 8.89 s each" in text
+
+
+def test_the_text_fits_a_terminal_and_is_whole_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert max(map(len, REPORT.as_text().splitlines())) > 500
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert max(map(len, REPORT.as_text().splitlines())) <= 100
+
+
+def test_a_ledger_that_does_not_balance_names_what_is_wrong() -> None:
+    text = ledger_text({**BOOK, "balanced": False, "problems": ["rollouts[3] offset 7: in two places"]})
+    assert "DOES NOT BALANCE" in text
+    assert "rollouts[3] offset 7" in text
+    assert "zero variance" in text
+
+
+def test_a_verification_names_what_differs() -> None:
+    text = verification_text({"batches": 5, "mismatches": 1, "differences": ["batch 3-7: advantages"]})
+    assert "1 difference" in text
+    assert "batch 3-7: advantages" in text
+
+
+def test_columns_are_as_wide_as_their_widest_cell() -> None:
+    assert table(("name", "n"), [("a", 1), ("long name", 1234567)]).splitlines() == [
+        "name               n",
+        "a                  1",
+        "long name  1,234,567",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (45_200_000, "45.2 MB"), (3 * 10**15, "3000.0 TB")],
+)
+def test_sizes_are_written_for_people(size: int, text: str) -> None:
+    assert bytes_text(size) == text

@@ -1,0 +1,81 @@
+"""A run that stands still says so after a minute, and names the number that tells why."""
+
+from dataclasses import replace
+
+import pytest
+
+from rollstream.pipeline.config import load
+from rollstream.pipeline.run.run_statistics import RunSnapshot
+from rollstream.pipeline.run.stall_watch import AGAIN_S, STILL_S, StallWatch
+
+CONFIG = load(flags=["worker.group_size=8", "grouping.batch_rollouts=48", "learner.rollouts_per_step=96"])
+THEN = RunSnapshot(
+    run="r",
+    produced=100,
+    rollouts=90,
+    batches=3,
+    step=2,
+    in_flight=4,
+    unread=6,
+    waiting=1,
+    dropped={"late": 5, "zero_variance": 1},
+)
+
+
+def warnings(now: RunSnapshot, then: RunSnapshot = THEN) -> list[str]:
+    watch = StallWatch(CONFIG)
+    assert watch.look(then, 100.0) == []
+    return watch.look(now, 100.0 + STILL_S)
+
+
+@pytest.mark.parametrize(
+    ("change", "number"),
+    [
+        ({"rollouts": 190, "dropped": {"late": 6, "zero_variance": 90}}, "dropped, 89 since then as zero_variance"),
+        ({"dead_lettered": 7}, "dead letters, 7 since then; `rollstream dlq ls --run r`"),
+        (
+            {"produced": 150, "rollouts": 140, "unread": 56},
+            "unread, 56: grouping reads nothing; its logs are group-*.log, and `rollstream broker mend",
+        ),
+        (
+            {"produced": 150, "rollouts": 140, "in_flight": 54},
+            "in flight, 54: groups wait for members (worker.group_size 8), or there are too few for a batch "
+            "(grouping.batch_rollouts 48)",
+        ),
+        ({"unread": 0, "waiting": 9}, "waiting, 9 batches: workers produce no more"),
+        ({"unread": 0, "waiting": 0}, "rollouts, 90: none are produced"),
+    ],
+)
+def test_a_stall_of_batches_names_the_number_that_explains_it(change: dict[str, object], number: str) -> None:
+    [batched, _trained] = warnings(replace(THEN, **change))  # type: ignore[arg-type]
+    assert batched.startswith("warning: nothing was batched for 60 s: look at ")
+    assert number in batched
+
+
+@pytest.mark.parametrize(
+    ("change", "number"),
+    [
+        ({"skipped": 64}, "skipped, 64 rollouts since then: they were too old"),
+        ({"waiting": 9}, "waiting, 9 batches: the learner takes none, or fewer than a step needs"),
+        ({"waiting": 0}, "batches, 9: the learner has trained on all there are"),
+    ],
+)
+def test_a_stall_of_steps_names_the_number_that_explains_it(change: dict[str, object], number: str) -> None:
+    [trained] = warnings(replace(THEN, batches=9, **change))  # type: ignore[arg-type]
+    assert trained.startswith("warning: nothing was trained for 60 s: look at ")
+    assert number in trained
+
+
+def test_a_run_that_progresses_gives_no_warning() -> None:
+    watch = StallWatch(CONFIG)
+    for second in range(300):
+        now = replace(THEN, batches=second // 50, step=second // 55)
+        assert watch.look(now, float(second)) == []
+
+
+def test_a_warning_is_given_again_now_and_then_and_at_once_after_the_run_went_on() -> None:
+    watch = StallWatch(CONFIG)
+    given = [second for second in range(1000) if watch.look(replace(THEN, batches=second), float(second))]
+    assert given == [STILL_S, STILL_S + AGAIN_S, STILL_S + 2 * AGAIN_S, STILL_S + 3 * AGAIN_S]
+    assert watch.look(replace(THEN, batches=1, step=3), 1000.0) == []
+    assert len(watch.look(replace(THEN, batches=1, step=3), 1000.0 + STILL_S)) == 2

@@ -1,0 +1,300 @@
+"""Roles are started, watched and stopped, and none of them outlives the supervisor, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollstream.pipeline.run.role_process import READY_VARIABLE, announce_progress
+from rollstream.pipeline.run.supervisor import RoleFailed, RoleSpec, Supervisor
+from rollstream.topics.errors import DeadlineExceeded
+from tests.support.interrupting import LIMIT_S, FairTime
+from tests.support.paths import ROOT
+from tests.support.waiting import eventually
+
+PRELUDE = """
+import os, signal, subprocess, sys, threading, time
+from pathlib import Path
+from rollstream.pipeline.run.role_process import announce_progress, announce_ready, stop_on_signals, watch_lifeline
+import rollstream.pipeline.run.role_process
+rollstream.pipeline.run.role_process.ORPHAN_GRACE_S = 0.3
+watch_lifeline()
+"""
+OBEDIENT = PRELUDE + "stop = stop_on_signals(); announce_ready(); stop.wait()"
+STUBBORN = PRELUDE + "signal.signal(signal.SIGTERM, signal.SIG_IGN); announce_ready(); time.sleep(600)"
+WITH_A_CHILD = PRELUDE + (
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+    "Path('child').write_text(str(child.pid)); stop = stop_on_signals(); announce_ready(); stop.wait()"
+)
+
+
+def role(name: str, script: str, **settings: object) -> RoleSpec:
+    return RoleSpec(name=name, arguments=("-c", script), **settings)  # type: ignore[arg-type]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    return Supervisor(tmp_path / "logs", environment=os.environ)
+
+
+def poll_until(supervisor: Supervisor, check: Callable[[], bool], what: str) -> None:
+    def step() -> bool:
+        supervisor.poll(0.01)
+        return check()
+
+    eventually(step, 60, what)
+
+
+def await_finished(supervisor: Supervisor, name: str) -> None:
+    """Watch over the roles until this one has finished by itself."""
+    deadline = time.monotonic() + 60
+    while not supervisor.finished(name):
+        assert time.monotonic() < deadline, f"{name} has not finished"
+        supervisor.poll(0.1)
+
+
+def test_roles_become_ready_and_stop_when_told(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", OBEDIENT), role("a-1", OBEDIENT))
+        supervisor.wait_ready(["a-0", "a-1"])
+        pids = list(supervisor.pids.values())
+        assert len(pids) == 2
+        supervisor.stop(["a-0"])
+        assert list(supervisor.pids) == ["a-1"]
+    assert all(map(gone, pids))
+
+
+def test_a_role_has_its_own_session_and_log(supervisor: Supervisor, tmp_path: Path) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", OBEDIENT.replace("stop.wait()", "print('working', file=sys.stderr); stop.wait()")))
+        supervisor.wait_ready(["a-0"])
+        assert os.getsid(supervisor.pids["a-0"]) == supervisor.pids["a-0"]
+        eventually(lambda: "working" in (tmp_path / "logs" / "a-0.log").read_text(), 60, "the log")
+
+
+def test_a_role_that_dies_is_started_again_until_it_died_too_often(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", OBEDIENT, restarts=2, backoff_s=0.01))
+        for _ in range(2):
+            supervisor.wait_ready(["a-0"])
+            dead = supervisor.pids["a-0"]
+            os.kill(dead, signal.SIGKILL)
+            poll_until(supervisor, lambda dead=dead: supervisor.pids.get("a-0", dead) != dead, "a restart")  # type: ignore[misc]
+        supervisor.wait_ready(["a-0"])
+        os.kill(supervisor.pids["a-0"], signal.SIGKILL)
+        with pytest.raises(RoleFailed, match=r"a-0 exited with signal SIGKILL, which .* memory runs out \(3 times\)"):
+            await_finished(supervisor, "a-0")
+
+
+def test_a_role_that_was_killed_is_not_ready_until_it_says_so_again(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(
+            role("a-0", OBEDIENT, backoff_s=0.01), role("b-0", PRELUDE + "announce_ready()", finishes=True)
+        )
+        supervisor.wait_ready(["a-0"])
+        before = supervisor.pids["a-0"]
+        assert supervisor.kill("a-0") == before
+        assert gone(before)
+        assert not supervisor.is_ready("a-0")
+        poll_until(supervisor, lambda: supervisor.is_ready("a-0"), "a restart")
+        assert supervisor.pids["a-0"] != before
+        await_finished(supervisor, "b-0")
+        assert supervisor.kill("b-0") is None
+
+
+def test_a_role_that_fails_before_it_was_ready_fails_the_run_with_its_log(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", PRELUDE + "sys.exit('no such thing')"))
+        with pytest.raises(RoleFailed, match=r"a-0 exited with code 1(.|\n)*no such thing"):
+            supervisor.wait_ready(["a-0"])
+
+
+def test_a_role_that_is_never_ready_fails_the_run(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", PRELUDE + "time.sleep(600)", ready_timeout_s=0.3))
+        with pytest.raises(DeadlineExceeded, match=r"a-0 was not ready within 0\.3 s"):
+            supervisor.wait_ready(["a-0"])
+
+
+class Hours:
+    """A clock that moves as told, so that what a test waits for takes as long as it takes."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+UPDATES = """
+for n in range(4):
+    announce_progress(f"update {n} of 4")
+    while not Path(f"heard update {n} of 4").exists():
+        time.sleep(0.01)
+announce_ready()
+"""
+
+
+@pytest.mark.usefixtures("supervisor")
+def test_a_role_that_reports_progress_may_take_longer() -> None:
+    clock, heard = Hours(), []
+
+    def hear(name: str, progress: str) -> None:
+        heard.append((name, progress))
+        clock.now_s += 50  # of the 60 it has from one to the next
+        Path(f"heard {progress}").touch()
+
+    with Supervisor(Path("logs"), on_progress=hear, clock=clock) as supervisor:
+        supervisor.start(role("a-0", PRELUDE + UPDATES, ready_timeout_s=60, finishes=True))
+        supervisor.wait_ready(["a-0"])
+    assert heard == [("a-0", f"update {n} of 4") for n in range(4)]
+
+
+@pytest.mark.usefixtures("supervisor")
+def test_a_role_that_stops_reporting_fails_the_run_with_its_last_progress() -> None:
+    clock = Hours()
+
+    def hear(_name: str, progress: str) -> None:
+        if progress == "update 2 of 4":
+            clock.now_s += 61
+        else:
+            Path(f"heard {progress}").touch()
+
+    with Supervisor(Path("logs"), on_progress=hear, clock=clock) as supervisor:
+        supervisor.start(role("a-0", PRELUDE + UPDATES, ready_timeout_s=60))
+        with pytest.raises(DeadlineExceeded, match="not ready within 60 s after it said: update 2 of 4"):
+            supervisor.wait_ready(["a-0"])
+
+
+def test_unread_progress_blocks_no_role(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    try:
+        for _ in range(3000):
+            assert announce_progress("x" * 50, {READY_VARIABLE: str(write)})
+    finally:
+        os.close(read)
+        os.close(write)
+    assert not announce_progress("x", {})
+
+
+def test_a_role_that_finishes_is_not_started_again(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", PRELUDE + "announce_ready()", finishes=True))
+        await_finished(supervisor, "a-0")
+        assert not supervisor.pids
+
+
+def test_a_role_that_ignores_sigterm_is_killed_after_its_deadline(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", STUBBORN, stop_timeout_s=0.2))
+        supervisor.wait_ready(["a-0"])
+        pid = supervisor.pids["a-0"]
+    assert gone(pid)
+
+
+def test_processes_that_a_role_started_end_with_it(supervisor: Supervisor, tmp_path: Path) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", WITH_A_CHILD))
+        supervisor.wait_ready(["a-0"])
+        child = int((tmp_path / "child").read_text())
+        assert not gone(child)
+    eventually(lambda: gone(child), 60, "the end of the role's own child")
+
+
+def test_roles_stop_in_reverse_order_and_by_kind(supervisor: Supervisor, tmp_path: Path) -> None:
+    noting = OBEDIENT + "; open('order', 'a').write(sys.argv[1] + ' ')"
+    with supervisor:
+        for name in ("one-0", "two-0", "two-1"):
+            supervisor.start(RoleSpec(name=name, arguments=("-c", noting, name)))
+            supervisor.wait_ready([name])
+    order = (tmp_path / "order").read_text().split()
+    assert set(order[:2]) == {"two-0", "two-1"}
+    assert order[2] == "one-0"
+
+
+SUPERVISING = """
+import sys, time
+from pathlib import Path
+from rollstream.pipeline.run.role_process import Interrupts
+from rollstream.pipeline.run.role_process import READY_VARIABLE, announce_progress
+from rollstream.pipeline.run.supervisor import RoleSpec, Supervisor
+interrupts = Interrupts()
+interrupts.install()
+with Supervisor(Path("logs"), interrupts=interrupts) as supervisor:
+    interrupts.kill_now = supervisor.kill_now
+    for n, script in enumerate(sys.argv[1:]):
+        supervisor.start(RoleSpec(name=f"a-{n}", arguments=("-c", script), stop_timeout_s=30))
+    supervisor.wait_ready(f"a-{n}" for n in range(len(sys.argv) - 1))
+    try:
+        print(*supervisor.pids.values(), flush=True)  # inside: a test may interrupt as soon as it has read this
+        while True:
+            supervisor.poll(0.05)
+    finally:
+        print("stopping", file=sys.stderr, flush=True)
+"""
+
+
+def supervise(*scripts: str) -> tuple[subprocess.Popen[str], list[int]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISING, *scripts], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+def finish(process: subprocess.Popen[str]) -> int:
+    process.communicate(timeout=120)
+    return process.returncode
+
+
+@pytest.mark.usefixtures("supervisor")
+def test_no_role_survives_the_kill_of_its_supervisor() -> None:
+    process, pids = supervise(OBEDIENT, STUBBORN)
+    assert len(pids) == 2
+    process.kill()
+    finish(process)
+    eventually(lambda: all(map(gone, pids)), 60, "the end of the orphans")
+
+
+@pytest.mark.usefixtures("supervisor")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_stops_in_order(number: signal.Signals) -> None:
+    process, pids = supervise(OBEDIENT, OBEDIENT)
+    process.send_signal(number)
+    assert finish(process) != 0
+    assert all(map(gone, pids))
+
+
+@pytest.mark.usefixtures("supervisor")
+def test_ctrl_c_leaves_a_stubborn_role_little_time() -> None:
+    process, pids = supervise(STUBBORN)  # SIGTERM would leave it 30 s
+    with FairTime() as passed:
+        process.send_signal(signal.SIGINT)
+        assert finish(process) != 0
+    assert passed.seconds < LIMIT_S
+    assert all(map(gone, pids))
+
+
+@pytest.mark.usefixtures("supervisor")
+def test_an_interrupt_after_another_signal_kills_at_once() -> None:
+    process, pids = supervise(STUBBORN, STUBBORN)
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "stopping\n"
+    process.send_signal(signal.SIGINT)
+    assert finish(process) == 130
+    assert all(map(gone, pids))

@@ -1,0 +1,126 @@
+"""`rollstream env new` and `env check`: what is written passes as written, and what is checked is shown as it is."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.pipeline.cli import main
+from tests.support.paths import ROOT
+from tests.support.producing import SortingGenerator, serving
+
+SLOW = """
+import time
+
+from rollstream import Prompt, Score, SingleTurn
+
+
+class Slow(SingleTurn):
+    name = "slow"
+    max_tokens = 1
+
+    def __init__(self, fail=False):
+        self.fail = fail
+
+    def prompts(self, split):
+        return [Prompt(example_id="same", text="line\\nbreak")]
+
+    def score(self, prompt, response_text, truncated):
+        if self.fail:
+            raise KeyError("verdict")
+        time.sleep(0.2)
+        return Score(reward=0.5)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def checked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
+    capsys.readouterr()
+    code = main(["env", "check", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_new_environment_passes_its_own_test_and_can_be_checked(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["env", "new", "my_game"]) == 0
+    assert "rollstream env check my_game.py:MyGame" in capsys.readouterr().out
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_game.py"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout
+    assert "3 passed" in result.stdout
+    style = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "ruff",
+            "check",
+            "--config",
+            str(ROOT / "pyproject.toml"),
+            "--ignore=S101",
+            "my_game.py",
+        ],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert style.returncode == 0, style.stdout
+    assert main(["env", "check", "my_game.py:MyGame", "--random", "--prompts", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "environment my_game: 16 prompts to train on, 5 held out" in shown
+    assert "\n  0-20?" in shown
+    assert "\n       ^" in shown
+
+
+def test_a_name_that_is_taken_or_no_module_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "test_game.py").write_text("")
+    assert main(["env", "new", "game"]) == 2
+    assert "test_game.py exists already" in capsys.readouterr().err
+    assert not (here / "game.py").exists()
+    assert main(["env", "new", "my-game"]) == 2
+    assert "cannot be a module's name" in capsys.readouterr().err
+
+
+def test_a_check_asks_the_servers_that_are_named(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    with serving(SortingGenerator(versions=(3,))) as server:
+        url = f'--set=worker.inference_urls=["{server.base_url}"]'
+        code, report = checked(capsys, "dsort3", url, "--members", "8")
+    assert (code, report["replies"], report["times"]["episodes"]) == (0, server.base_url, 16)
+    for group in report["groups"]:
+        rewards = {member["reward"] for member in group["members"]}
+        assert 1.0 in rewards
+        for member in group["members"]:
+            # The answer and its end, after the question.
+            assert member["loss_mask"] == [0] * 4 + [1] * 4
+            assert [turn["role"] for turn in member["turns"]] == ["user", "assistant"]
+    assert main(["env", "check", "dsort3", url]) == 2, "a server that was named and is gone is an error"
+
+
+def test_a_check_names_what_is_wrong_with_an_environment(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    (here / "slow.py").write_text(SLOW, encoding="utf-8")
+    code, report = checked(capsys, "slow.py:Slow", "--random")
+    warnings = "; ".join(report["warnings"])
+    assert code == 0
+    assert "1 prompts are trained on and held out, e.g. same" in warnings
+    assert "all members of each group have one reward" in warnings
+    assert "kept everything else waiting for 0." in warnings
+    entry = ("use=slow.py:Slow", "name=broken", "options.fail=true")
+    code, report = checked(capsys, "broken", "--random", *(f"--set=environments.0.{setting}" for setting in entry))
+    assert code == 1
+    assert all("KeyError('verdict') at " in error for error in report["groups"][0]["errors"])

@@ -1,0 +1,117 @@
+"""`rollstream fit`: the real step, compiled for TPUs that are not here."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from jax.experimental import topologies
+
+from rollstream.consumers.learner.config import LearnerConfig, MeshConfig
+from rollstream.consumers.learner.parallel.mesh import build_mesh
+from rollstream.consumers.learner.training.tpu_compilation import CompilationFit, CompiledFunction, compile_for
+from rollstream.pipeline.tools.fit import text_of
+from rollstream.topics.errors import ConfigurationError
+
+QWEN_05B = {
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 4864,
+    "rope_theta": 1000000.0,
+    "qk_norm": "false",
+    "qkv_bias": "true",
+    # The model has 24: every layer is compiled by itself, in about ten seconds each.
+    "num_hidden_layers": 2,
+}
+LEARNER = {
+    "sequence_length": 2048,
+    "length_buckets": "[1024]",
+    "compute_dtype": "bfloat16",
+    "remat": "true",
+    "vocabulary_chunk": 16384,
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("topology", "devices", "processes", "mesh"),
+    [("v5e:2x4", 8, 2, {"data": 1, "fsdp": 8, "tensor": 1}), ("v5e:4x4", 16, 4, {"data": 2, "fsdp": 4, "tensor": 2})],
+)
+def test_a_half_billion_class_step_compiles_for_a_slice_and_for_several_hosts(
+    topology: str, devices: int, processes: int, mesh: dict[str, int]
+) -> None:
+    settings = {f"learner.model.{name}": value for name, value in QWEN_05B.items()}
+    settings |= {f"learner.{name}": value for name, value in LEARNER.items()}
+    settings |= {f"learner.mesh.{axis}": size for axis, size in mesh.items()}
+    settings["learner.microbatch_rows"] = devices
+    flags = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+    found = subprocess.run(
+        [sys.executable, "-P", "-m", "rollstream", "fit", topology, "--json", *flags],
+        capture_output=True,
+        text=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "TPU_"))},
+    )
+    assert found.returncode == 0, found.stderr
+    fit = json.loads(found.stdout)
+    print(json.dumps(fit, indent=1))
+    assert (fit["device"], fit["devices"], fit["processes"], fit["mesh"]) == ("TPU v5 lite", devices, processes, mesh)
+    names = [function["name"] for function in fit["functions"]]
+    assert [f"gradient {devices}x2048", f"gradient {2 * devices}x1024"] == [
+        n for n in names if n.startswith("gradient")
+    ]
+    # Parameters and both moments in float32, each device its share but for the norms and biases.
+    share = 12 * fit["parameters"] / (mesh["fsdp"] * mesh["tensor"])
+    assert share <= fit["state_bytes"] < 1.01 * share
+    assert fit["state_bytes"] < fit["peak_bytes"] < fit["hbm_bytes"] == 16 << 30
+    assert fit["fits"]
+
+
+@pytest.mark.long
+def test_matrix_products_are_split_within_a_host_and_rows_belong_to_one() -> None:
+    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
+    mesh = build_mesh(MeshConfig(fsdp=2, tensor=4), devices)
+    owners = [{device.process_index for device in row} for row in mesh.devices.reshape(4, 4)]
+    assert owners == [{0}, {1}, {2}, {3}]
+    with pytest.raises(ConfigurationError, match=r"learner.mesh.tensor 8 spans processes"):
+        build_mesh(MeshConfig(tensor=8), devices)
+
+
+@pytest.mark.long
+def test_a_topology_that_libtpu_does_not_know_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="libtpu does not know the topology 'v5e:3x5'"):
+        compile_for(LearnerConfig(), "v5e:3x5")
+
+
+def test_without_libtpu_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'rollstream\[tpu\]'"):
+        compile_for(LearnerConfig(), "v5e:2x4")
+
+
+def test_a_learner_that_does_not_fit_is_reported() -> None:
+    gib = 2**30
+    function = CompiledFunction(
+        name="gradient 8x64", seconds=1.5, arguments_bytes=gib, temporaries_bytes=15 * gib, peak_bytes=16 * gib
+    )
+    found = CompilationFit(
+        device="TPU v5 lite",
+        devices=8,
+        processes=2,
+        mesh={"data": 8, "fsdp": 1, "tensor": 1},
+        parameters=10**9,
+        state_bytes=12 * gib,
+        peak_bytes=24 * gib,
+        hbm_bytes=16 * gib,
+        functions=(function,),
+    )
+    assert found.fits is False
+    text = text_of(found)
+    assert "8 x TPU v5 lite on 2 hosts, data 8 x fsdp 1 x tensor 1; 1,000.0 million parameters" in text
+    assert "holds at most 24.00 GiB of 16.00 GiB: it does not fit" in text

@@ -1,0 +1,194 @@
+"""SQL over an archive made by hand: the ready views' figures, ways to print them, and that it only reads."""
+
+import csv
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from rollstream.consumers.archive.sql import VIEWS, query
+from rollstream.consumers.archive.store import Store, open_store
+from rollstream.consumers.archive.tables import SCHEMAS, ArchivedRecord
+from rollstream.consumers.archive.writer import ArchiveWriter
+from rollstream.pipeline.cli import main
+from rollstream.topics.codec import encode
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.records import Drop, JournalRecord, LearnerStep
+from tests.support.batches import random_batch
+from tests.support.runs import rollout
+
+DAY_MS = 86_400_000
+
+
+def fill(store: Store, run: str = "main") -> None:
+    """Eight rollouts of two environments and versions: four batched, two dropped, two not settled."""
+    subjects = [
+        rollout(f"x{n}", n, environment="add" if n < 4 else "sub/1", policy_version=n % 2, truncated=n == 7)
+        for n in range(8)
+    ]
+    batched = random_batch(0, rows=4)
+    drops = tuple(Drop(offset=n, reason="late", environment="sub/1", age_ms=10 * n, tokens=6) for n in (4, 5))
+    journal = JournalRecord(
+        partition=0, sequence=0, core_version=1, topic_id="t", partitions=1, begin=0, position=0, watermark=0,
+        watermark_stream_time_ms=0, watermark_policy_version=0, watermark_generation=0, watermark_configuration="",
+        stream_time_ms=0, policy_version=0, generation=0, batch_number=0, drops=drops,
+    )  # fmt: skip
+    steps = [
+        LearnerStep(
+            learner="main", step=step, input_run=run, uses=(), position=1, policy_version=step, params_digest="",
+            trained_total=4, skipped_total=0, metrics={"loss": loss},
+        )
+        for step, loss in ((1, 0.5), (2, 0.4), (2, 0.25))
+    ]  # fmt: skip
+    writer = ArchiveWriter(store, run)
+    for topic in ("rollouts", "batches", "journal", "steps"):
+        writer.begin(topic, topic, {0: 0})
+    values = {"rollouts": subjects, "batches": [batched], "journal": [journal], "steps": steps}
+    for topic, records in values.items():
+        for offset, record in enumerate(records):
+            writer.add(ArchivedRecord(topic, 0, offset, DAY_MS + offset, b"[]", encode(record)))
+    writer.commit({(topic, 0): len(records) for topic, records in values.items()})
+    writer.close()
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    fill(open_store(str(tmp_path / "archive")))
+    return tmp_path / "archive"
+
+
+def rollstream(archive: Path | str, *words: str) -> int:
+    return main(["sql", *words, "--archive", str(archive)])
+
+
+def test_success_is_listed_by_environment_and_version(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rollstream(archive, "select environment, policy_version, rollouts, success from success", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {"environment": environment, "policy_version": version, "rollouts": 2, "success": 1.0 - version}
+        for environment in ("add", "sub/1")
+        for version in (0, 1)
+    ]
+
+
+def test_drops_lengths_and_selection_add_up(archive: Path) -> None:
+    store = open_store(str(archive))
+    assert query(store, "select environment, reason, drops, tokens, age_ms from drops_by_reason").rows == [
+        ("sub/1", "late", 2, 12, 45.0)
+    ]
+    found = query(store, "select environment, fate, reason, rollouts, length, truncated from length_by_outcome")
+    assert found.rows == [
+        ("add", "batched", "", 4, 6.0, 0.0),
+        ("sub/1", "dropped", "late", 2, 6.0, 0.0),
+        ("sub/1", "not settled", "", 2, 6.0, 0.5),
+    ]
+    assert query(store, "select environment, rollouts, batched from selection").rows == [("add", 4, 4), ("sub/1", 4, 0)]
+
+
+def test_a_step_executed_again_counts_as_it_was_last(archive: Path) -> None:
+    statement = "select step, metrics['loss'] from latest_steps"
+    assert query(open_store(str(archive)), statement).rows == [(1, 0.5), (2, 0.25)]
+
+
+def test_every_table_and_view_can_be_queried_even_if_empty(archive: Path) -> None:
+    store = open_store(str(archive))
+    for name in (*SCHEMAS, *VIEWS):
+        query(store, f"select * from {name}")
+    assert query(store, "select count(*) from evals").rows == [(0,)]
+
+
+def test_runs_of_an_archive_at_a_url_stand_side_by_side(tmp_path: Path) -> None:
+    store = open_store(f"memory://{tmp_path.name}")
+    fill(store, "one")
+    fill(store, "two")
+    assert query(store, "select run, count(*) from rollouts group by run order by run").rows == [("one", 8), ("two", 8)]
+    assert query(store, "select distinct run from fates", ["two"]).rows == [("two",)]
+
+
+def test_an_answer_is_a_table_or_csv(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "select uid, reward, extra from rollouts order by uid limit 2"
+    assert rollstream(archive, words) == 0
+    assert capsys.readouterr().out.splitlines() == ["uid   reward  extra", "x0-0   1.000  {}", "x1-1   0.000  {}"]
+    assert rollstream(archive, words, "--csv") == 0
+    assert list(csv.reader(capsys.readouterr().out.splitlines()))[1] == ["x0-0", "1.0", "{}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("create table x as select 1",), "one statement that reads"),
+        (("copy rollouts to 'x.csv'",), "one statement that reads"),
+        (("select 1; drop table rollouts",), "one statement that reads"),
+        (("set enable_external_access = true",), "one statement that reads"),
+        (("select * from read_text('/etc/hostname')",), "disabled by configuration"),
+        (("select * from '/etc/hostname'",), "cannot be answered"),
+        (("select nosuch from rollouts",), "nosuch"),
+        (("select 1", "--json", "--csv"), "give one"),
+        (("select uid from rollouts", "--plot", "x.png"), "two columns"),
+        (("select reward, uid from rollouts", "--plot", "x.png"), "numbers in the second column"),
+        (("select uid, reward from rollouts", "--plot", "x.svg"), "writes PNG"),
+    ],
+)
+def test_a_query_that_writes_or_is_invalid_is_one_line(
+    archive: Path, words: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(archive.rglob("*"))
+    assert rollstream(archive, *words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert sorted(archive.rglob("*")) == before
+
+
+@pytest.mark.parametrize("statement", ["select uid, reward from rollouts", "select step, metrics['loss'] from steps"])
+def test_two_columns_are_drawn(archive: Path, statement: str, tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    assert rollstream(archive, statement, "--plot", str(picture)) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_without_a_query_tables_and_views_are_listed(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sql", "--archive", str(archive)]) == 0
+    said = capsys.readouterr().out
+    assert all(f"{name}:" in said for name in (*SCHEMAS, *VIEWS))
+
+
+def test_an_empty_archive_and_a_missing_extra_name_the_remedy(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="make one with `rollstream archive`"):
+        query(open_store(str(archive / "nothing")), "select 1")
+    monkeypatch.setitem(sys.modules, "duckdb", None)
+    with pytest.raises(ConfigurationError, match=r"rollstream\[sql\]"):
+        query(open_store(str(archive)), "select 1")
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(ConfigurationError, match=r"rollstream\[archive\]"):
+        open_store("memory://x")
+
+
+def test_timestamps_stand_beside_their_numbers(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    writer = ArchiveWriter(store, "times")
+    step = LearnerStep(
+        learner="main", step=1, input_run="times", uses=(), position=0, policy_version=-1, params_digest="",
+        trained_total=0, skipped_total=0, timestamp=1_700_000_000.25,
+    )  # fmt: skip
+    writer.begin("steps", "id", {0: 0})
+    for offset, (at_ms, created_s) in enumerate(
+        [(1_700_000_001_500, 1_700_000_000.25), (2**62, math.nan), (-5, 1e300)]
+    ):
+        writer.add(ArchivedRecord("steps", 0, offset, at_ms, b"k", encode(replace(step, timestamp=created_s))))
+    writer.commit({("steps", 0): 3})
+    writer.close()
+    found = query(store, 'select timestamp_ms, timestamp_at, created_at from steps order by "offset"')
+    begin = datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC)
+    assert found.rows[0] == (
+        1_700_000_001_500,
+        begin + timedelta(seconds=1.5),
+        begin + timedelta(seconds=0.25),
+    )
+    assert found.rows[1] == (2**62, None, None)
+    assert found.rows[2][1:] == (datetime(1969, 12, 31, 23, 59, 59, 995_000, tzinfo=UTC), None)
+    assert query(store, "select count(*) as n from steps where timestamp_at > '2023-01-01'").rows == [(1,)]

@@ -1,0 +1,220 @@
+"""Sessions as a fold of their records: who ends them, what counts, and who writes their rollouts."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.producers.episodes.call_sequences import token_digest
+from rollstream.producers.gateway.episode_rollouts import RolloutForm, cancellation_of, rollouts_of
+from rollstream.producers.gateway.session_names import group_of, session_key, session_name, session_of_key
+from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
+from rollstream.producers.policy_versions import PolicyVersions
+from rollstream.topics.errors import RecordError
+from rollstream.topics.records import AnswerSpan, CallAnswer, ModelCall, SessionEvent
+from rollstream.topics.validation import cancellation_problems, problems
+
+START = SessionEvent(
+    session="g.0",
+    kind="start",
+    author="a",
+    environment="e",
+    example_id="t",
+    group_id="g",
+    group_size=2,
+    policy_version=4,
+    idle_timeout_ms=100,
+    reward_timeout_ms=1000,
+)
+POLICIES = PolicyVersions()
+POLICIES.steps[4] = 40
+FORM = RolloutForm(logprobs_mode="processed", temperature=1.0)
+
+
+def call(number: int, prompt: tuple[int, ...] = (), version: int = 4, **change: Any) -> ModelCall:
+    ids = np.array(prompt or (number, 7), "<i4")
+    answer = CallAnswer(
+        tokens=np.array([1, 2], "<i4"),
+        logprobs=np.array([-0.5, -0.25], "<f4"),
+        spans=(AnswerSpan(label=str(version), version=version, start=0, stop=2),),
+    )
+    fields = {
+        "session": "g.0",
+        "uid": f"c{number}",
+        "request": f"r{number}",
+        "prompt": ids,
+        "prompt_digest": token_digest(ids),
+        "answers": (answer,),
+        "sampling": {"temperature": "1.0"},
+    }
+    return ModelCall(**{**fields, **change})
+
+
+def event(kind: Any, **fields: Any) -> SessionEvent:
+    return SessionEvent(**{"session": "g.0", "kind": kind, "author": "a", **fields})
+
+
+def folded(*records: tuple[int, ModelCall | SessionEvent]) -> CapturedSession:
+    """The session after records with their append times."""
+    fold = PartitionSessions()
+    for offset, (append_ms, record) in enumerate([(0, START), *records]):
+        fold.apply(offset, append_ms, record)
+    return fold.sessions["g.0"]
+
+
+def test_a_session_with_calls_an_end_and_a_reward_becomes_rollouts() -> None:
+    for order in (("end", "reward"), ("reward", "end")):
+        changes = [(2, event(kind, scored=kind == "reward", reward=0.5)) for kind in order]
+        session = folded((1, call(0)), *changes)
+        assert session.closed
+        assert not session.closed.cancelled
+        (rollout,) = rollouts_of(session, FORM, POLICIES)
+        assert problems(rollout) == []
+        assert (rollout.uid, rollout.episode_uid, rollout.reward, rollout.policy_version) == ("g.0", "g.0", 0.5, 4)
+        assert rollout.metadata.weight_step == 40
+
+
+def test_a_mark_abandons_a_session_only_after_its_time_by_append_times() -> None:
+    assert folded((50, call(0)), (149, event("mark"))).closed is None
+    closed = folded((50, call(0)), (150, event("mark"))).closed
+    assert closed
+    assert closed.reason == "abandoned: no record came for 0.1 s"
+    assert folded((50, call(0)), (900, call(1)), (950, event("mark"))).closed is None, "only marks end a session"
+
+
+def test_an_abandoned_session_with_a_reward_is_not_lost() -> None:
+    session = folded((1, call(0)), (2, event("reward", scored=True, reward=1.0)), (200, event("mark")))
+    assert session.closed
+    assert not session.closed.cancelled
+
+
+def test_an_ended_session_waits_for_its_reward_until_a_mark_after_its_time() -> None:
+    assert folded((1, call(0)), (2, event("end")), (1001, event("mark"))).closed is None
+    closed = folded((1, call(0)), (2, event("end")), (1002, event("mark"))).closed
+    assert closed
+    assert closed.reason == "no reward came for 1 s after the end"
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -1e31])
+def test_an_invalid_reward_cancels_and_is_never_zero(reward: float) -> None:
+    for change in ({"scored": True, "reward": reward}, {"components": {"x": reward}}, {"turn_rewards": {"0": reward}}):
+        session = folded((1, call(0)), (2, event("reward", **change)), (3, event("reward", scored=True, reward=1.0)))
+        assert session.closed
+        assert session.closed.reason.startswith("reward is ")
+        assert cancellation_problems(cancellation_of(session, session.closed.reason)) == []
+
+
+def test_a_session_without_a_call_becomes_no_rollout() -> None:
+    closed = folded((1, event("reward", scored=True, reward=1.0)), (2, event("end"))).closed
+    assert closed
+    assert closed.reason == "no model call was made"
+
+
+def test_a_call_after_the_end_is_in_no_rollout() -> None:
+    session = folded((1, call(0)), (2, event("end")), (3, call(1)), (4, event("reward", scored=True)))
+    assert (session.counted_calls, session.late_calls) == (1, 1)
+    assert len(rollouts_of(session, FORM, POLICIES)) == 1
+
+
+def test_of_retries_the_first_on_the_log_counts() -> None:
+    session = folded((1, call(0)), (2, call(0, uid="again")), (3, call(1, request="r0", repetition=1)))
+    assert [counted.uid for counted in session.answered("r0")] == ["c0", "c1"]
+    assert (session.counted_calls, session.retried_calls) == (2, 1)
+
+
+def test_rewards_of_calls_by_uid_or_number_lie_on_the_last_token_of_their_answers() -> None:
+    continued = call(1, prompt=(0, 7, 1, 2, 9))
+    rewards = event("reward", turn_rewards={"c0": 0.25, "1": 0.5})
+    (rollout,) = rollouts_of(folded((1, call(0)), (2, continued), (3, rewards), (4, event("end"))), FORM, POLICIES)
+    assert rollout.reward == 0.75
+    assert rollout.token_rewards.tolist() == [0, 0, 0, 0.25, 0, 0, 0.5]
+    assert [turn.reward for turn in rollout.turns] == [0, 0.25, 0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        (
+            {"answers": (CallAnswer(tokens=np.array([1], "<i4"), logprobs=np.zeros(1, "<f4")),)},
+            "does not say which policy",
+        ),
+        ({"sampling": {"presence_penalty": "0.5"}}, "presence_penalty=0.5"),
+        ({"sampling": {"temperature": "hot"}}, "no numbers"),
+    ],
+)
+def test_what_cannot_be_trained_on_has_a_reason(changed: dict[str, Any], reason: str) -> None:
+    session = folded((1, call(0, **changed)), (2, event("reward", scored=True)), (3, event("end")))
+    with pytest.raises(RecordError, match=reason):
+        rollouts_of(session, FORM, POLICIES)
+
+
+def test_a_reward_for_a_call_that_was_not_made_has_a_reason() -> None:
+    session = folded((1, call(0)), (2, event("reward", turn_rewards={"7": 1.0})), (3, event("end")))
+    with pytest.raises(RecordError, match="a reward is for call 7, which session g"):
+        rollouts_of(session, FORM, POLICIES)
+
+
+def test_the_first_intent_writes_until_its_time_is_over_by_append_times() -> None:
+    def intents(*written: tuple[int, str]) -> str:
+        session = folded(*((at, event("finishing", author=author)) for at, author in written))
+        writer = session.writer(10)
+        assert writer
+        return writer.author
+
+    assert intents((5, "a"), (6, "b")) == "a"
+    assert intents((5, "a"), (15, "b"), (16, "c")) == "b"
+    assert intents((5, "a"), (9, "a"), (16, "b")) == "a", "one that restarts goes on"
+
+
+def test_a_group_is_stamped_with_the_version_of_its_first_start() -> None:
+    fold = PartitionSessions()
+    fold.apply(0, 0, START)
+    fold.apply(1, 0, replace(START, session="g.1", member=1, policy_version=5))
+    assert {session.policy_version for session in fold.of_group("g").values()} == {4}
+
+
+def test_records_of_no_session_and_records_that_do_not_fit_end_nothing() -> None:
+    fold = PartitionSessions()
+    fold.apply(0, 0, call(0))
+    fold.apply(1, 0, START)
+    fold.apply(2, 0, call(1, prompt_digest="other"))
+    assert (fold.orphans, len(fold.problems)) == (1, 1)
+    closed = fold.sessions["g.0"].closed
+    assert closed
+    assert "does not have its digest" in closed.reason
+
+
+KINDS = st.sampled_from(["reward", "failed", "end", "mark", "truncated"])
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), KINDS | st.integers(0, 3)), max_size=12), st.data())
+def test_once_finished_nothing_changes_a_session(parts: list[tuple[int, Any]], data: st.DataObject) -> None:
+    at, records = 0, []
+    for number, (step, part) in enumerate(parts):
+        at += step
+        records.append((at, call(part, uid=f"u{number}") if isinstance(part, int) else event(part, scored=True)))
+    cut = data.draw(st.integers(0, len(records)))
+    finished = event("finished", uids=("g.0",))
+    session = folded(*records[:cut], (at, finished), *records[cut:])
+    alone = folded(*records[:cut], (at, finished))
+    assert session.closed == alone.closed
+    assert (session.counted_calls, session.finished) == (alone.counted_calls, finished)
+
+
+@given(st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,30}", fullmatch=True), st.integers(0, 99), st.text())
+def test_a_session_is_known_by_its_name_and_its_key(group: str, member: int, secret: str) -> None:
+    session = session_name(group, member)
+    assert group_of(session) == group
+    assert session_of_key(session_key(session, secret), secret) == session
+    assert session_of_key(session_key(session, secret), secret + "x") is None or len(secret.encode()) >= 64
+    assert session_of_key(session, secret) is None
+
+
+@pytest.mark.parametrize("group", ["", "a/b", "a b", "ä", ".a", "x" * 201])
+def test_a_group_that_cannot_stand_in_a_url_is_refused(group: str) -> None:
+    with pytest.raises(RecordError, match="cannot be part of a URL"):
+        session_name(group, 0)

@@ -1,0 +1,171 @@
+"""Chat templates over a tokenizer of Qwen's kind: the library's renderer, a template in Jinja, and the plain one."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rollstream.consumers.models.tokenizer import CharacterTokenizer
+from rollstream.consumers.models.tokenizer_file import TokenizerFile, load_tokenizer
+from rollstream.producers.inference.chat.messages import Message, SampledTurn, Tool, call_object
+from rollstream.producers.inference.chat.selection import chat_template
+from rollstream.producers.inference.chat.template import ChatTemplate
+from rollstream.producers.inference.dialects.sampled_choices import held_back
+from rollstream.topics.errors import ConfigurationError, RollstreamError
+from tests.support.checkpoints import CHAT_TOKENS, write_tokenizer
+
+QWEN = """\
+{%- if tools %}<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}
+
+{% endif %}# Tools
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}<|im_end|>
+{% elif messages[0].role == 'system' %}<|im_start|>system
+{{ messages[0].content }}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% elif message.role != 'system' %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TOOLS: list[Tool] = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}]
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+USER: Message = {"role": "user", "content": "What is 20+22?"}
+ANSWER = 'I add.\n<tool_call>\n{"name":  "add", "arguments": {"a": 20}}\n</tool_call><|im_end|>'
+CALLED: Message = {"role": "assistant", "content": "I add.", "tool_calls": [call_object("add", '{"a": 20}', "call_0")]}
+RESULT: Message = {"role": "tool", "content": "42", "tool_call_id": "call_0"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that merges what templates write, so that text rendered again has other tokens."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    corpus = [QWEN, ANSWER, "user\nassistant\nsystem\n"] * 20
+    write_tokenizer(directory, corpus, size=420, special_tokens=CHAT_TOKENS)
+    config = {"chat_template": QWEN, "eos_token": {"content": "<|im_end|>"}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoint: Path) -> TokenizerFile:
+    return load_tokenizer(checkpoint)
+
+
+@pytest.fixture(params=["", "qwen3", "plain"])
+def template(request: pytest.FixtureRequest, checkpoint: Path, tokenizer: TokenizerFile) -> ChatTemplate:
+    return chat_template(request.param, tokenizer, str(checkpoint))
+
+
+def test_a_conversation_is_continued_from_its_tokens(template: ChatTemplate, tokenizer: TokenizerFile) -> None:
+    sampled = tokenizer.encode(ANSWER)
+    turn = SampledTurn(template.render([SYSTEM, USER], TOOLS), sampled)
+    messages = [SYSTEM, USER, CALLED, RESULT]
+    continued = template.extend(turn, messages, 3, TOOLS)
+    assert continued is not None
+    known = [*turn.prompt, *sampled]
+    assert continued[: len(known)] == known
+    # The new part is what a whole rendering adds; only the answer differs from what was sampled.
+    rendered = template.render(messages, TOOLS)
+    rest = tokenizer.decode(continued[len(known) :])
+    assert "42" in rest
+    assert "I add" not in rest
+    assert tokenizer.decode(rendered).endswith(rest.lstrip("\n"))
+    assert rendered != continued
+
+
+def test_an_answer_cut_off_is_closed_in_the_next_prompt(template: ChatTemplate, tokenizer: TokenizerFile) -> None:
+    sampled = tokenizer.encode("I ad")
+    turn = SampledTurn(template.render([USER], ()), sampled)
+    messages = [USER, {"role": "assistant", "content": "I ad"}, {"role": "user", "content": "Go on."}]
+    continued = template.extend(turn, messages, 2, ())
+    assert continued is not None
+    known = [*turn.prompt, *sampled]
+    assert continued[: len(known)] == known
+    assert continued[len(known)] == tokenizer.token_id("<|im_end|>")
+
+
+def test_the_first_prompt_is_what_the_template_writes(checkpoint: Path, tokenizer: TokenizerFile) -> None:
+    text = (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 20+22?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    for name in ("", "qwen3"):
+        assert chat_template(name, tokenizer, str(checkpoint)).render([SYSTEM, USER], ()) == tokenizer.encode(text)
+
+
+def test_calls_and_reasoning_are_read_from_the_tokens(checkpoint: Path, tokenizer: TokenizerFile) -> None:
+    for name in ("", "qwen3"):
+        template = chat_template(name, tokenizer, str(checkpoint))
+        prompt = template.render([USER], TOOLS)
+        message = template.parse(SampledTurn(prompt, tokenizer.encode(f"<think>\nhm\n</think>\n\n{ANSWER}")))
+        assert message.reasoning == "hm"
+        assert message.content.strip() == "I add."
+        [call] = message.tool_calls
+        assert (call.name, json.loads(call.arguments)) == ("add", {"a": 20})
+        broken = template.parse(SampledTurn(prompt, tokenizer.encode('<tool_call>{"name": </tool_call><|im_end|>')))
+        assert broken.tool_calls == ()
+        assert '{"name":' in broken.content
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [ANSWER, "No tools.<|im_end|>", "<think>\nhm\n</think>\n\nYes <b>.<|im_end|>", "<tool_call>{broken<|im_end|>"],
+)
+def test_an_incomplete_answer_shows_what_later_tokens_do_not_change(
+    template: ChatTemplate, tokenizer: TokenizerFile, answer: str
+) -> None:
+    sampled = tokenizer.encode(answer)
+    prompt = template.render([USER], TOOLS)
+    whole = template.parse(SampledTurn(prompt, sampled))
+    for length in range(len(sampled) + 1):
+        message = template.parse(SampledTurn(prompt, sampled[:length]), complete=False)
+        assert whole.content.startswith(held_back(message.content, template.markers))
+        assert whole.reasoning.startswith(held_back(message.reasoning, template.markers))
+
+
+def test_a_template_that_rewrites_the_past_is_not_continued(
+    checkpoint: Path, tokenizer: TokenizerFile, tmp_path: Path
+) -> None:
+    file = tmp_path / "last.jinja"
+    file.write_text("{% for m in messages %}{{ m.content if loop.last else '...' }}<|im_end|>{% endfor %}")
+    template = chat_template(str(file), tokenizer, str(checkpoint))
+    messages: Sequence[Message] = [USER, {"role": "assistant", "content": "4"}, USER]
+    assert template.extend(SampledTurn(template.render([USER], ()), [5, 6]), messages, 2, ()) is None
+
+
+def test_a_template_may_refuse_a_conversation(tokenizer: TokenizerFile, tmp_path: Path) -> None:
+    file = tmp_path / "refuses.jinja"
+    file.write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(RollstreamError, match="roles must alternate"):
+        chat_template(str(file), tokenizer, "").render([USER], ())
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [("qwen33", "qwen33"), ("no.jinja", "cannot be read"), ("llama-3", "llama-3")],
+)
+def test_a_template_that_cannot_be_had_is_one_line_with_the_setting(
+    tokenizer: TokenizerFile, setting: str, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        chat_template(setting, tokenizer, "")
+
+
+def test_a_renderer_of_the_library_needs_a_tokenizer_of_a_checkpoint() -> None:
+    with pytest.raises(ConfigurationError, match=r"learner\.pretrained"):
+        chat_template("qwen3", CharacterTokenizer(), "")

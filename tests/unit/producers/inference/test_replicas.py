@@ -1,0 +1,118 @@
+"""Choice of servers: sessions stay, failed and lagging servers are passed over, retries are bounded."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.producers.inference.replicas import Replica, ReplicaSet, RetryBudget
+
+URLS = [f"http://h{number}:8000/v1" for number in range(4)]
+SESSIONS = [f"w.1.{number}" for number in range(400)]
+
+
+def servers(*, max_version_skew: int = 2) -> ReplicaSet:
+    return ReplicaSet(URLS, max_version_skew=max_version_skew, random_seed=0)
+
+
+def chosen(replicas: ReplicaSet, now: float = 0.0) -> dict[str, str]:
+    return {session: replicas.choose(session, now).url for session in SESSIONS}
+
+
+def test_sessions_spread_evenly_and_stay_in_every_process() -> None:
+    before = chosen(servers())
+    assert set(before.values()) == set(URLS)
+    assert all(60 <= count <= 140 for count in Counter(before.values()).values())
+    assert chosen(ReplicaSet(reversed(URLS), max_version_skew=2, random_seed=7)) == before
+
+
+def test_only_sessions_of_a_failed_server_move_and_they_return_after_a_look() -> None:
+    replicas = servers()
+    before = chosen(replicas)
+    lost = replicas.replicas[1]
+    replicas.failed(lost, 10.0)
+    moved = {session for session, url in chosen(replicas, 10.0).items() if url != before[session]}
+    assert moved == {session for session, url in before.items() if url == lost.url}
+    rested = lost.ready_at
+    assert chosen(replicas, rested) == chosen(replicas, 10.0), "it gets no requests before it has answered a look"
+    assert replicas.to_look_at(rested) == [lost]
+    assert replicas.to_look_at(rested + 0.5) == [], "looks are a second apart"
+    replicas.answered(lost, -1)
+    assert chosen(replicas, rested) == before
+
+
+def test_a_lagging_server_is_passed_over_until_it_has_caught_up() -> None:
+    replicas = servers(max_version_skew=2)
+    for replica in replicas.replicas:
+        replicas.answered(replica, 7)
+    slow, *others = replicas.replicas
+    before = chosen(replicas)
+    replicas.answered(others[0], 9)
+    assert chosen(replicas) == before, "two behind is allowed"
+    for replica in others:
+        replicas.answered(replica, 10)
+    assert slow.url not in chosen(replicas).values()
+    assert replicas.to_look_at(0.0 + 5.0) == [slow]
+    replicas.answered(slow, 8)
+    assert chosen(replicas) == before
+    assert replicas.newest_version == 10
+
+
+def test_a_lagging_server_serves_where_no_other_is_up_and_no_skew_is_no_limit() -> None:
+    replicas = servers(max_version_skew=0)
+    slow, *others = replicas.replicas
+    replicas.answered(slow, 1)
+    for replica in others:
+        replicas.answered(replica, 9)
+        replicas.failed(replica, 5.0)
+    assert set(chosen(replicas, 5.0).values()) == {slow.url}
+    unlimited = servers(max_version_skew=-1)
+    unlimited.answered(unlimited.replicas[0], 1)
+    unlimited.answered(unlimited.replicas[1], 100)
+    assert not any(map(unlimited.lags, unlimited.replicas))
+
+
+def test_servers_that_name_no_version_never_lag() -> None:
+    replicas = servers(max_version_skew=0)
+    replicas.answered(replicas.replicas[0], 12)
+    assert set(chosen(replicas).values()) == set(URLS)
+
+
+def test_a_server_rests_as_long_as_it_asks_and_requests_that_fail_together_count_once() -> None:
+    replicas = ReplicaSet(URLS[:1], max_version_skew=2)
+    [only] = replicas.replicas
+    replicas.failed(only, 1.0, retry_after_s=7.5)
+    assert (replicas.choose("s", 1.0), only.ready_at) == (only, 8.5)
+    for _ in range(64):
+        replicas.failed(only, 2.0)
+    assert (only.failures, only.ready_at) == (1, 8.5)
+
+
+@given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=40))
+def test_a_failing_server_rests_longer_up_to_two_seconds(gaps: list[float]) -> None:
+    replica = Replica(URLS[0])
+    replicas = ReplicaSet([], max_version_skew=0)
+    now = 0.0
+    for gap in gaps:
+        now = max(now, replica.ready_at) + gap
+        replicas.failed(replica, now)
+        assert 0.05 <= replica.ready_at - now <= 2.0
+    assert replica.failures == len(gaps)
+
+
+@given(st.lists(st.floats(0.0, 2.0), min_size=1, max_size=300))
+def test_no_second_holds_more_retries_than_the_budget(gaps: list[float]) -> None:
+    budget, now, made = RetryBudget(burst=8, per_s=4.0), 0.0, []
+    for gap in gaps:
+        now += gap
+        made.append(now + budget.reserve(now))
+    for at in made:
+        assert sum(at <= other < at + 1.0 - 1e-6 for other in made) <= 8 + 4 + 1
+
+
+def test_a_storm_of_failures_is_stretched_to_the_rate() -> None:
+    budget = RetryBudget(burst=64, per_s=10.0)
+    waits = [budget.reserve(100.0) for _ in range(164)]
+    assert waits[:64] == [0.0] * 64
+    assert 9.9 <= waits[-1] <= 10.1
+    assert budget.reserve(1000.0) == 0.0, "an idle time fills it again"

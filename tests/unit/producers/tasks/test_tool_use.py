@@ -1,0 +1,116 @@
+"""Tool use: what the tools answer, and how an episode is scored against an address that speaks OpenAI's protocol."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.producers.environment import Endpoint, Score
+from rollstream.producers.tasks.tool_use import PolicyUnreachable, ToolUse
+from rollstream.topics.errors import ConfigurationError
+
+BOTH = ToolUse(kinds=("calculator", "database"))
+
+
+def calc(expression: str) -> str:
+    return BOTH.result_of("calc", json.dumps({"e": expression}))
+
+
+def sql(query: str) -> str:
+    return BOTH.result_of("sql", json.dumps({"q": query}))
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"), [("17+25", "42"), ("2*-3", "-6"), ("1-2-3", "-4"), ("(1+2)*3", "9"), ("7", "7")]
+)
+def test_the_calculator_knows_sums_differences_and_products(expression: str, value: str) -> None:
+    assert calc(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression", ["", "1+", "2**9", "__import__('os')", "1.5", "'a'*9", "True", "[1]", "((((" * 40]
+)
+def test_the_calculator_answers_everything_else_with_an_error(expression: str) -> None:
+    assert calc(expression).startswith("error")
+
+
+def test_the_database_answers_queries_and_nothing_changes_it() -> None:
+    assert sql("select count(*) from goods") == "10"
+    price = sql("select price from goods where name='kiwi'")
+    assert price.isdigit()
+    for attempt in ("delete from goods", "attach 'x' as y", "create table t (a)", "pragma query_only=off", "nonsense"):
+        assert sql(attempt).startswith("error"), attempt
+    assert sql("select price from goods where name='kiwi'") == price
+
+
+def test_a_query_without_an_end_is_stopped() -> None:
+    endless = "with recursive n(x) as (select 1 union all select x+1 from n) select count(*) from n"
+    assert sql(endless).startswith("error")
+
+
+@given(st.sampled_from(["calc", "sql", "rm"]), st.text() | st.just("[]") | st.just('{"e": 1}') | st.just('{"q": null}'))
+def test_a_tool_answers_any_call(tool: str, arguments: str) -> None:
+    assert isinstance(BOTH.result_of(tool, arguments), str)
+
+
+def played(question: str, *answers: Any, **options: Any) -> Score:
+    """Play one question against a server that gives these messages, or statuses and texts, in turn."""
+
+    async def run() -> Score:
+        script = iter(answers)
+
+        async def answer(request: web.Request) -> web.Response:
+            assert request.headers["Authorization"] == "Bearer key"
+            body = await request.json()
+            assert body["messages"][0] == {"role": "user", "content": question}
+            found = next(script)
+            if isinstance(found, tuple):
+                return web.Response(status=found[0], text=found[1])
+            return web.json_response({"choices": [{"message": {"role": "assistant", **found}}]})
+
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            environment = ToolUse(kinds=("calculator", "database"), **options)
+            prompts = {p.text: p for split in ("train", "heldout") for p in environment.prompts(split)}  # type: ignore[arg-type]
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+            return await environment.play(prompts[question], Endpoint(base_url=url, api_key="key", model="policy"))
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+def call(expression: str) -> dict[str, Any]:
+    function = {"name": "calc", "arguments": json.dumps({"e": expression})}
+    return {"content": None, "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+
+
+def test_the_right_call_and_the_right_answer_each_earn_half() -> None:
+    assert played("17+25=", call("17+25"), {"content": "42"}).reward == 1.0
+    assert played("17+25=", call("17+25"), {"content": "43"}).reward == 0.5
+    assert played("17+25=", {"content": "42"}).reward == 0.5
+    assert played("17+25=", call("17+26"), {"content": "43"}).reward == 0.0
+
+
+def test_an_episode_ends_with_its_turns_and_with_the_length_of_the_model() -> None:
+    assert played("17+25=", call("17+25"), call("17+25"), turns=2).components == {"exact": 0.0, "helped": 1.0}
+    too_long = (400, '{"error": {"code": "context_length_exceeded"}}')
+    assert played("17+25=", call("17+25"), too_long).components == {"exact": 0.0, "helped": 1.0}
+
+
+def test_a_policy_that_cannot_be_reached_is_a_failure_and_no_reward() -> None:
+    with pytest.raises(PolicyUnreachable, match="503"):
+        played("17+25=", (503, "later"))
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="abacus"):
+        ToolUse(kinds=("abacus",))  # type: ignore[arg-type]

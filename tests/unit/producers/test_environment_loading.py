@@ -1,0 +1,156 @@
+"""Environments of users: loaded by name, called with their options, refused with the part that is missing."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollstream.producers.config import EnvironmentConfig, WorkerConfig
+from rollstream.producers.environment_loading import LoadedEnvironment, load_environments
+from rollstream.topics.errors import ConfigurationError
+
+GAME = """
+from rollstream import Episode, Message, Prompt, Score, SingleTurn
+
+
+class Echo(SingleTurn):
+    name = "echo"
+    max_tokens = 4
+
+    def __init__(self, words=("a",), api_key=""):
+        self.words, self.api_key = words, api_key
+
+    def prompts(self, split):
+        return [Prompt(example_id=word, text=word + "?", answer=word) for word in self.words]
+
+    def score(self, prompt, response_text, truncated):
+        return Score(reward=float(response_text == prompt.answer))
+
+
+class Agent:
+    name = "agent"
+    max_tokens = 8
+
+    def prompts(self, split):
+        return [Prompt(example_id="1", text="go")]
+
+    async def play(self, prompt, endpoint):
+        return Score(reward=1.0)
+
+
+class Nameless(Echo):
+    name = ""
+
+
+class Endless(Echo):
+    max_tokens = 0
+
+
+class NoPrompts:
+    name, max_tokens = "no", 1
+
+
+class NotAsync(Echo):
+    def run(self, prompt, generate):
+        return None
+
+
+class Broken(Echo):
+    def __init__(self):
+        raise TypeError("no good")
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def game(tmp_path: Path) -> Path:
+    path = tmp_path / "game.py"
+    path.write_text(GAME, encoding="utf-8")
+    return path
+
+
+def loaded(use: str, **change: object) -> LoadedEnvironment:
+    [environment] = load_environments([EnvironmentConfig(use=use, **change)], WorkerConfig())  # type: ignore[arg-type]
+    return environment
+
+
+def test_a_class_of_a_file_is_called_with_the_options_of_its_entry(game: Path) -> None:
+    environment = loaded(
+        f"{game}:Echo", name="mine", options={"words": ["x", "y"]}, max_tokens=9, group_size=3, temperature=0.5
+    )
+    assert [prompt.example_id for prompt in environment.prompts("train")] == ["x", "y"]
+    assert (environment.name, environment.max_tokens, environment.group_size, environment.temperature) == (
+        "mine",
+        9,
+        3,
+        0.5,
+    )
+    assert environment.agent is None
+    defaults = loaded(f"{game}:Echo")
+    assert (defaults.name, defaults.max_tokens, defaults.group_size, defaults.stop) == ("echo", 4, 16, ())
+
+
+def test_an_agent_is_told_from_an_environment_of_texts(game: Path) -> None:
+    agent = loaded(f"{game}:Agent")
+    assert agent.agent is agent.environment
+    with pytest.raises(ConfigurationError, match="give it a method run"):
+        asyncio.run(agent.run(agent.prompts("train")[0], None))  # type: ignore[arg-type]
+
+
+def test_a_secret_option_is_resolved_from_its_reference(game: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    environment = loaded(f"{game}:Echo", options={"api_key": "env:JUDGE_KEY"})
+    assert environment.environment.api_key == "s3cret"  # type: ignore[union-attr]
+
+
+def test_an_installed_package_names_environments_by_an_entry_point(
+    game: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    information = tmp_path / "echo_games-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: echo-games\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[rollstream.environments]\necho = game:Echo\nlost = game:Lost\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert loaded("echo").name == "echo"
+        with pytest.raises(ConfigurationError, match="lost is installed and cannot be imported"):
+            loaded("lost")
+        with pytest.raises(ConfigurationError, match=r"no environment is called 'ecko'.*did you mean 'echo'\?"):
+            loaded("ecko")
+    finally:
+        sys.modules.pop("game", None)
+
+
+@pytest.mark.parametrize(
+    ("use", "options", "message"),
+    [
+        ("Echo", {"wrods": ["a"]}, "does not take the options.*wrods.*it takes .*words"),
+        ("Nameless", {}, "has no attribute `name`"),
+        ("Endless", {}, "has max_tokens = 0"),
+        ("NoPrompts", {}, r"has no method prompts\(split\)"),
+        ("NotAsync", {}, "has no coroutine run"),
+        ("Broken", {}, "no good"),
+        ("number", {}, "is a int; name a class"),
+        ("Missing", {}, "cannot be imported"),
+        ("Echo", {"words": []}, "has no prompts to train on"),
+        ("Echo", {"words": ["a", "a"]}, "two prompts of the name 'a'"),
+    ],
+)
+def test_a_wrong_environment_is_refused_with_what_is_missing(
+    game: Path, use: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        loaded(f"{game}:{use}", options=options).prompts("train")
+
+
+def test_two_entries_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="two environments are called 'add'"):
+        load_environments([EnvironmentConfig(use="add")] * 2, WorkerConfig())
+
+
+@pytest.mark.parametrize("use", ["dsort3", "add", "guess"])
+def test_built_in_environments_are_loaded_by_name(use: str) -> None:
+    assert loaded(use).prompts("train")

@@ -1,0 +1,176 @@
+"""Verifiers that hang, crash or take all memory fail their own call; the next one is scored."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollstream.producers.environment import Prompt, Score
+from rollstream.producers.verifier_pool import VerifierFailed, VerifierPool
+from rollstream.topics.errors import ConfigurationError
+from tests.support.waiting import eventually
+
+SOURCE = """
+import os, signal, subprocess, sys, time
+from rollstream import Score
+
+def judge(prompt, text):
+    if text == "hang":
+        while True:
+            pass
+    if text == "sleep":
+        print("noise of a verifier")
+        child = subprocess.Popen(["sleep", "600"])
+        open(prompt.extra["pids"], "w").write(f"{os.getpid()} {child.pid}")
+        child.wait()
+    if text == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if text == "exit":
+        sys.exit(3)
+    if text == "greedy":
+        return len(bytearray(1 << 32))
+    if text == "slowly greedy":
+        held = []
+        while True:
+            held.append(bytearray(1 << 24))
+    if text == "raise":
+        raise ValueError("no such answer")
+    if text == "nan":
+        return float("nan")
+    if text == "none":
+        return None
+    if text == "long":
+        return Score(reward=1.0, components={"x" * (2 << 20): 1.0})
+    exact = float(text == prompt.answer)
+    return Score(reward=exact - 0.5, components={"exact": exact, "process": float(os.getpid())})
+"""
+PROMPT = Prompt(example_id="x", text="6*7=", answer="42")
+
+
+def score_module_level(prompt: Prompt, text: str) -> float:
+    return 1.0 if text == prompt.answer else -1.0
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    path = tmp_path / "judging.py"
+    path.write_text(SOURCE)
+    return f"{path}:judge"
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(coroutine)
+
+
+async def score_or_failure(pool: VerifierPool, text: str, prompt: Prompt = PROMPT) -> Score | str:
+    try:
+        return await pool(prompt, text)
+    except VerifierFailed as failed:
+        return str(failed)
+
+
+def test_answers_are_scored_in_processes_of_their_own_which_serve_many_calls(source: str) -> None:
+    with VerifierPool(source, processes=2, timeout_s=60) as pool:
+
+        async def play() -> list[Score]:
+            return list(await asyncio.gather(*(pool(PROMPT, str(n)) for n in range(36, 48))))
+
+        scores = run(play())
+    assert [score.reward for score in scores] == [0.5 if n == 42 else -0.5 for n in range(36, 48)]
+    processes = {score.components["process"] for score in scores}
+    assert 1 <= len(processes) <= 2
+    assert os.getpid() not in processes
+    assert not any(psutil.pid_exists(int(pid)) for pid in processes)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("hang", "gave no score within 1 s"),
+        ("crash", "ended with -11"),
+        ("exit", "SystemExit: 3"),
+        ("greedy", "MemoryError"),
+        ("slowly greedy", "MemoryError"),
+        ("raise", "ValueError: no such answer"),
+        ("nan", "reward nan, which is no finite number"),
+        ("none", "TypeError"),
+        ("long", "more than 1,048,576 bytes"),
+    ],
+)
+def test_a_verifier_that_fails_fails_one_call_and_the_next_is_scored(source: str, text: str, reason: str) -> None:
+    async def play(pool: VerifierPool) -> list[Score | str]:
+        return [await score_or_failure(pool, each) for each in ("42", text, "42")]
+
+    with VerifierPool(source, processes=1, timeout_s=1 if text == "hang" else 60, memory_bytes=1 << 28) as pool:
+        before, failure, after = run(play(pool))
+    assert isinstance(before, Score), before
+    assert isinstance(after, Score), after
+    assert (before.reward, after.reward) == (0.5, 0.5)
+    assert reason in failure
+
+
+def test_others_are_scored_while_one_hangs(source: str) -> None:
+    async def play(pool: VerifierPool) -> tuple[list[Score], bool]:
+        hanging = asyncio.ensure_future(score_or_failure(pool, "hang"))
+        scores = [await pool(PROMPT, "42") for _ in range(20)]
+        early = not hanging.done()
+        assert "no score within" in str(await hanging)
+        return scores, early
+
+    with VerifierPool(source, processes=2, timeout_s=5) as pool:
+        scores, early = run(play(pool))
+    assert [score.reward for score in scores] == [0.5] * 20
+    assert early
+
+
+def test_what_a_verifier_started_ends_with_it(source: str, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    prompt = Prompt(example_id="x", text="", extra={"pids": str(pids)})
+    with VerifierPool(source, processes=1, timeout_s=2) as pool:
+        assert "no score within" in str(run(score_or_failure(pool, "sleep", prompt)))
+    for pid in map(int, pids.read_text().split()):
+        eventually(lambda pid=pid: not alive(pid), 20, f"process {pid} has ended")  # type: ignore[misc]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_process_that_hangs_ends_by_itself_where_its_pool_was_killed(source: str, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    prompt = Prompt(example_id="x", text="", extra={"pids": str(pids)})
+    owner = os.fork()
+    if owner == 0:
+        try:
+            run(VerifierPool(source, processes=1, timeout_s=1)(prompt, "sleep"))
+        finally:
+            os._exit(0)
+    verifier = int(eventually(lambda: pids.read_text().split(), 30, "the verifier runs")[0])
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
+    began = time.monotonic()
+    eventually(lambda: not alive(verifier), 30, "the verifier ends by its own timer")
+    assert time.monotonic() - began < 30
+
+
+def test_a_function_of_a_module_is_found_by_its_name_and_another_is_refused() -> None:
+    with VerifierPool(score_module_level, processes=1, timeout_s=60) as pool:
+        assert run(pool(PROMPT, "42")) == Score(reward=1.0)
+    with pytest.raises(ConfigurationError, match="make it a function of a module"):
+        VerifierPool(lambda prompt, text: 1.0)
+    with (
+        VerifierPool("no.such:thing", processes=1) as pool,
+        pytest.raises(ConfigurationError, match=r"no\.such"),
+    ):
+        run(pool(PROMPT, "42"))
+    with pytest.raises(ConfigurationError, match="timeout_s > 0"):
+        VerifierPool(score_module_level, timeout_s=0)

@@ -1,0 +1,106 @@
+"""Imports point one way, and JAX stays where it belongs; read from the source, so that a lazy import counts too."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.paths import ROOT
+
+ALLOWED = {
+    "topics": {"rollstream.topics"},
+    "producers": {"rollstream.producers", "rollstream.topics"},
+    "consumers": {"rollstream.consumers", "rollstream.topics"},
+    "pipeline": {f"rollstream.{name}" for name in ("pipeline", "consumers", "producers", "topics", "infra")},
+    "infra": {"rollstream.infra", "rollstream.topics.errors", "rollstream.topics.logs"},
+}
+KAFKA = "rollstream.topics.kafka"
+JAX = ("jax", "jaxlib", "optax", "orbax", "flax")
+GROUPING = "rollstream.consumers.grouping"
+IMPORTED_BY_THE_PIPELINE = {
+    f"{GROUPING}.{name}"
+    for name in (
+        "config",
+        "core.configuration_marks",
+        "core.effects",
+        "core.estimators",
+        "core.fold",
+        "core.task_state",
+        "makers.registry",
+        "process.bootstrap",
+        "process.grouping_process",
+        "process.mark_writer",
+        "process.restoration",
+        "process.skipped_offsets",
+        "selection_bias",
+    )
+}
+MAY_IMPORT_JAX = ("rollstream.consumers.models", "rollstream.consumers.learner")
+
+
+MODULES = [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def name_of(path: Path) -> str:
+    return ".".join(("rollstream", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write the whole name of what is imported"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, allowed: set[str]) -> bool:
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in allowed)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_point_one_way(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0]
+    assert [name for name in imports(path) if name.partition(".")[0] in ALLOWED] == [], "import from rollstream"
+    ours = [name for name in imports(path) if name.startswith("rollstream.")]
+    # `from rollstream.topics import logs` names the package and the module; the module decides.
+    bare = {name for name in ours if name.count(".") == 1 and any(other.startswith(f"{name}.") for other in ours)}
+    assert [name for name in ours if name not in bare and not within(name, ALLOWED[package])] == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_jax_is_imported_by_the_learner_and_the_models_alone(path: Path) -> None:
+    if not within(name_of(path), set(MAY_IMPORT_JAX)):
+        assert [name for name in imports(path) if name.partition(".")[0] in JAX] == []
+
+
+FOLD = [path for path in MODULES if within(name_of(path), {f"{GROUPING}.core", f"{GROUPING}.makers"})]
+
+
+@pytest.mark.parametrize("path", FOLD, ids=name_of)
+def test_the_core_of_grouping_and_its_makers_import_neither_kafka_nor_the_process(path: Path) -> None:
+    beyond = {"confluent_kafka", "rollstream.topics.kafka", f"{GROUPING}.process"}
+    assert [name for name in imports(path) if within(name, beyond)] == []
+
+
+def test_the_pipeline_imports_few_modules_of_grouping() -> None:
+    modules = {name_of(path) for path in MODULES if path.name != "__init__.py"}
+    pipeline = [path for path in MODULES if within(name_of(path), {"rollstream.pipeline"})]
+    imported = {name for path in pipeline for name in imports(path) if name in modules and within(name, {GROUPING})}
+    assert imported == IMPORTED_BY_THE_PIPELINE
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_the_kafka_client_is_imported_below_topics_kafka_alone(path: Path) -> None:
+    if not within(name_of(path), {KAFKA}):
+        assert [name for name in imports(path) if name.partition(".")[0] == "confluent_kafka"] == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_module_outside_handles_the_messages_of_the_client(path: Path) -> None:
+    accessors = {f"message.{name}" for name in ("error", "value", "key", "offset", "partition", "timestamp", "headers")}
+    if not within(name_of(path), {KAFKA}):
+        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        assert {ast.unparse(call.func) for call in calls} & accessors == set()

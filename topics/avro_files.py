@@ -1,0 +1,126 @@
+"""Avro container files: rollouts are written whole; records of any schema are read block by block, so that a damaged
+block costs no other.
+
+No pickle: nothing in a file is ever executed.
+"""
+
+import io
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+import fastavro
+
+from rollstream.topics.codec import record_of, schemas, values_of
+from rollstream.topics.errors import RecordError, brief
+from rollstream.topics.records import Rollout
+
+_SYNC_BYTES = 16
+_HEADER = fastavro.parse_schema(
+    {
+        "type": "record",
+        "name": "Header",
+        "fields": [
+            {"name": "magic", "type": {"type": "fixed", "name": "Magic", "size": 4}},
+            {"name": "meta", "type": {"type": "map", "values": "bytes"}},
+            {"name": "sync", "type": {"type": "fixed", "name": "Sync", "size": _SYNC_BYTES}},
+        ],
+    }
+)
+
+
+class ContainerRecord(NamedTuple):
+    """A record of a container."""
+
+    place: str
+    """Byte offset of its block, and its number within the block."""
+    values: Any
+    """The record as fastavro returns it."""
+
+
+class ContainerDamage(NamedTuple):
+    """Part of a container that could not be read."""
+
+    place: str
+    records: int
+    """Number of records lost, according to the file; at least 1."""
+    reason: str
+
+
+def read_container(data: bytes) -> Iterator[ContainerRecord | ContainerDamage]:
+    """Yield the records of an Avro container file in order; after damage, reading continues at the next block."""
+    try:
+        header, begin = _header(data)
+    except Exception as error:  # bytes of unknown origin can fail anywhere in the parser; all of it means one thing
+        yield ContainerDamage("header", 1, brief(error))
+        return
+    sync, position = header["sync"], begin
+    while position < len(data):
+        block = str(position)
+        count = 1
+        try:
+            count, end = _bounds(data, position, sync)
+        except Exception as error:  # as above
+            yield ContainerDamage(block, 1, brief(error))
+            marker = data.find(sync, position)
+            if marker < 0:
+                return
+            position = marker + _SYNC_BYTES
+            continue
+        number = 0
+        try:
+            for values in fastavro.reader(io.BytesIO(data[:begin] + data[position:end])):
+                yield ContainerRecord(f"{block}.{number}", values)
+                number += 1
+        except Exception as error:  # as above
+            yield ContainerDamage(f"{block}.{number}", max(1, count - number), brief(error))
+        position = end
+
+
+def container_metadata(data: bytes) -> dict[str, bytes]:
+    """Return the metadata in a container's header, schema and codec included.
+
+    Raises RecordError if the bytes are not a container.
+    """
+    try:
+        meta: dict[str, bytes] = _header(data)[0]["meta"]
+    except Exception as error:  # as above
+        raise RecordError(f"no Avro container file ({brief(error)})") from error
+    return meta
+
+
+def _header(data: bytes) -> tuple[dict[str, Any], int]:
+    stream = io.BytesIO(data)
+    header: Any = fastavro.schemaless_reader(stream, _HEADER, None)
+    if header["magic"] != b"Obj\x01":
+        raise ValueError("it does not begin as an Avro container file does")
+    json.loads(header["meta"]["avro.schema"])
+    return header, stream.tell()
+
+
+def _bounds(data: bytes, position: int, sync: bytes) -> tuple[int, int]:
+    """Return the number of records in the block at `position`, and its end. Raises ValueError if it is not whole."""
+    stream = io.BytesIO(data)
+    stream.seek(position)
+    count: Any = fastavro.schemaless_reader(stream, "long", None)
+    size: Any = fastavro.schemaless_reader(stream, "long", None)
+    end = stream.tell() + size + _SYNC_BYTES
+    if count < 0 or size < 0 or end > len(data) or data[end - _SYNC_BYTES : end] != sync:
+        raise ValueError("the block is not whole")
+    return count, end
+
+
+def write_rollouts(file: BinaryIO, rollouts: Iterable[Rollout], metadata: dict[str, str]) -> None:
+    """Write rollouts as an Avro container file with the newest schema. Raises RecordError if one does not fit it."""
+    schema = schemas()[Rollout.__name__][-1].parsed
+    fastavro.writer(file, schema, map(values_of, rollouts), codec="deflate", metadata=metadata)
+
+
+def read_rollouts(data: bytes) -> list[Rollout]:
+    """Return the rollouts of a file that `write_rollouts` wrote. Raises RecordError if the file is damaged."""
+    rollouts = []
+    for item in read_container(data):
+        if isinstance(item, ContainerDamage):
+            raise RecordError(f"a file of rollouts is damaged at {item.place}: {item.reason}")
+        rollouts.append(record_of(Rollout, item.values))
+    return rollouts

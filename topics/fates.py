@@ -1,0 +1,69 @@
+"""Fates of the records of `rollouts` and reasons of drops, as the journal spells them.
+
+Every record that grouping has read is in flight or has one fate. The journal lists offsets by fate. Its counts name
+dropped records with their reason: `dropped:late`.
+"""
+
+from typing import Literal, get_args
+
+Fate = Literal["batched", "dropped", "dead_lettered", "control"]
+FATES: tuple[Fate, ...] = get_args(Fate)
+BATCHED: Fate = "batched"
+DROPPED: Fate = "dropped"
+DEAD_LETTERED: Fate = "dead_lettered"
+CONTROL: Fate = "control"
+
+READ = "read"
+"""Name under which the journal counts records that were read as rollouts, whatever their fate."""
+
+DropReason = Literal[
+    "duplicate_uid",
+    "stale_version",
+    "future_version",
+    "excluded",
+    "too_old",
+    "group_too_small",
+    "zero_variance",
+    "zero_advantage",
+    "superseded_version",
+    "late",
+    "capacity",
+    "cancelled",
+    "too_large",
+    "wrong_partition",
+    "invalid",
+    "skipped",
+]
+DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
+"""Reasons of rollstream itself; batch makers may add their own."""
+
+OTHER_REASONS = "other"
+"""Reason under which the reasons of batch makers are counted together once the counts are full."""
+OTHER_ENVIRONMENTS = "(others)"
+"""Environment under which further environments are counted together once the counts are full."""
+
+REASON_LIMIT = 64
+"""Most characters of a drop's reason in the journal."""
+DETAIL_LIMIT = 300
+"""Most characters of a drop's detail or a dead letter's error in the journal."""
+
+
+def dropped_for(reason: str) -> str:
+    """Return the name under which drops of a reason are counted."""
+    return f"{DROPPED}:{reason}"
+
+
+def fate_and_reason(counted: str) -> tuple[str, str]:
+    """Split the name of a count into the fate and the drop reason, "" for other fates."""
+    fate, _, reason = counted.partition(":")
+    return fate, reason
+
+
+def exclusion_detail(kind: str, name: str | int) -> str:
+    """Return the detail of drops for the exclusion of an environment, a worker or an offset, uncut."""
+    return f"{kind} {name} is excluded"
+
+
+def clip(text: str, limit: int) -> str:
+    """Cut a text to `limit` characters, so that names and details of records cannot outgrow the journal."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"

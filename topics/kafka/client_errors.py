@@ -1,0 +1,55 @@
+"""Conversion of client errors into this project's errors, and retries while a coordinator or leader moves."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from confluent_kafka import KafkaError, KafkaException
+
+from rollstream.topics.errors import BrokerUnavailable, TopicError
+
+T = TypeVar("T")
+_MOVING = (
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.UNSTABLE_OFFSET_COMMIT,
+    KafkaError._WAIT_COORD,
+    KafkaError._TIMED_OUT,
+    # This broker does not know a new topic's leader yet, though another one does.
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
+)
+
+
+class OffsetGone(TopicError):
+    """The requested offset is not in the log, or no longer."""
+
+
+def retrying(call: Callable[[], T], doing: str, timeout_s: float = 30.0) -> T:
+    """Return the result of `call`, repeated while a coordinator or leader is starting or moving.
+
+    Raises BrokerUnavailable for any other error, and after `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return call()
+        except KafkaException as exception:
+            error: KafkaError = exception.args[0]
+            if error.code() not in _MOVING or time.monotonic() > deadline:
+                raise BrokerUnavailable(f"{doing}: {error.str()} ({error.name()})") from exception
+            time.sleep(0.05)
+
+
+def raise_for(error: KafkaError, doing: str) -> None:
+    """Raise the matching error for a consumer's error, unless the client recovers from it by itself."""
+    code = error.code()
+    if code in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION):
+        raise TopicError(f"{doing}: the topic or partition is missing; create it with `rollstream topics apply`")
+    if code in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
+        raise OffsetGone(
+            f"{doing}: the position is no longer in the log ({error.str()}); records were deleted or it was recreated"
+        )
+    if error.fatal() or not (error.retriable() or code in (KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN)):
+        raise BrokerUnavailable(f"{doing}: {error.str()} ({error.name()})")

@@ -1,0 +1,203 @@
+"""The one place Kafka clients are built: safe defaults per role, bounded queues, pass-through of librdkafka keys.
+
+Consumers read committed records unless a function says otherwise.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
+
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable, ConfigurationError
+from rollstream.topics.logs import event
+from rollstream.topics.secrets import resolve
+
+if TYPE_CHECKING:
+    from confluent_kafka.admin import AdminClient
+
+logger = logging.getLogger(__name__)
+_MIB = 1024 * 1024
+_CONNECT_S = 0.25
+"""Longest wait for a producer's connection; after it, the connection is made in the background."""
+_ANY_TOPIC = "__transaction_state"
+"""A small topic of every cluster; a metadata request can create it only with the brokers' own settings."""
+C = TypeVar("C")
+
+
+def _common(config: KafkaConfig) -> dict[str, Any]:
+    if config.client.get("group.id") == "":
+        # librdkafka aborts the whole process on an empty group.id.
+        raise ConfigurationError('kafka.client sets "group.id" to nothing; remove the key')
+    return {
+        "bootstrap.servers": config.bootstrap_servers,
+        "client.id": "rollstream",
+        "log.connection.close": "false",
+        # Half of this is also the pause between a client's connections to the bootstrap address and to the broker.
+        # librdkafka's default of 100 costs every new client 50 ms. It doubles per failed attempt, up to ten seconds.
+        "reconnect.backoff.ms": "20",
+        # librdkafka writes each connection attempt to stderr; error_cb receives the errors that matter.
+        "log_level": 2,
+        "error_cb": _on_error,
+        **{key: resolve(key, value) for key, value in config.client.items()},
+    }
+
+
+def _built(client: Callable[[dict[str, Any]], C], settings: dict[str, Any]) -> C:
+    try:
+        return client(settings)
+    except KafkaException as error:
+        raise ConfigurationError(f"kafka.client: {error.args[0].str()}") from error
+
+
+_REPEAT_AFTER_S = 10.0
+_said: dict[str, float] = {}
+
+
+def _on_error(error: KafkaError) -> None:
+    """Log an error that a client reports; a repeated one, as of each connection attempt, only every ten seconds."""
+    now = time.monotonic()
+    if now - _said.get(error.str(), -_REPEAT_AFTER_S) < _REPEAT_AFTER_S:
+        return
+    _said[error.str()] = now
+    hint = {}
+    if error.code() == KafkaError._ALL_BROKERS_DOWN:
+        hint = {"remedy": "check the address, and security.protocol in kafka.client when the broker wants TLS or SASL"}
+    event(logger, "kafka_error", level=logging.WARNING, error=error.str(), code=error.name(), **hint)
+
+
+def producer(config: KafkaConfig, **overrides: Any) -> Producer:
+    """An idempotent producer (acks=all, Java-compatible partitioning), its queue bounded in bytes."""
+    built = _built(
+        Producer,
+        {
+            "enable.idempotence": "true",
+            "acks": "all",
+            "partitioner": "murmur2_random",
+            "compression.type": config.compression,
+            "linger.ms": "5",
+            "message.max.bytes": config.max_record_bytes,
+            "queue.buffering.max.kbytes": 64 * 1024,
+            "delivery.timeout.ms": 120_000,
+            **_common(config),
+            **overrides,
+        },
+    )
+    _connect(built)
+    return built
+
+
+def _connect(producer: Producer) -> None:
+    """Connect a producer to a broker. An unconnected producer requests its producer id, or its transaction
+    coordinator, half a second after its first record or init_transactions (librdkafka's timer)."""
+    with suppress(KafkaException):  # No broker answers yet, or access is denied: the caller learns it on writing.
+        producer.list_topics(_ANY_TOPIC, timeout=_CONNECT_S)  # the bootstrap address gives the brokers' addresses
+        producer.list_topics(_ANY_TOPIC, timeout=_CONNECT_S)
+
+
+def transactional_producer(config: KafkaConfig, transactional_id: str, **overrides: Any) -> Producer:
+    """A transactional producer; the caller runs init_transactions. Its id must stay the same across restarts."""
+    timeout_ms = int(config.transaction_timeout_s * 1000)
+    return producer(
+        config,
+        **{
+            "transactional.id": transactional_id,
+            "transaction.timeout.ms": timeout_ms,
+            "delivery.timeout.ms": timeout_ms,
+            "linger.ms": "0",
+            **overrides,
+        },
+    )
+
+
+def _consumer_limits(config: KafkaConfig) -> dict[str, Any]:
+    size = max(config.max_record_bytes, _MIB)
+    return {
+        "max.partition.fetch.bytes": size,
+        "fetch.max.bytes": max(size, 16 * _MIB),
+        # This also limits the decompressed size of a batch; the limit is three times the need, because the client
+        # guesses a size and triples it if it was too small. Every record that our producers may send must be readable.
+        "receive.message.max.bytes": 4 * max(size, 8 * _MIB),
+        "queued.max.messages.kbytes": max(2 * size, 32 * _MIB) // 1024,
+        "fetch.queue.backoff.ms": 10,
+        # Delay before the record after an unreadable one is fetched.
+        "fetch.error.backoff.ms": 50,
+        "fetch.wait.max.ms": 100,
+    }
+
+
+def reader(
+    config: KafkaConfig,
+    *,
+    isolation: str = "read_committed",
+    fetch_wait_ms: int = 100,
+    group: str = "rollstream-reader",
+    **overrides: Any,
+) -> Consumer:
+    """A consumer for `assign`, not a group member: follows topics, commits nothing, reports the end of each partition.
+
+    `group` only names the group whose offsets are read. `fetch_wait_ms` is how long the broker waits for a record
+    before it answers that there is none.
+    """
+    return _built(
+        Consumer,
+        {
+            # Even assign() needs a group.id in librdkafka.
+            "group.id": group,
+            "enable.auto.commit": "false",
+            "enable.auto.offset.store": "false",
+            "auto.offset.reset": "error",
+            "enable.partition.eof": "true",
+            "isolation.level": isolation,
+            **_consumer_limits(config),
+            "fetch.wait.max.ms": fetch_wait_ms,
+            **_common(config),
+            **overrides,
+        },
+    )
+
+
+def group_member(config: KafkaConfig, group: str, instance: str, **overrides: Any) -> Consumer:
+    """A consumer group member, static under the classic protocol; its offsets are committed in transactions only."""
+    settings: dict[str, Any] = {
+        "group.id": group,
+        "enable.auto.commit": "false",
+        "enable.auto.offset.store": "false",
+        "auto.offset.reset": "error",
+        "enable.partition.eof": "true",
+        "isolation.level": "read_committed",
+        "group.protocol": config.group_protocol,
+        **_consumer_limits(config),
+        **_common(config),
+        **overrides,
+    }
+    if config.group_protocol == "classic":
+        # Under the consumer protocol a restart as the same instance is refused, fatally, until the session ends.
+        settings.setdefault("group.instance.id", instance)
+        settings.setdefault("session.timeout.ms", int(config.session_timeout_s * 1000))
+        settings.setdefault("heartbeat.interval.ms", int(config.session_timeout_s * 1000 / 4))
+        settings.setdefault("partition.assignment.strategy", "range")
+    return _built(Consumer, settings)
+
+
+def admin(config: KafkaConfig, **overrides: Any) -> "AdminClient":
+    """An admin client. Keep a reference to it while its futures are pending."""
+    # Imported late: it costs a quarter of the core's import budget, and most processes need no admin client.
+    from confluent_kafka.admin import AdminClient
+
+    return _built(AdminClient, {**_common(config), **overrides})
+
+
+def check_broker(config: KafkaConfig, timeout_s: float = 10.0) -> None:
+    """Raise BrokerUnavailable unless a broker answers within `timeout_s`."""
+    client = admin(config, error_cb=lambda _error: None)
+    try:
+        client.list_topics(timeout=timeout_s)
+    except KafkaException as error:
+        raise BrokerUnavailable(
+            f"no Kafka broker answers at {config.bootstrap_servers} ({error.args[0].name()}); start one with "
+            "`rollstream broker start`, or set kafka.bootstrap_servers (or KAFKA_BOOTSTRAP_SERVERS)"
+        ) from error

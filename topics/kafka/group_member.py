@@ -1,0 +1,163 @@
+"""A member of a consumer group: polled like any reader, with callbacks when partitions are assigned or revoked.
+
+It is static under the classic protocol, so that a restart under the same name moves no partition. It commits nothing:
+transactions commit the offsets.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RollstreamError
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.reader import Poller
+from rollstream.topics.kafka.records import COMMITTED
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_END_S = 2.0
+"""Timeout of the request for a partition's end; a rebalance waits for it."""
+Numbers = list[int]
+"""Partitions of the group's topic."""
+
+
+class MembershipLost(RollstreamError):
+    """This member cannot read any more."""
+
+    def __init__(self, text: str, *, fenced: bool) -> None:
+        super().__init__(text)
+        self.fenced = fenced
+        """Whether another consumer joined under the same name."""
+
+
+class NotFetching(RollstreamError):
+    """The client has not begun to fetch a partition, or has lost it."""
+
+
+class GroupMember(Poller):
+    """Reads the partitions of one topic that its group assigns to it."""
+
+    def __init__(self, kafka: KafkaConfig, group: str, instance: str, topic: str, **overrides: Any) -> None:
+        """`instance` is the member's name, `topic` a full name."""
+        super().__init__(kafka, clients.group_member(kafka, group, instance, **overrides), "reading")
+        self._topic = topic
+
+    def join(
+        self,
+        on_assign: Callable[[Numbers], Mapping[int, int]],
+        on_revoke: Callable[[Numbers], None],
+        on_lost: Callable[[Numbers], None],
+    ) -> None:
+        """Join the group. `on_assign` returns the offset that each assigned partition is read from.
+
+        All three are called within `poll` and `close`, which raise the callbacks' exceptions.
+        """
+
+        def assign(_consumer: Consumer, partitions: list[TopicPartition]) -> None:
+            self._begin(on_assign(self._forget(partitions)))
+
+        def revoke(_consumer: Consumer, partitions: list[TopicPartition]) -> None:
+            on_revoke(self._forget(partitions))
+
+        def lose(_consumer: Consumer, partitions: list[TopicPartition]) -> None:
+            on_lost(self._forget(partitions))
+
+        self._consumer.subscribe([self._topic], on_assign=assign, on_revoke=revoke, on_lost=lose)
+
+    def _forget(self, partitions: list[TopicPartition]) -> Numbers:
+        for place in partitions:
+            self.positions.pop((place.topic, place.partition), None)
+        return [place.partition for place in partitions]
+
+    def _begin(self, offsets: Mapping[int, int]) -> None:
+        places = self._places(offsets)
+        cooperative = "cooperative" in str(self._kafka.client.get("partition.assignment.strategy", ""))
+        if cooperative or self._kafka.group_protocol == "consumer":
+            self._consumer.incremental_assign(places)
+        else:
+            self._consumer.assign(places)
+
+    def _places(self, offsets: Mapping[int, int]) -> list[TopicPartition]:
+        self.positions.update({(self._topic, p): offset for p, offset in offsets.items() if offset >= 0})
+        return [TopicPartition(self._topic, p, offset) for p, offset in offsets.items()]
+
+    def _consume(self, most: int, wait_s: float) -> list[Message]:
+        """Return `most` messages, or those that arrive within `wait_s`."""
+        try:
+            return list(self._consumer.consume(most, wait_s))
+        except KafkaException as exception:
+            # The client raises a fatal error or returns it as a message.
+            self._raise_for(exception.args[0], f"{self._doing} {self._topic}")
+            return []
+        except SystemError as lost:
+            # The client lost the exception of a fatal error.
+            raise MembershipLost(str(lost), fenced=False) from lost
+
+    def _raise_for(self, error: KafkaError, doing: str) -> None:
+        if _fenced(error):
+            raise MembershipLost(error.str(), fenced=True)
+        if error.code() == KafkaError._MAX_POLL_EXCEEDED:
+            event(logger, "max_poll_exceeded", level=logging.WARNING, error=error.str())
+        else:
+            super()._raise_for(error, doing)
+
+    # ------------------------------------------------------------------ partitions
+
+    @property
+    def assignment(self) -> set[int]:
+        """Partitions that are assigned to this member."""
+        return {place.partition for place in self._consumer.assignment()}
+
+    def go_back(self, offsets: Mapping[int, int]) -> None:
+        """Read exactly these partitions, from these offsets on."""
+        self.positions.clear()
+        self._consumer.assign(self._places(offsets))
+
+    def seek(self, partition: int, offset: int) -> None:
+        """Continue at another offset. Raises NotFetching if the partition is not being fetched yet."""
+        try:
+            self._consumer.seek(TopicPartition(self._topic, partition, offset))
+        except KafkaException as error:
+            raise NotFetching(str(error)) from error
+        self.positions[self._topic, partition] = offset
+
+    def pause(self, partitions: Iterable[int]) -> None:
+        """Fetch nothing of these partitions until `resume`."""
+        self._consumer.pause([TopicPartition(self._topic, partition) for partition in partitions])
+
+    def resume(self, partitions: Iterable[int]) -> None:
+        """Fetch these partitions again."""
+        self._consumer.resume([TopicPartition(self._topic, partition) for partition in partitions])
+
+    def ends(self, partitions: Iterable[int]) -> dict[int, int]:
+        """Ends of partitions, as positions until `seek`; COMMITTED if no broker answers for a partition.
+
+        The ends are offsets: the client would resolve a symbolic end by itself, and an answer that arrives after a
+        seek would override the seek.
+        """
+        ends = dict.fromkeys(partitions, COMMITTED)
+        with suppress(KafkaException):
+            for partition in ends:
+                _, ends[partition] = self._consumer.get_watermark_offsets(
+                    TopicPartition(self._topic, partition), _END_S
+                )
+        return ends
+
+    def known_end(self, partition: int) -> int | None:
+        """End of a partition at the last fetch; None if nothing was fetched."""
+        try:
+            _, end = self._consumer.get_watermark_offsets(TopicPartition(self._topic, partition), cached=True)
+        except KafkaException:  # the partition was just revoked
+            return None
+        return end if end >= 0 else None
+
+
+def _fenced(error: KafkaError) -> bool:
+    """Whether another consumer joined under our name. In a message, only a fatal error's text gives its cause."""
+    return bool(
+        error.code() == KafkaError.FENCED_INSTANCE_ID or (error.code() == KafkaError._FATAL and "fenced" in error.str())
+    )

@@ -1,0 +1,90 @@
+"""Open transactions: they hide all records from their first one on, until they are committed or aborted.
+
+A writer that adds only missing records checks here first: a hidden record may be there already.
+"""
+
+import logging
+import time
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from confluent_kafka import IsolationLevel, TopicPartition
+
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import DeadlineExceeded
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.client_errors import retrying
+from rollstream.topics.kafka.hanging_transactions import open_on
+from rollstream.topics.logs import event
+
+if TYPE_CHECKING:
+    from confluent_kafka.admin import AdminClient
+
+logger = logging.getLogger(__name__)
+_LOOK_EVERY_S = 0.1
+
+
+class Undecided(NamedTuple):
+    """The part of a partition that is not visible to read-committed readers yet."""
+
+    start: int
+    """The last stable offset: the first record of the oldest open transaction."""
+    end: int
+    """One past the last record."""
+
+
+def undecided(kafka: KafkaConfig, topic: str, among: Collection[int] | None = None) -> dict[int, Undecided]:
+    """Undecided part of each partition in `among`, or of all, whose last stable offset is below its end.
+
+    Raises as `topic_admin.partitions_of` does.
+    """
+    client = clients.admin(kafka)
+    there = range(topic_admin.partitions_of(kafka, topic, client))
+    partitions = there if among is None else among
+    # In this order, records written in between may be reported as undecided, never as decided.
+    stable = _latest(client, topic, partitions, IsolationLevel.READ_COMMITTED)
+    ends = _latest(client, topic, partitions, IsolationLevel.READ_UNCOMMITTED)
+    return {p: Undecided(stable[p], ends[p]) for p in partitions if stable[p] < ends[p]}
+
+
+def await_decided(
+    kafka: KafkaConfig, topic: str, doing: str, timeout_s: float | None = None, among: Collection[int] | None = None
+) -> None:
+    """Wait until every record that is in a topic now is committed or aborted, for kafka.patience_s by default.
+
+    `among` are the partitions to wait for, all by default. Raises DeadlineExceeded, with the remedy, if a transaction
+    stays open; the message begins with `doing`, which names the action that is not taken.
+    """
+    timeout_s = kafka.patience_s if timeout_s is None else timeout_s
+    deadline, reported = time.monotonic() + timeout_s, False
+    ends = {partition: part.end for partition, part in undecided(kafka, topic, among).items()}
+    while behind := {p: part for p, part in undecided(kafka, topic, among).items() if part.start < ends.get(p, 0)}:
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"{doing}: a transaction stands open on {_places(topic, behind)} for more than {timeout_s:g} s, and "
+                f"may hold what must be seen first; end the process that began it, wait for "
+                f"kafka.transaction_timeout_s ({kafka.transaction_timeout_s:g} s), and repeat. Now "
+                f"{open_on(kafka, topic, sorted(behind))}"
+            )
+        if not reported:
+            event(logger, "transaction_open", level=logging.WARNING, what=_places(topic, behind))
+            reported = True
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _places(topic: str, parts: dict[int, Undecided]) -> str:
+    return ", ".join(f"{topic}[{p}] from offset {part.start} to {part.end}" for p, part in sorted(parts.items()))
+
+
+def _latest(client: "AdminClient", topic: str, partitions: Iterable[int], isolation: IsolationLevel) -> dict[int, int]:
+    # Imported late, as clients.admin does.
+    from confluent_kafka.admin._listoffsets import OffsetSpec
+
+    latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+    places = {TopicPartition(topic, partition): latest for partition in partitions}
+
+    def ask() -> dict[int, int]:
+        futures = client.list_offsets(places, isolation_level=isolation, request_timeout=10.0)
+        return {place.partition: future.result(11.0).offset for place, future in futures.items()}
+
+    return retrying(ask, f"asking where {topic} ends")

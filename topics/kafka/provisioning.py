@@ -1,0 +1,161 @@
+"""Creates a run's topics as the catalogue specifies. Applying twice gives the same result as applying once.
+
+`plan` compares; `apply` creates missing topics and corrects settings. The number of partitions never changes, because
+keys would move.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
+from confluent_kafka.admin._resource import ResourceType
+from confluent_kafka.cimpl import NewTopic
+
+from rollstream.topics.catalogue import CATALOGUE, topic_name
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.errors import BrokerUnavailable, TopicError
+from rollstream.topics.kafka import clients, topic_admin
+
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class TopicPlan:
+    """Changes that one topic needs: creation, or settings {key: (now, wanted)}; none if the topic is right."""
+
+    topic: str
+    partitions: int
+    settings: dict[str, str]
+    create: bool = False
+    changes: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def needed(self) -> bool:
+        return self.create or bool(self.changes)
+
+
+@dataclass(frozen=True)
+class TopicDescription:
+    """A topic as it is on the broker."""
+
+    topic: str
+    topic_id: str
+    partitions: int
+    settings: dict[str, str]
+
+
+def plan(
+    kafka: KafkaConfig, config: TopicsConfig, run: str, settings: Mapping[str, str] = MappingProxyType({})
+) -> list[TopicPlan]:
+    """Return what `apply` would do. Raises TopicError if partitions differ, BrokerUnavailable if no broker answers."""
+    existing = {d.topic: d for d in describe(kafka, run)}
+    plans = []
+    for spec in CATALOGUE:
+        topic = topic_name(run, spec.name)
+        wanted, count = {**spec.settings(config, kafka), **settings}, spec.partition_count(config)
+        current = existing.get(topic)
+        if current is None:
+            plans.append(TopicPlan(topic, count, wanted, create=True))
+            continue
+        if current.partitions != count and not (spec.or_one and current.partitions == 1):
+            raise TopicError(
+                f"topic {topic} has {current.partitions} partitions, the configuration says {count}; they are fixed "
+                f"for a run: set them back, or start a run of another name"
+            )
+        changes = {k: (current.settings.get(k, ""), v) for k, v in wanted.items() if current.settings.get(k) != v}
+        plans.append(TopicPlan(topic, current.partitions, wanted, changes=changes))
+    return plans
+
+
+def apply(
+    kafka: KafkaConfig, config: TopicsConfig, run: str, settings: Mapping[str, str] = MappingProxyType({})
+) -> list[TopicPlan]:
+    """Create topics and correct their settings; return the plan carried out. Safe to run repeatedly or concurrently.
+
+    `settings` are Kafka's own keys and override the catalogue for every topic; a later call without them restores it.
+    """
+    plans = plan(kafka, config, run, settings)
+    client = clients.admin(kafka)
+    new = [
+        NewTopic(p.topic, num_partitions=p.partitions, replication_factor=config.replication_factor, config=p.settings)
+        for p in plans
+        if p.create
+    ]
+    for topic, future in (client.create_topics(new, operation_timeout=_TIMEOUT_S) if new else {}).items():
+        try:
+            future.result(_TIMEOUT_S)
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise TopicError(f"topic {topic} cannot be created: {error.args[0].str()}") from error
+    _await_leaders(kafka, client, {p.topic for p in plans if p.create})
+    changed = [
+        ConfigResource(
+            ResourceType.TOPIC,
+            p.topic,
+            incremental_configs=[
+                ConfigEntry(k, wanted, incremental_operation=AlterConfigOpType.SET)
+                for k, (_now, wanted) in p.changes.items()
+            ],
+        )
+        for p in plans
+        if p.changes
+    ]
+    for resource, future in (client.incremental_alter_configs(changed) if changed else {}).items():
+        try:
+            future.result(_TIMEOUT_S)
+        except KafkaException as error:
+            raise TopicError(f"settings of topic {resource.name} cannot be changed: {error.args[0].str()}") from error
+    deadline = time.monotonic() + _TIMEOUT_S
+    # The controller acknowledges a change; the broker that reports settings may lag behind it.
+    while changed and (late := sorted(p.topic for p in plan(kafka, config, run, settings) if p.changes)):
+        if time.monotonic() > deadline:
+            raise BrokerUnavailable(
+                f"settings of topics {late} were changed and do not show after {_TIMEOUT_S:g} s; another program sets "
+                f"them, or the broker is behind its controller: run `rollstream topics apply` again"
+            )
+        time.sleep(0.02)
+    return plans
+
+
+def _await_leaders(kafka: KafkaConfig, client: AdminClient, created: set[str]) -> None:
+    """Wait until every broker knows the topics: the controller acknowledges a creation, and brokers may lag behind."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    brokers = client.list_topics(timeout=_TIMEOUT_S).brokers.values() if created else ()
+    for broker in brokers:
+        # A client with one address asks that broker; a client with several asks any.
+        broker_client = clients.admin(replace(kafka, bootstrap_servers=f"{broker.host}:{broker.port}"))
+        missing = created
+        while missing:
+            known = broker_client.list_topics(timeout=_TIMEOUT_S).topics
+            missing = {t for t in missing if t not in known or any(p.leader < 0 for p in known[t].partitions.values())}
+            if missing and time.monotonic() > deadline:
+                raise BrokerUnavailable(
+                    f"topics {sorted(missing)} were created and have no leader after {_TIMEOUT_S:g} s as "
+                    f"{broker.host}:{broker.port} sees it"
+                )
+            time.sleep(0.02 if missing else 0)
+
+
+def describe(kafka: KafkaConfig, run: str) -> list[TopicDescription]:
+    """Return the existing topics of a run, with their settings."""
+    clients.check_broker(kafka)
+    client = clients.admin(kafka)
+    try:
+        present = client.list_topics(timeout=_TIMEOUT_S).topics
+        names = [name for spec in CATALOGUE if (name := topic_name(run, spec.name)) in present]
+        if not names:
+            return []
+        ids = topic_admin.topic_ids(kafka, names)
+        descriptions = []
+        resources = [ConfigResource(ResourceType.TOPIC, name) for name in names]
+        for resource, future in client.describe_configs(resources).items():
+            settings = {entry.name: entry.value for entry in future.result(_TIMEOUT_S).values()}
+            name = resource.name
+            descriptions.append(TopicDescription(name, ids[name], len(present[name].partitions), settings))
+        return descriptions
+    except KafkaException as error:
+        raise BrokerUnavailable(f"topics of run {run} cannot be described: {error.args[0].str()}") from error

@@ -1,0 +1,291 @@
+"""Readers of partitions outside any group; they convert the client's messages and errors into this project's.
+
+A record that cannot be decompressed within the client's limit is returned as unreadable, with its offset, so that no
+reader stops at it. The isolation level is read_committed unless a function says otherwise.
+"""
+
+import logging
+import time
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing
+from functools import partial
+from typing import Any, NamedTuple
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+
+from rollstream.topics.closing import Closing
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.client_errors import raise_for, retrying
+from rollstream.topics.kafka.records import BEGINNING, GroupPosition, KafkaRecord, Place, record_of
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_AT_ONCE = 500
+_CALL_S = 10.0
+
+
+class Polled(NamedTuple):
+    """Records and ends of partitions from one poll."""
+
+    records: list[KafkaRecord]
+    """In offset order within each partition."""
+    ends: dict[Place, int]
+    """End offset of each partition whose end was reached; transaction markers count."""
+
+
+class Poller(Closing):
+    """Base of readers and group members: turns messages of a consumer into records, ends and errors."""
+
+    def __init__(self, kafka: KafkaConfig, consumer: Consumer, doing: str) -> None:
+        """`doing` begins error messages, as in "reading exp.steps: ..."."""
+        self._kafka, self._consumer, self._doing = kafka, consumer, doing
+        self.positions: dict[Place, int] = {}
+        """Next offset of each partition, as far as it is known."""
+        self._asked: set[str] = set()
+
+    def close(self) -> None:
+        """Close the consumer."""
+        self._consumer.close()
+
+    def poll(self, most: int, wait_s: float) -> Polled:
+        """Return up to `most` records, and partitions whose end was reached; waits up to `wait_s` for the first.
+
+        Raises TopicError or BrokerUnavailable if no more records can arrive, OffsetGone if an offset is not in the log.
+        """
+        polled = Polled([], {})
+        passed: set[Place] = set()
+        positions, records = self.positions, polled.records
+        for message in self._consume(most, wait_s):
+            error = message.error()
+            if error is None:
+                record = record_of(message)
+                positions[record.topic, record.partition] = record.offset + 1
+                records.append(record)
+            else:
+                self._take_event(error, message, polled, passed)
+        return polled
+
+    def _consume(self, most: int, wait_s: float) -> list[Message]:
+        """Return available messages; `consume` alone waits until it has the most it may return, or times out."""
+        try:
+            first = self._consumer.consume(1 if wait_s > 0 else most, wait_s)
+            return [*first, *self._consumer.consume(most - 1, 0)] if first and wait_s > 0 and most > 1 else list(first)
+        except KafkaException as exception:
+            self._raise_for(exception.args[0], self._doing)
+            return []
+
+    def _take_event(self, error: KafkaError, message: Message, polled: Polled, passed: set[Place]) -> None:
+        """Handle a message that is an event or error, not a record."""
+        topic, partition, offset = message.topic(), message.partition(), message.offset()
+        if topic is None or partition is None or offset is None:
+            self._raise_for(error, f"{self._doing} {topic or self._topics()}")
+            return
+        place = topic, partition
+        if error.code() == KafkaError._PARTITION_EOF:
+            polled.ends[place] = offset
+            self.positions[place] = max(offset, self.positions.get(place, 0))
+        elif error.code() != KafkaError._BAD_COMPRESSION:
+            self._raise_for(error, f"{self._doing} {topic}")
+        elif place not in passed:
+            passed.add(place)
+            # The event names the first record of its batch, whichever record was requested.
+            unreadable = max(offset, self.positions.get(place, 0))
+            self._pass(place, unreadable, error)
+            polled.records.append(KafkaRecord(topic, partition, unreadable, readable=False))
+
+    def _pass(self, place: Place, offset: int, error: KafkaError) -> None:
+        """Seek past a record that cannot be decompressed; the client would report the same record forever.
+
+        It passes one record at a time, because the size of the batch is unknown; only a fetch from the next offset
+        shows whether that record is unreadable, too.
+        """
+        self.positions[place] = offset + 1
+        self._consumer.seek(TopicPartition(*place, offset + 1))
+        event(
+            logger,
+            "record_unreadable",
+            level=logging.WARNING,
+            topic=place[0],
+            partition=place[1],
+            offset=offset,
+            error=error.str(),
+        )
+
+    def _raise_for(self, error: KafkaError, doing: str) -> None:
+        raise_for(error, doing)
+
+    def _topics(self) -> str:
+        return ", ".join(sorted({topic for topic, _partition in self.positions}))
+
+    def partitions_of(self, topic: str) -> int:
+        """Number of partitions of a topic. Raises as `topic_admin.partitions_of` does."""
+        self._asked.add(topic)
+        return topic_admin.partitions_of(self._kafka, topic, self._consumer)
+
+    def bounds(
+        self, topic: str, partitions: Iterable[int] | None = None, timeout_s: float = 30.0
+    ) -> dict[int, tuple[int, int]]:
+        """First offset of each partition, and the one past its last; of all partitions by default."""
+        numbers = range(self.partitions_of(topic)) if partitions is None else partitions
+        bounds = {}
+        for partition in numbers:
+            ask = partial(self._consumer.get_watermark_offsets, TopicPartition(topic, partition), _CALL_S)
+            bounds[partition] = retrying(ask, f"asking where {topic} begins and ends", timeout_s)
+        return bounds
+
+    # ------------------------------------------------------------------ the group whose offsets are read
+
+    def committed(
+        self, topic: str, partitions: Iterable[int], doing: str, timeout_s: float | None = None
+    ) -> list[GroupPosition]:
+        """Positions that the group has committed, with their metadata; the offset is negative if none is committed.
+
+        Waits for offsets of an open transaction: if its process died, they are pending until it times out. Raises
+        BrokerUnavailable after `timeout_s`, kafka.patience_s by default; `doing` begins its message.
+        """
+        timeout_s = self._kafka.patience_s if timeout_s is None else timeout_s
+        wanted = [TopicPartition(topic, partition) for partition in partitions]
+        call_timeout_s = min(_CALL_S, timeout_s)
+
+        def ask() -> list[GroupPosition]:
+            answers = self._consumer.committed(wanted, call_timeout_s)
+            for place in answers:
+                if place.error is not None:
+                    raise KafkaException(place.error)
+            return [GroupPosition.from_client(place) for place in answers]
+
+        return retrying(ask, doing, timeout_s)
+
+    def commit(self, positions: Iterable[GroupPosition], doing: str) -> None:
+        """Commit positions of the group. Raises BrokerUnavailable after kafka.patience_s."""
+        offsets = [position.for_client() for position in positions]
+        retrying(lambda: self._consumer.commit(offsets=offsets, asynchronous=False), doing, self._kafka.patience_s)
+
+    def group_metadata(self) -> object:
+        """Group metadata for a transaction that sends the group's offsets."""
+        return self._consumer.consumer_group_metadata()
+
+
+class Reader(Poller):
+    """Reads partitions that it is assigned."""
+
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        *,
+        isolation: str = "read_committed",
+        fetch_wait_ms: int = 100,
+        group: str = "rollstream-reader",
+        doing: str = "reading",
+        **overrides: Any,
+    ) -> None:
+        """`group` only names the group whose offsets are read and committed; `clients.reader` has the rest."""
+        consumer = clients.reader(kafka, isolation=isolation, fetch_wait_ms=fetch_wait_ms, group=group, **overrides)
+        super().__init__(kafka, consumer, doing)
+
+    def assign(self, positions: Mapping[Place, int]) -> None:
+        """Read these partitions from these offsets on, and no others. Raises as `topic_admin.partitions_of` does."""
+        self._ask_leaders(positions)
+        self.positions = {place: offset for place, offset in positions.items() if offset >= 0}
+        self._consumer.assign([TopicPartition(*place, offset) for place, offset in positions.items()])
+
+    def add(self, place: Place, offset: int) -> None:
+        """Read one more partition."""
+        self._ask_leaders([place])
+        self.positions[place] = offset
+        self._consumer.incremental_assign([TopicPartition(*place, offset)])
+
+    def seek(self, place: Place, offset: int) -> None:
+        """Continue at another offset of a partition, and discard its fetched records."""
+        self.positions[place] = offset
+        self._consumer.seek(TopicPartition(*place, offset))
+
+    def unassign(self) -> None:
+        """Stop reading all partitions."""
+        self.positions.clear()
+        self._consumer.unassign()
+
+    def offsets_at(self, topic: str, partitions: Iterable[int], at_ms: int) -> dict[int, int | None]:
+        """Offset of each partition's first record with this timestamp or a later one; None if there is none."""
+        wanted = [TopicPartition(topic, partition, at_ms) for partition in partitions]
+        answers = retrying(partial(self._consumer.offsets_for_times, wanted, _CALL_S), f"asking for times in {topic}")
+        return {place.partition: place.offset if place.offset >= 0 else None for place in answers}
+
+    def _ask_leaders(self, places: Iterable[Place]) -> None:
+        """Fetch the partitions' leaders, so that the first record arrives at once: librdkafka delays a partition by
+        half a second if it does not know the leader."""
+        for topic in {topic for topic, _partition in places} - self._asked:
+            self.partitions_of(topic)
+
+
+def read_to_end(
+    config: KafkaConfig,
+    topic: str,
+    *,
+    partitions: Iterable[int] | None = None,
+    start: int | Mapping[int, int] = BEGINNING,
+    isolation: str = "read_committed",
+    timeout_s: float | None = None,
+    reader: Reader | None = None,
+) -> Generator[KafkaRecord]:
+    """Yield every record of a topic up to its present end, in offset order within each partition.
+
+    `start` is the first offset, for all partitions or by partition. Raises TopicError if the topic is missing or a
+    start is out of range, BrokerUnavailable if no record arrives and the end is not reached within `timeout_s`
+    (kafka.patience_s by default). An existing `reader` may be passed; its isolation level applies then.
+    """
+    timeout_s = config.patience_s if timeout_s is None else timeout_s
+    # A short wait at the broker, because this waits for the end of idle partitions.
+    source = reader or Reader(config, isolation=isolation, fetch_wait_ms=10)
+    try:
+        numbers = range(source.partitions_of(topic)) if partitions is None else list(partitions)
+        begins = start if isinstance(start, Mapping) else dict.fromkeys(numbers, start)
+        pending = {(topic, p) for p in numbers}
+        source.assign({(topic, p): begins.get(p, BEGINNING) for p in numbers})
+        deadline = time.monotonic() + timeout_s
+        while pending:
+            polled = source.poll(_AT_ONCE, 0.05)
+            for record in polled.records:
+                if (topic, record.partition) in pending:
+                    yield record
+            pending.difference_update(polled.ends)
+            if polled.records or polled.ends:
+                deadline = time.monotonic() + timeout_s
+            elif time.monotonic() > deadline:
+                raise BrokerUnavailable(
+                    f"{topic} partitions {sorted(p for _topic, p in pending)} gave nothing for {timeout_s:g} s; is the "
+                    f"broker at {config.bootstrap_servers} up?"
+                )
+    finally:
+        if reader is None:
+            source.close()
+        else:
+            source.unassign()
+
+
+def record_at(
+    config: KafkaConfig,
+    topic: str,
+    partition: int,
+    offset: int,
+    *,
+    isolation: str = "read_committed",
+    reader: Reader | None = None,
+) -> KafkaRecord | None:
+    """Return the visible record at an offset, or None. Takes a reader, and raises, as `read_to_end` does."""
+    start = {partition: offset}
+    reading = read_to_end(config, topic, partitions=[partition], start=start, isolation=isolation, reader=reader)
+    with closing(reading):
+        record = next(reading, None)
+    return record if record is not None and record.offset == offset else None
+
+
+def record_before(config: KafkaConfig, topic: str, partition: int, offset: int) -> KafkaRecord | None:
+    """Return the record right before an offset; None if the log begins at the offset or ends before it.
+
+    Raises as `read_to_end` does.
+    """
+    begin, end = topic_admin.bounds(config, topic, [partition])[partition]
+    return record_at(config, topic, partition, offset - 1) if begin < offset <= end else None

@@ -1,0 +1,170 @@
+"""Sending of records: one call that waits for room, and errors that name the record, its topic and the reason."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, KafkaError, KafkaException, Message, Producer
+
+from rollstream.topics.closing import Closing
+from rollstream.topics.errors import DeadlineExceeded, DeliveryError
+
+_LOOK_EVERY_S = 0.1
+_FLUSH_AFTER_ERROR_S = 5.0
+HeadersToSend = Mapping[str, str | bytes | None] | Sequence[tuple[str, str | bytes | None]]
+
+
+class Delivery(NamedTuple):
+    """A record that the broker has acknowledged."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    stamped: bool
+    """Whether the timestamp is the broker's append time."""
+
+
+class Failure(NamedTuple):
+    """A record that was not delivered."""
+
+    name: str
+    topic: str
+    partition: int
+    """Negative if no partition was chosen yet."""
+    size_bytes: int
+    """Bytes of key and value."""
+    error: KafkaError
+
+    @property
+    def reason(self) -> str:
+        """Text of the client's error."""
+        return self.error.str()
+
+    def __str__(self) -> str:
+        partition = f"[{self.partition}]" if self.partition >= 0 else ""
+        return f"{self.name} was not delivered to {self.topic}{partition} ({self.size_bytes} bytes): {self.reason}"
+
+
+class SendFailed(DeliveryError):
+    """A record was not sent or not delivered."""
+
+    def __init__(self, failures: Sequence[Failure], remedy: str) -> None:
+        more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+        super().__init__(f"{failures[0]}{more}; {remedy}")
+        self.failure = failures[0]
+
+
+class Sender(Closing):
+    """Sends records through one producer, whose queue bounds the undelivered records."""
+
+    def __init__(
+        self,
+        producer: Producer,
+        *,
+        remedy: str = "run this again",
+        on_failure: Callable[[Failure], None] | None = None,
+    ) -> None:
+        """`producer` comes from `clients`; `remedy` ends error messages. If `on_failure` is given, `send`, `poll` and
+        `flush` call it for each record that was not delivered, instead of raising SendFailed."""
+        self._producer = producer
+        self._remedy = remedy
+        self._topics: set[str] = set()
+        self._failures: list[Failure] = []
+        self._on_failure = on_failure or self._failures.append
+
+    def send(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None = None,
+        *,
+        partition: int = -1,
+        headers: HeadersToSend | None = None,
+        timestamp_ms: int = 0,
+        name: str = "a record",
+        timeout_s: float | None = None,
+        on_delivery: Callable[[Delivery], None] | None = None,
+    ) -> None:
+        """Queue a record; waits for room if the queue is full. `on_delivery` is called with the record's place.
+
+        The wait is finite: a record that cannot be delivered leaves the queue after delivery.timeout.ms. Errors call
+        the record `name`. Raises SendFailed, for an earlier record too if this one has to wait, and DeadlineExceeded
+        if there is no room within `timeout_s`.
+        """
+
+        def report(error: KafkaError | None, message: Message) -> None:
+            if error is not None:
+                at = message.partition()
+                self._on_failure(Failure(name, topic, partition if at is None else at, _size(key, value), error))
+            elif on_delivery is not None:
+                kind, timestamp_ms = message.timestamp()
+                stamped = kind == TIMESTAMP_LOG_APPEND_TIME
+                # A delivered message has all of these.
+                on_delivery(Delivery(topic, message.partition(), message.offset(), timestamp_ms, stamped))  # type: ignore[arg-type]
+
+        self._topics.add(topic)
+        more: dict[str, Any] = {}
+        if headers is not None:
+            more["headers"] = dict(headers) if isinstance(headers, Mapping) else list(headers)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                self._producer.produce(topic, value, key, partition, on_delivery=report, timestamp=timestamp_ms, **more)
+                break
+            except BufferError:
+                left_s = _LOOK_EVERY_S if deadline is None else deadline - time.monotonic()
+                if left_s <= 0:
+                    raise DeadlineExceeded(
+                        f"{name} was not sent: the producer's queue stayed full for {timeout_s:g} s; is the broker up, "
+                        "or slower than what is produced?"
+                    ) from None
+                self.poll(min(_LOOK_EVERY_S, left_s))
+            except KafkaException as exception:
+                failure = Failure(name, topic, partition, _size(key, value), exception.args[0])
+                raise SendFailed([failure], self._remedy) from exception
+        self._producer.poll(0)
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Process delivery reports. Raises SendFailed if a record was not delivered."""
+        self._producer.poll(timeout_s)
+        self.check()
+
+    def flush(self, timeout_s: float = 30.0) -> None:
+        """Wait until all records are delivered.
+
+        Raises SendFailed if a record was not delivered, DeadlineExceeded if records are still unacknowledged after
+        `timeout_s`; they stay queued.
+        """
+        waiting = self._producer.flush(timeout_s)
+        self.check()
+        if waiting:
+            raise DeadlineExceeded(
+                f"{waiting} records to {', '.join(sorted(self._topics))} are still unacknowledged after "
+                f"{timeout_s:g} s; is the broker up? Then {self._remedy}"
+            )
+
+    def waiting(self, timeout_s: float = 0.0) -> int:
+        """Number of records that are unacknowledged after `timeout_s`."""
+        return int(self._producer.flush(timeout_s))
+
+    def check(self) -> None:
+        """Raise SendFailed if a record was not delivered since the last check."""
+        if self._failures:
+            failures, self._failures[:] = self._failures[:], []
+            raise SendFailed(failures, self._remedy)
+
+    def close(self) -> None:
+        """Wait until all records are delivered, as `flush` does."""
+        self.flush()
+
+    def __exit__(self, *raised: object) -> None:
+        if raised[0] is None:
+            self.close()
+        else:
+            # The original error matters more than a failed delivery that it caused; it must not be delayed for long.
+            self.waiting(_FLUSH_AFTER_ERROR_S)
+
+
+def _size(key: bytes | None, value: bytes | None) -> int:
+    return len(key or b"") + len(value or b"")

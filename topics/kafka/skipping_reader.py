@@ -1,0 +1,123 @@
+"""Records between two offsets of a partition, around some that are never fetched: compression bombs, mostly.
+
+A client decompresses every whole batch in a fetch response, and fetches ahead of its caller. Records before an offset
+to be left out are therefore fetched in small pieces, one at a time, by a client that is closed before it requests the
+next piece: a bomb is then never the first batch of a response, and later batches are cut off, or smaller than a piece.
+If the offsets right before it are the end of a transaction, nothing shows that they were reached; they have to be left
+out, too.
+"""
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import DeadlineExceeded
+from rollstream.topics.kafka import hanging_transactions, topic_admin
+from rollstream.topics.kafka.reader import Polled, Reader, read_to_end
+from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
+
+_AT_ONCE = 500
+"""Records taken from the client at a time."""
+_NEAR = 2 * _AT_ONCE
+"""Distance in offsets to one to be left out, within which the client gets time to close before it requests the next
+piece. Further away, it requests the next one when all records of the last are taken, at most `_AT_ONCE`."""
+_PIECE: dict[str, Any] = {"max.partition.fetch.bytes": 64 * 1024, "queued.min.messages": 1}
+_REST_MS = 250
+_REST_S = 0.02
+_SINGLY: dict[str, Any] = {**_PIECE, "fetch.queue.backoff.ms": _REST_MS}
+
+
+def records_between(
+    kafka: KafkaConfig,
+    topic: str,
+    partition: int,
+    start: int,
+    stop: int,
+    left_out: Collection[int] = (),
+    *,
+    wait: bool = True,
+) -> Iterator[KafkaRecord | None]:
+    """Yield committed records at offsets start to stop - 1 except those in `left_out`, and None while none arrives.
+
+    Offsets of `left_out` from `stop` on are not fetched either. A transaction becomes visible on its partitions at
+    different times, so the reader waits at an end of partition before `stop`. It raises DeadlineExceeded if nothing
+    arrives for kafka.patience_s, within which an open transaction ends. Without `wait`, it stops at the end.
+    """
+    for begin, end in _runs(offset for offset in left_out if offset >= start):
+        near = max(start, begin - _NEAR)
+        yield from _read(kafka, topic, partition, start, min(near, stop), wait, _PIECE)
+        yield from _read(kafka, topic, partition, near, min(begin, stop), wait, _SINGLY)
+        start = end
+    yield from _read(kafka, topic, partition, start, stop, wait, {})
+
+
+def records_around(
+    kafka: KafkaConfig, topic: str, left_out: Mapping[int, Collection[int]], start: Mapping[int, int] | None = None
+) -> Iterator[KafkaRecord]:
+    """Yield the committed records of these partitions up to their present ends, except those left out.
+
+    `left_out` has an entry for each partition to read; `start` gives first offsets, else a partition is read from where
+    it begins. In offset order within each partition. Raises as `read_to_end` does.
+    """
+    start = start or {}
+    whole = [number for number, offsets in left_out.items() if not offsets]
+    begins = {number: start.get(number, BEGINNING) for number in whole}
+    yield from read_to_end(kafka, topic, partitions=whole, start=begins)
+    rest = [number for number, offsets in left_out.items() if offsets]
+    for number, (begin, end) in topic_admin.bounds(kafka, topic, rest).items() if rest else ():
+        first = start.get(number, begin)
+        for record in records_between(kafka, topic, number, first, end, left_out[number], wait=False):
+            if record is not None:
+                yield record
+
+
+def _runs(offsets: Iterable[int]) -> list[tuple[int, int]]:
+    """Consecutive offsets as (first, one past the last)."""
+    runs: list[tuple[int, int]] = []
+    for offset in sorted(offsets):
+        if runs and runs[-1][1] == offset:
+            runs[-1] = (runs[-1][0], offset + 1)
+        else:
+            runs.append((offset, offset + 1))
+    return runs
+
+
+def _read(
+    kafka: KafkaConfig, topic: str, partition: int, start: int, stop: int, wait: bool, settings: dict[str, Any]
+) -> Iterator[KafkaRecord | None]:
+    """Yield the records of a range without offsets to be left out; fetches nothing after the last one."""
+    if start >= stop:
+        return
+    timeout_s, place = kafka.patience_s, (topic, partition)
+    with Reader(kafka, fetch_wait_ms=10, **settings) as reader:
+        reader.assign({place: start})
+        deadline = time.monotonic() + timeout_s
+        while True:
+            records, ends = _polled(reader, settings is _SINGLY)
+            ended = bool(records) and records[-1].offset >= stop - 1
+            if place in ends:
+                ended = ended or not wait or ends[place] >= stop
+            if ended:
+                reader.unassign()
+            for record in records:
+                if record.offset < stop:
+                    yield record
+                    deadline = time.monotonic() + timeout_s
+            if ended:
+                return
+            yield None
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"{topic}[{partition}] did not show offset {stop - 1} within {timeout_s:g} s; "
+                    f"{hanging_transactions.open_on(kafka, topic, [partition])}"
+                )
+
+
+def _polled(reader: Reader, singly: bool) -> Polled:
+    """Return records that the client holds. The client decides on its next fetch when records arrive, so `singly` never
+    waits for one: the records remain queued, and the client pauses before it decides again."""
+    if not singly:
+        return reader.poll(_AT_ONCE, 0.05)
+    time.sleep(_REST_S)
+    return reader.poll(_AT_ONCE, 0)

@@ -1,0 +1,168 @@
+"""Administration of topics: names, ids, partitions and their offsets, deletions."""
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicCollection, TopicPartition
+
+from rollstream.topics.catalogue import run_and_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable, TopicError
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.client_errors import retrying
+from rollstream.topics.kafka.records import Place
+
+if TYPE_CHECKING:
+    from confluent_kafka.admin import AdminClient
+
+_TIMEOUT_S = 30.0
+_NAMED = 3
+"""Largest number of runs that an error names."""
+
+
+class OffsetAndTime(NamedTuple):
+    """An offset of a partition, with a time."""
+
+    offset: int
+    timestamp_ms: int
+    """-1 if the offset is not that of a record."""
+
+
+def topic_names(kafka: KafkaConfig) -> list[str]:
+    """Names of all topics of the cluster, sorted. Raises BrokerUnavailable."""
+    client = clients.admin(kafka)
+    try:
+        return sorted(client.list_topics(timeout=_TIMEOUT_S).topics)
+    except KafkaException as error:
+        raise BrokerUnavailable(f"listing topics: {error.args[0].str()}") from error
+
+
+def partitions_of(config: KafkaConfig, topic: str, client: "AdminClient | Consumer | None" = None) -> int:
+    """Number of partitions of a topic, from `client` or a new one; `client` knows the leaders afterwards.
+
+    Raises TopicError if the topic does not exist, BrokerUnavailable if no broker answers.
+    """
+    try:
+        metadata = (client or clients.admin(config)).list_topics(topic, timeout=10.0).topics[topic]
+    except KafkaException as error:
+        raise BrokerUnavailable(
+            f"no Kafka broker answers at {config.bootstrap_servers}: {error.args[0].str()}"
+        ) from error
+    if metadata.error is not None:
+        raise _missing(config, topic, metadata.error.name())
+    return len(metadata.partitions)
+
+
+def runs(config: KafkaConfig) -> dict[str, dict[str, int]]:
+    """Number of partitions of each topic, by name, of every run on the brokers. Raises BrokerUnavailable."""
+    try:
+        topics = clients.admin(config).list_topics(timeout=10.0).topics
+    except KafkaException as error:
+        raise BrokerUnavailable(
+            f"no Kafka broker answers at {config.bootstrap_servers}: {error.args[0].str()}"
+        ) from error
+    partitions_by_run: dict[str, dict[str, int]] = {}
+    for topic, metadata in sorted(topics.items()):
+        place = run_and_name(topic)
+        if place is not None:
+            partitions_by_run.setdefault(place[0], {})[place[1]] = len(metadata.partitions)
+    return partitions_by_run
+
+
+def _missing(config: KafkaConfig, topic: str, why: str) -> TopicError:
+    """The error for a missing topic: the run has another name, or its topics must be created."""
+    place, there = run_and_name(topic), runs(config)
+    if place is not None and place[0] not in there:
+        near = difflib.get_close_matches(place[0], there, 1, 0.8)
+        if near:
+            return TopicError(
+                f"topic {topic} is missing: there is no run {place[0]}; did you mean --run {near[0]}? "
+                f"`rollstream runs` lists all"
+            )
+        if there:
+            more = f" and {len(there) - _NAMED} more (`rollstream runs`)" if len(there) > _NAMED else ""
+            why += f"; there is no run {place[0]}, but {', '.join([*there][:_NAMED])}{more}"
+    return TopicError(f"topic {topic} is missing ({why}); create it with `rollstream topics apply`")
+
+
+def bounds(config: KafkaConfig, topic: str, partitions: Iterable[int] | None = None) -> dict[int, tuple[int, int]]:
+    """First offset of each partition, and the one past its last; of all partitions by default.
+
+    Raises as `partitions_of` does.
+    """
+    consumer = clients.reader(config)
+    try:
+        known = range(partitions_of(config, topic, consumer))
+        ends = {}
+        for partition in known if partitions is None else partitions:
+            ask = partial(consumer.get_watermark_offsets, TopicPartition(topic, partition), 10.0)
+            ends[partition] = retrying(ask, f"asking where {topic} begins")
+        return ends
+    finally:
+        consumer.close()
+
+
+def topic_ids(kafka: KafkaConfig, names: list[str]) -> dict[str, str]:
+    """Kafka's id of each topic; a topic that is created again gets a new id. Raises TopicError if one is missing."""
+    client = clients.admin(kafka)
+    ids = {}
+    for name, future in client.describe_topics(TopicCollection(names)).items():
+        try:
+            ids[name] = str(future.result(30.0).topic_id)
+        except KafkaException as error:
+            if error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+                raise _missing(kafka, name, error.args[0].name()) from error
+            raise BrokerUnavailable(f"topic {name} cannot be described: {error.args[0].str()}") from error
+    return ids
+
+
+def offsets(
+    kafka: KafkaConfig, places: Iterable[Place], which: Literal["earliest", "latest", "max_timestamp"]
+) -> dict[Place, OffsetAndTime]:
+    """First offset, end, or offset of the highest timestamp, by partition. Raises BrokerUnavailable."""
+    # Imported late, as clients.admin does.
+    from confluent_kafka.admin._listoffsets import OffsetSpec
+
+    spec: Any = getattr(OffsetSpec, which)()
+    wanted = {TopicPartition(*place): spec for place in places}
+    if not wanted:
+        return {}
+    client = clients.admin(kafka)
+    offsets = {}
+    for place, future in client.list_offsets(wanted, request_timeout=_TIMEOUT_S).items():
+        try:
+            answer = future.result(_TIMEOUT_S)
+        except KafkaException as error:
+            raise BrokerUnavailable(f"asking where {place.topic} ends: {error.args[0].str()}") from error
+        offsets[place.topic, place.partition] = OffsetAndTime(answer.offset, answer.timestamp)
+    return offsets
+
+
+def delete_records(kafka: KafkaConfig, below: Mapping[Place, int], timeout_s: float = _TIMEOUT_S) -> None:
+    """Delete the records below an offset of each partition. Raises BrokerUnavailable if a broker does not delete."""
+    if not below:
+        return
+    client = clients.admin(kafka)
+    wanted = [TopicPartition(*place, offset) for place, offset in below.items()]
+    for place, future in client.delete_records(wanted, request_timeout=timeout_s).items():
+        try:
+            future.result(timeout_s)
+        except KafkaException as error:
+            raise BrokerUnavailable(
+                f"records of {place.topic}[{place.partition}] below {place.offset} cannot be deleted: "
+                f"{error.args[0].str()}"
+            ) from error
+
+
+def delete_topics(kafka: KafkaConfig, names: Collection[str]) -> dict[str, str]:
+    """Delete topics; returns the reason for each topic that was not deleted."""
+    client = clients.admin(kafka)
+    failed = {}
+    for topic, future in (client.delete_topics(list(names)) if names else {}).items():
+        try:
+            future.result(_TIMEOUT_S)
+        except KafkaException as error:
+            failed[topic] = error.args[0].str()
+    return failed

@@ -1,0 +1,49 @@
+"""Transactional ids. Each belongs to exactly one writer of one run.
+
+The run comes first, and no run's name contains "/", so that ids of different runs have different prefixes: an access
+rule for the prefix `exp/` covers run `exp` and not run `exp-lr`.
+"""
+
+import logging
+import time
+
+from confluent_kafka import KafkaError, KafkaException
+
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.kafka import clients
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_NOT_OURS = (KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
+
+
+def transactional_id(run: str, role: str, which: str | int = "") -> str:
+    """Return the id of a writer: `{run}/{role}`, or `{run}/{role}/{which}` if a run has several of the role."""
+    return f"{run}/{role}" if which == "" else f"{run}/{role}/{which}"
+
+
+def earlier_id(run: str, role: str, which: str | int) -> str:
+    """Return the id that earlier releases gave the writer, `{role}-{run}-{which}`; it may not have been unique."""
+    return f"{role}-{run}-{which}"
+
+
+def fence(kafka: KafkaConfig, identity: str) -> None:
+    """Fence the producer of a transactional id, so that it cannot commit any more, and abort its open transaction.
+
+    For ids that this process does not write under itself. Does nothing if access to the id is denied, as under an
+    access rule that covers only the ids of this release. Raises BrokerUnavailable if the broker does not answer.
+    """
+    producer = clients.transactional_producer(kafka, identity, logger=logger)
+    deadline = time.monotonic() + kafka.patience_s
+    while True:
+        try:
+            producer.init_transactions(5.0)
+            return
+        except KafkaException as exception:
+            error: KafkaError = exception.args[0]
+            if error.code() in _NOT_OURS:
+                event(logger, "id_not_fenced", level=logging.WARNING, transactional_id=identity, error=error.str())
+                return
+            if not error.retriable() or time.monotonic() > deadline:
+                raise BrokerUnavailable(f"transactional id {identity} cannot be fenced: {error.str()}") from exception

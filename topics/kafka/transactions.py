@@ -1,0 +1,242 @@
+"""Transactions: records and consumer group positions that are committed together or not at all.
+
+A transactional id has one writer at a time; a new writer fences the one before, and aborts its open transaction.
+`transaction_errors` explains the errors.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException, Producer
+
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import DeliveryError
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.bounded_calls import BoundedCalls, Stalled
+from rollstream.topics.kafka.records import GroupPosition
+from rollstream.topics.kafka.sender import Delivery, HeadersToSend, Sender, SendFailed
+from rollstream.topics.kafka.transaction_errors import Decision, decide
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_FATAL = (Decision.LEAVE, Decision.RENEW, Decision.GIVE_UP)
+_CALL_S = 5.0
+ABORT = "abort_transaction"
+
+
+class TransactionFailed(DeliveryError):
+    """A call of a transaction failed; its records are not visible, unless the call was a commit without an answer."""
+
+    def __init__(self, call: str, error: KafkaError | str, transactional_id: str) -> None:
+        lost = isinstance(error, str)
+        self.call = call
+        self.reason = error if isinstance(error, str) else f"{error.name()}: {error.str()}"
+        # The client may lose the exception of a fatal error and raise SystemError instead.
+        self.decision = Decision.GIVE_UP if isinstance(error, str) else decide(error, patient=False)
+        self.taken_over = (
+            lost
+            or self.decision is Decision.LEAVE
+            # Only the text of an error that follows a fatal one gives its cause.
+            or (isinstance(error, KafkaError) and error.code() == KafkaError._FATAL and "fenced" in error.str())
+        )
+        """Whether another writer started under the same transactional id; this nearly always causes an error that the
+        client loses."""
+        super().__init__(f"{call} of {transactional_id}: {self.reason}")
+
+    @property
+    def fatal(self) -> bool:
+        """Whether the producer is unusable."""
+        return self.decision in _FATAL
+
+
+class Transaction:
+    """One transaction, from its first record to its commit."""
+
+    def __init__(self, producer: "TransactionalProducer", sender: Sender) -> None:
+        self._producer, self._sender = producer, sender
+
+    def send(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None = None,
+        *,
+        partition: int = -1,
+        headers: HeadersToSend | None = None,
+        timestamp_ms: int = 0,
+        on_delivery: Callable[[Delivery], None] | None = None,
+    ) -> None:
+        """Queue a record; the arguments are those of `Sender.send`. Raises TransactionFailed."""
+        with self._failing("send"):
+            self._sender.send(
+                topic,
+                value,
+                key,
+                partition=partition,
+                headers=headers,
+                timestamp_ms=timestamp_ms,
+                on_delivery=on_delivery,
+            )
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until all records are delivered and their offsets are known. Raises TransactionFailed."""
+        deadline = time.monotonic() + timeout_s
+        with self._failing("flush"):
+            while self._sender.waiting(1.0):
+                self._sender.check()
+                if time.monotonic() > deadline:
+                    error = KafkaError(KafkaError._MSG_TIMED_OUT, "records were not acknowledged in time")
+                    raise KafkaException(error)
+            self._sender.check()
+
+    def send_offsets(self, positions: Iterable[GroupPosition], group_metadata: object) -> None:
+        """Commit a group's positions with the records; `group_metadata` belongs to a reader or to a group member.
+
+        Raises TransactionFailed, Stalled.
+        """
+        offsets = [position.for_client() for position in positions]
+        self._producer.call(
+            lambda client, timeout_s: client.send_offsets_to_transaction(offsets, group_metadata, timeout_s),
+            "send_offsets_to_transaction",
+        )
+
+    def check(self) -> None:
+        """Raise TransactionFailed if a record was not delivered."""
+        with self._failing("send"):
+            self._sender.check()
+
+    @contextmanager
+    def _failing(self, call: str) -> Iterator[None]:
+        try:
+            yield
+        except SendFailed as failed:
+            raise TransactionFailed(call, failed.failure.error, self._producer.transactional_id) from failed
+        except KafkaException as exception:
+            raise TransactionFailed(call, exception.args[0], self._producer.transactional_id) from exception
+        except SystemError as lost:
+            raise TransactionFailed(call, str(lost), self._producer.transactional_id) from lost
+
+
+class TransactionalProducer:
+    """Writes in transactions under one transactional id."""
+
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        transactional_id: str,
+        *,
+        call_timeout_s: float | None = None,
+        retry_for_s: float | None = None,
+        **overrides: Any,
+    ) -> None:
+        """A call may take `call_timeout_s`, and is repeated for `retry_for_s`, kafka.patience_s by default."""
+        self.transactional_id = transactional_id
+        self._call_timeout_s = min(_CALL_S, kafka.patience_s) if call_timeout_s is None else call_timeout_s
+        self._retry_for_s = kafka.patience_s if retry_for_s is None else retry_for_s
+        self._abort_for_s = kafka.transaction_timeout_s
+        self.client: Producer = clients.transactional_producer(kafka, transactional_id, **overrides)
+        self._calls = BoundedCalls()
+
+    def start(self) -> None:
+        """Fence the id's previous writer, and abort its open transaction. Raises TransactionFailed, Stalled."""
+        self.call(lambda client, timeout_s: client.init_transactions(timeout_s), "init_transactions", may_abort=False)
+
+    @contextmanager
+    def transaction(self, *, commit: bool = True) -> Iterator[Transaction]:
+        """Commit the records that the block sends, or, without `commit` or on any exception, abort them.
+
+        Raises TransactionFailed, after an abort if one is possible, and Stalled if nothing was aborted: the next start
+        under the id aborts it.
+        """
+        # A new sender, so that delivery reports of an aborted transaction do not count.
+        transaction = Transaction(self, Sender(self.client))
+        try:
+            self._begin()
+            yield transaction
+            if commit:
+                transaction.check()
+                self._commit()
+        except TransactionFailed as failed:
+            if not failed.fatal or isinstance(failed.__cause__, SystemError):
+                # The error of a failed abort is more specific: it reports fencing.
+                self._abort()
+            raise
+        except Stalled:
+            raise
+        except BaseException:
+            try:
+                self._abort()
+            except (TransactionFailed, Stalled) as failed:
+                # The original error matters more.
+                event(logger, "transaction_not_aborted", level=logging.WARNING, error=str(failed))
+            raise
+        if not commit:
+            self._abort()
+
+    def _begin(self) -> None:
+        try:
+            self.client.begin_transaction()
+        except KafkaException as exception:
+            raise TransactionFailed("begin_transaction", exception.args[0], self.transactional_id) from exception
+        except SystemError as lost:
+            raise TransactionFailed("begin_transaction", str(lost), self.transactional_id) from lost
+
+    def _commit(self) -> None:
+        self.call(lambda client, timeout_s: client.commit_transaction(timeout_s), "commit_transaction", may_abort=False)
+
+    def _abort(self) -> None:
+        # The client may wait forever for an abort; after this time the coordinator has aborted by itself.
+        self.call(
+            lambda client, timeout_s: client.abort_transaction(timeout_s),
+            ABORT,
+            may_abort=False,
+            for_s=self._abort_for_s,
+        )
+
+    def call(
+        self,
+        call: Callable[[Producer, float], Any],
+        name: str,
+        *,
+        may_abort: bool = True,
+        for_s: float | None = None,
+    ) -> None:
+        """Call until it returns, and repeat the call after a retriable error. `may_abort` is false for a call, such
+        as a commit, that may be complete after a timeout; it raises Stalled after `for_s`.
+
+        It calls at least twice: a zombie may have been stopped during the first call, and learns of its fencing from
+        the second.
+        """
+        for_s = self._retry_for_s if for_s is None else for_s
+        deadline = time.monotonic() + for_s
+        for attempt in itertools.count(1):
+            try:
+                self._calls.run(lambda: call(self.client, self._call_timeout_s), name, self._call_timeout_s + 1.0)
+                return
+            except SystemError as lost:
+                raise TransactionFailed(name, str(lost), self.transactional_id) from lost
+            except KafkaException as exception:
+                error: KafkaError = exception.args[0]
+                if decide(error) is not Decision.CALL_AGAIN:
+                    raise TransactionFailed(name, error, self.transactional_id) from exception
+                if attempt > 1 and time.monotonic() > deadline:
+                    if may_abort:
+                        raise TransactionFailed(name, error, self.transactional_id) from exception
+                    raise Stalled(f"{name} had no answer for {for_s:g} s") from exception
+                event(logger, "transaction_call_retried", level=logging.WARNING, call=name, error=error.str())
+
+    def flush(self, timeout_s: float) -> None:
+        """Flush the client's queue; only logs an error."""
+        try:
+            self.client.flush(timeout_s)
+        # SystemError as above: the client may lose the exception of a fatal error, such as that of a fenced producer.
+        except (KafkaException, SystemError) as error:
+            event(logger, "queue_not_emptied", level=logging.WARNING, error=str(error))
+
+    def close(self) -> None:
+        """End the thread of its calls."""
+        self._calls.close()

@@ -1,0 +1,174 @@
+"""RLExample: one training example in the form trainers take, and the conversion of a TrainingBatch to a list of them.
+
+Batch makers produce this dataclass and learners consume it; it carries its place in the log.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollstream.topics.records import BatchTokenArray, Bool, Float32, Int32, Int64, NamedArray, TrainingBatch
+
+REFERENCE = "reference_log_probs"
+"""Key in a rollout's token_arrays of the log-probabilities by a reference model."""
+WEIGHT_VERSION = "weight_version"
+"""Key in a rollout's token_arrays of the policy version that sampled each token, int64 [T]; -1 where none did."""
+
+
+_SINCE_5 = ("weight_steps", "timestamps", "token_arrays")
+"""Fields of a batch that core version 5 introduced."""
+
+
+class Source(NamedTuple):
+    """Place of an example in `rollouts`."""
+
+    partition: int
+    offset: int
+    uid: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLExample:
+    """One example of T positions."""
+
+    tokens: Int32
+    """Token ids, int32 [T]."""
+    loss_mask: Bool
+    """True at positions that enter the loss, bool [T]."""
+    advantage: Float32
+    """Advantage of each position, float32 [T]."""
+    generator_log_probs: Float32
+    """Log-probabilities by the policy that generated the tokens, float32 [T]; 0 where masked."""
+    segment_ids: Int32
+    """Number of the sequence a position belongs to, int32 [T]: 1 everywhere until packed; 0 is padding."""
+    source: Source
+    """Its place in the log."""
+    reference_log_probs: Float32 | None = None
+    """Log-probabilities by a reference model, float32 [T]; None if the rollout carries none."""
+    weight_step: int | None = None
+    """Learner step of the weights that sampled it, -1 where its rollout does not say; None before core version 5."""
+    timestamp: float | None = None
+    """Wall time of the rollout, seconds since the Unix epoch, by its worker's clock; None before core version 5."""
+    token_arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Arrays named by grouping.token_arrays that the rollout carries, each [T, ...] in its own dtype."""
+
+
+def examples_of(batch: TrainingBatch) -> list[RLExample]:
+    """Return the rows of a batch as examples; their arrays are views of the batch's."""
+    examples = []
+    arrays = token_arrays_of(batch)
+    stamped = bool(len(batch.weight_steps))
+    for row, uid in enumerate(batch.uids):
+        span = slice(int(batch.splits[row]), int(batch.splits[row + 1]))
+        examples.append(
+            RLExample(
+                tokens=batch.tokens[span],
+                loss_mask=batch.loss_mask[span],
+                advantage=batch.advantages[span],
+                generator_log_probs=batch.logprobs[span],
+                segment_ids=np.ones(span.stop - span.start, "<i4"),
+                source=Source(batch.partition, int(batch.source_offsets[row]), uid),
+                reference_log_probs=reference_of(batch, row),
+                weight_step=int(batch.weight_steps[row]) if stamped else None,
+                timestamp=float(batch.timestamps[row]) if stamped else None,
+                token_arrays=arrays[row],
+            )
+        )
+    return examples
+
+
+def reference_of(batch: TrainingBatch, row: int) -> Float32 | None:
+    """Return the reference log-probabilities of a row, a view of the batch's; None if the row carries none.
+
+    If other rows carry them, such a row holds NaN.
+    """
+    span = slice(int(batch.splits[row]), int(batch.splits[row + 1]))
+    logprobs = batch.reference_logprobs[span]
+    return None if not len(batch.reference_logprobs) or np.isnan(logprobs).any() else logprobs
+
+
+def stamp_of(batch: TrainingBatch, row: int) -> tuple[int, float]:
+    """Return the learner step of the weights that sampled a row, -1 where unknown, and the row's time in seconds.
+
+    The time is that of its rollout, at most that at which its group sealed: a worker whose clock is ahead does not keep
+    its rollouts fresh. Without a time of its own, a row has that at which its group opened.
+    """
+    group = batch.groups[int(batch.group_index[row])]
+    if not len(batch.weight_steps):
+        return -1, group.opened_ms / 1000
+    timestamp = float(batch.timestamps[row])
+    own = min(timestamp, group.sealed_ms / 1000) if timestamp > 0 else group.opened_ms / 1000
+    return int(batch.weight_steps[row]), own
+
+
+def token_arrays_of(batch: TrainingBatch) -> list[dict[str, NDArray[Any]]]:
+    """Return the named arrays of each row, views of the batch's. Raises RecordError if one does not hold its rows."""
+    lengths = np.diff(batch.splits)
+    by_row: list[dict[str, NDArray[Any]]] = [{} for _ in batch.uids]
+    for entry in batch.token_arrays:
+        ends = np.cumsum(lengths[entry.rows]) if len(entry.rows) else np.zeros(0, np.int64)
+        parts = np.split(entry.array.array(), ends[:-1]) if len(ends) else []
+        for row, part in zip(entry.rows.tolist(), parts, strict=True):
+            by_row[row][entry.name] = part
+    return by_row
+
+
+def chosen_token_arrays(batch: TrainingBatch, rows: Sequence[int]) -> tuple[BatchTokenArray, ...]:
+    """Return the named arrays of a batch of these rows alone, in the given order. Raises RecordError as above."""
+    by_row = token_arrays_of(batch)
+    chosen = []
+    for entry in batch.token_arrays:
+        carriers = frozenset(entry.rows.tolist())
+        numbers = [number for number, row in enumerate(rows) if row in carriers]
+        if numbers:
+            joined = np.concatenate([by_row[rows[number]][entry.name] for number in numbers])
+            array = NamedArray.of(joined)
+            chosen.append(BatchTokenArray(name=entry.name, array=array, rows=np.array(numbers, "<i4")))
+    return tuple(chosen)
+
+
+def batch_digest(batch: TrainingBatch) -> str:
+    """Return a digest, 32 bytes in hexadecimal, over every other field of a batch: names, dtypes, shapes and bits of
+    arrays, canonical JSON of the rest. It does not depend on the encoding, so it survives a change of schema version.
+
+    BLAKE2b (RFC 7693) costs half of sha256 on processors without instructions for the latter. Advantages that are the
+    same over each row count once a row. Core version 1 used sha256 over every position. Fields that a core version
+    does not fill do not count under it.
+    """
+    first = batch.core_version < 2
+    digest: Any = hashlib.sha256() if first else hashlib.blake2b(digest_size=32)
+    for column in fields(batch):
+        if column.name == "digest" or (batch.core_version < 5 and column.name in _SINCE_5):
+            continue
+        name, value = column.name, getattr(batch, column.name)
+        if column.name == "token_arrays":
+            for entry in batch.token_arrays:
+                shape = entry.array.shape
+                digest.update(f"{name}:{entry.name}:{entry.array.dtype}{shape}{entry.rows.tolist()}:".encode())
+                digest.update(entry.array.data)
+            continue
+        if name == "advantages" and not first and (by_row := _by_row(value, batch.splits)) is not None:
+            name, value = "advantages by row", by_row
+        if isinstance(value, np.ndarray):
+            digest.update(f"{name}:{value.dtype.str}{value.shape}:".encode())
+            digest.update(np.ascontiguousarray(value).data)
+        else:
+            plain = [g.__dict__ for g in value] if name == "groups" else value
+            digest.update(f"{name}:{json.dumps(plain, sort_keys=True, ensure_ascii=False)}".encode())
+    return str(digest.hexdigest())
+
+
+def _by_row(values: Float32, splits: Int64) -> Float32 | None:
+    """Return one value for each row if all positions of every row hold the same bits; None otherwise."""
+    lengths = np.diff(splits)
+    # A corrupted batch must have a digest, too.
+    if not len(lengths) or splits[0] != 0 or splits[-1] != len(values) or lengths.min() <= 0:
+        return None
+    rows = values[splits[:-1]]
+    same = np.array_equal(np.repeat(rows.view("<i4"), lengths), values.view("<i4"))
+    return rows if same else None

@@ -1,0 +1,45 @@
+"""Reasons for which a learner skips a rollout: a code for programs, and a text for people.
+
+Records of earlier releases have the text alone. The codec derives the code from it, here and nowhere else.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+EXCLUDED = "excluded"
+UNKNOWN_VERSION = "unknown_version"
+STALE_VERSION = "stale_version"
+ROW_CODES = ("vocabulary", "temperature", "logprobs", "advantage", "reference", "too_long")
+"""Codes of single rows that cannot be trained on, in a batch that is used."""
+OTHER = "other"
+"""Code under which reasons without a code are counted: a foreign trainer gave a reason of its own."""
+
+_TEXTS = [
+    (EXCLUDED, re.compile(r"excluded: ")),
+    *((code, re.compile(f"left out as {code}: ")) for code in ROW_CODES),
+    (UNKNOWN_VERSION, re.compile(r"policy version -?\d+ is not on record$")),
+    (STALE_VERSION, re.compile(r"policy version -?\d+ is \d+ steps old, max_policy_lag is ")),
+    ("ahead", re.compile(r"weight step -?\d+ is ahead of step ")),
+    ("old_step", re.compile(r"weight step -?\d+ is \d+ steps old, at most ")),
+    ("too_old", re.compile(r"\S+ s old or more$")),
+    ("capacity", re.compile(r"\d+ newer ones fill the buffer$")),
+    ("used_up", re.compile(r"drawn \d+ times$")),
+]
+
+
+class Skip(NamedTuple):
+    """Why a learner skips a batch or a row."""
+
+    code: str
+    reason: str
+
+
+def code_of(reason: str) -> str:
+    """Return the code of a reason that an earlier release wrote; "" if the reason is not one of ours."""
+    return next((code for code, text in _TEXTS if text.match(reason)), "")
+
+
+def add_codes(step: dict[str, Any]) -> None:
+    """Set the code of each use of a LearnerStep read from an older schema."""
+    for use in step["uses"]:
+        use["code"] = code_of(use["reason"])
