@@ -1,13 +1,24 @@
-"""Chooses the port of a broker: the configured one, the previous one of its data, or a free one.
+"""Chooses ports: for a broker the configured one, the previous one of its data, or a free one; for others, free ones.
 
-Another process may take the port before the broker binds it; rollstream.infra.broker_start then tries again.
+Free ports are drawn outside the range from which the kernel takes the ports of outgoing connections: a server may
+listen a minute after its port was chosen, and until then any client on the machine could get one of that range.
+Another server may still take the port; rollstream.infra.broker_start then tries again.
 """
 
 import contextlib
+import random
 import socket
+from collections.abc import Sequence
+from pathlib import Path
 
 from rollstream.infra.config import BrokerConfig, BrokerLayout
-from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.errors import BrokerUnavailable, ConfigurationError
+
+SERVER_PORTS = range(20_000, 30_000)
+"""Below the outgoing ports of Linux (from 32768) and macOS (from 49152), and Kubernetes' node ports (from 30000)."""
+OUTGOING_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_TRIALS = 1_000
+_random = random.SystemRandom()
 
 
 def choose_port(config: BrokerConfig, layout: BrokerLayout) -> int:
@@ -46,12 +57,44 @@ def free_port(host: str) -> int:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Return different free ports: all are held before any is released."""
-    with contextlib.ExitStack() as held:
-        trials = [held.enter_context(socket.socket()) for _ in range(count)]
-        for trial in trials:
-            trial.bind((host, 0))
-        return [trial.getsockname()[1] for trial in trials]
+    """Return different free ports. Raises ConfigurationError if none are found."""
+    chosen: list[int] = []
+    while len(chosen) < count:
+        port = free_port_row(host, 1)
+        if port not in chosen:
+            chosen.append(port)
+    return chosen
+
+
+def free_port_row(host: str, count: int, candidates: Sequence[int] = ()) -> int:
+    """Return a port that is free, as are the `count` - 1 after it, among `candidates` (default: `server_ports()`).
+
+    Raises ConfigurationError if none are found.
+    """
+    candidates = candidates or server_ports()
+    for _ in range(_TRIALS):
+        first = _random.choice(candidates)
+        row = range(first, first + count)
+        if row[-1] in candidates and all(is_free(host, port) for port in row):
+            return first
+    raise ConfigurationError(
+        f"{host} has no {count} free ports in a row from {candidates[0]} to {candidates[-1]}; configure them"
+    )
+
+
+def server_ports(outgoing_range: Path = OUTGOING_RANGE) -> Sequence[int]:
+    """Return the ports that this machine gives to no outgoing connection, among those meant for servers.
+
+    `outgoing_range` is the kernel's file with the first and last port of outgoing connections.
+
+    If the machine's outgoing range covers all of them, return all of them: then none is safe.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        first, last = map(int, outgoing_range.read_text().split())
+        below = range(SERVER_PORTS.start, min(SERVER_PORTS.stop, first))
+        above = range(max(SERVER_PORTS.start, last + 1), SERVER_PORTS.stop)
+        return max(below, above, key=len) or SERVER_PORTS
+    return SERVER_PORTS
 
 
 def port_in_use(host: str, port: int) -> BrokerUnavailable:

@@ -4,19 +4,16 @@ Processes read one file written by their supervisor, and no variable of its envi
 """
 
 import os
-import socket
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from rollstream.infra.ports import free_port, free_port_row
 from rollstream.pipeline.config import RunConfig, inference_urls, secret_variables, to_toml
 from rollstream.pipeline.run.supervisor import RoleSpec
 from rollstream.pipeline.settings import BOOTSTRAP_VARIABLE, ENVIRONMENT_PREFIX
-from rollstream.topics.errors import ConfigurationError
 
-_PORT_TRIALS = 100
 LEARN = "learn"
 INFER = "infer"
 
@@ -61,11 +58,11 @@ class ControlPlan:
 def settle(config: RunConfig) -> RunConfig:
     """Return the configuration with all values on which processes must agree filled in: ports of this machine."""
     if config.learner.processes > 1 and not config.learner.coordinator:
-        coordinator = f"127.0.0.1:{_free_port('127.0.0.1')}"
+        coordinator = f"127.0.0.1:{free_port('127.0.0.1')}"
         config = replace(config, learner=replace(config.learner, coordinator=coordinator))
     if config.inference.port or not config.inference.replicas:
         return config
-    port = _free_port(config.inference.host, config.inference.replicas)
+    port = free_port_row(config.inference.host, config.inference.replicas)
     inference = replace(config.inference, port=port)
     return replace(config, inference=inference, worker=replace(config.worker, inference_urls=inference_urls(inference)))
 
@@ -132,19 +129,3 @@ def child_environment(config: RunConfig, environment: Mapping[str, str] = os.env
         for name, value in environment.items()
         if name in kept or (not name.startswith(ENVIRONMENT_PREFIX) and name != BOOTSTRAP_VARIABLE)
     }
-
-
-def _free_port(host: str, ports: int = 1) -> int:
-    """Return a port that is free, as are the `ports` - 1 after it. Raises ConfigurationError if there are none."""
-    for _ in range(_PORT_TRIALS):
-        with ExitStack() as stack:
-            first = stack.enter_context(socket.socket())
-            first.bind((host, 0))
-            port: int = first.getsockname()[1]
-            try:
-                for further in range(port + 1, port + ports):
-                    stack.enter_context(socket.socket()).bind((host, further))
-            except (OSError, OverflowError):
-                continue
-        return port
-    raise ConfigurationError(f"{host} has no {ports} free ports in a row; set inference.port, or fewer replicas")

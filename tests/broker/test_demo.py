@@ -91,7 +91,8 @@ def start(compiled: Path) -> Iterator[Start]:
     yield start
     for demo in demos:
         demo.kill()
-        demo.communicate()
+        # pytest shows it with a test that failed.
+        print(*map(str, demo.communicate()))
 
 
 @pytest.mark.timeout(600)  # it ends a fourth of that after its start, on a machine that has nothing else to do

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.infra.ports import free_port
 from rollstream.topics.records import LearnerStep
 from tests.broker.test_learner import SETTINGS
 from tests.support.batches import random_batch, send_batches
@@ -28,9 +28,7 @@ A tenth of the learning rate; seen: 3e-5.
 
 def start(run: RealRun, processes: int = 2, **settings: object) -> list[subprocess.Popen[bytes]]:
     """The processes of a learner of a few steps."""
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        port = trial.getsockname()[1]
+    port = free_port("127.0.0.1")
     every = {
         **SETTINGS,
         "learner__max_steps": STEPS,

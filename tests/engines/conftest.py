@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -14,6 +13,7 @@ import pytest
 
 from rollstream.consumers.files import safetensors_files
 from rollstream.consumers.models.huggingface import CONFIG, SINGLE, load_config
+from rollstream.infra.ports import free_port
 from tests.support.checkpoints import SPECIAL_TOKENS, random_parameters, write_tokenizer
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually
@@ -77,9 +77,7 @@ def vllm(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """A vLLM in development mode, with the routes that replace weights."""
     if not (ENVIRONMENT / "bin" / "vllm").exists():
         pytest.fail("vLLM is not installed: run make .venv/vllm/.installed (6 GB)", pytrace=False)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port("127.0.0.1")
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
     with log.open("w") as output:
         process = subprocess.Popen(

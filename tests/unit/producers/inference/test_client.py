@@ -1,7 +1,6 @@
 """The client: answers of ours and vLLM's, what is retried and what is not, over real sockets."""
 
 import asyncio
-import socket
 from collections.abc import Coroutine
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from rollstream.infra.ports import free_port
 from rollstream.producers.inference.client import Completion, CompletionsClient
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.sampling import with_version
@@ -177,14 +177,8 @@ def test_a_refusal_is_not_asked_again_and_says_why() -> None:
     assert len(seen) == 1
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_nobody_listening_is_an_error_with_the_address_after_the_deadline() -> None:
-    address = f"http://127.0.0.1:{free_port()}/v1"
+    address = f"http://127.0.0.1:{free_port('127.0.0.1')}/v1"
     with pytest.raises(InferenceUnavailable, match=f"{address}/completions within 0.3 s"):
         asyncio.run(ask(address, timeout_s=0.3))
 
@@ -203,7 +197,9 @@ def test_another_server_answers_where_one_is_gone() -> None:
         return web.json_response(vllm_answer(vllm_choice(0)))
 
     async def ask_both(base_url: str) -> None:
-        async with CompletionsClient([f"http://127.0.0.1:{free_port()}/v1", base_url], timeout_s=10) as client:
+        async with CompletionsClient(
+            [f"http://127.0.0.1:{free_port('127.0.0.1')}/v1", base_url], timeout_s=10
+        ) as client:
             for _ in range(3):
                 answer: Coroutine[Any, Any, list[Completion]] = client.complete(
                     "2+2=", n=1, max_tokens=8, temperature=1.0, seed=5
