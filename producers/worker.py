@@ -23,6 +23,7 @@ from rollstream.producers.dual_writer import DualWriter
 from rollstream.producers.environment import Episode, Prompt
 from rollstream.producers.environment_loading import LoadedEnvironment
 from rollstream.producers.flow_control import FlowControl, RunProgress
+from rollstream.producers.gateway.left_episodes import end_left_episodes
 from rollstream.producers.gateway.worker_capture import WorkerCapture
 from rollstream.producers.graceful_stop import finish_or_stop
 from rollstream.producers.group_player import EpisodeFailed, EpisodeLimits, play_group
@@ -115,12 +116,13 @@ async def run_worker(
         policies = stack.enter_context(PolicyFollower(kafka, run))
         async with client_of(config, policies) as client, AsyncExitStack() as opened:
             captures = {}
+            author = f"{config.worker_id}.{incarnation}"
+            if any(environment.agent is not None for environment in environments):
+                await end_left_episodes(kafka, run, config, author=author, producer=producer)
             for environment in environments:
                 if environment.agent is not None:
                     settings = replace(config, temperature=environment.temperature)
-                    capture = WorkerCapture(
-                        kafka, run, settings, policies=policies, author=f"{config.worker_id}.{incarnation}"
-                    )
+                    capture = WorkerCapture(kafka, run, settings, policies=policies, author=author)
                     captures[environment.name] = await opened.enter_async_context(capture)
             topic = config.dual_write_topic
             worker = Worker(

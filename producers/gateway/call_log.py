@@ -33,6 +33,8 @@ V = TypeVar("V")
 CallRecord = ModelCall | SessionEvent
 _POLL_S = 0.1
 _CLOSE_S = 10.0
+_KEEP_FINISHED = 10_000
+"""Finished sessions of a partition whose rewards and ends may be repeated; older ones are unknown to gateways."""
 _ALONE_AFTER_MS = 60_000
 """Append time without a record of another gateway after which there is none."""
 
@@ -138,7 +140,7 @@ class CallLog:
         self._others_ms = 0
         self.writer = CallWriter(kafka, run)
         self.topic = self.writer.topic
-        self.folds = [PartitionSessions() for _ in range(self.writer.partitions)]
+        self.folds = [PartitionSessions(keep_finished=_KEEP_FINISHED) for _ in range(self.writer.partitions)]
         """Sessions of each partition."""
         self.skipped = SkippedRecords("gateway")
         """Records that could not be read."""

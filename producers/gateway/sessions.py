@@ -5,6 +5,7 @@ mark on it is read, and a gateway that began to write rollouts is replaced when 
 """
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -195,6 +196,8 @@ def reward_problem(value: float) -> str:
 class PartitionSessions:
     """The sessions of one partition, by name."""
 
+    keep_finished: int | None = None
+    """Finished sessions that are remembered, the newest on the log; None remembers all."""
     sessions: dict[str, CapturedSession] = field(default_factory=dict)
     position: int = 0
     """Offset after the last record applied."""
@@ -204,7 +207,8 @@ class PartitionSessions:
     """Records that do not fit the session they name, the first hundred."""
     open: dict[str, CapturedSession] = field(default_factory=dict)
     """Sessions whose rollouts are not written."""
-    _groups: dict[str, dict[int, CapturedSession]] = field(default_factory=dict)
+    _groups: dict[str, dict[str, CapturedSession]] = field(default_factory=dict)
+    _finished: deque[CapturedSession] = field(default_factory=deque)
 
     def apply(self, offset: int, append_ms: int, record: ModelCall | SessionEvent) -> CapturedSession | None:
         """Apply the next record; return the session it belongs to, None if there is none."""
@@ -216,7 +220,7 @@ class PartitionSessions:
                 first = next(iter(group.values()), None)
                 version = record.policy_version if first is None else first.policy_version
                 session = CapturedSession(record, offset, version, append_ms)
-                self.sessions[record.session] = self.open[record.session] = group[record.member] = session
+                self.sessions[record.session] = self.open[record.session] = group[record.session] = session
             return session
         if session is None:
             self.orphans += isinstance(record, ModelCall)
@@ -229,15 +233,20 @@ class PartitionSessions:
         except RecordError as error:
             if len(self.problems) < 100:
                 self.problems.append(str(error))
-        if session.finished is not None:
-            self.open.pop(session.name, None)
+        if session.finished is not None and session.name in self.open:
+            del self.open[session.name]
+            self._finished.append(session)
+            if self.keep_finished is not None and len(self._finished) > self.keep_finished:
+                self._forget(self._finished.popleft())
         return session
 
-    def of_group(self, group_id: str) -> Mapping[int, CapturedSession]:
-        """Return the sessions of a group, by member."""
+    def of_group(self, group_id: str) -> Mapping[str, CapturedSession]:
+        """Return the sessions of a group, by name."""
         return self._groups.get(group_id, {})
 
-    def forget(self, group_id: str) -> None:
-        """Forget a group whose sessions are all finished."""
-        for session in self._groups.pop(group_id, {}).values():
-            self.sessions.pop(session.name, None)
+    def _forget(self, session: CapturedSession) -> None:
+        del self.sessions[session.name]
+        group = self._groups[session.start.group_id]
+        del group[session.name]
+        if not group:
+            del self._groups[session.start.group_id]

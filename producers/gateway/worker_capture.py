@@ -22,6 +22,7 @@ from rollstream.producers.gateway.capture import CallCapture, CaptureRules
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.episode_rollouts import RolloutForm, rollouts_of
 from rollstream.producers.gateway.errors import NoSuchSession
+from rollstream.producers.gateway.left_episodes import longest_silence_s
 from rollstream.producers.gateway.session_names import session_key, session_name, session_of_key
 from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.upstream import Upstream
@@ -126,6 +127,8 @@ class WorkerCapture:
 
     async def open(self, stamp: EpisodeStamp) -> "EpisodeCapture":
         """Start the session of an episode, `GROUP.MEMBER`. Raises RecordError for an unfit group id, DeliveryError."""
+        # A gateway gives it up after this time, if no worker does.
+        silence_ms = int(longest_silence_s(self._worker) * 1000)
         start = SessionEvent(
             session=session_name(stamp.group_id, stamp.member),
             kind="start",
@@ -138,8 +141,8 @@ class WorkerCapture:
             group_size=stamp.group_size,
             member=stamp.member,
             policy_version=stamp.policy_version,
-            idle_timeout_ms=int(_LIMITS.idle_timeout_s * 1000),
-            reward_timeout_ms=int(_LIMITS.reward_timeout_s * 1000),
+            idle_timeout_ms=silence_ms,
+            reward_timeout_ms=silence_ms,
         )
         place = await self._writer.append(start)
         session = CapturedSession(start, place.offset, stamp.policy_version, place.append_ms)

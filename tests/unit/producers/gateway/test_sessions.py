@@ -177,6 +177,20 @@ def test_a_group_is_stamped_with_the_version_of_its_first_start() -> None:
     assert {session.policy_version for session in fold.of_group("g").values()} == {4}
 
 
+def test_a_gateway_remembers_the_newest_finished_sessions_and_all_open_ones() -> None:
+    fold = PartitionSessions(keep_finished=2)
+    for number in range(5):
+        start = replace(START, session=f"g.{number}", member=number, group_size=5)
+        fold.apply(2 * number, 0, start)
+        if number != 1:
+            fold.apply(2 * number + 1, 0, event("finished", session=start.session, reason="over"))
+    assert [*fold.sessions] == [*fold.of_group("g")] == ["g.1", "g.3", "g.4"]
+    assert [*fold.open] == ["g.1"]
+    fold.apply(10, 0, event("finished", session="g.1", reason="over"))
+    fold.apply(11, 0, event("finished", session="g.1", reason="again"))
+    assert {*fold.sessions} == {"g.1", "g.4"}
+
+
 def test_records_of_no_session_and_records_that_do_not_fit_end_nothing() -> None:
     fold = PartitionSessions()
     fold.apply(0, 0, call(0))

@@ -1,0 +1,161 @@
+"""Episodes of killed workers: their next process finishes or cancels each, and the ledger knows its fate."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.producers.config import WorkerConfig
+from rollstream.producers.environment import Score
+from rollstream.producers.gateway.left_episodes import LEFT, end_left_episodes, longest_silence_s
+from rollstream.producers.gateway.worker_capture import EpisodeCapture, EpisodeStamp, WorkerCapture
+from rollstream.producers.policy_versions import PolicyFollower
+from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.kafka.provisioning import apply
+from rollstream.topics.records import GroupCancelled, ModelCall
+from tests.support.gateways import records
+from tests.support.producing import ScriptedGenerator, serving
+from tests.support.waiting import eventually
+
+WAITS = '''
+import asyncio
+import pathlib
+
+from openai import AsyncOpenAI
+
+from rollstream import Prompt, Score
+
+
+class Waits:
+    """Makes a call; then waits as long as a file is there."""
+
+    name = "waits"
+    max_tokens = 8
+
+    def prompts(self, split):
+        return [Prompt(example_id=str(n), text=f"{n}?") for n in range(20 if split == "train" else 0)]
+
+    async def play(self, prompt, endpoint):
+        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+            messages = [{"role": "user", "content": prompt.text}]
+            await client.chat.completions.create(model=endpoint.model, messages=messages, max_tokens=8)
+        while (pathlib.Path(__file__).parent / "wait").exists():
+            await asyncio.sleep(0.05)
+        return Score(reward=0.5)
+'''
+
+
+@pytest.fixture
+def kafka(broker: str, run_name: str) -> KafkaConfig:
+    """A broker with the topics of the test's run."""
+    config = KafkaConfig(bootstrap_servers=broker)
+    apply(config, TopicsConfig(partitions=2), run_name)
+    return config
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with serving(ScriptedGenerator(["hm", "42"], versions=(3,)), conversation_cache_tokens=0) as running:
+        eventually(lambda: running.version == 3, 60, "weights are loaded")
+        yield running.base_url
+
+
+def test_a_killed_worker_started_again_cancels_the_episodes_it_had_begun(
+    kafka: KafkaConfig, run_name: str, server: str, tmp_path: Path
+) -> None:
+    (tmp_path / "waits.py").write_text(WAITS)
+    (tmp_path / "wait").touch()
+    settings = {
+        "task": f"{tmp_path / 'waits.py'}:Waits",
+        "kafka.bootstrap_servers": kafka.bootstrap_servers,
+        "topics.partitions": 2,
+        "worker.inference_urls": json.dumps([server]),
+        "worker.group_size": 2,
+        "worker.groups": 2,
+    }
+    pairs = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-P", "-m", "rollstream", "env", "--run", run_name, *pairs]
+    errors = tmp_path / "worker.log"
+
+    def calls() -> set[str]:
+        assert worker.poll() is None, errors.read_text()[-2000:]
+        return {record.session for record in records(kafka, run_name, "calls") if isinstance(record, ModelCall)}
+
+    with errors.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as worker:
+        try:
+            left = eventually(lambda: len(calls()) == 4 and calls(), 120, "a call of each of four episodes")
+        finally:
+            worker.kill()
+    assert ledger(kafka, run_name).calls["open"] == 4
+    (tmp_path / "wait").unlink()
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0, again.stderr[-2000:]
+    there = records(kafka, run_name)
+    cancelled = [record for record in there if isinstance(record, GroupCancelled)]
+    assert {(uid, record.reason) for record in cancelled for uid in record.uids} == {(uid, LEFT) for uid in left}
+    assert {record.group_size for record in cancelled} == {2}
+    book = ledger(kafka, run_name)
+    assert book.problems == []
+    assert (book.calls["cancelled"], book.calls["in_rollouts"], book.calls["open_sessions"]) == (4, 4, 0)
+    assert book.calls["reasons"] == {LEFT: 4}
+
+
+@asynccontextmanager
+async def episode_of(capture: WorkerCapture, member: int, questions: tuple[str, ...]) -> AsyncIterator[EpisodeCapture]:
+    """An episode with a call for each question; calls do not continue each other, so each is a branch."""
+    stamp = EpisodeStamp(
+        environment="sums", example_id="t", group_id="w.1.0", group_size=4, member=member, policy_version=3
+    )
+    episode = await capture.open(stamp)
+    address = {"base_url": episode.endpoint.base_url, "api_key": episode.endpoint.api_key}
+    async with openai.AsyncOpenAI(**address, max_retries=0) as agent:
+        for question in questions:
+            messages: Any = [{"role": "user", "content": question}]
+            await agent.chat.completions.create(model=episode.endpoint.model, messages=messages)
+    yield episode
+
+
+def test_episodes_whose_rollouts_are_all_on_the_log_are_finished(
+    kafka: KafkaConfig, run_name: str, server: str
+) -> None:
+    worker = WorkerConfig(worker_id="w", inference_urls=(server,))
+
+    async def leave() -> None:
+        """Four episodes: written whole, written in part, ended and not written, and not ended."""
+        with PolicyFollower(kafka, run_name) as policies, RolloutProducer(kafka, run_name) as producer:
+            async with WorkerCapture(kafka, run_name, worker, author="w.1", policies=policies) as capture:
+                for member, written in enumerate((2, 1, 0)):
+                    async with episode_of(capture, member, ("1?", "2?")) as episode:
+                        rollouts = await episode.finish(Score(reward=1.0))
+                        assert len(rollouts) == 2
+                        for rollout in rollouts[:written]:
+                            producer.send(rollout)
+                async with episode_of(capture, 3, ("1?",)):
+                    pass
+
+    async def take_over(author: str) -> dict[str, tuple[str, ...]]:
+        config = WorkerConfig(worker_id=author.partition(".")[0], inference_urls=(server,))
+        with RolloutProducer(kafka, run_name) as producer:
+            ended = await end_left_episodes(kafka, run_name, config, author=author, producer=producer)
+        return {session.name: uids for session, uids in ended}
+
+    asyncio.run(leave())
+    assert asyncio.run(take_over("other.1")) == {}, "the worker may still be playing them"
+    assert longest_silence_s(worker) > 2 * worker.episode_timeout_s
+    uids = ("w.1.0.0.0", "w.1.0.0.1")
+    assert asyncio.run(take_over("w.2")) == {"w.1.0.0": uids, "w.1.0.1": (), "w.1.0.2": (), "w.1.0.3": ()}
+    assert asyncio.run(take_over("w.3")) == {}, "each is ended once"
+    cancelled = [record for record in records(kafka, run_name) if isinstance(record, GroupCancelled)]
+    assert sorted(uid for record in cancelled for uid in record.uids) == ["w.1.0.1", "w.1.0.2", "w.1.0.3"]
+    book = ledger(kafka, run_name)
+    assert book.problems == []
+    assert (book.calls["in_rollouts"], book.calls["cancelled"], book.calls["open"]) == (2, 5, 0)
