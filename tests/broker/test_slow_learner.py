@@ -1,4 +1,4 @@
-"""Four workers beside a learner that is slower than any: hardly a rollout is stale, and nothing grows without bound.
+"""Four workers of two environments beside a learner slower than any: hardly a rollout is stale, nothing grows for ever.
 
 The learner makes a step only once every worker waits for capacity, so producers are always as far ahead as they may be.
 """
@@ -20,6 +20,23 @@ from tests.support.producing import SortingGenerator, serving
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually
 
+SLOW = '''
+import asyncio
+
+from rollstream.producers.tasks.digit_sorting import DigitSorting
+
+
+class Slow(DigitSorting):
+    """Digit sorting whose judge takes its time."""
+
+    def __init__(self):
+        super().__init__("slow", 3)
+
+    async def run(self, prompt, generate):
+        episode = await super().run(prompt, generate)
+        await asyncio.sleep(0.3)
+        return episode
+'''
 WORKERS, STEPS, ROLLOUTS, LAG = 4, 9, 32, 4
 SETTINGS = {
     "supervisor__workers": WORKERS,
@@ -46,14 +63,19 @@ def all_wait(run: RealRun, since: float) -> bool:
 
 
 @pytest.mark.timeout(400)
-def test_four_workers_far_ahead_of_a_learner_leave_hardly_a_stale_rollout_and_do_not_grow(real_run: RealRun) -> None:
+def test_four_workers_of_a_fast_and_a_slow_environment_leave_hardly_a_stale_rollout_and_do_not_grow(
+    real_run: RealRun,
+) -> None:
     run = real_run
+    (run.directory / "slow.py").write_text(SLOW)
     run.grouping = run.grouping.__class__(batch_rollouts=8, max_batch_age_s=2.0, max_policy_lag=LAG)
     run.prepare()
     run.start("group")
     generator = SortingGenerator()
     with serving(generator, refresh_ms=1) as server, StepWriter(run.kafka, run.name, learner="test") as steps:
         settings = {**SETTINGS, "worker__inference_urls": f'["{server.base_url}"]'}
+        settings |= {"environments__0__use": "dsort3", "environments__0__quota": 0.5}
+        settings |= {"environments__1__use": f"{run.directory / 'slow.py'}:Slow"}
         workers = [run.start("env", "--ordinal", str(number), **settings) for number in range(WORKERS)]
         memory: list[int] = []
         outstanding: list[float] = []
@@ -81,6 +103,8 @@ def test_four_workers_far_ahead_of_a_learner_leave_hardly_a_stale_rollout_and_do
     assert book.balanced, book.problems
     stale += book.dropped.get("stale_version", 0)
     assert stale <= 0.01 * lags.total(), (lags, book.dropped)
+    played = {name: counts["records"]["batched"] for name, counts in book.environments.items()}
+    assert min(played["dsort3"], played["slow"]) >= 0.35 * sum(played.values()), played
     assert max(lags) >= 2, "producers were ahead all the time"
     assert max(outstanding) <= LIMIT
     assert max(memory[4:]) < 1.2 * memory[3], memory
