@@ -8,11 +8,13 @@ batch. Trajectories, labeled or not, may go below the position of every reader.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-TOPICS = ("rollouts", "journal", "batch-index", "batches", "unlabelled", "trajectories")
+TOPICS = ("rollouts", "journal", "batch-index", "batches", "unlabelled", "trajectories", "calls")
 """Topics that are pruned, in order: a run is consistent after each of them, even if the next is not reached."""
+CALLS = "calls"
+"""Topic that runs of earlier releases lack."""
 CONTROL_TOPICS = ("unlabelled", "trajectories")
 """Topics of control tasks."""
-RECOVERY, WINDOW, ACCOUNT = "recovery", "verification window", "ledger"
+RECOVERY, WINDOW, ACCOUNT, SESSIONS = "recovery", "verification window", "ledger", "open sessions"
 NO_LABELER, NO_FILLER = "no labeler on record", "no filler on record"
 TopicAndPartition = tuple[str, int]
 """Topic and partition."""
@@ -57,6 +59,19 @@ class PrunableBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrunableSessions:
+    """The sessions of one group, from their records on `calls`."""
+
+    partition: int
+    offset: int
+    """Offset of the first start of a session."""
+    last_ms: int
+    """Append time of the last record."""
+    finished: bool
+    """Whether the rollouts or the cancellation of every session of the group are written."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LastStep:
     """The newest step of a learner, and the learner that has published since."""
 
@@ -87,6 +102,10 @@ class Positions:
     """Consumer groups among them that belong to fillers."""
     last_steps: Mapping[str, LastStep] = field(default_factory=dict)
     """Newest step of each learner, by the same names."""
+    sessions: tuple[PrunableSessions, ...] = ()
+    """Groups of sessions in the order of their first starts."""
+    calls_read: Mapping[int, int] = field(default_factory=dict)
+    """Offset of each partition of calls up to which sessions were read."""
     skipped: tuple[str, ...] = ()
     """Lines that report records that could not be read."""
 
@@ -143,6 +162,7 @@ def plan(positions: Positions, *, keep_batches: int, keep_from_ms: int | None = 
         stop = (_batches_stop(positions.batches, partition, kept), why)
         stops["batches", partition] = _least(stop, *_group_needs(positions, "batches", partition))
     stops |= _control_stops(positions)
+    stops |= _calls_stops(positions, window, keep_from_ms)
     return [
         Deletion(topic=topic, partition=p, begin=begin, to=max(begin, stops[topic, p][0]), why=stops[topic, p][1])
         for (topic, p), begin in sorted(
@@ -177,6 +197,28 @@ def _control_stops(positions: Positions) -> dict[TopicAndPartition, tuple[int, s
                 stops[place] = (0, NO_LABELER)
             elif source in stops and stops[source][0] < labeled[source]:
                 stops[place] = (0, stops[source][1])
+    return stops
+
+
+def _calls_stops(
+    positions: Positions, window: int, keep_from_ms: int | None
+) -> dict[TopicAndPartition, tuple[int, str]]:
+    """Return the offset of each partition of calls at which its deletion stops.
+
+    Kept are groups with a session that is not finished, those with a record since the verification window began, and
+    all that follow them.
+    """
+    first = next((b.time_ms for b in positions.batches if b.index_offset >= window), None if positions.batches else 0)
+    times = [time_ms for time_ms in (first, keep_from_ms) if time_ms is not None]
+    since_ms = min(times) if times else _END
+    stops = {}
+    for partition in (partition for topic, partition in positions.begins if topic == CALLS):
+        end = positions.calls_read.get(partition, 0)
+        mine = [group for group in positions.sessions if group.partition == partition]
+        unfinished = [(group.offset, SESSIONS) for group in mine if not group.finished]
+        recent = [(group.offset, WINDOW) for group in mine if group.last_ms >= since_ms]
+        needs = _group_needs(positions, CALLS, partition)
+        stops[CALLS, partition] = _least(*unfinished, *recent, *needs, (end, SESSIONS))
     return stops
 
 

@@ -120,7 +120,10 @@ def calls_text(calls: Mapping[str, Any]) -> str:
     rows += [(f"  dropped: {_words(fate)}", calls[fate]) for fate in dropped if calls[fate]]
     rows += [("sessions", calls["sessions"]), ("  open", calls["open_sessions"])]
     rows += [(f"  cancelled: {clipped(reason, _NAME_WIDTH)}", count) for reason, count in calls["reasons"].items()]
-    return table(("ledger of calls", "records"), rows)
+    pruned = calls.get("pruned_offsets", 0)
+    return table(("ledger of calls", "records"), rows) + (
+        f"\n{pruned:,} offsets before them are pruned" if pruned else ""
+    )
 
 
 def environments_text(environments: Mapping[str, Any]) -> str:

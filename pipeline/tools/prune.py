@@ -18,12 +18,15 @@ from rollstream.consumers.buffers.trajectories.filler import FILLER_GROUPS
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.learner.records.checkpoint_paths import META, checkpoint_steps, directory_of
+from rollstream.pipeline.audit.prunable_sessions import read_session_groups
 from rollstream.pipeline.audit.pruning_plan import (
     ACCOUNT,
+    CALLS,
     CONTROL_TOPICS,
     NO_FILLER,
     NO_LABELER,
     RECOVERY,
+    SESSIONS,
     TOPICS,
     WINDOW,
     CommittedTask,
@@ -60,6 +63,7 @@ _WHY = {
     WINDOW: "records that stay verifiable, from a snapshot on",
     RECOVERY: "records from which a grouping process restores its tasks",
     ACCOUNT: "batches that the kept journal names",
+    SESSIONS: "calls of sessions that are not finished, or may still be started",
     NO_LABELER: "nobody has labeled yet, or the positions of labeling are lost",
     NO_FILLER: "nobody has filled a buffer yet",
 }
@@ -189,10 +193,13 @@ def read_positions(
     """
     clients.check_broker(kafka)
     labeling_group = labeling_group or LabelingConfig().group_id(run)
-    bounds = {topic: topic_admin.bounds(kafka, topic_name(run, topic)) for topic in TOPICS}
-    for topic in CONTROL_TOPICS:
-        if not any(end for _low, end in bounds[topic].values()):
-            del bounds[topic]
+    there = set(topic_names(kafka)) | {topic_name(run, topic) for topic in TOPICS if topic != CALLS}
+    bounds = {
+        topic: topic_admin.bounds(kafka, topic_name(run, topic)) for topic in TOPICS if topic_name(run, topic) in there
+    }
+    for topic in (*CONTROL_TOPICS, CALLS):
+        if not any(end for _low, end in bounds.get(topic, {}).values()):
+            bounds.pop(topic, None)
     begins = {(topic, partition): low for topic, ends in bounds.items() for partition, (low, _end) in ends.items()}
     partitions = sum(topic == "rollouts" for topic, _partition in begins)
     # Positions only advance while the rest is read, so the plan never deletes records that a reader needs.
@@ -202,6 +209,7 @@ def read_positions(
         groups[labeling_group] |= _offsets_of(kafka, run, labeling_group)
     skipped = SkippedRecords(logged=False)
     learners, last_steps = _learners(kafka, run, checkpoints, skipped)
+    sessions = read_session_groups(kafka, run, skipped) if CALLS in bounds else ()
     committed = committed_offsets(kafka, group, topic_name(run, "rollouts"), partitions)
     if all(place.offset < 0 for place in committed) and not any(end for _low, end in bounds["journal"].values()):
         # A run without grouping: the positions of its other topics are unknown, so nothing is deleted there.
@@ -223,6 +231,8 @@ def read_positions(
         labeling_group=labeling_group,
         fillers=frozenset(name for name in groups if name.startswith(f"{run}{FILLER_GROUPS}")),
         last_steps=last_steps,
+        sessions=sessions,
+        calls_read={partition: end for partition, (_low, end) in bounds.get(CALLS, {}).items()},
         skipped=tuple(map(str, skipped.first)),
     )
 

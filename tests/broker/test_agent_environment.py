@@ -79,3 +79,16 @@ def test_an_agent_that_knows_an_address_alone_is_trained_on_the_tokens_it_was_gi
     assert book.balanced, book.problems
     assert book.trained >= 96
     assert verify(kafka, run_name).mismatches == []
+    check_pruning(kafka, run_name)
+
+
+def check_pruning(kafka: KafkaConfig, run: str) -> None:
+    """Calls of finished sessions can be deleted, and the ledger of the others is as it was."""
+    before = ledger(kafka, run).calls
+    flags = ("--keep-batches", "0", "--without-checkpoints", "--yes", "--run", run, "-b", kafka.bootstrap_servers)
+    subprocess.run([sys.executable, "-P", "-m", "rollstream", "prune", *flags], check=True, timeout=120)
+    book = ledger(kafka, run)
+    assert book.balanced, book.problems
+    assert book.calls["pruned_offsets"] > before["pruned_offsets"] == 0
+    assert book.calls["open"] == before["open"]
+    assert book.calls["recorded"] < before["recorded"]

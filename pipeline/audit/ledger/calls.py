@@ -97,6 +97,7 @@ def check_calls(kafka: KafkaConfig, run: str, result: Ledger) -> None:
         "sessions": len(sessions),
         "open_sessions": sum(session.finished is None for session in sessions),
         "reasons": book.reasons(),
+        "pruned_offsets": sum(begin for begin, _end in topic_admin.bounds(kafka, topic).values()),
     }
     # Read after the calls: rollouts are written before their session says so.
     _check_rollouts(kafka, run, book.rollouts(), result)

@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import task_state
 from rollstream.pipeline.audit.partition_journal import PartitionJournal
+from rollstream.pipeline.audit.prunable_sessions import GIVEN_UP_MS, SessionGroups
 from rollstream.pipeline.audit.pruning_plan import (
     ACCOUNT,
+    CALLS,
     CONTROL_TOPICS,
     NO_FILLER,
     NO_LABELER,
     RECOVERY,
+    SESSIONS,
     TOPICS,
     WINDOW,
     CommittedTask,
@@ -23,12 +26,13 @@ from rollstream.pipeline.audit.pruning_plan import (
     JournalSnapshot,
     Positions,
     PrunableBatch,
+    PrunableSessions,
     plan,
 )
 from rollstream.pipeline.audit.refold import beginnings
 from rollstream.pipeline.cli import main
 from rollstream.pipeline.tools.prune import plan_text, rows_of
-from rollstream.topics.records import JournalRecord
+from rollstream.topics.records import JournalRecord, SessionEvent
 
 Plan = dict[tuple[str, int], Deletion]
 
@@ -336,3 +340,43 @@ def test_trajectories_stay_while_another_reader_keeps_their_sources() -> None:
         "unlabelled": (39, "group other"),
         "trajectories": (2, "group other"),
     }
+
+
+def with_calls(*groups: tuple[int, int, bool], **changes: object) -> Positions:
+    """Batches cut every second, and groups of sessions: offset, time of the last record, and whether it is over."""
+    positions = one_partition(**changes)
+    sessions = tuple(PrunableSessions(partition=0, offset=o, last_ms=ms, finished=over) for o, ms, over in groups)
+    return replace(positions, begins={**positions.begins, (CALLS, 0): 0}, sessions=sessions, calls_read={0: 90})
+
+
+def test_calls_are_kept_from_the_first_group_that_is_not_over_or_as_new_as_the_window() -> None:
+    # The window of three batches begins at 7,000 ms.
+    over = [(0, 1000, True), (20, 3000, True)]
+    assert stops(planned(with_calls(*over)))[CALLS] == (90, SESSIONS)
+    assert stops(planned(with_calls(*over, (40, 2000, False), (60, 2500, True))))[CALLS] == (40, SESSIONS)
+    assert stops(planned(with_calls(*over, (40, 6999, True), (60, 7000, True))))[CALLS] == (60, WINDOW)
+    assert stops(planned(with_calls(*over, (40, 9999, True)), 0))[CALLS] == (90, SESSIONS)
+    assert stops(planned(with_calls(*over), 0, 2500))[CALLS] == (20, WINDOW)
+    assert stops(planned(with_calls(*over, batches=0)))[CALLS] == (0, WINDOW)
+    archived = {"archive": {(CALLS, 0): 10}}
+    assert stops(planned(with_calls(*over, groups=archived)))[CALLS] == (10, "group archive")
+
+
+def session_event(kind: str, member: int, group: str = "g") -> SessionEvent:
+    return SessionEvent(session=f"{group}.{member}", kind=kind, group_id=group, group_size=2, member=member)  # type: ignore[arg-type]
+
+
+def test_a_group_of_sessions_is_over_once_every_member_is_finished_or_was_never_started() -> None:
+    groups = SessionGroups()
+    groups.add(1, 4, 50, session_event("end", 7, "pruned"))
+    for offset, (kind, member) in enumerate([("start", 0), ("start", 1), ("finished", 0), ("reward", 1)], 5):
+        groups.add(1, offset, 100 + offset, session_event(kind, member))
+    assert groups.prunable(10**12) == (PrunableSessions(partition=1, offset=5, last_ms=108, finished=False),)
+    groups.add(1, 9, 200, session_event("finished", 1))
+    groups.add(1, 10, 300, session_event("mark", 1))
+    assert groups.prunable(0) == (PrunableSessions(partition=1, offset=5, last_ms=300, finished=True),)
+    groups = SessionGroups()
+    groups.add(0, 0, 100, session_event("start", 0))
+    groups.add(0, 1, 100, session_event("finished", 0))
+    assert [group.finished for group in groups.prunable(100 + GIVEN_UP_MS)] == [False]
+    assert [group.finished for group in groups.prunable(101 + GIVEN_UP_MS)] == [True]
