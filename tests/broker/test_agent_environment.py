@@ -43,7 +43,7 @@ class Doubts:
 '''
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_an_agent_that_knows_an_address_alone_is_trained_on_the_tokens_it_was_given(
     compiled: Path, tmp_path: Path, broker: str, run_name: str
 ) -> None:
@@ -58,7 +58,7 @@ def test_an_agent_that_knows_an_address_alone_is_trained_on_the_tokens_it_was_gi
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     kafka = KafkaConfig(bootstrap_servers=broker)
