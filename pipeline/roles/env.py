@@ -11,7 +11,7 @@ from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
 from rollstream.pipeline.tools import environment_check, environment_template
 from rollstream.producers.config import WorkerConfig
-from rollstream.producers.worker import run_worker
+from rollstream.producers.worker_process import run_worker
 
 
 def register(parser: argparse.ArgumentParser) -> None:

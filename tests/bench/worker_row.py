@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from rollstream.producers.config import EnvironmentConfig, WorkerConfig
 from rollstream.producers.environment_loading import load_environments
 from rollstream.producers.inference.client import client_of
-from rollstream.producers.worker import run_worker
+from rollstream.producers.worker_process import run_worker
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 from tests.bench.runs import prepared
 from tests.support.paths import ROOT

@@ -10,7 +10,8 @@ import pytest
 from rollstream.producers.config import EnvironmentConfig, WorkerConfig
 from rollstream.producers.environment import Endpoint, Episode, Generate, Message, Prompt, Reply, Score
 from rollstream.producers.environment_loading import LoadedEnvironment, with_settings
-from rollstream.producers.worker import WorkerReport, run_worker
+from rollstream.producers.worker import WorkerReport
+from rollstream.producers.worker_process import run_worker
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka.provisioning import apply
 from rollstream.topics.records import GroupCancelled, Rollout, SessionEvent

@@ -13,7 +13,7 @@ from rollstream.consumers.buffers.rollouts.buffer import RolloutReplayBuffer
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environment_loading import with_settings
 from rollstream.producers.tasks import create_task
-from rollstream.producers.worker import run_worker
+from rollstream.producers.worker_process import run_worker
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.config import KafkaConfig, TopicsConfig

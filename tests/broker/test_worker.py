@@ -20,7 +20,8 @@ from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.producers.tasks import create_task
-from rollstream.producers.worker import WorkerReport, run_worker
+from rollstream.producers.worker import WorkerReport
+from rollstream.producers.worker_process import run_worker
 from rollstream.topics import codec
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig, TopicsConfig
@@ -282,7 +283,7 @@ import asyncio, sys
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environment_loading import with_settings
 from rollstream.producers.tasks import create_task
-from rollstream.producers.worker import run_worker
+from rollstream.producers.worker_process import run_worker
 from rollstream.topics.config import KafkaConfig
 
 servers, run, url = sys.argv[1:]

@@ -15,7 +15,7 @@ from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environment import Episode, Generate, Message, Prompt, Reply, Score, Split
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.errors import ContextTooLong
-from rollstream.producers.worker import run_worker
+from rollstream.producers.worker_process import run_worker
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import decode
 from rollstream.topics.config import KafkaConfig, TopicsConfig

@@ -209,7 +209,7 @@ def test_the_core_imports_for_no_more_than_three_times_numpy() -> None:
         "rollstream.consumers.grouping.process.grouping_process",
         "rollstream.consumers.batch_reader",
         "rollstream.consumers.weights.follower",
-        "rollstream.producers.worker",
+        "rollstream.producers.worker_process",
         "rollstream.producers.inference.server",
         "rollstream.pipeline.cli",
         "rollstream.pipeline.run.demo",
