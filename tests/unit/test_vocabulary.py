@@ -22,8 +22,8 @@ MAY_BE_CALLED_SO = {"Source"}
 CLASSES_OF_WORDS = {
     "Episode": ["producers/environment.py"],
     "Group": ["consumers/grouping/core/groups.py"],
-    "Mark": ["topics/records.py"],
-    "Rollout": ["topics/records.py"],
+    "Mark": ["topics/records/rollouts.py"],
+    "Rollout": ["topics/records/rollouts.py"],
     "Trajectory": ["topics/trajectories.py"],
 }
 """Classes that are called by a word of the glossary alone: no other class is."""
