@@ -3,56 +3,42 @@
 Arrays are one-dimensional numpy arrays, read-only when decoded. `same` compares records with arrays by content.
 """
 
-from rollstream.topics.records.rollouts import (
+from rollstream.topics.records.arrays import (
     NO_FLOATS,
     NO_OFFSETS,
     NO_TIMES,
-    AnswerSpan,
-    BatchGroup,
-    BatchIndexEntry,
-    BatchTokenArray,
-    BatchUse,
     Bool,
-    CallAnswer,
-    Chunk,
-    Drop,
-    EnvironmentState,
-    EpisodeSpan,
-    ExcludedBatch,
-    FateCount,
-    FinishedGroup,
-    FinishedOffsets,
     Float32,
     Float64,
-    GroupCancelled,
-    InferenceMetadata,
     Int32,
     Int64,
-    JournalRecord,
-    LearnerStep,
-    Mark,
+    NamedArray,
+)
+from rollstream.topics.records.batches import BatchGroup, BatchIndexEntry, BatchTokenArray, TrainingBatch, batch_numbers
+from rollstream.topics.records.control import (
+    EnvironmentState,
+    ExcludedBatch,
     Metrics,
     MixtureState,
-    ModelCall,
-    NamedArray,
-    OldGroup,
-    OldMetadata,
-    OldRollout,
-    PolicyManifest,
     RetiredLearner,
+    SkippedOffset,
+)
+from rollstream.topics.records.equality import same
+from rollstream.topics.records.journal import Drop, FateCount, FinishedGroup, FinishedOffsets, JournalRecord
+from rollstream.topics.records.policies import Chunk, PolicyManifest, Tensor
+from rollstream.topics.records.rollout_batches import OldGroup, OldMetadata, OldRollout, RolloutBatch
+from rollstream.topics.records.rollouts import (
+    GroupCancelled,
+    InferenceMetadata,
+    Mark,
     Rollout,
-    RolloutBatch,
     RolloutMetadata,
     SamplingParams,
-    SessionEvent,
-    SkippedOffset,
-    Tensor,
-    TrainingBatch,
-    TrajectoryRecord,
     Turn,
-    batch_numbers,
-    same,
 )
+from rollstream.topics.records.sessions import AnswerSpan, CallAnswer, ModelCall, SessionEvent
+from rollstream.topics.records.steps import BatchUse, LearnerStep
+from rollstream.topics.records.trajectories import EpisodeSpan, TrajectoryRecord
 
 __all__ = [
     "NO_FLOATS",

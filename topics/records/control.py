@@ -1,0 +1,69 @@
+"""Records of `control` and `metrics`: exclusions, skipped offsets, retired learners, states of workers, and metrics."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """Metrics of one component at one time."""
+
+    component: str
+    timestamp: float
+    step: int = -1
+    values: Mapping[str, float] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExcludedBatch:
+    """A batch that learners leave out from the time of this record."""
+
+    batch_id: str
+    reason: str
+    generation: int
+    wall_time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkippedOffset:
+    """Consecutive records of `rollouts`, from `offset` on, that grouping must leave out unread."""
+
+    partition: int
+    offset: int
+    reason: str
+    wall_time: float = 0.0
+    count: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetiredLearner:
+    """A learner that has stopped for good; nothing is kept for it."""
+
+    learner: str
+    reason: str = ""
+    wall_time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentState:
+    """State of a worker in one environment."""
+
+    environment: str
+    drawn: int = 0
+    """Prompts that the worker has taken from its order."""
+    successes: float = 0.0
+    """Sum of the successes of its groups, each from 0 to 1; older ones faded."""
+    trials: float = 0.0
+    """Number of these groups, faded in the same way."""
+    unlocked: bool = True
+    """Whether the curriculum lets the environment be played."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureState:
+    """State of a worker's mixture, for its next process and for the other workers."""
+
+    worker_id: str
+    environments: tuple[EnvironmentState, ...]
+    wall_time: float = 0.0

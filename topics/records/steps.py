@@ -1,0 +1,39 @@
+"""Records of `steps`: optimizer steps, and their uses of batches."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchUse:
+    """Use of a batch by a step."""
+
+    batch_id: str
+    index_offset: int
+    rows: int
+    use: Literal["trained", "skipped"]
+    reason: str = ""
+    row_numbers: tuple[int, ...] = ()
+    again: bool = False
+    code: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerStep:
+    """One optimizer step: its batches, metrics and parameters' digest."""
+
+    learner: str
+    step: int
+    input_run: str
+    uses: tuple[BatchUse, ...]
+    position: int
+    policy_version: int
+    params_digest: str
+    trained_total: int
+    skipped_total: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    timestamp: float = 0.0
+    oldest: int = -1
+    stream_time_ms: int = -1
+    resumes_at: int = -1
