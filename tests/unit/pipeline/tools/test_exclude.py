@@ -2,7 +2,8 @@
 
 import pytest
 
-from rollstream.pipeline.tools.exclude import Exclusion, journal_details
+from rollstream.pipeline.tools.exclusion_marks import Exclusion
+from rollstream.pipeline.tools.exclusion_report import journal_details
 from tests.support.pairs import driver, pair
 
 LONG = "n" * 290

@@ -1,0 +1,237 @@
+"""Marks that put an exclusion in force on every partition of `rollouts`, and the configurations that result."""
+
+import difflib
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from rollstream.consumers.grouping.config import EXCLUSIONS, GrouperConfig, GroupingConfig
+from rollstream.consumers.grouping.core.configuration_marks import check_names, mark_outcome
+from rollstream.consumers.grouping.makers.registry import load_makers
+from rollstream.consumers.grouping.process.bootstrap import committed_offsets
+from rollstream.consumers.grouping.process.skipped_offsets import asked_for
+from rollstream.pipeline.tools.plain_values import decoded
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.commit_metadata import CommitMetadata
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, StateRefused
+from rollstream.topics.fates import OTHER_ENVIRONMENTS
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.reader import read_to_end, record_at
+from rollstream.topics.kafka.records import GroupPosition
+from rollstream.topics.kafka.sender import Delivery
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.kafka.skipping_reader import records_between
+from rollstream.topics.kafka.transactional_ids import transactional_id
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.keys import encode_key
+from rollstream.topics.offset_ranges import from_ranges
+from rollstream.topics.records import JournalRecord, Mark, Rollout
+
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exclusion:
+    """Environments, workers and offsets to exclude."""
+
+    environments: tuple[str, ...] = ()
+    workers: tuple[str, ...] = ()
+    offsets: tuple[str, ...] = ()
+
+    def added_to(self, config: GroupingConfig) -> GroupingConfig:
+        """Return the configuration with this exclusion added; its generation stays."""
+        both = {
+            name: tuple(dict.fromkeys((*getattr(config, name), *wanted)))
+            for name, wanted in zip(EXCLUSIONS, (self.environments, self.workers, self.offsets), strict=True)
+        }
+        return replace(config, **both)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        named = (("environment", self.environments), ("worker", self.workers), ("offsets", self.offsets))
+        return ", ".join(f"{what} {name}" for what, names in named for name in names)
+
+
+class PartitionConfiguration(NamedTuple):
+    """The configuration of one partition."""
+
+    config: GroupingConfig
+    """Configuration in force at the end of the partition."""
+    since: int
+    """Offset of its mark; -1 if that lies before the state of the grouping task."""
+
+
+def partition_configurations(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> list[PartitionConfiguration]:
+    """Return the configuration of each partition of `rollouts`, including marks that no task has read yet.
+
+    Raises StateRefused if a partition has no grouping state, or a mark carries settings unknown to this release.
+    """
+    topic, makers, configurations = topic_name(run, "rollouts"), load_makers(grouper.makers), []
+    for partition, journal in _tasks(kafka, run, grouper):
+        config, since = GroupingConfig.from_json(journal.watermark_configuration), -1
+        clock = journal.watermark_policy_version
+        requested = (offset for offset in asked_for(kafka, run, partition) if offset >= journal.position)
+        hopped = {*from_ranges(journal.hopped), *requested}
+        left_out = {*journal.skipped, *hopped}
+        _begin, end = topic_admin.bounds(kafka, topic, [partition])[partition]
+        for message in records_between(kafka, topic, partition, journal.watermark, end, hopped, wait=False):
+            if message is None:
+                continue
+            value = decoded(message.value)
+            if isinstance(value, Mark) and message.offset not in left_out:
+                judged = mark_outcome(value, config, clock, makers)
+                clock = clock if judged.problem else max(clock, value.policy_version)
+                config, since = (judged.config, message.offset) if judged.config else (config, since)
+        configurations.append(PartitionConfiguration(config, since))
+    return configurations
+
+
+def check_environments(named: Iterable[str], kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> None:
+    """Raise ConfigurationError for an environment that has no rollout in the run and is not excluded yet.
+
+    The journal's counts since its newest snapshot name environments that were grouped; later records are read.
+    """
+    topic, known = (
+        topic_name(run, "rollouts"),
+        {*newest(partition_configurations(kafka, run, grouper)).exclude_environments},
+    )
+    tails = {}
+    for committed in _committed(kafka, run, grouper):
+        tails[committed.partition] = committed.offset
+        known |= _counted(kafka, run, committed)
+    # In a run with very many environments, the journal does not count all of them by name.
+    missing = set() if OTHER_ENVIRONMENTS in known else set(named) - known
+    if missing:
+        for message in read_to_end(kafka, topic, partitions=list(tails), start=tails):
+            value = decoded(message.value)
+            if isinstance(value, Rollout):
+                known.add(value.environment)
+    for name in sorted(missing - known):
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"its environments: {', '.join(sorted(known - {''})) or 'none'}."
+        raise ConfigurationError(
+            f"--env {name}: no rollout of run {run} is of that environment; {hint} To exclude it before it is seen, "
+            f"add --unseen"
+        )
+
+
+def _committed(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[GroupPosition]:
+    """Committed state of each partition of `rollouts`. Raises StateRefused if a partition has none."""
+    topic = topic_name(run, "rollouts")
+    for committed in committed_offsets(kafka, grouper.group_id(run), topic, topic_admin.partitions_of(kafka, topic)):
+        if committed.offset < 0:
+            raise StateRefused(f"run {run} has no grouping state; prepare it with `rollstream topics apply`")
+        yield committed
+
+
+def _tasks(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[tuple[int, JournalRecord]]:
+    """The journal record that each partition of `rollouts` was committed with. Raises StateRefused if there is none."""
+    for committed in _committed(kafka, run, grouper):
+        yield committed.partition, _journal_at(kafka, run, committed)
+
+
+def _counted(kafka: KafkaConfig, run: str, committed: GroupPosition) -> set[str]:
+    """Environments that the journal counts up to the committed record.
+
+    Records of aborted transactions count, too, because the rollouts they read are on the log.
+    """
+    partition, topic = committed.partition, topic_name(run, "journal")
+    metadata = CommitMetadata.decode(committed.metadata, f"{committed.topic}[{partition}]")
+    environments: set[str] = set()
+    start = {partition: metadata.snapshot}
+    messages = read_to_end(kafka, topic, partitions=[partition], start=start, isolation="read_uncommitted")
+    for message, record in SkippedRecords("exclude").records(JournalRecord, messages):
+        if message.offset > metadata.journal:
+            break
+        environments.update(count.environment for count in (*record.produced, *record.counts))
+    return environments
+
+
+def _journal_at(kafka: KafkaConfig, run: str, committed: GroupPosition) -> JournalRecord:
+    """Fetch the journal record that a committed offset names; the commit proves that it is committed, too."""
+    partition, topic = committed.partition, topic_name(run, "journal")
+    at = CommitMetadata.decode(committed.metadata, f"{committed.topic}[{partition}]").journal
+    message = record_at(kafka, topic, partition, at, isolation="read_uncommitted")
+    if message is None:
+        raise StateRefused(f"{topic}[{partition}] does not hold offset {at}, which the committed offset names")
+    return decode_as(JournalRecord, message.value)
+
+
+def newest(configurations: Iterable[PartitionConfiguration]) -> GroupingConfig:
+    """Return the configuration of the highest generation."""
+    return max((standing.config for standing in configurations), key=lambda config: config.generation)
+
+
+def put_in_force(
+    kafka: KafkaConfig, run: str, grouper: GrouperConfig, exclusion: Exclusion, timeout_s: float
+) -> list[PartitionConfiguration]:
+    """Add an exclusion to every partition, and return their configurations once all grouping tasks have read it.
+
+    If it is already in force, only wait. Raises DeadlineExceeded if some partition was not read within `timeout_s`; the
+    marks are on the log then, and take effect when it is read.
+    """
+    generation, marks = _written(kafka, run, grouper, exclusion)
+    topic = topic_name(run, "rollouts")
+    deadline = time.monotonic() + timeout_s
+    while behind := _unread(kafka, run, grouper, marks):
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"the exclusion is on the log as generation {generation}, and partitions {behind} of {topic} were not "
+                f"read up to it within {timeout_s:g} s; start `rollstream group`, which goes by it, and run this again "
+                f"for the report"
+            )
+        time.sleep(0.1)
+    configurations = partition_configurations(kafka, run, grouper)
+    others = [p for p, (config, _since) in enumerate(configurations) if exclusion.added_to(config) != config]
+    if others:
+        raise StateRefused(
+            f"partitions {others} of run {run} were given another configuration meanwhile, of a generation not below "
+            f"{generation}; run this again, to exclude under that one"
+        )
+    return configurations
+
+
+def _unread(kafka: KafkaConfig, run: str, grouper: GrouperConfig, marks: Mapping[int, int]) -> list[int]:
+    """Return the partitions whose committed position is not past their mark."""
+    committed = committed_offsets(kafka, grouper.group_id(run), topic_name(run, "rollouts"), len(marks))
+    return [tp.partition for tp in committed if tp.offset <= marks[tp.partition]]
+
+
+def _written(
+    kafka: KafkaConfig, run: str, grouper: GrouperConfig, exclusion: Exclusion
+) -> tuple[int, Mapping[int, int]]:
+    """Write the marks that are missing, in one transaction; return their generation and offsets."""
+    topic, marks = topic_name(run, "rollouts"), dict[int, int]()
+
+    def delivered(delivery: Delivery) -> None:
+        marks[delivery.partition] = delivery.offset
+
+    try:
+        with closing(TransactionalProducer(kafka, transactional_id(run, "exclude"))) as producer:
+            # From here on no other exclusion of the run can commit, so none is lost between reading and writing.
+            producer.start()
+            configurations = partition_configurations(kafka, run, grouper)
+            current = newest(configurations)
+            if all(exclusion.added_to(config) == config for config, _since in configurations):
+                return current.generation, {p: since for p, (_config, since) in enumerate(configurations)}
+            wanted = replace(exclusion.added_to(current), generation=current.generation + 1)
+            check_names(wanted, load_makers(grouper.makers))
+            mark = Mark(
+                kind="configuration",
+                generation=wanted.generation,
+                configuration=wanted.to_json(),
+                wall_time=time.time(),
+                author="exclude",
+            )
+            value, key = encode(mark), encode_key("mark", mark.kind)
+            with producer.transaction() as transaction:
+                for partition in range(len(configurations)):
+                    transaction.send(topic, value, key, partition=partition, on_delivery=delivered)
+                transaction.flush(_TIMEOUT_S)
+    except (TransactionFailed, Stalled) as error:
+        raise DeliveryError(f"the exclusion was not written ({error}); run it again") from error
+    return wanted.generation, marks

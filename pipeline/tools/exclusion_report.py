@@ -1,0 +1,164 @@
+"""The report of an exclusion: fates of excluded rollouts, and the batches, steps and policy versions that hold them."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.pipeline.audit.topic_reading import read_batches
+from rollstream.pipeline.progress_bar import progress
+from rollstream.pipeline.tools.exclusion_marks import Exclusion
+from rollstream.pipeline.tools.plain_values import decoded
+from rollstream.pipeline.tools.run_view import RunView
+from rollstream.topics.codec import encode
+from rollstream.topics.fates import DETAIL_LIMIT, DROPPED, clip, exclusion_detail
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.sender import Sender
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.keys import encode_key
+from rollstream.topics.offset_ranges import OffsetRange
+from rollstream.topics.records import ExcludedBatch, Rollout
+
+
+@dataclass
+class ExclusionReport:
+    """Fates of excluded rollouts."""
+
+    fates: Counter[str] = field(default_factory=Counter)
+    """Excluded rollouts by fate; dropped ones by reason."""
+    dropped_along: int = 0
+    """Rollouts dropped because another member of their group is excluded."""
+    batches: list[dict[str, Any]] = field(default_factory=list)
+    """Batches that hold excluded rollouts, in index order; `name_steps` adds the steps that used or skipped them."""
+    touched: list[dict[str, Any]] = field(default_factory=list)
+    """By learner, the steps that trained on such batches, and the first policy version published after."""
+    skipped: SkippedRecords = field(default_factory=partial(SkippedRecords, logged=False))
+    """Invalid records that were skipped."""
+
+
+def find(view: RunView, exclusion: Exclusion, partitions: int) -> ExclusionReport:
+    """Find excluded rollouts, their groups' members that were dropped with them, and the batches that hold them."""
+    report = ExclusionReport()
+    config = exclusion.added_to(GroupingConfig())
+    named: list[set[int]] = []
+    with progress("partitions") as show:
+        for partition in range(partitions):
+            show(partition, partitions)
+            named.append(_named(view, partition, config))
+            fates = view.fates(partition, named[-1])
+            report.fates.update(
+                f"{DROPPED}: {fate.drop.reason}" if fate.drop is not None else fate.name for fate in fates.values()
+            )
+            details = journal_details(exclusion, named[-1])
+            report.dropped_along += sum(
+                drop.offset not in named[-1] and drop.reason == "excluded" and drop.detail in details
+                for record in view.journal(partition)
+                for drop in record.drops
+            )
+        show(partitions, partitions)
+    report.batches = _batches(view, config, named)
+    return report
+
+
+def tell_learners(view: RunView, batches: Iterable[Mapping[str, Any]], reason: str, generation: int) -> None:
+    """Name batches on `control`: learners that reach one from now on leave it out. Idempotent."""
+    topic = view.topic("control")
+    topic_admin.partitions_of(view.kafka, topic)  # raises an error with the remedy if there is none
+    remedy = "learners were not told of every batch to leave out: run this again"
+    with Sender(clients.producer(view.kafka), remedy=remedy) as sender:
+        for batch in batches:
+            name = batch["batch_id"]
+            value = encode(
+                ExcludedBatch(batch_id=name, reason=clip(reason, 200), generation=generation, wall_time=time.time())
+            )
+            sender.send(topic, value, encode_key("excluded", name), partition=0, name=f"the exclusion of batch {name}")
+
+
+def name_steps(view: RunView, report: ExclusionReport) -> None:
+    """Add to a report the steps that used or skipped its batches so far, and the policy versions after them."""
+    for batch in report.batches:
+        batch["uses"] = [
+            {
+                "learner": step.learner,
+                "step": step.step,
+                "use": use.use,
+                "reason": use.reason,
+                "policy_version": step.policy_version if step.policy_version >= 0 else None,
+            }
+            for step, use in view.uses.get(batch["batch_id"], ())
+        ]
+    report.touched = _touched(view, report.batches)
+
+
+def journal_details(exclusion: Exclusion, named: Iterable[int]) -> set[str]:
+    """Details with which the journal records drops for this exclusion, which names these offsets of a partition.
+
+    Every member of a group is dropped with the detail of one member.
+    """
+    names: list[tuple[str, str | int]] = [("environment", name) for name in exclusion.environments]
+    names += [("worker", name) for name in exclusion.workers]
+    names += [("offset", offset) for offset in named] if exclusion.offsets else []
+    return {clip(exclusion_detail(what, name), DETAIL_LIMIT) for what, name in names}
+
+
+def _named(view: RunView, partition: int, config: GroupingConfig) -> set[int]:
+    """Offsets of the excluded rollouts of a partition."""
+    offsets: set[int] = set()
+    anywhere = config.exclude_environments or config.exclude_workers
+    if not anywhere and all(OffsetRange.parse(text).partition != partition for text in config.exclude_offsets):
+        return offsets
+    for message in view.rollout_messages([partition]):
+        offset = message.offset
+        by_offset = config.excludes_offset(partition, offset)
+        if not by_offset and not anywhere:
+            continue
+        rollout = decoded(message.value)
+        if isinstance(rollout, Rollout) and (
+            by_offset
+            or rollout.environment in config.exclude_environments
+            or rollout.metadata.worker_id in config.exclude_workers
+        ):
+            offsets.add(offset)
+    return offsets
+
+
+def _batches(view: RunView, config: GroupingConfig, named: Sequence[set[int]]) -> list[dict[str, Any]]:
+    """Find batches that hold excluded rollouts: by their content, and by worker if `rollouts` still has the records."""
+    held: dict[str, dict[str, Any]] = {}
+    # The commit of a batch may not be visible yet. If it is aborted, the batch is made again with the same content.
+    for batch in read_batches(view.kafka, view.run, view.skipped, isolation="read_uncommitted"):
+        offsets, groups = batch.source_offsets.tolist(), batch.group_index.tolist()
+        excluded = np.array(
+            [
+                offset in named[batch.partition]
+                or config.excludes_offset(batch.partition, offset)
+                or batch.groups[group].environment in config.exclude_environments
+                for offset, group in zip(offsets, groups, strict=True)
+            ]
+        )
+        if excluded.any():
+            counts = {"excluded": int(excluded.sum()), "rollouts": len(batch)}
+            held[batch.batch_id] = {"batch_id": batch.batch_id, **counts, "uses": []}
+    places = {name: place for place, name in enumerate(view.index)}
+    return sorted(held.values(), key=lambda item: places.get(item["batch_id"], len(places)))
+
+
+def _touched(view: RunView, batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """By learner, the steps that trained on these batches, and the first policy version they affected."""
+    steps: dict[str, set[int]] = {}
+    for batch in batches:
+        for use in batch["uses"]:
+            if use["use"] == "trained":
+                steps.setdefault(use["learner"], set()).add(use["step"])
+    touched = []
+    for learner, numbers in sorted(steps.items()):
+        versions = [v for v, m in view.policies.items() if m.learner == learner and m.step >= min(numbers)]
+        touched.append(
+            {"learner": learner, "steps": sorted(numbers), "first_policy_version": min(versions, default=None)}
+        )
+    return touched
