@@ -15,6 +15,7 @@ from rollstream.producers.environment import Environment
 from rollstream.producers.inference.client import Completion
 from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused
+from rollstream.producers.inference.requests import SampleRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +32,8 @@ class GroupSampling:
 class SamplingClient(Protocol):
     """The part of a CompletionsClient that sampling needs."""
 
-    async def complete(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        n: int,
-        max_tokens: int,
-        temperature: float,
-        seed: int,
-        stop: Sequence[str],
-        session: str,
-    ) -> list[Completion]:
-        """Return `n` samples after a prompt."""
+    async def complete(self, request: SampleRequest) -> list[Completion]:
+        """Return the samples of a request."""
 
     async def tokenize(self, text: str, *, session: str) -> list[int]:
         """Return the token ids of a text."""
@@ -90,15 +81,16 @@ class GroupSampler:
         return (await self._complete(prompt, n=1, seed=row_seed(self.sampling.seed, index, turn) >> 1))[0]
 
     async def _complete(self, prompt: str | Sequence[int], *, n: int, seed: int) -> list[Completion]:
-        completions = await self._client.complete(
-            prompt,
+        request = SampleRequest(
+            prompt=prompt,
             n=n,
             max_tokens=self._environment.max_tokens,
             temperature=self.sampling.temperature,
             seed=seed,
-            stop=self._environment.stop,
+            stop=tuple(self._environment.stop),
             session=self._session,
         )
+        completions = await self._client.complete(request)
         return [with_version(completion, self.sampling.assume_version) for completion in completions]
 
 

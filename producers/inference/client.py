@@ -137,37 +137,18 @@ class CompletionsClient:
         if self._http:
             await self._http.close()
 
-    async def complete(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        n: int,
-        max_tokens: int,
-        temperature: float,
-        seed: int,
-        stop: Sequence[str] = (),
-        session: str = "",
-    ) -> list[Completion]:
-        """Return `n` samples after a prompt, in the order of the choices.
+    async def complete(self, request: SampleRequest) -> list[Completion]:
+        """Return the samples of a request, in the order of the choices.
 
-        Requests of one `session` go to one server while it is healthy. Raises InferenceUnavailable after the deadline,
-        ContextTooLong for a prompt that leaves no room, InferenceRefused for an answer that cannot be used.
+        Raises InferenceUnavailable after the deadline, ContextTooLong for a prompt that leaves no room,
+        InferenceRefused for an answer that cannot be used.
         """
-        request = SampleRequest(
-            model=self.model,
-            prompt=prompt if isinstance(prompt, str) else [int(token) for token in prompt],
-            n=n,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            stop=tuple(stop),
-        )
         began = time.monotonic()
         samples, replica = await self._ask(
-            session, "/completions", lambda chosen: self._samples(chosen, request, session)
+            request.session, "/completions", lambda chosen: self._samples(chosen, request)
         )
-        if len(samples) != n:
-            raise InferenceRefused(f"{replica.url} answered {len(samples)} choices where n={n} were asked for")
+        if len(samples) != request.n:
+            raise InferenceRefused(f"{replica.url} answered {len(samples)} choices where n={request.n} were asked for")
         elapsed_s = time.monotonic() - began
         known = await self._known_versions({span.label for sample in samples for span in sample.spans})
         completions = [_completion(sample, replica.url, request, known, elapsed_s) for sample in samples]
@@ -224,12 +205,12 @@ class CompletionsClient:
                     f"({str(cause) or type(cause).__name__}); is the inference server up, and are weights published?"
                 ) from cause
 
-    async def _samples(self, replica: Replica, request: SampleRequest, session: str) -> list[Sample]:
+    async def _samples(self, replica: Replica, request: SampleRequest) -> list[Sample]:
         engine = await self._engine_of(replica)
         if takes_tokens(engine) and isinstance(request.prompt, str):
             request = replace(request, prompt=await self._tokens(replica, request.prompt))
-        route = engine_request(request, engine)
-        headers = {"X-Session-ID": session} if session else {}
+        route = engine_request(request, engine, self.model)
+        headers = {"X-Session-ID": request.session} if request.session else {}
         try:
             body = await self._json(replica, "POST", route.path, route.payload, headers)
         except InferenceRefused as error:
@@ -238,7 +219,7 @@ class CompletionsClient:
             # The engine is older than its route, or was started without it; its completions name no versions.
             event(logger, "route_missing", level=logging.WARNING, url=replica.url, engine=engine, error=str(error))
             replica.engine = "rollstream"
-            return await self._samples(replica, request, session)
+            return await self._samples(replica, request)
         prompt = None if isinstance(request.prompt, str) else request.prompt
         samples = samples_of(body, route.dialect, source=replica.url, prompt_tokens=prompt)
         if any(sample.aborted for sample in samples):

@@ -16,15 +16,16 @@ ENGINES: tuple[EngineName, ...] = ("rollstream", "vllm", "sglang")
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """A request for `n` samples after one prompt."""
+    """A request for `n` samples after one prompt, of text or token ids."""
 
-    model: str
     prompt: str | Sequence[int]
     n: int
     max_tokens: int
     temperature: float
     seed: int
     stop: tuple[str, ...] = ()
+    session: str = ""
+    """Requests of one session go to one server while it is healthy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +52,14 @@ def takes_tokens(engine: EngineName) -> bool:
     return engine != "rollstream"
 
 
-def engine_request(request: SampleRequest, engine: EngineName) -> EngineRequest:
-    """Return the request in an engine's dialect. `prompt` must be token ids if the engine `takes_tokens`."""
+def engine_request(request: SampleRequest, engine: EngineName, model: str) -> EngineRequest:
+    """Return the request to `model` in an engine's dialect. `prompt` must be token ids if the engine `takes_tokens`."""
     stop = {"stop": list(request.stop)} if request.stop else {}
     limits = {"n": request.n, "temperature": request.temperature, **stop}
     match engine:
         case "rollstream":
             payload = {
-                "model": request.model,
+                "model": model,
                 "prompt": request.prompt,
                 "max_tokens": request.max_tokens,
                 "seed": request.seed,
@@ -69,7 +70,7 @@ def engine_request(request: SampleRequest, engine: EngineName) -> EngineRequest:
             return EngineRequest(path="/v1/completions", payload=payload, dialect="completions")
         case "vllm":
             payload = {
-                "model": request.model,
+                "model": model,
                 "token_ids": request.prompt,
                 "sampling_params": {"max_tokens": request.max_tokens, "seed": request.seed, "logprobs": 0, **limits},
                 "output_mode": "text",

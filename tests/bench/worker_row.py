@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from rollstream.producers.config import EnvironmentConfig, WorkerConfig
 from rollstream.producers.environment_loading import load_environments
 from rollstream.producers.inference.client import client_of
+from rollstream.producers.inference.requests import SampleRequest
 from rollstream.producers.worker_process import run_worker
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 from tests.bench.runs import prepared
@@ -79,6 +80,8 @@ async def _ask(config: WorkerConfig, groups: int) -> None:
 
         async def ask(seed: int) -> None:
             async with slots:
-                await client.complete("312>", n=config.group_size, max_tokens=8, temperature=1.0, seed=seed)
+                await client.complete(
+                    SampleRequest(prompt="312>", n=config.group_size, max_tokens=8, temperature=1.0, seed=seed)
+                )
 
         await asyncio.gather(*map(ask, range(groups)))

@@ -15,6 +15,7 @@ from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environment import Episode, Generate, Message, Prompt, Reply, Score, Split
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.errors import ContextTooLong
+from rollstream.producers.inference.requests import SampleRequest
 from rollstream.producers.worker_process import run_worker
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import decode
@@ -52,7 +53,9 @@ def client_of(vllm: Vllm) -> CompletionsClient:
 def test_the_learner_computes_the_logprobs_that_vllm_sampled_with(vllm: Vllm) -> None:
     async def ask() -> list[tuple[list[int], list[int], np.ndarray]]:  # type: ignore[type-arg]
         async with client_of(vllm) as client:
-            samples = await client.complete([40, 41, 42], n=4, max_tokens=32, temperature=1.0, seed=11)
+            samples = await client.complete(
+                SampleRequest(prompt=[40, 41, 42], n=4, max_tokens=32, temperature=1.0, seed=11)
+            )
         return [(s.prompt_tokens.tolist(), s.tokens.tolist(), s.logprobs) for s in samples]
 
     samples = asyncio.run(ask())
@@ -94,7 +97,7 @@ def test_a_worker_plays_several_turns_against_vllm(vllm: Vllm, broker: str, run_
 def test_a_conversation_beyond_the_model_length_is_a_refusal_for_length(vllm: Vllm) -> None:
     async def ask() -> None:
         async with client_of(vllm) as client:
-            await client.complete([40] * 1025, n=1, max_tokens=1, temperature=1.0, seed=0)
+            await client.complete(SampleRequest(prompt=[40] * 1025, n=1, max_tokens=1, temperature=1.0, seed=0))
 
     with pytest.raises(ContextTooLong, match="1024"):
         asyncio.run(ask())

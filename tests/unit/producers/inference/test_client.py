@@ -11,6 +11,7 @@ from aiohttp import web
 from rollstream.infra.ports import free_port
 from rollstream.producers.inference.client import Completion, CompletionsClient
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
+from rollstream.producers.inference.requests import SampleRequest
 from rollstream.producers.sampling import with_version
 from tests.support.producing import TOKENIZER, SortingGenerator, serving, serving_http
 
@@ -53,7 +54,7 @@ def vllm_answer(*choices: dict[str, Any], **change: Any) -> dict[str, Any]:
 async def ask(base_url: str, *, n: int = 2, timeout_s: float = 10.0, **change: Any) -> list[Completion]:
     async with CompletionsClient([base_url], timeout_s=timeout_s, engine="rollstream") as client:
         asked = {"max_tokens": 8, "temperature": 1.0, "seed": 5, **change}
-        return await client.complete("2+2=", n=n, **asked)
+        return await client.complete(SampleRequest(prompt="2+2=", n=n, **asked))
 
 
 def ask_fixed(answer: Any, **change: Any) -> list[Completion]:
@@ -146,7 +147,7 @@ def test_our_own_server_is_understood() -> None:
 async def complete_when_ready(base_url: str) -> list[Completion]:
     async with CompletionsClient([base_url], timeout_s=20) as client:
         # The first attempts may find no weights yet: 503 is tried again.
-        found = await client.complete("31>", n=3, max_tokens=8, temperature=1.0, seed=9)
+        found = await client.complete(SampleRequest(prompt="31>", n=3, max_tokens=8, temperature=1.0, seed=9))
         assert client.newest_version == await client.version() == 4
         return found
 
@@ -202,7 +203,7 @@ def test_another_server_answers_where_one_is_gone() -> None:
         ) as client:
             for _ in range(3):
                 answer: Coroutine[Any, Any, list[Completion]] = client.complete(
-                    "2+2=", n=1, max_tokens=8, temperature=1.0, seed=5
+                    SampleRequest(prompt="2+2=", n=1, max_tokens=8, temperature=1.0, seed=5)
                 )
                 assert len(await answer) == 1
 

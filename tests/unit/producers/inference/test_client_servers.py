@@ -12,6 +12,7 @@ from aiohttp import web
 
 from rollstream.producers.inference.client import Completion, CompletionsClient
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused, InferenceUnavailable
+from rollstream.producers.inference.requests import SampleRequest
 from tests.support.producing import SortingGenerator, serving, serving_http
 
 CHOICE = {
@@ -66,7 +67,7 @@ class Server:
 
 async def ask(client: CompletionsClient, session: str = "") -> Completion:
     [completion] = await client.complete(
-        "31>", n=1, max_tokens=8, temperature=1.0, seed=5, stop=["\n"], session=session
+        SampleRequest(prompt="31>", n=1, max_tokens=8, temperature=1.0, seed=5, stop=("\n",), session=session)
     )
     return completion
 
@@ -137,7 +138,7 @@ def test_a_refusal_for_length_has_an_error_of_its_own() -> None:
             async with CompletionsClient([server.base_url], timeout_s=20) as client:
                 await ask(client)
                 with pytest.raises(ContextTooLong):
-                    await client.complete("1" * 40, n=1, max_tokens=8, temperature=1.0, seed=5)
+                    await client.complete(SampleRequest(prompt="1" * 40, n=1, max_tokens=8, temperature=1.0, seed=5))
 
         asyncio.run(run())
 

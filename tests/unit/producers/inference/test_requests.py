@@ -5,7 +5,7 @@ import pytest
 from rollstream.producers.inference.requests import EngineName, SampleRequest, engine_of, engine_request, takes_tokens
 
 REQUEST = SampleRequest(
-    model="policy", prompt=[1, 2], n=3, max_tokens=8, temperature=0.5, seed=7, stop=("\n",)
+    prompt=[1, 2], n=3, max_tokens=8, temperature=0.5, seed=7, stop=("\n",)
 )  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def test_a_server_tells_its_kind_by_the_owner_of_its_model(models: dict[str, obj
 
 
 def test_ours_is_asked_for_completions_with_token_ids() -> None:
-    asked = engine_request(REQUEST, "rollstream")
+    asked = engine_request(REQUEST, "rollstream", "policy")
     assert (asked.path, asked.dialect) == ("/v1/completions", "completions")
     assert asked.payload == {
         "model": "policy",
@@ -42,7 +42,7 @@ def test_ours_is_asked_for_completions_with_token_ids() -> None:
 
 
 def test_vllm_is_asked_on_its_route_of_tokens() -> None:
-    asked = engine_request(REQUEST, "vllm")
+    asked = engine_request(REQUEST, "vllm", "policy")
     assert (asked.path, asked.dialect) == ("/inference/v1/generate", "generate")
     assert asked.payload["token_ids"] == [1, 2]
     assert asked.payload["sampling_params"] == {
@@ -56,7 +56,7 @@ def test_vllm_is_asked_on_its_route_of_tokens() -> None:
 
 
 def test_sglang_is_asked_on_its_own_route() -> None:
-    asked = engine_request(REQUEST, "sglang")
+    asked = engine_request(REQUEST, "sglang", "policy")
     assert (asked.path, asked.dialect) == ("/generate", "sglang")
     assert asked.payload["input_ids"] == [1, 2]
     assert asked.payload["return_logprob"] is True
