@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, KafkaError, KafkaException, Message, Producer
 
@@ -23,6 +23,15 @@ class Delivery(NamedTuple):
     timestamp_ms: int
     stamped: bool
     """Whether the timestamp is the broker's append time."""
+
+
+class SendOptions(TypedDict, total=False):
+    """Optional arguments of `Sender.send` that every sender of records takes."""
+
+    partition: int
+    headers: HeadersToSend | None
+    timestamp_ms: int
+    on_delivery: Callable[[Delivery], None] | None
 
 
 class Failure(NamedTuple):

@@ -8,8 +8,8 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Unpack
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
@@ -18,7 +18,7 @@ from rollstream.topics.errors import DeliveryError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.bounded_calls import BoundedCalls, Stalled
 from rollstream.topics.kafka.records import GroupPosition
-from rollstream.topics.kafka.sender import Delivery, HeadersToSend, Sender, SendFailed
+from rollstream.topics.kafka.sender import Sender, SendFailed, SendOptions
 from rollstream.topics.kafka.transaction_errors import Decision, decide
 from rollstream.topics.logs import event
 
@@ -53,34 +53,29 @@ class TransactionFailed(DeliveryError):
         return self.decision in _FATAL
 
 
+@contextmanager
+def _failing(call: str, transactional_id: str) -> Iterator[None]:
+    """Raise an error of the block as the TransactionFailed of a call."""
+    try:
+        yield
+    except SendFailed as failed:
+        raise TransactionFailed(call, failed.failure.error, transactional_id) from failed
+    except KafkaException as exception:
+        raise TransactionFailed(call, exception.args[0], transactional_id) from exception
+    except SystemError as lost:
+        raise TransactionFailed(call, str(lost), transactional_id) from lost
+
+
 class Transaction:
     """One transaction, from its first record to its commit."""
 
     def __init__(self, producer: "TransactionalProducer", sender: Sender) -> None:
         self._producer, self._sender = producer, sender
 
-    def send(
-        self,
-        topic: str,
-        value: bytes | None,
-        key: bytes | None = None,
-        *,
-        partition: int = -1,
-        headers: HeadersToSend | None = None,
-        timestamp_ms: int = 0,
-        on_delivery: Callable[[Delivery], None] | None = None,
-    ) -> None:
+    def send(self, topic: str, value: bytes | None, key: bytes | None = None, **options: Unpack[SendOptions]) -> None:
         """Queue a record; the arguments are those of `Sender.send`. Raises TransactionFailed."""
         with self._failing("send"):
-            self._sender.send(
-                topic,
-                value,
-                key,
-                partition=partition,
-                headers=headers,
-                timestamp_ms=timestamp_ms,
-                on_delivery=on_delivery,
-            )
+            self._sender.send(topic, value, key, **options)
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all records are delivered and their offsets are known. Raises TransactionFailed."""
@@ -109,16 +104,8 @@ class Transaction:
         with self._failing("send"):
             self._sender.check()
 
-    @contextmanager
-    def _failing(self, call: str) -> Iterator[None]:
-        try:
-            yield
-        except SendFailed as failed:
-            raise TransactionFailed(call, failed.failure.error, self._producer.transactional_id) from failed
-        except KafkaException as exception:
-            raise TransactionFailed(call, exception.args[0], self._producer.transactional_id) from exception
-        except SystemError as lost:
-            raise TransactionFailed(call, str(lost), self._producer.transactional_id) from lost
+    def _failing(self, call: str) -> AbstractContextManager[None]:
+        return _failing(call, self._producer.transactional_id)
 
 
 class TransactionalProducer:
@@ -178,12 +165,8 @@ class TransactionalProducer:
             self._abort()
 
     def _begin(self) -> None:
-        try:
+        with _failing("begin_transaction", self.transactional_id):
             self.client.begin_transaction()
-        except KafkaException as exception:
-            raise TransactionFailed("begin_transaction", exception.args[0], self.transactional_id) from exception
-        except SystemError as lost:
-            raise TransactionFailed("begin_transaction", str(lost), self.transactional_id) from lost
 
     def _commit(self) -> None:
         self.call(lambda client, timeout_s: client.commit_transaction(timeout_s), "commit_transaction", may_abort=False)
@@ -214,20 +197,19 @@ class TransactionalProducer:
         for_s = self._retry_for_s if for_s is None else for_s
         deadline = time.monotonic() + for_s
         for attempt in itertools.count(1):
-            try:
-                self._calls.run(lambda: call(self.client, self._call_timeout_s), name, self._call_timeout_s + 1.0)
-                return
-            except SystemError as lost:
-                raise TransactionFailed(name, str(lost), self.transactional_id) from lost
-            except KafkaException as exception:
-                error: KafkaError = exception.args[0]
-                if decide(error) is not Decision.CALL_AGAIN:
-                    raise TransactionFailed(name, error, self.transactional_id) from exception
-                if attempt > 1 and time.monotonic() > deadline:
-                    if may_abort:
-                        raise TransactionFailed(name, error, self.transactional_id) from exception
-                    raise Stalled(f"{name} had no answer for {for_s:g} s") from exception
-                event(logger, "transaction_call_retried", level=logging.WARNING, call=name, error=error.str())
+            with _failing(name, self.transactional_id):
+                try:
+                    self._calls.run(lambda: call(self.client, self._call_timeout_s), name, self._call_timeout_s + 1.0)
+                    return
+                except KafkaException as exception:
+                    error: KafkaError = exception.args[0]
+                    if decide(error) is not Decision.CALL_AGAIN:
+                        raise
+                    if attempt > 1 and time.monotonic() > deadline:
+                        if may_abort:
+                            raise
+                        raise Stalled(f"{name} had no answer for {for_s:g} s") from exception
+                    event(logger, "transaction_call_retried", level=logging.WARNING, call=name, error=error.str())
 
     def flush(self, timeout_s: float) -> None:
         """Flush the client's queue; only logs an error."""
