@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rollstream.pipeline.record_counts import RecordCounts
 from rollstream.pipeline.run.component_metrics import ComponentMetrics
-from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED, fate_and_reason
 from rollstream.topics.journal_counts import JournalCounts
 from rollstream.topics.offset_ranges import from_ranges
 from rollstream.topics.records import BatchIndexEntry, BatchUse, FateCount, JournalRecord, LearnerStep, PolicyManifest
@@ -24,8 +24,8 @@ POINTS = 36
 """Maximum number of points of a curve."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSnapshot:
+@dataclass(kw_only=True)
+class RunSnapshot(RecordCounts):
     """State of a run at one time. Rates are per second over the last ten, or the last ten before a run became idle."""
 
     run: str
@@ -33,21 +33,6 @@ class RunSnapshot:
     """Time from the first record to the newest."""
     quiet_s: float = 0.0
     """Time since the newest record."""
-    produced: int = 0
-    """Records of `rollouts`, including those deleted since."""
-    rollouts: int = 0
-    """Rollouts that were read."""
-    batched: int = 0
-    batches: int = 0
-    trained: int = 0
-    skipped: int = 0
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    dead_lettered: int = 0
-    control: int = 0
-    in_flight: int = 0
-    """Records read by grouping that have no fate yet."""
-    unread: int = 0
-    """Records not yet read by grouping."""
     waiting: int = 0
     """Batches that no step has used or skipped."""
     step: int = 0
@@ -86,9 +71,10 @@ class RunSnapshot:
         return self.quiet_s > WINDOW_S and not self.history_left
 
     def as_dict(self) -> dict[str, Any]:
-        """The snapshot as plain values for JSON."""
+        """The snapshot as plain values for JSON, the run and its time first."""
+        first = {"run": self.run, "seconds": self.seconds, "quiet_s": self.quiet_s}
         staleness = {str(lag): rollouts for lag, rollouts in self.staleness.items()}
-        return {**asdict(self), "staleness": staleness, "quiet": self.quiet}
+        return {**first, **asdict(self), "staleness": staleness, "quiet": self.quiet}
 
 
 class Rate:
@@ -257,25 +243,19 @@ class RunStatistics:
         fates: Counter[str] = Counter()
         for count in self.counts:
             fates[count.fate] += count.rollouts
-        named = ((*fate_and_reason(counted), count) for counted, count in sorted(fates.items()))
-        dropped = {reason: count for fate, reason, count in named if fate == DROPPED}
         unread, in_flight = (sum(map(len, offsets.values())) for offsets in (self._ahead, self._unfinished))
         created = 0.0 if self._manifest is None else self._manifest.created
         published_ms = int(created * 1000) if 0 < created < _NO_TIME_S else 0
         rewards, exacts = self._curves()
-        return RunSnapshot(
+        snapshot = RunSnapshot(
             run=self._run,
             seconds=(self._last_ms - self._first_ms) / 1000,
             quiet_s=quiet_s,
             produced=fates.total() + in_flight + unread,
             rollouts=int(sum(sums[0] for sums in self._seconds.values())),
-            batched=fates[BATCHED],
             batches=self._batches,
             trained=sum(step.trained_total for step in self._steps.values()),
             skipped=sum(step.skipped_total for step in self._steps.values()),
-            dropped=dropped,
-            dead_lettered=fates[DEAD_LETTERED],
-            control=fates[CONTROL],
             in_flight=in_flight,
             unread=unread,
             waiting=len(self._entries),
@@ -295,6 +275,8 @@ class RunStatistics:
             staleness=dict(sorted(self._staleness.items())),
             records_skipped=records_skipped,
         )
+        snapshot.place(fates)
+        return snapshot
 
     def _curves(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         seconds = [sums for _second, sums in sorted(self._seconds.items())]

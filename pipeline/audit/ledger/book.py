@@ -5,31 +5,19 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rollstream.consumers.grouping.selection_bias import Selection
+from rollstream.pipeline.record_counts import RecordCounts
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 
 _MOST_NAMED = 20
 
 
 @dataclass
-class Ledger:
+class Ledger(RecordCounts):
     """Place of every record of a run."""
 
-    produced: int = 0
-    """Records of rollouts."""
-    rollouts: int = 0
-    """Number of these records that are rollouts."""
-    batched: int = 0
-    batches: int = 0
-    trained: int = 0
-    skipped: int = 0
     skipped_as: dict[str, int] = field(default_factory=dict)
     """Rollouts that learners skipped, by the code of the reason."""
     steps: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    dead_lettered: int = 0
-    control: int = 0
-    in_flight: int = 0
-    unread: int = 0
     evals: int = 0
     """Rollouts made for evaluation."""
     evals_batched: int = 0
@@ -66,10 +54,9 @@ class Ledger:
     @property
     def balanced(self) -> bool:
         """Whether every record is in exactly one place and every place agrees with the others."""
-        placed = self.batched + sum(self.dropped.values()) + self.dead_lettered + self.control
         fates = ("labeled", "left_out", "dead_lettered", "pending", "undecided")
         waited = sum(self.unlabelled.get(fate, 0) for fate in fates)
-        whole = self.produced == placed + self.in_flight + self.unread and waited == self.unlabelled.get("produced", 0)
+        whole = self.produced == self.placed and waited == self.unlabelled.get("produced", 0)
         captured = ("in_rollouts", "open", "cancelled", "retried", "late", "no_session")
         whole = whole and self.calls.get("recorded", 0) == sum(self.calls.get(fate, 0) for fate in captured)
         return not self.problems and whole

@@ -28,7 +28,7 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, StateRefused
-from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED, READ, fate_and_reason
+from rollstream.topics.fates import CONTROL, READ
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -132,12 +132,9 @@ def _sum_up(journals: dict[int, PartitionJournal], in_flight: int, result: Ledge
         fates += journal.before
         fates += journal.since
         result.in_flight += len(journal.offsets(IN_FLIGHT))
-    result.batched, result.control, result.dead_lettered = fates[BATCHED], fates[CONTROL], fates[DEAD_LETTERED]
-    named = ((*fate_and_reason(counted), count) for counted, count in fates.items())
-    dropped = {reason: count for fate, reason, count in named if fate == DROPPED}
-    if dropped.pop("", 0):
+    result.place(fates)
+    if result.dropped.pop("", 0):
         result.problem("records are dropped without a reason")
-    result.dropped = dropped
     open_by_environments = 0
     for environment, read in environment_counts(journals.values()).items():
         totals: dict[str, Any] = {}

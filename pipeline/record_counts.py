@@ -1,0 +1,42 @@
+"""Counts of a run's records by place, which the ledger proves and a snapshot of a run estimates."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED, fate_and_reason
+
+
+@dataclass
+class RecordCounts:
+    """Number of records of `rollouts` in each place, and what was made of them."""
+
+    produced: int = 0
+    """Records of `rollouts`, including those deleted since."""
+    rollouts: int = 0
+    """Number of these records that are rollouts."""
+    batched: int = 0
+    batches: int = 0
+    trained: int = 0
+    skipped: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Dropped rollouts by reason."""
+    dead_lettered: int = 0
+    control: int = 0
+    in_flight: int = 0
+    """Records read by grouping that have no fate yet."""
+    unread: int = 0
+    """Records not yet read by grouping."""
+
+    def place(self, fates: Mapping[str, int]) -> None:
+        """Set the counts of records that have their fate, from counts by fate as the journal spells them."""
+        self.batched = fates.get(BATCHED, 0)
+        self.dead_lettered = fates.get(DEAD_LETTERED, 0)
+        self.control = fates.get(CONTROL, 0)
+        named = ((*fate_and_reason(counted), count) for counted, count in sorted(fates.items()))
+        self.dropped = {reason: count for fate, reason, count in named if fate == DROPPED}
+
+    @property
+    def placed(self) -> int:
+        """Number of records in any place, which is that of those produced if the counts are right."""
+        ended = self.batched + sum(self.dropped.values()) + self.dead_lettered + self.control
+        return ended + self.in_flight + self.unread
