@@ -29,6 +29,7 @@ from rollstream.consumers.buffers.slices.episode_cuts import (
     parts_of_episode,
     parts_of_trajectory,
 )
+from rollstream.consumers.buffers.slices.options import CAPACITY, SLICE_LEN
 from rollstream.consumers.buffers.slices.store import SliceStore
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.closing import Closing
@@ -49,8 +50,8 @@ class EpisodeSliceBuffer(Closing):
     def __init__(
         self,
         directory: str | Path,
-        capacity: int = 10_000_000,
-        slice_len: int | None = 80,
+        capacity: int = CAPACITY,
+        slice_len: int | None = SLICE_LEN,
         *,
         num_slices: int | None = None,
         strict_length: bool = True,

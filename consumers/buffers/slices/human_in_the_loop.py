@@ -10,13 +10,20 @@ import uuid
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer, NothingToDraw
 from rollstream.consumers.buffers.slices.directory import LOCK
 from rollstream.consumers.buffers.slices.episode_cuts import AUTO, CONTROL_MODE, HUMAN, EpisodePart
+from rollstream.consumers.buffers.slices.options import (
+    CAPACITY,
+    SLICE_LEN,
+    EpisodeOptions,
+    SizedSliceOptions,
+    SliceOptions,
+)
 from rollstream.consumers.files.atomic_files import (
     DirectoryLock,
     StoreError,
@@ -35,7 +42,7 @@ _OTHER_SEED = 2**64
 
 
 def open_episode_buffer(
-    directory: str | Path, *, use_hil_buffer: bool = False, **options: Any
+    directory: str | Path, *, use_hil_buffer: bool = False, **options: Unpack[SizedSliceOptions]
 ) -> "EpisodeSliceBuffer | HilEpisodeBuffer":
     """Open a buffer of all episodes, or one that is split by who acted; `options` are those of EpisodeSliceBuffer."""
     return (HilEpisodeBuffer if use_hil_buffer else EpisodeSliceBuffer)(directory, **options)
@@ -48,10 +55,16 @@ class HilEpisodeBuffer(Closing):
     lacks it.
     """
 
-    def __init__(self, directory: str | Path, capacity: int = 10_000_000, slice_len: int | None = 80, **options: Any):
+    def __init__(
+        self,
+        directory: str | Path,
+        capacity: int = CAPACITY,
+        slice_len: int | None = SLICE_LEN,
+        **options: Unpack[SliceOptions],
+    ) -> None:
         """Open or create a directory; `options` are those of EpisodeSliceBuffer. Raises as EpisodeSliceBuffer."""
         self._directory = Path(directory)
-        self._options = {**options, "capacity": capacity, "slice_len": slice_len}
+        self._options: SizedSliceOptions = {**options, "capacity": capacity, "slice_len": slice_len}
         self._threads = threading.RLock()
         self._lock: DirectoryLock | None = None
         if not options.get("read_only"):
@@ -68,8 +81,10 @@ class HilEpisodeBuffer(Closing):
             _name_folder(self._directory, _new_folder())
         folder = self._folder = _named_folder(self._directory)
         seed = int(self._options.get("seed", 0))
-        self._auto = EpisodeSliceBuffer(folder / _SIDES[AUTO], **self._options | {"seed": seed})
-        self._human = EpisodeSliceBuffer(folder / _SIDES[HUMAN], **self._options | {"seed": seed + _OTHER_SEED})
+        auto: SizedSliceOptions = {**self._options, "seed": seed}
+        human: SizedSliceOptions = {**self._options, "seed": seed + _OTHER_SEED}
+        self._auto = EpisodeSliceBuffer(folder / _SIDES[AUTO], **auto)
+        self._human = EpisodeSliceBuffer(folder / _SIDES[HUMAN], **human)
         if self._holds_lock:
             _remove_all_but(self._directory, folder)
 
@@ -86,13 +101,7 @@ class HilEpisodeBuffer(Closing):
     # ------------------------------------------------------------------ in
 
     def add(
-        self,
-        item: Tree | Trajectory,
-        /,
-        *,
-        at: tuple[int, int] | None = None,
-        episode: str = "",
-        last: bool = True,
+        self, item: Tree | Trajectory, /, *, at: tuple[int, int] | None = None, **episode: Unpack[EpisodeOptions]
     ) -> bool:
         """As EpisodeSliceBuffer.add; each episode goes to the side of its first step's control mode.
 
@@ -103,7 +112,7 @@ class HilEpisodeBuffer(Closing):
         with self._threads:
             if at is not None and at[1] < self.position.get(at[0], 0):
                 return False
-            parts = self._auto.cut(item, episode=episode, last=last)
+            parts = self._auto.cut(item, **episode)
             for side in (self._auto, self._human):
                 side.check(parts)
             added = False
@@ -194,7 +203,8 @@ class HilEpisodeBuffer(Closing):
                 raise StoreError(f"the buffer in {self._directory} is closed or read only; open it to write")
             if source.resolve() == self._directory.resolve():
                 return
-            with closing(HilEpisodeBuffer(source, **self._options | {"read_only": True})) as other:
+            options: SizedSliceOptions = {**self._options, "read_only": True}
+            with closing(HilEpisodeBuffer(source, **options)) as other:
                 other._copy_to(self._directory)
             self._close_sides()
             self._open()

@@ -1,5 +1,6 @@
 """The two-sided buffer: routing by the first control mode, half of a sample from each side, one position for both."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer, NothingToDraw
 from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer, open_episode_buffer
+from rollstream.consumers.buffers.slices.options import EpisodeOptions, SizedSliceOptions
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.records import EpisodeSpan
@@ -231,3 +233,9 @@ def test_without_the_option_one_buffer_holds_everything(tmp_path: Path) -> None:
         one.add({"number": np.zeros(6, int)})
     with open_episode_buffer(tmp_path / "two", use_hil_buffer=True, capacity=100, slice_len=4) as two:
         assert isinstance(two, HilEpisodeBuffer)
+
+
+def test_its_options_are_those_of_a_buffer_of_all_episodes() -> None:
+    whole, added = (inspect.signature(call) for call in (EpisodeSliceBuffer, EpisodeSliceBuffer.add))
+    assert whole.parameters.keys() == {"directory", *SizedSliceOptions.__annotations__}
+    assert added.parameters.keys() == {"self", "item", "at", *EpisodeOptions.__annotations__}
