@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.catalogue import topic_name
@@ -43,7 +41,6 @@ class Doubts:
 '''
 
 
-@pytest.mark.timeout(600)
 def test_an_agent_that_knows_an_address_alone_is_trained_on_the_tokens_it_was_given(
     compiled: Path, tmp_path: Path, broker: str, run_name: str
 ) -> None:
@@ -58,7 +55,7 @@ def test_an_agent_that_knows_an_address_alone_is_trained_on_the_tokens_it_was_gi
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=800,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     kafka = KafkaConfig(bootstrap_servers=broker)

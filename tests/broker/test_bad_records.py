@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.configuration_marks import CORE_STEP
@@ -22,6 +21,7 @@ from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark, NamedArray, SamplingParams
 from tests.support.runs import RealRun, rollout
+from tests.support.topic_settings import change_settings
 from tests.support.waiting import eventually
 
 
@@ -150,16 +150,10 @@ BOMB_BYTES = 300_000_000
 def bomb(run: RealRun) -> str:
     """One gzip batch of a third of a megabyte that is kept as it came; its offsets as `group skip` takes them."""
     topic = run.topic("rollouts")
-    resource = ConfigResource(
-        ConfigResource.Type.TOPIC,
-        topic,
-        incremental_configs=[ConfigEntry("compression.type", "producer", incremental_operation=AlterConfigOpType.SET)],
-    )
-    admin = clients.admin(run.kafka)
-    admin.incremental_alter_configs([resource])[resource].result(60)
+    change_settings(run.kafka, topic, compression__type="producer")
     settings = {
         "compression.type": "gzip",
-        "linger.ms": "5000",
+        "linger.ms": "60000",  # flush waits for none of it
         "batch.size": 1_000_000_000,
         "message.max.bytes": 1_000_000_000,
         "queue.buffering.max.kbytes": 2_000_000,

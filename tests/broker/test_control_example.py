@@ -42,7 +42,7 @@ def play(broker: str, compiled: Path, tmp_path_factory: pytest.TempPathFactory) 
             env={**os.environ, "KAFKA_BOOTSTRAP_SERVERS": broker, "JAX_COMPILATION_CACHE_DIR": str(compiled)},
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=800,
             check=False,
         )
         assert result.returncode == 0, result.stderr

@@ -147,5 +147,5 @@ def test_a_run_that_is_told_to_stop_stops_and_the_next_goes_on_from_there(run: R
 
 def test_a_player_that_is_no_generator_ends_the_run_and_is_named(run: RealRun) -> None:
     running = start(run, collect__player="counting:play_nothing")
-    assert running.wait(60) == 1
+    assert running.wait(200) == 1
     assert "collect.player 'counting:play_nothing' returned list; a player is a generator" in run.log_of(running)

@@ -5,8 +5,6 @@ import subprocess
 from collections import Counter
 from typing import Any
 
-import pytest
-
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import Rollout
 from rollstream.topics.validation import problems
@@ -39,7 +37,6 @@ class Letters:
 '''
 
 
-@pytest.mark.timeout(600)
 def test_an_environment_of_several_turns_outside_the_packages_is_trained_on_with_default_settings(
     broker: str, run_name: str, tmp_path: Any
 ) -> None:
@@ -64,7 +61,7 @@ def test_an_environment_of_several_turns_outside_the_packages_is_trained_on_with
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=800,
         check=False,
     )
     assert running.returncode == 0, running.stdout + running.stderr

@@ -192,10 +192,10 @@ def test_an_agent_calls_the_policy_itself_and_each_of_its_branches_is_a_rollout(
 def test_an_episode_that_hangs_is_cancelled_after_its_time_and_its_group_is_kept(
     kafka: KafkaConfig, run_name: str, tmp_path: Any
 ) -> None:
-    report = play(kafka, run_name, HangsOnce(), groups=2, episode_timeout_s=2.0)
+    report = play(kafka, run_name, HangsOnce(), groups=2, episode_timeout_s=4.0)
     rollouts, [cancelled] = records(kafka, run_name, tmp_path)
     assert (len(rollouts), len(cancelled.uids), report.cancelled) == (7, 1, 1)
-    assert "took longer than worker.episode_timeout_s 2" in cancelled.reason
+    assert "took longer than worker.episode_timeout_s 4" in cancelled.reason
 
 
 def test_an_episode_whose_verifier_fails_is_tried_again(kafka: KafkaConfig, run_name: str, tmp_path: Any) -> None:
@@ -210,7 +210,7 @@ def test_an_environment_that_always_fails_is_cancelled_paused_and_others_go_on(
     kafka: KafkaConfig, run_name: str, tmp_path: Any
 ) -> None:
     fails = Fails()
-    report = play(kafka, run_name, Sorts(), fails, groups=12, episode_attempts=3)
+    report = play(kafka, run_name, Sorts(), fails, groups=40, episode_attempts=3)
     rollouts, cancelled = records(kafka, run_name, tmp_path)
     assert {rollout.environment for rollout in rollouts} == {"sorts"}
     assert {record.environment for record in cancelled} == {"fails"}
@@ -218,8 +218,8 @@ def test_an_environment_that_always_fails_is_cancelled_paused_and_others_go_on(
     assert "ZeroDivisionError('no verdict') at " in cancelled[0].reason
     assert "test_environments.py" in cancelled[0].reason
     # Without pauses half of the groups would have failed.
-    assert report.cancelled < 4 * 6
-    assert report.rollouts + report.cancelled == 4 * 12
+    assert report.cancelled < 4 * 20
+    assert report.rollouts + report.cancelled == 4 * 40
 
 
 def test_a_context_that_is_full_ends_the_episode_truncated_with_its_reward(

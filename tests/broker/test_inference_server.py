@@ -33,9 +33,6 @@ SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}]
 
 
-pytestmark = pytest.mark.timeout(300)
-
-
 @pytest.fixture(scope="module")
 def run(broker: str, compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
     """A run with one policy version, published as a learner does it."""

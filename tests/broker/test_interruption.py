@@ -64,7 +64,7 @@ def recorded(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def moments(few: int) -> list[object]:
     """So many moments each time, and twenty where there is time."""
-    return [pytest.param(few, id="some"), pytest.param(20, id="20", marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+    return [pytest.param(few, id="some"), pytest.param(20, id="20", marks=pytest.mark.long)]
 
 
 SEED = 7 if os.environ.get("CI") else random.SystemRandom().randrange(1_000_000)

@@ -54,11 +54,10 @@ def printed(log: str) -> list[str]:
     return [line for line in log.splitlines() if not line.startswith("{")]
 
 
-def finish(run: RealRun, process, timeout_s: float = 120.0) -> None:
+def finish(run: RealRun, process, timeout_s: float = 300.0) -> None:
     assert process.wait(timeout_s) == 0, run.log_of(process)[-3000:]
 
 
-@pytest.mark.timeout(300)
 def test_a_learner_killed_between_checkpoints_ends_with_the_bits_of_an_uninterrupted_one(
     real_run: RealRun, tmp_path: Path
 ) -> None:
@@ -101,7 +100,6 @@ def test_a_learner_that_begins_anew_begins_where_the_index_does(real_run: RealRu
 
 
 @pytest.mark.long
-@pytest.mark.timeout(480)
 def test_killed_again_and_again_at_any_moment_it_ends_with_the_same_bits(
     real_run: RealRun,
 ) -> None:
@@ -180,7 +178,7 @@ def test_sigterm_saves_a_checkpoint_and_steps_executed_again_must_come_out_as_re
     # Without its checkpoints a learner begins again from the log, and what it then makes must be what is on record.
     elsewhere = {"learner__checkpoint__directory": run.directory / "elsewhere"}
     process = run.start("learn", **settings, **elsewhere, learner__optimizer__learning_rate=0.01)
-    assert process.wait(90) == 2
+    assert process.wait(300) == 2
     (line,) = printed(run.log_of(process))
     assert "step 1 of learner 'default', executed again" in line
     assert steps[1].params_digest[:16] in line
@@ -214,7 +212,6 @@ def test_a_batch_that_is_too_stale_is_skipped_on_record_and_replaced(real_run: R
     assert (made.skipped_total, made.trained_total, made.policy_version) == (32, 128, 4)
 
 
-@pytest.mark.timeout(300)
 def test_bad_rollouts_are_left_out_on_record_and_steps_made_again_leave_out_the_same(
     real_run: RealRun, tmp_path: Path
 ) -> None:
@@ -268,7 +265,7 @@ def test_a_step_without_a_token_to_train_on_is_an_error_that_says_why(real_run: 
     run = with_batches(real_run, 4)
     short = {"learner__sequence_length": 3, "learner__too_long": "skip", "learner__warm_start__steps": 0}
     process = run.start("learn", **{**SETTINGS, **short})
-    assert process.wait(90) == 2
+    assert process.wait(300) == 2
     (line,) = printed(run.log_of(process))
     assert "step 1 of learner 'default' has no token to train on" in line
     assert "32 left out as too_long: longer than learner.sequence_length 3" in line

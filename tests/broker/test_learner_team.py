@@ -74,7 +74,6 @@ def kill_one(run: RealRun, team: list[subprocess.Popen[bytes]], number: int) -> 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_two_processes_train_together_and_after_kill_9_make_the_bits_on_record_again(real_run: RealRun) -> None:
     run = with_batches(real_run, 2 * STEPS)
     team = start(run)
@@ -93,7 +92,6 @@ def test_two_processes_train_together_and_after_kill_9_make_the_bits_on_record_a
 
 
 @pytest.mark.long
-@pytest.mark.timeout(480)
 def test_two_processes_end_with_the_bits_of_two_and_within_rounding_of_one(real_run: RealRun) -> None:
     whole = with_batches(real_run, 2 * STEPS)
     killed = with_batches(whole.beside("k"), 2 * STEPS)
@@ -117,7 +115,6 @@ def test_two_processes_end_with_the_bits_of_two_and_within_rounding_of_one(real_
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_another_number_of_processes_goes_on_from_a_checkpoint(real_run: RealRun) -> None:
     """One process continues the work of two, then two again: within rounding the parameters are those of one alone."""
     mixed = with_batches(real_run, 0)
@@ -141,7 +138,6 @@ def test_another_number_of_processes_goes_on_from_a_checkpoint(real_run: RealRun
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_a_second_team_fences_the_first(real_run: RealRun) -> None:
     run = with_batches(real_run, STEPS)
     first = start(run)

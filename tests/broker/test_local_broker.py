@@ -52,7 +52,7 @@ def create(broker: LocalBroker, topic: str) -> None:
 def produce(broker: LocalBroker, topic: str, value: bytes) -> None:
     producer = clients.producer(KafkaConfig(bootstrap_servers=broker.bootstrap_servers))
     producer.produce(topic, value=value)
-    assert producer.flush(10) == 0
+    assert producer.flush(60) == 0
 
 
 def values(broker: LocalBroker, topic: str) -> list[bytes | None]:
@@ -162,7 +162,6 @@ def test_a_broker_starts_where_there_is_nothing_but_python(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_a_broker_starts_where_there_is_nothing_but_python_and_the_internet(tmp_path: Path) -> None:
     assert_starts(tmp_path / "data", bare_environment(tmp_path))
 
@@ -229,7 +228,6 @@ def test_a_bound_broker_ends_with_its_parent_however_that_ends(tmp_path: Path, n
         [sys.executable, "-P", "-c", STARTER, str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
     ) as parent:
         assert parent.stdout is not None
         broker = identify(int(parent.stdout.readline()))

@@ -28,7 +28,6 @@ SMALL = {
 
 
 @pytest.mark.long
-@pytest.mark.timeout(560)
 def test_a_checkpoint_learns_on_the_log_with_its_own_tokenizer(real_run: RealRun) -> None:
     run, directory = real_run, real_run.directory
     write_model(directory / "model", **SMALL)
@@ -71,7 +70,7 @@ def test_a_checkpoint_learns_on_the_log_with_its_own_tokenizer(real_run: RealRun
             file.write(json.dumps(example) + "\n")
 
     process = run.start("run", "--config", str(RECIPE), **settings)
-    assert process.wait(500) == 0, run.log_of(process)[-3000:]
+    assert process.wait(800) == 0, run.log_of(process)[-3000:]
 
     steps = read_steps(run.kafka, run.name, "default")
     assert sorted(steps) == list(range(STEPS + 1))

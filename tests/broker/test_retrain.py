@@ -41,8 +41,6 @@ SETTINGS = {
     "grouping__batch_rollouts": 8,
     "worker__group_size": 4,
 }
-# Three learners' worth of compiling in one fixture, on a machine that may be busy.
-pytestmark = pytest.mark.timeout(300)
 OTHER = "--set=learner.optimizer.learning_rate=0.01"
 
 
@@ -59,7 +57,7 @@ def source(broker: str, compiled: Path, tmp_path_factory: pytest.TempPathFactory
         versions = [0] * 12 + [3] + [0] + [4] * 3
         send_batches(run.kafka, run.name, [random_batch(n, partition=n % 2, version=v) for n, v in enumerate(versions)])
         try:
-            assert run.start("learn", **SETTINGS).wait(200) == 0
+            assert run.start("learn", **SETTINGS).wait(300) == 0
             yield run
         finally:
             run.stop()
@@ -112,7 +110,7 @@ def answers(source: RealRun) -> Iterator[dict[str, Answer]]:
         env=source.environment(),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
     found = (Answer(*answer) for answer in json.loads(done.stdout))
@@ -213,7 +211,7 @@ def test_a_fork_goes_on_from_a_step_with_other_settings_on_the_same_batches(
 def test_a_fork_that_is_started_becomes_the_learner(source: RealRun) -> None:
     recorded, into = steps_of(source), f"{source.name}-started"
     process = source.start("fork", "--from-step", "6", "--into", into, "--start", **SETTINGS)
-    assert process.wait(240) == 0, source.log_of(process)[-3000:]
+    assert process.wait(300) == 0, source.log_of(process)[-3000:]
     made = steps_of(source, into)
     assert sorted(made) == [6, 7, 8]
     # Under the same settings they are the same steps.

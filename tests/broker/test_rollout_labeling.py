@@ -113,7 +113,7 @@ def test_a_judge_killed_and_started_again_rewards_every_rollout_once_and_cancels
         return {uid for batch in run.read("batches") if isinstance(batch, TrainingBatch) for uid in batch.uids}
 
     eventually(lambda: batched() == set(rewards), 60, "all groups are batched, those that lost a member too")
-    eventually(lambda: not ledger(run.kafka, run.name).unread, 30, "everything read")
+    eventually(lambda: not ledger(run.kafka, run.name).unread, 60, "everything read")
     book = ledger(run.kafka, run.name)
     assert book.balanced, book.problems
     fates = {fate: count for fate, count in book.unlabelled.items() if count}
@@ -130,7 +130,7 @@ def test_lost_positions_are_found_again_from_the_rollouts_that_were_labeled(
     labeler = label(run, url)
     eventually(lambda: len(rewarded(run)) == 44, 90, "all is labeled")
     labeler.terminate()
-    assert labeler.wait(30) == 0
+    assert labeler.wait(60) == 0
     asked_before = server.calls.total()
     group = LabelingConfig().group_id(run.name)
     admin = clients.admin(run.kafka)

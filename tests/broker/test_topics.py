@@ -96,5 +96,5 @@ def test_the_first_record_of_a_producer_does_not_wait_for_a_timer(real_run: Real
         real_run.send_bytes("evals", b"value", b"key")
         return time.perf_counter() - begun
 
-    # The best of some: where processors are shared any of them may take long, and each would wait for the timer.
-    assert min(seconds() for _ in range(8)) < 0.4, "librdkafka's timer has half a second"
+    # One of some: where processors are shared any of them may take long, and each would wait for the timer.
+    assert any(seconds() < 0.4 for _ in range(50)), "librdkafka's timer has half a second"

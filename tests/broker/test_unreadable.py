@@ -25,7 +25,7 @@ def send(kafka: KafkaConfig, topic: str, values: list[bytes], compression: str =
         kafka,
         **{
             "compression.type": compression,
-            "linger.ms": "1000",
+            "linger.ms": "60000",  # flush waits for none of it
             "batch.size": 100_000_000,
             "message.max.bytes": 100_000_000,
             "queue.buffering.max.kbytes": 200_000,

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from confluent_kafka import OFFSET_END, KafkaException, TopicPartition
-from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.config import WeightsConfig
@@ -23,6 +22,7 @@ from rollstream.topics.keys import decode_key, encode_key
 from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import PolicyManifest
 from tests.support.runs import RealRun
+from tests.support.topic_settings import change_settings
 from tests.support.waiting import eventually
 
 # Small chunks over two partitions: a version is a dozen records.
@@ -62,10 +62,7 @@ def publish(source: WeightsPublisher, log: StepLog, step: int) -> PolicyManifest
 def delete_all_chunks(run: RealRun) -> None:
     """Delete the records of `weights`, which the broker allows on topics that are not compacted only."""
     topic, client = run.topic("weights"), clients.admin(run.kafka)
-    entry = ConfigEntry("cleanup.policy", "delete", incremental_operation=AlterConfigOpType.SET)
-    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
-    for future in client.incremental_alter_configs([resource]).values():
-        future.result(60)
+    change_settings(run.kafka, topic, cleanup__policy="delete")
     for future in client.delete_records([TopicPartition(topic, p, OFFSET_END) for p in (0, 1)]).values():
         future.result(60)
 
@@ -152,7 +149,7 @@ def test_a_manifest_of_an_aborted_transaction_is_never_followed(run: RealRun, lo
     producer.begin_transaction()
     topic, key, value = source.record(aborted)
     producer.produce(topic, value, key)
-    producer.flush(10)
+    producer.flush(60)
     producer.abort_transaction(30)
     with WeightsFollower(run.kafka, run.name) as follower:
         assert follower.wait_for(0, 60)[0] == 0
@@ -320,7 +317,7 @@ def test_a_learner_of_an_earlier_release_commits_nothing_once_one_of_this_releas
     lost = source.stage(0, arrays(0))
     topic, key, value = source.record(lost)
     earlier.produce(topic, value, key)
-    earlier.flush(10)
+    earlier.flush(60)
 
     log = StepLog(run.kafka, run.name, "default")
     manifest = publish(publisher(run), log, 0)

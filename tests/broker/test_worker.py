@@ -41,7 +41,7 @@ from rollstream.topics.records import (
 )
 from rollstream.topics.rollout_batch_upcast import upcast
 from rollstream.topics.validation import cancellation_problems, problems
-from tests.support.producing import TOKENIZER, SortingGenerator, serving
+from tests.support.producing import TOKENIZER, SortingGenerator, nobody_listening, serving
 from tests.support.waiting import eventually
 
 TASK = create_task("dsort3")
@@ -152,17 +152,15 @@ def test_workers_share_an_epoch_and_a_restarted_one_goes_on_in_it(kafka: KafkaCo
 
 
 def test_a_group_whose_generation_fails_is_cancelled_by_name(kafka: KafkaConfig, run_name: str) -> None:
-    with serving(SortingGenerator()) as server:
-        base_url = server.base_url
-
-    async def play_without_server() -> WorkerReport:
+    async def play_without_server(base_url: str) -> WorkerReport:
         # The version is assumed, so that the worker starts groups though nobody answers.
         config = config_for(base_url, groups=2, request_timeout_s=0.3, assume_version=4)
         return await run_worker(
             [with_settings(TASK, config)], kafka, run_name, config, incarnation="1", stop=asyncio.Event()
         )
 
-    report = asyncio.run(play_without_server())
+    with nobody_listening() as base_url:
+        report = asyncio.run(play_without_server(base_url))
     cancelled = records(kafka, run_name)
     assert all(isinstance(record, GroupCancelled) and cancellation_problems(record) == [] for record in cancelled)
     uids = {uid for record in cancelled for uid in record.uids}

@@ -34,7 +34,7 @@ def kafka(broker: str, run_name: str) -> KafkaConfig:
 @pytest.fixture
 def server() -> Iterator[str]:
     with serving(ScriptedGenerator(["hm", "42"], versions=(3,)), conversation_cache_tokens=0) as running:
-        eventually(lambda: running.version == 3, 10, "weights are loaded")
+        eventually(lambda: running.version == 3, 60, "weights are loaded")
         yield running.base_url
 
 
@@ -46,7 +46,7 @@ def stamp(member: int) -> EpisodeStamp:
 
 def test_episodes_played_over_http_become_rollouts(kafka: KafkaConfig, run_name: str, server: str) -> None:
     async def play() -> tuple[list[Rollout], list[int]]:
-        worker = WorkerConfig(inference_urls=(server,), temperature=0.5, request_timeout_s=1.0)
+        worker = WorkerConfig(inference_urls=(server,), temperature=0.5, request_timeout_s=60.0)
         rollouts, tokens = [], []
         with PolicyFollower(kafka, run_name) as policies, RolloutProducer(kafka, run_name) as producer:
             async with WorkerCapture(kafka, run_name, worker, author="w.1", policies=policies) as capture:

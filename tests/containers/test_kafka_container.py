@@ -19,9 +19,6 @@ from rollstream.topics.errors import BrokerUnavailable
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
-# The first may install Docker, start an engine and build the image: some 30 s, minutes where downloads are slow.
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture
 def contained_run(kafka_image: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:

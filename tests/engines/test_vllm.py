@@ -26,7 +26,7 @@ from rollstream.topics.records import Rollout
 from rollstream.topics.validation import problems
 from tests.engines.conftest import Vllm
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.long
 
 
 class Conversation:

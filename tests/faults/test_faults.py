@@ -30,11 +30,8 @@ from tests.faults.promises import assert_promises, settle, stop
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
-# Some ten to thirty seconds each; a busy machine may take several times as long, and that is no failure.
-pytestmark = pytest.mark.timeout(300)
-
 SEED = 20
-TRANSACTION_S = 10.0
+TRANSACTION_S = 30.0
 """Long enough for an answer on a busy machine: who hears nothing of whether it was replaced ends, but does not know."""
 
 
@@ -100,7 +97,6 @@ def test_killing_groupers_at_random_moments_loses_and_repeats_nothing(fault_run:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("protocol", ["classic", "consumer"])
 def test_killing_groupers_twenty_times_loses_and_repeats_nothing(fault_run: RealRun, protocol: str) -> None:
     kill_at_random(fault_run, 20, random.randrange(2**32), protocol)
@@ -456,7 +452,6 @@ def test_losing_the_leader_of_the_index_that_coordinates_transactions_costs_noth
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_losing_leaders_and_coordinators_in_turn_costs_nothing(cluster_run: tuple[LocalCluster, RealRun]) -> None:
     cluster, run = cluster_run
     lose_nodes(

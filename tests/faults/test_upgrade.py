@@ -20,9 +20,8 @@ from tests.support import upgrade
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(300)
 NEW = {"example_id": "new", "group_size": 2, "policy_version": 3, "lowest_version": 3, "highest_version": 3}
-KAFKA = {"kafka__session_timeout_s": SESSION_S, "kafka__transaction_timeout_s": 4.0}
+KAFKA = {"kafka__session_timeout_s": SESSION_S, "kafka__transaction_timeout_s": 30.0}
 
 
 @pytest.fixture

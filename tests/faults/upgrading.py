@@ -6,16 +6,16 @@ import json
 from dataclasses import replace
 
 from confluent_kafka import TopicPartition
-from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 
 from rollstream.topics.codec import encode
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchIndexEntry
 from tests.support.runs import RealRun
+from tests.support.topic_settings import change_settings
 from tests.support.upgrade import Recorded
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 60.0
 
 
 def leave(run: RealRun, recorded: Recorded) -> None:
@@ -65,10 +65,4 @@ def feed(run: RealRun, recorded: Recorded, first: int, end: int) -> None:
 
 def stamp(run: RealRun, by: str) -> None:
     """Have records of rollouts bear the time of their production (CreateTime) or of the broker (LogAppendTime)."""
-    resource = ConfigResource(ConfigResource.Type.TOPIC, run.topic("rollouts"))
-    resource.add_incremental_config(
-        ConfigEntry("message.timestamp.type", by, incremental_operation=AlterConfigOpType.SET)
-    )
-    admin = clients.admin(run.kafka)
-    for future in admin.incremental_alter_configs([resource]).values():
-        future.result(_TIMEOUT_S)
+    change_settings(run.kafka, run.topic("rollouts"), message__timestamp__type=by)

@@ -105,4 +105,4 @@ def await_records(kafka: KafkaConfig, run: str, count: int, what: str, topic: st
         there = records(kafka, run, topic)
         return there if len(there) >= count else []
 
-    return eventually(enough, 30, what, every_s=0.1)
+    return eventually(enough, 60, what, every_s=0.1)

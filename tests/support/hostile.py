@@ -14,8 +14,6 @@ from typing import Any
 import confluent_kafka
 import numpy as np
 from confluent_kafka import KafkaError, Message
-from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
-from confluent_kafka.admin._resource import ResourceType
 
 from rollstream.topics.catalogue import spec_of
 from rollstream.topics.codec import encode
@@ -39,6 +37,7 @@ from rollstream.topics.records import (
 )
 from tests.support.batches import random_batch
 from tests.support.runs import RealRun, rollout
+from tests.support.topic_settings import change_settings
 
 FAR_MS = 2**62
 EARLY_MS = -(10**15)
@@ -115,10 +114,7 @@ def _send_oddly(send: _Sender, topic: str, value: bytes) -> None:
 
 def _any_time(run: RealRun, topic: str) -> None:
     """Have the broker take records of any time, as one that is configured so does."""
-    wanted = ConfigEntry("message.timestamp.after.max.ms", str(2**63 - 1), incremental_operation=AlterConfigOpType.SET)
-    resource = ConfigResource(ResourceType.TOPIC, run.topic(topic), incremental_configs=[wanted])
-    client = clients.admin(run.kafka)
-    client.incremental_alter_configs([resource])[resource].result(60)
+    change_settings(run.kafka, run.topic(topic), message__timestamp__after__max__ms=2**63 - 1)
 
 
 def send_with_header(run: RealRun, topic: str, value: bytes, name: bytes, content: bytes) -> None:

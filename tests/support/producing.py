@@ -1,6 +1,7 @@
 """For tests of producers: a generator whose answers can be computed by hand, and servers in a thread of their own."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -149,6 +150,14 @@ def serving(generator: SortingGenerator, **config: Any) -> Iterator[InferenceSer
     server = InferenceServer(generator, generator.tokenizer, inference)
     with _in_a_thread(server.start, server.close):
         yield server
+
+
+@contextmanager
+def nobody_listening() -> Iterator[str]:
+    """A base_url at which connections are refused: its port is taken, so that nobody else comes to listen there."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
 
 
 @contextmanager

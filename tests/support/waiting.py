@@ -8,14 +8,17 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+LEAST_S = 120.0
+"""How long every wait is at least: a shorter one saves time only where a test fails, and fails on a busy machine."""
 
 
 def eventually(check: Callable[[], T], timeout_s: float, what: str, *, every_s: float = 0.02) -> T:
     """Call `check` until it returns something truthy, and return that.
 
-    Exceptions of `check` count as "not yet". After `timeout_s` seconds an AssertionError names `what` and the last
-    value or exception seen.
+    Exceptions of `check` count as "not yet". After `timeout_s` seconds, but not before `LEAST_S`, an AssertionError
+    names `what` and the last value or exception seen.
     """
+    timeout_s = max(timeout_s, LEAST_S)
     deadline = time.monotonic() + timeout_s
     while True:
         failure: Exception | None = None

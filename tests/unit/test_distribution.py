@@ -124,7 +124,6 @@ def test_users_own_files_of_our_folders_names_do_not_matter(installation: Path, 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 def test_pip_installs_the_wheel_with_all_it_needs(built: Path, tmp_path: Path) -> None:
     install, *_ = start_with_pip()
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)

@@ -22,7 +22,7 @@ def test_a_process_is_itself_until_it_ended() -> None:
         assert not await_end(process, 0.05)
         assert send(process, signal.SIGKILL)
         # Before its parent collected it, it is a zombie: ended all the same.
-        assert await_end(process, 10)
+        assert await_end(process, 60)
         assert identify(child.pid) is None
     assert not send(process, signal.SIGTERM)
 

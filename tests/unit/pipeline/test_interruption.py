@@ -31,7 +31,6 @@ def test_ctrl_c_while_a_command_is_still_loaded_is_one_line(words: str, tmp_path
     assert_ends_at_once(command(words), tmp_path, 8, 0.1, SEED)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("words", "moments"),
     [("ledger", 1), ("group", 1), *(pytest.param(words, 20, marks=pytest.mark.long) for words in COMMANDS)],

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,7 @@ def test_answers_are_scored_in_processes_of_their_own_which_serve_many_calls(sou
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("hang", "gave no score within 1 s"),
+        ("hang", "gave no score within 3 s"),
         ("crash", "ended with -11"),
         ("exit", "SystemExit: 3"),
         ("greedy", "MemoryError"),
@@ -107,7 +106,7 @@ def test_a_verifier_that_fails_fails_one_call_and_the_next_is_scored(source: str
     async def play(pool: VerifierPool) -> list[Score | str]:
         return [await score_or_failure(pool, each) for each in ("42", text, "42")]
 
-    with VerifierPool(source, processes=1, timeout_s=1 if text == "hang" else 60, memory_bytes=1 << 28) as pool:
+    with VerifierPool(source, processes=1, timeout_s=3 if text == "hang" else 60, memory_bytes=1 << 28) as pool:
         before, failure, after = run(play(pool))
     assert isinstance(before, Score), before
     assert isinstance(after, Score), after
@@ -120,10 +119,11 @@ def test_others_are_scored_while_one_hangs(source: str) -> None:
         hanging = asyncio.ensure_future(score_or_failure(pool, "hang"))
         scores = [await pool(PROMPT, "42") for _ in range(20)]
         early = not hanging.done()
-        assert "no score within" in str(await hanging)
+        pool.close()
+        assert "the process of the verifier" in str(await hanging)
         return scores, early
 
-    with VerifierPool(source, processes=2, timeout_s=5) as pool:
+    with VerifierPool(source, processes=2, timeout_s=600) as pool:
         scores, early = run(play(pool))
     assert [score.reward for score in scores] == [0.5] * 20
     assert early
@@ -132,10 +132,10 @@ def test_others_are_scored_while_one_hangs(source: str) -> None:
 def test_what_a_verifier_started_ends_with_it(source: str, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     prompt = Prompt(example_id="x", text="", extra={"pids": str(pids)})
-    with VerifierPool(source, processes=1, timeout_s=2) as pool:
+    with VerifierPool(source, processes=1, timeout_s=4) as pool:
         assert "no score within" in str(run(score_or_failure(pool, "sleep", prompt)))
     for pid in map(int, pids.read_text().split()):
-        eventually(lambda pid=pid: not alive(pid), 20, f"process {pid} has ended")  # type: ignore[misc]
+        eventually(lambda pid=pid: not alive(pid), 60, f"process {pid} has ended")  # type: ignore[misc]
 
 
 def alive(pid: int) -> bool:
@@ -151,15 +151,13 @@ def test_a_process_that_hangs_ends_by_itself_where_its_pool_was_killed(source: s
     owner = os.fork()
     if owner == 0:
         try:
-            run(VerifierPool(source, processes=1, timeout_s=1)(prompt, "sleep"))
+            run(VerifierPool(source, processes=1, timeout_s=4)(prompt, "sleep"))
         finally:
             os._exit(0)
-    verifier = int(eventually(lambda: pids.read_text().split(), 30, "the verifier runs")[0])
+    verifier = int(eventually(lambda: pids.read_text().split(), 60, "the verifier runs")[0])
     os.kill(owner, signal.SIGKILL)
     os.waitpid(owner, 0)
-    began = time.monotonic()
-    eventually(lambda: not alive(verifier), 30, "the verifier ends by its own timer")
-    assert time.monotonic() - began < 30
+    eventually(lambda: not alive(verifier), 60, "the verifier ends by its own timer")
 
 
 def test_a_function_of_a_module_is_found_by_its_name_and_another_is_refused() -> None:

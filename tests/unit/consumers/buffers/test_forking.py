@@ -38,7 +38,7 @@ def forked(work: Callable[[], bool]) -> Iterator[Callable[[], None]]:
     done, said = os.pipe()
     child = os.fork()
     if not child:
-        signal.alarm(30)
+        signal.alarm(300)
         os.close(go_on)
         code = 1
         try:

@@ -47,7 +47,6 @@ def test_logits_are_those_recorded_from_transformers(name: str, tmp_path: Path) 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_logits_are_those_of_transformers_for_what_was_written_and_for_what_we_save(name: str, tmp_path: Path) -> None:
     given, saved = tmp_path / "given", tmp_path / "saved"

@@ -253,7 +253,9 @@ def supervise(*scripts: str) -> tuple[subprocess.Popen[str], list[int]]:
         [sys.executable, "-c", SUPERVISING, *scripts], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    return process, [int(pid) for pid in process.stdout.readline().split()]
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert pids, process.communicate(timeout=120)
+    return process, pids
 
 
 def finish(process: subprocess.Popen[str]) -> int:

@@ -38,7 +38,6 @@ LEARNER = {
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("topology", "devices", "processes", "mesh"),
     [("v5e:2x4", 8, 2, {"data": 1, "fsdp": 8, "tensor": 1}), ("v5e:4x4", 16, 4, {"data": 2, "fsdp": 4, "tensor": 2})],

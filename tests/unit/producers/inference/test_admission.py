@@ -28,7 +28,7 @@ def held() -> Iterator[tuple[SortingGenerator, threading.Event, threading.Event]
 
     def wait(_prompts: list[str]) -> None:
         began.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
 
     try:
         yield SortingGenerator(before_generate=wait), began, go_on

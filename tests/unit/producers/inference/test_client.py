@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from rollstream.infra.ports import free_port
 from rollstream.producers.inference.client import Completion, CompletionsClient
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.inference.requests import SampleRequest
 from rollstream.producers.sampling import with_version
-from tests.support.producing import TOKENIZER, SortingGenerator, serving, serving_http
+from tests.support.producing import TOKENIZER, SortingGenerator, nobody_listening, serving, serving_http
 
 
 def vllm_choice(index: int, **change: Any) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def vllm_answer(*choices: dict[str, Any], **change: Any) -> dict[str, Any]:
     }
 
 
-async def ask(base_url: str, *, n: int = 2, timeout_s: float = 10.0, **change: Any) -> list[Completion]:
+async def ask(base_url: str, *, n: int = 2, timeout_s: float = 60.0, **change: Any) -> list[Completion]:
     async with CompletionsClient([base_url], timeout_s=timeout_s, engine="rollstream") as client:
         asked = {"max_tokens": 8, "temperature": 1.0, "seed": 5, **change}
         return await client.complete(SampleRequest(prompt="2+2=", n=n, **asked))
@@ -145,7 +144,7 @@ def test_our_own_server_is_understood() -> None:
 
 
 async def complete_when_ready(base_url: str) -> list[Completion]:
-    async with CompletionsClient([base_url], timeout_s=20) as client:
+    async with CompletionsClient([base_url], timeout_s=60) as client:
         # The first attempts may find no weights yet: 503 is tried again.
         found = await client.complete(SampleRequest(prompt="31>", n=3, max_tokens=8, temperature=1.0, seed=9))
         assert client.newest_version == await client.version() == 4
@@ -179,8 +178,10 @@ def test_a_refusal_is_not_asked_again_and_says_why() -> None:
 
 
 def test_nobody_listening_is_an_error_with_the_address_after_the_deadline() -> None:
-    address = f"http://127.0.0.1:{free_port('127.0.0.1')}/v1"
-    with pytest.raises(InferenceUnavailable, match=f"{address}/completions within 0.3 s"):
+    with (
+        nobody_listening() as address,
+        pytest.raises(InferenceUnavailable, match=f"{address}/completions within 0.3 s"),
+    ):
         asyncio.run(ask(address, timeout_s=0.3))
 
 
@@ -197,18 +198,16 @@ def test_another_server_answers_where_one_is_gone() -> None:
     async def handler(_request: web.Request) -> web.Response:
         return web.json_response(vllm_answer(vllm_choice(0)))
 
-    async def ask_both(base_url: str) -> None:
-        async with CompletionsClient(
-            [f"http://127.0.0.1:{free_port('127.0.0.1')}/v1", base_url], timeout_s=10
-        ) as client:
+    async def ask_both(gone: str, base_url: str) -> None:
+        async with CompletionsClient([gone, base_url], timeout_s=60) as client:
             for _ in range(3):
                 answer: Coroutine[Any, Any, list[Completion]] = client.complete(
                     SampleRequest(prompt="2+2=", n=1, max_tokens=8, temperature=1.0, seed=5)
                 )
                 assert len(await answer) == 1
 
-    with serving_http(handler) as base_url:
-        asyncio.run(ask_both(base_url))
+    with nobody_listening() as gone, serving_http(handler) as base_url:
+        asyncio.run(ask_both(gone, base_url))
 
 
 def test_an_address_that_is_none_is_refused_at_once() -> None:

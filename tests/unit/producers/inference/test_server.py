@@ -164,7 +164,7 @@ def test_parameters_at_their_off_values_are_accepted(client: openai.OpenAI) -> N
 
 def test_sampling_is_truncated_where_a_setting_allows_it() -> None:
     with serving(SortingGenerator(), truncated_sampling=True) as server, client_of(server) as client:
-        eventually(lambda: server.version == 0, 10, "weights are loaded")
+        eventually(lambda: server.version == 0, 60, "weights are loaded")
         ask: dict[str, Any] = {"model": "policy", "prompt": "21>", "temperature": 0}
         answer = client.completions.create(**ask, top_p=0.9, extra_body={"top_k": 5, "min_p": 0.1})
         assert answer.choices[0].text == "12"
@@ -224,20 +224,20 @@ def test_rows_start_in_the_order_of_arrival_as_slots_become_free() -> None:
 
     def first_start_waits(_prompts: list[str]) -> None:
         began.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
 
     generator = SortingGenerator(before_generate=first_start_waits)
     with serving(generator, max_rows=8) as server, client_of(server) as client, ThreadPoolExecutor(8) as pool:
-        eventually(lambda: server.version == 0, 10, "weights are loaded")
+        eventually(lambda: server.version == 0, 60, "weights are loaded")
         asks = [pool.submit(client.completions.create, model="policy", prompt="10>", n=1)]
-        assert began.wait(10)
+        assert began.wait(60)
         for n in (3, 4, 5, 3):
             asks.append(pool.submit(client.completions.create, model="policy", prompt=f"{n}{n}>", n=n))
             waiting = f"rollstream_inference_waiting_requests {len(asks) - 1}"
-            eventually(lambda want=waiting: want in get(server, "/metrics")[1], 10, waiting)
+            eventually(lambda want=waiting: want in get(server, "/metrics")[1], 60, waiting)
         go_on.set()
         for ask in asks:
-            ask.result(20)
+            ask.result(60)
     assert [prompts for _, prompts in generator.batches] == [
         ["10>"],
         ["33>"] * 3 + ["44>"] * 4 + ["55>"],
@@ -248,7 +248,7 @@ def test_rows_start_in_the_order_of_arrival_as_slots_become_free() -> None:
 def test_an_answer_names_the_lowest_and_the_highest_version_that_sampled_it() -> None:
     generator = SortingGenerator(versions=range(200), tokens_at_once=1)
     with serving(generator, max_rows=4, refresh_ms=1) as server, client_of(server) as client:
-        eventually(lambda: server.version >= 0, 10, "weights are loaded")
+        eventually(lambda: server.version >= 0, 60, "weights are loaded")
         with ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(lambda _: client.completions.create(model="policy", prompt="10>", n=3), range(20)))
     spans = [(c.lowest_version, c.highest_version) for answer in answers for c in answer.choices]

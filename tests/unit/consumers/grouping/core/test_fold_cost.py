@@ -2,8 +2,6 @@
 group of many members than in one of few.
 """
 
-import gc
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,6 +17,7 @@ from rollstream.topics.codec import encode
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import GroupCancelled, Mark
 from rollstream.topics.validation import UIDS_LIMIT
+from tests.support.processor_time import ProcessorTime
 
 EVENTS = 1_500
 TOKENS = np.array([1, 2], "<i4")
@@ -40,19 +39,14 @@ def seconds_with(open_groups: int) -> float:
         offset = open_groups + 2 * i
         steps += [record(offset, i, 1), record(offset + 1, open_groups + i, 0)]
     fold.prepare_commit()
-    gc.collect()
-    gc.disable()
-    try:
-        best = float("inf")
-        for start in range(0, EVENTS, EVENTS // 3):
-            began = time.process_time()
+    best = float("inf")
+    for start in range(0, EVENTS, EVENTS // 3):
+        with ProcessorTime() as spent:
             for i, step in enumerate(steps[start : start + EVENTS // 3]):
                 fold.apply(step)
                 if i % 250 == 0:
                     fold.prepare_commit()
-            best = min(best, time.process_time() - began)
-    finally:
-        gc.enable()
+        best = min(best, spent.seconds)
     assert fold.open_groups == open_groups
     return best
 
@@ -107,10 +101,9 @@ def test_a_member_costs_the_same_in_a_group_of_eight_times_the_size(end: Callabl
         best = float("inf")
         for _ in range(2):
             fold = large_group(members)
-            gc.collect()
-            began = time.process_time()
-            end(fold, members)
-            best = min(best, time.process_time() - began)
+            with ProcessorTime() as spent:
+                end(fold, members)
+            best = min(best, spent.seconds)
         return best
 
     # 8 where it is linear, 64 where it is quadratic.
