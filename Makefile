@@ -20,7 +20,7 @@ OR_NAMED = || $(if $(ARGS),[ $$? -eq 5 ] ||) test -s $(FAILED) || echo "a run of
 SAY_FAILED = $(if $(shell cat $(FAILED)),$(error FAILED $(shell cat $(FAILED))))
 # Tests on a broker wait most of the time: two files at once, each on a broker of its own. What breaks things, and containers, one after the other.
 UNIT = $(BIN)/python -m pytest tests/unit -n 2
-BROKER = $(BIN)/python -m pytest tests/broker -n 2 --dist loadfile
+BROKER = $(BIN)/python -m pytest tests/broker -n 2 --dist loadfile --no-loadscope-reorder
 OTHERS = $(BIN)/python -m pytest tests --ignore=tests/unit --ignore=tests/broker --ignore=tests/bench
 export FAILED_TESTS = $(abspath $(FAILED))
 

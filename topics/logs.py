@@ -29,10 +29,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup(level: str = "info") -> None:
-    """Write our logs and the warnings of libraries to stderr as JSON lines."""
+    """Write our logs, and what libraries log or warn of, to stderr as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.captureWarnings(True)
     logging.getLogger("rollstream").setLevel(level.upper())
 
 

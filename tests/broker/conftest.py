@@ -1,5 +1,6 @@
 """Fixtures of tests on a real broker."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,18 @@ import pytest
 
 from rollstream.topics.config import KafkaConfig
 from tests.support.runs import RealRun
+
+LONGEST = (
+    *("demo", "environment_run", "interruption", "learner", "gateway_chat", "retrain", "replay", "slow_learner"),
+    *("agent_environment", "object_store", "commands", "foreign_trainer", "inference_server", "control_run"),
+)
+"""Files of tests that take half a minute and more, in the order in which they begin."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first, so that tests that run beside each other end at about the same time."""
+    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
 
 
 @pytest.fixture
@@ -19,8 +32,9 @@ def real_run(broker: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory in which JAX keeps compiled functions."""
-    return tmp_path_factory.getbasetemp() / "jax"
+    """Directory in which JAX keeps compiled functions: one for all processes that run tests."""
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "jax"
 
 
 @pytest.fixture(autouse=True)
