@@ -3,7 +3,6 @@
 import csv
 import json
 import signal
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -29,6 +28,7 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchUse, LearnerStep, TrainingBatch
 from tests.support.batches import indexed_batches
+from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -78,9 +78,7 @@ def steps_as(held: Held, name: str) -> Held:
 
 
 def ask(run: RealRun, *words: str) -> str:
-    done = subprocess.run(
-        run.command(*words), capture_output=True, text=True, timeout=120, check=False, cwd=run.directory
-    )
+    done = answer_of(run.directory, *run.command(*words)[4:])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

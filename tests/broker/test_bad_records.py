@@ -20,6 +20,7 @@ from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark, NamedArray, SamplingParams
+from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
 from tests.support.topic_settings import change_settings
 from tests.support.waiting import eventually
@@ -55,7 +56,7 @@ def read(run: RealRun, **expected: object) -> Ledger:
 
 
 def said(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(run.command(*words), cwd=run.directory, env=run.environment(), capture_output=True, text=True)
+    return answer_of(run.directory, *run.command(*words)[4:])
 
 
 def group(run: RealRun, example: str, members: int = 4) -> None:

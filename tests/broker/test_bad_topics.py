@@ -1,7 +1,6 @@
 """Bad records on the topics that a run follows: each is passed over, counted and named, and nothing that reads ends."""
 
 import json
-import subprocess
 import uuid
 from contextlib import closing
 
@@ -20,6 +19,7 @@ from rollstream.topics.errors import StateRefused
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark, Metrics
 from tests.broker.test_journal_tailer import ROLLOUTS, entry, step
+from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -130,8 +130,6 @@ def test_every_reader_of_a_run_passes_over_bad_records(real_run: RealRun) -> Non
 def test_top_shows_a_run_with_bad_records_and_how_many_they_are(real_run: RealRun) -> None:
     run = real_run.prepare()
     spoil(run, "steps")
-    done = subprocess.run(
-        run.command("top", "--once"), capture_output=True, text=True, timeout=120, env=run.environment(), check=False
-    )
+    done = answer_of(run.directory, *run.command("top", "--once")[4:])
     assert done.returncode == 0, done.stderr
     assert "4 unreadable" in done.stdout

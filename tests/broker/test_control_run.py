@@ -10,6 +10,7 @@ from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuf
 from rollstream.topics.codec import decode
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.trajectories import from_record
+from tests.support.command_line import answer_of
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually
 
@@ -86,7 +87,7 @@ def start(run: RealRun, **settings: object) -> "subprocess.Popen[bytes]":
 
 
 def book_of(run: RealRun) -> dict[str, object]:
-    result = subprocess.run(run.command("ledger", "--json"), capture_output=True, text=True, timeout=120, check=False)
+    result = answer_of(run.directory, *run.command("ledger", "--json")[4:])
     assert result.returncode == 0, result.stdout + result.stderr
     return json.loads(result.stdout)  # type: ignore[no-any-return]
 

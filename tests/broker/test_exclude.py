@@ -24,14 +24,13 @@ from rollstream.topics.records import (
     Rollout,
     RolloutMetadata,
 )
+from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
 
 def ran(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        run.command(*words), cwd=run.directory, env=run.environment(), capture_output=True, text=True, timeout=120
-    )
+    return answer_of(run.directory, *run.command(*words)[4:])
 
 
 def answer(run: RealRun, *words: str) -> Any:

@@ -23,6 +23,7 @@ from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep
+from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -252,7 +253,7 @@ def undecided(run: RealRun) -> list[str]:
 
 
 def rollstream(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(run.command(*words), cwd=run.directory, env=run.environment(), capture_output=True, text=True)
+    return answer_of(run.directory, *run.command(*words)[4:])
 
 
 # ---------------------------------------------------------------------- records that cannot be read

@@ -30,7 +30,7 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchUse, LearnerStep
 from tests.support.batches import indexed_batches, random_batch, send_batches
-from tests.support.paths import ROOT
+from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -98,9 +98,7 @@ def prune(run: RealRun, *words: str) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def rollstream(run: RealRun, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = run.command(*words)
-    return subprocess.run(command, cwd=run.directory, env=environment, capture_output=True, text=True, timeout=120)
+    return answer_of(run.directory, *run.command(*words)[4:])
 
 
 def begins(run: RealRun) -> dict[tuple[str, int], int]:

@@ -1,10 +1,8 @@
 """Tools on a run with planted facts: each finds what was planted, names it, and finds nothing else."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
 from tests.support.batches import indexed_batches
+from tests.support.command_line import answer_of
 from tests.support.paths import ROOT
 from tests.support.planted import GOOD, POISON, Planted, check, plant
 from tests.support.runs import RealRun
@@ -49,9 +48,7 @@ def planted(tools_broker: LocalBroker, tmp_path_factory: pytest.TempPathFactory)
 def rollstream(planted: Planted, *words: str) -> subprocess.CompletedProcess[str]:
     run = planted.run
     where = () if "--run" in words else ("--run", run.name)
-    command = [sys.executable, "-P", "-m", "rollstream", *words, *where, "-b", run.kafka.bootstrap_servers]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=run.directory, env=environment, capture_output=True, text=True, timeout=120)
+    return answer_of(run.directory, *words, *where, "-b", run.kafka.bootstrap_servers)
 
 
 def lines(planted: Planted, *words: str) -> list[str]:

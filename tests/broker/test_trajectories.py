@@ -28,6 +28,7 @@ from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.keys import encode_key, partition_of
 from rollstream.topics.records import RolloutMetadata, same
 from rollstream.topics.trajectories import Trajectory, from_record, to_record
+from tests.support.command_line import answer_of
 from tests.support.paths import ROOT
 from tests.support.runs import RealRun
 from tests.support.trajectories import number_of, numbered
@@ -135,9 +136,7 @@ def prune(run: RealRun, *words: str) -> dict[tuple[str, int], dict[str, Any]]:
 
 def asked(run: RealRun, *words: str) -> dict[str, Any]:
     """Answer of a command of rollstream."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = run.command(*words, "--json")
-    done = subprocess.run(command, env=environment, cwd=run.directory, capture_output=True, text=True, check=False)
+    done = answer_of(run.directory, *run.command(*words, "--json")[4:])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 

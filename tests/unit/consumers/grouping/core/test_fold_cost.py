@@ -52,7 +52,7 @@ def seconds_with(open_groups: int) -> float:
 
 
 def test_a_record_costs_the_same_with_a_hundred_times_the_open_groups() -> None:
-    few, many = seconds_with(80), seconds_with(8_000)
+    few, many = seconds_with(40), seconds_with(4_000)
     assert many < 3 * few
 
 
