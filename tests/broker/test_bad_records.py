@@ -97,7 +97,7 @@ def test_a_bomb_is_a_dead_letter_and_costs_grouping_no_more_memory_than_a_client
     )
     for _ in range(3):
         producer.produce(topic_name(run.name, "rollouts"), bytes(96_000_000), partition=0)
-        assert producer.flush(60) == 0
+        assert producer.flush(120) == 0
     group(run, "behind")
     book = read(run, batched=8)
     assert book.dead_lettered == 3
@@ -118,7 +118,7 @@ def test_a_record_that_ends_grouping_at_every_start_is_skipped_on_the_record(run
     group(run, "behind")
     for _ in range(2):
         stopped = run.start("group")
-        assert stopped.wait(60) == 2
+        assert stopped.wait(300) == 2
         assert "have the record left out: `rollstream group skip 0:" in run.log_of(stopped)
     place = run.log_of(stopped).rpartition("group skip ")[2].split()[0]
     offset = int(place.partition(":")[2])

@@ -68,7 +68,7 @@ def test_grouping_goes_on_over_bad_policies_and_a_bad_journal_and_names_them(rea
     spoil(run, "policies", (b"junk",))
     eventually(lambda: skipped() == 5, 60, "one that came while it ran")
     process.terminate()
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
     events = [json.loads(line) for line in run.log_of(process).splitlines() if '"record_skipped"' in line]
     assert {(e["reader"], e["topic"], e["partition"]) for e in events} == {
         (f"grouper-{run.name}-0", run.topic("policies"), 0)
@@ -81,7 +81,7 @@ def test_grouping_goes_on_over_bad_policies_and_a_bad_journal_and_names_them(rea
     run.send(whole_groups(100, 16))
     batched(run, 128)
     process.terminate()
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
 
 
 def test_every_reader_of_a_run_passes_over_bad_records(real_run: RealRun) -> None:

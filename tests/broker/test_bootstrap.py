@@ -56,14 +56,14 @@ def test_two_that_initialise_at_once_write_generation_0_once(real_run: RealRun, 
     both, results = threading.Barrier(2), []
 
     def work() -> None:
-        both.wait(60)
+        both.wait(300)
         results.append(initialise(run.kafka, run.name, run.grouping, run.grouper))
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(300)
     assert sorted(results) == [False, True]
     assert len(run.read("journal")) == run.topics.partitions
 
@@ -71,7 +71,7 @@ def test_two_that_initialise_at_once_write_generation_0_once(real_run: RealRun, 
 def test_topics_apply_twice_at_once_leaves_a_run_whose_books_close(real_run: RealRun) -> None:
     run = real_run
     applying = [run.start("topics", "apply") for _ in range(2)]
-    assert [process.wait(120) for process in applying] == [0, 0], [run.log_of(process) for process in applying]
+    assert [process.wait(300) for process in applying] == [0, 0], [run.log_of(process) for process in applying]
     assert len(run.read("journal")) == run.topics.partitions
     assert ledger(run.kafka, run.name).balanced
 
@@ -86,12 +86,12 @@ def test_a_process_paused_before_its_commit_is_fenced_by_recover_and_doubles_not
     assert positions == {0: 0, 1: 0}
     assert undecided(run.kafka, run.topic("journal")) == {}
     zombie.send_signal(signal.SIGCONT)
-    assert zombie.wait(60) == 3, run.log_of(zombie)
+    assert zombie.wait(300) == 3, run.log_of(zombie)
     assert run.read("batches") == []
     process = run.start("group")
     eventually(lambda: sum(len(b.uids) for b in run.read("batches")) >= 64, 60, "all rollouts batched")  # type: ignore[attr-defined]
     process.terminate()
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
     book = ledger(run.kafka, run.name)
     assert book.balanced, book.problems
     assert (book.batched, book.rollouts) == (64, 64)

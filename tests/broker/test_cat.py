@@ -13,22 +13,22 @@ def topic(broker: str) -> str:
     """Partition 0 has 30 transactions of one record, 60 aborted records and one record more, 1 has a record, 2 none."""
     kafka, name = KafkaConfig(bootstrap_servers=broker), "cat-last"
     client = clients.admin(kafka)
-    client.create_topics([NewTopic(name, 3, 1)])[name].result(60)
+    client.create_topics([NewTopic(name, 3, 1)])[name].result(300)
     producer = clients.transactional_producer(kafka, name)
-    producer.init_transactions(30)
+    producer.init_transactions(120)
     for number in range(30):
         producer.begin_transaction()
         producer.produce(name, str(number).encode(), b"key", 0)
-        producer.commit_transaction(30)
+        producer.commit_transaction(120)
     producer.begin_transaction()
     for _ in range(60):
         producer.produce(name, b"aborted", b"key", 0)
-    producer.flush(30)
-    producer.abort_transaction(30)
+    producer.flush(120)
+    producer.abort_transaction(120)
     plain = clients.producer(kafka)
     for partition in (0, 1):
         plain.produce(name, b"last", b"key", partition)
-    assert plain.flush(30) == 0
+    assert plain.flush(120) == 0
     return name
 
 

@@ -24,7 +24,7 @@ def produce(kafka: KafkaConfig, topic: str, values: list[bytes]) -> None:
     producer = clients.producer(kafka)
     for value in values:
         producer.produce(topic, value, on_delivery=lambda error, _: refused.append(error) if error else None)
-    assert producer.flush(30) == 0
+    assert producer.flush(120) == 0
     assert not refused
 
 
@@ -42,7 +42,7 @@ def test_a_cluster_survives_the_loss_of_any_node_and_leaves_no_process(tmp_path:
     with LocalCluster.start(tmp_path, 3, bound_to_parent=True) as cluster:
         kafka = KafkaConfig(bootstrap_servers=cluster.bootstrap_servers)
         client = clients.admin(kafka)
-        client.create_topics([NewTopic(run_name, 3, 3)])[run_name].result(60)
+        client.create_topics([NewTopic(run_name, 3, 3)])[run_name].result(300)
         produce(kafka, run_name, [b"%d" % n for n in range(300)])
 
         lost = cluster.leader(run_name, 1)

@@ -21,7 +21,7 @@ def rollstream(broker: str, *arguments: str) -> subprocess.CompletedProcess[str]
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 
@@ -78,7 +78,7 @@ def test_runs_are_listed_and_a_mistyped_one_is_told_from_one_to_be_made(broker: 
     assert (listed["partitions"], listed["records"], listed["newest_ms"]) == (2, 0, -1)
     producer = clients.producer(KafkaConfig(bootstrap_servers=broker))
     producer.produce(f"{name}.rollouts", b"not a record")
-    assert producer.flush(30) == 0
+    assert producer.flush(120) == 0
     found = rollstream(broker, "runs")
     first, *rows = found.stdout.splitlines()
     assert first.split("  ")[0] == "run"

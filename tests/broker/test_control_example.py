@@ -110,7 +110,7 @@ def test_its_buffers_open_again_where_they_were_and_take_in_the_rest(play: Playe
         before = dict(windows.position)
         assert slices.position == before, "one filler filled both"
         filler = TrajectoryFiller(kafka, report["run"], [windows, slices], identity_file=data / "topic.json")
-        filler.fill(30)
+        filler.fill(300)
         filler.close()
         added = sum(1 for m in read_to_end(kafka, topic_name(report["run"], "trajectories"), start=before))
         assert filler.counts == (added, 0)

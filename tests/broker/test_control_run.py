@@ -133,7 +133,7 @@ def test_a_run_that_is_told_to_stop_stops_and_the_next_goes_on_from_there(run: R
     running = start(run, collect__trajectories=0)
     eventually(lambda: list((run.directory / "windows").glob("**/*.npz")), 60, "something is filled in")
     running.terminate()
-    assert running.wait(60) == 0, run.log_of(running)
+    assert running.wait(300) == 0, run.log_of(running)
     rest = start(run, collect__trajectories=1)
     assert rest.wait(200) == 0, run.log_of(rest)
     book = book_of(run)

@@ -138,7 +138,7 @@ def test_a_small_loop_closes_its_books_and_can_be_asked_again(start: Start, tmp_
             [sys.executable, "-P", "-m", "rollstream", name, *flags, "--json"],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
         assert again.returncode == 0, again.stderr
         answers[name] = json.loads(again.stdout)
@@ -177,7 +177,7 @@ def test_ctrl_c_at_any_moment_leaves_no_process_behind(seed: int, start: Start, 
         time.sleep(0.05)
     with FairTime() as passed:
         demo.send_signal(signal.SIGINT)
-        output, errors = demo.communicate(timeout=120)
+        output, errors = demo.communicate(timeout=300)
     assert passed.seconds < LIMIT_S
     assert (demo.returncode, errors) == (130, f"{LINE}\n")
     eventually(lambda: not any(map(runs, seen.values())), 60, f"the end of all processes; it had said: {output}")
@@ -190,7 +190,7 @@ def test_a_killed_demo_takes_its_processes_with_it(start: Start, tmp_path: Path)
     # The broker's keeper, the broker, the learner, the inference server and two groupers.
     seen = eventually(lambda: (found := parent.children(recursive=True)) and len(found) >= 6 and found, 60, "roles")
     demo.kill()
-    demo.communicate(timeout=120)
+    demo.communicate(timeout=300)
     eventually(lambda: not any(map(runs, seen)), 60, "the end of all roles")
 
 
@@ -229,7 +229,7 @@ def test_a_run_goes_on_after_kill_9_of_its_parts_and_drains_when_told(
         progress = run.stdout.readline()
         assert progress, "the run ended"
     run.terminate()
-    output, errors = run.communicate(timeout=120)
+    output, errors = run.communicate(timeout=300)
     assert run.returncode == 0, errors
     assert "role_killed" not in errors  # each stopped when it was told to
     assert not [p for p in children if runs(p)]
@@ -261,7 +261,7 @@ def check_stamps(kafka: KafkaConfig, run: str) -> None:
     assert not [reason for reason in cancelled if "no answer" in reason]
     by_uid = {rollout.uid: rollout for rollout in rollouts}
     with BatchReader(kafka, run) as reader:
-        read = reader.poll(30)
+        read = reader.poll(300)
         assert read is not None
         for example in read.examples():
             rollout = by_uid[example.source.uid]

@@ -42,7 +42,7 @@ def run_lines(body: str, directory: Path, **variables: str) -> list[str]:
             env={**environment, "PYTHONPATH": str(ROOT), **variables},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"

@@ -82,7 +82,7 @@ def test_an_environment_of_several_turns_outside_the_packages_is_trained_on_with
     evaluated = [record for record in run.read("evals") if isinstance(record, Rollout)]
     assert {rollout.environment for rollout in evaluated} == {"letters"}
     ledger = subprocess.run(
-        [*run.command()[:4], "ledger", "--json", *flags], capture_output=True, text=True, timeout=120, check=False
+        [*run.command()[:4], "ledger", "--json", *flags], capture_output=True, text=True, timeout=300, check=False
     )
     assert ledger.returncode == 0, ledger.stdout + ledger.stderr
     book = json.loads(ledger.stdout)

@@ -54,7 +54,7 @@ def evaluating(run: RealRun, base_url: str) -> Iterator[None]:
         yield
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(60)
+        thread.join(300)
         loop.close()
     assert failures == []
 
@@ -127,7 +127,7 @@ def test_versions_published_without_a_pause_do_not_hold_it_up(real_run: RealRun)
                 version=version, learner="a", step=version, epoch="e", tensors=(), chunks=(), digest=""
             )
             producer.produce(real_run.topic("policies"), encode(manifest), encode_key(version))
-            producer.flush(30)
+            producer.flush(120)
 
     def read() -> None:
         with PolicyFollower(real_run.kafka, real_run.name) as policies:
@@ -139,8 +139,8 @@ def test_versions_published_without_a_pause_do_not_hold_it_up(real_run: RealRun)
     for thread in threads:
         thread.start()
     try:
-        assert returned.wait(60), "read to where the topic ended while more came"
+        assert returned.wait(300), "read to where the topic ended while more came"
     finally:
         stop.set()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)

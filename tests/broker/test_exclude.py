@@ -156,7 +156,7 @@ def test_an_environment_that_no_rollout_is_of_is_said_at_once_and_nothing_is_wri
     run.send(group("x", environment="sorting"))
     settled(run, in_flight=4)
     process.terminate()
-    process.wait(60)
+    process.wait(300)
     run.send(group("y", environment="addition"))
     written = len(run.read("rollouts"))
     for name, hint in (

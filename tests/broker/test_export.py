@@ -27,7 +27,7 @@ def test_the_newest_version_is_exported_with_its_tokenizer_and_no_model_is_overw
     settings = {"learner__pretrained": directory / "model"}
 
     nothing = run.start("export", str(directory / "out"), **settings)
-    assert nothing.wait(60) == 2
+    assert nothing.wait(300) == 2
     assert "has no policy version yet" in run.log_of(nothing)
 
     log = StepLog(run.kafka, run.name, "default")
@@ -40,7 +40,7 @@ def test_the_newest_version_is_exported_with_its_tokenizer_and_no_model_is_overw
     log.close()
 
     process = run.start("export", str(directory / "out"), "--dtype", "bfloat16", "--json", **settings)
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
     assert json.loads(run.log_of(process).splitlines()[-1])["policy_version"] == 1
     assert huggingface.load_config(directory / "out") == model
     for name, array in huggingface.load(directory / "out").items():
@@ -49,6 +49,6 @@ def test_the_newest_version_is_exported_with_its_tokenizer_and_no_model_is_overw
     assert load_tokenizer(directory / "out").encode(text) == load_tokenizer(directory / "model").encode(text)
 
     again = run.start("export", str(directory / "out"), **settings)
-    assert again.wait(60) == 2
+    assert again.wait(300) == 2
     assert "already holds a model" in run.log_of(again)
     assert not list(Path(directory / "out").glob(".*"))

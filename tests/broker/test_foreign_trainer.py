@@ -44,7 +44,7 @@ class Reader:
 
     def does(self, *command: str) -> str:
         process = self.start(*command)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
         assert process.returncode == 0, f"{command}: {out}{err}"
         return out
 
@@ -103,7 +103,7 @@ def test_the_trainer_is_killed_again_and_again_and_trains_on_each_batch_once(rea
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=120)
+        process.communicate(timeout=300)
     reader.does(*train)
     steps = {step.step: step for step in run.read("steps") if isinstance(step, LearnerStep)}
     assert sorted(steps) == [1, 2, 3, 4]

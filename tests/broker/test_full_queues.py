@@ -23,9 +23,9 @@ def test_eighty_letters_of_a_megabyte_are_sent_again(real_run: RealRun) -> None:
             "__streams.errors.offset": str(offset),
         }
         sender.send(run.topic("dead-letters"), encode(big), key, partition=0, headers=headers)
-    sender.flush(60)
+    sender.flush(120)
     process = run.start("dlq", "redrive")
-    assert process.wait(120) == 0, run.log_of(process)
+    assert process.wait(300) == 0, run.log_of(process)
     assert len(run.read("rollouts")) == 80
 
 
@@ -34,6 +34,6 @@ def test_a_replay_into_another_run_waits_for_room(real_run: RealRun) -> None:
     for version in range(1, 20):
         run.publish_version(version)
     process = run.start("replay", "--into", f"{run.name}-into", **LITTLE_ROOM)
-    assert process.wait(60) == 0, run.log_of(process)
+    assert process.wait(300) == 0, run.log_of(process)
     there = dataclasses.replace(run, name=f"{run.name}-into")
     assert len(there.read("policies")) == 20

@@ -54,7 +54,7 @@ def run(trusting: LocalBroker, run_name: str, tmp_path: Path) -> Iterator[RealRu
 def mend(run: RealRun, *flags: str) -> tuple[int, str]:
     """`rollstream broker mend`: exit code, and what it printed."""
     words = run.command("broker", "mend", *flags, kafka__transaction_timeout_s=2.0)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=run.directory, env=run.environment())
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=run.directory, env=run.environment())
     assert done.stderr == ""
     return done.returncode, done.stdout
 
@@ -75,7 +75,7 @@ def end_of(run: RealRun, partition: int) -> int:
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
 
 
 def test_a_run_whose_journal_and_offsets_hang_is_mended_and_goes_on(run: RealRun) -> None:
@@ -132,11 +132,11 @@ def test_a_run_whose_journal_and_offsets_hang_is_mended_and_goes_on(run: RealRun
 def commit_one(run: RealRun, topic: str, name: str) -> Any:
     """Commit a transaction of one record under a transactional id; what its coordinator says of it then."""
     producer = clients.transactional_producer(run.kafka, name)
-    producer.init_transactions(30)
+    producer.init_transactions(120)
     producer.begin_transaction()
     producer.produce(topic, b"seen", partition=0)
-    producer.flush(30)
-    producer.commit_transaction(30)
+    producer.flush(120)
+    producer.commit_transaction(120)
     with hanging_transactions.admin_client(run.kafka) as client:
         return client.describe_transactions([name])[name]
 
@@ -182,7 +182,7 @@ def test_a_transaction_that_somebody_may_still_end_is_left_alone(run: RealRun) -
         assert hanging_transactions.hanging(impatient, run.name) == []
         assert mend(run, "--yes")[0] == 0
         producer.produce(run.topic("journal"), b"more", b"foreign", 0)
-        producer.commit_transaction(30)
+        producer.commit_transaction(120)
         producer.begin_transaction()
     assert (
         hanging_transactions.open_on(run.kafka, run.topic("journal"), [0, 1]) == "no transaction stands open there now"

@@ -73,7 +73,7 @@ def started(run: RealRun, **settings: object) -> tuple[Any, str]:
 @pytest.fixture(scope="module")
 def client(run: RealRun) -> Iterator[openai.OpenAI]:
     _, url = started(run)
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as asks:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as asks:
         yield asks
 
 
@@ -127,7 +127,7 @@ def test_the_models_card_has_what_clients_ask_it_for(client: openai.OpenAI) -> N
 def test_sigterm_lets_it_answer_what_it_has_begun(run: RealRun) -> None:
     process, url = started(run, inference__drain_timeout_s=60)
     with (
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client,
         ThreadPoolExecutor(12) as pool,
     ):
         # More than there is room for: some wait when the signal comes.
@@ -137,6 +137,6 @@ def test_sigterm_lets_it_answer_what_it_has_begun(run: RealRun) -> None:
         ]
         eventually(lambda: any(ask.done() for ask in asks), 60, "the first answer")
         process.send_signal(signal.SIGTERM)
-        answers = [ask.result(90) for ask in asks]
-    assert process.wait(60) == 0, run.log_of(process)
+        answers = [ask.result(300) for ask in asks]
+    assert process.wait(300) == 0, run.log_of(process)
     assert all(len(answer.choices) == 2 for answer in answers)

@@ -56,7 +56,7 @@ def recorded(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         run.send(rollout(f"x{n}", member) for n in range(24) for member in range(4))
         eventually(lambda: len(run.read("batches")) >= 4, 60, "batches")
         process.terminate()
-        process.wait(60)
+        process.wait(300)
         yield run
     finally:
         run.stop()
@@ -138,7 +138,7 @@ def test_nobody_reads_what_is_printed_and_the_command_ends(
                 process.wait(2.0)
             with FairTime() as passed:
                 process.send_signal(signal.SIGINT)
-                assert process.wait(60) == 130
+                assert process.wait(300) == 130
             assert passed.seconds < LIMIT_S
         finally:
             process.kill()
@@ -161,7 +161,7 @@ def test_a_terminal_is_given_back_by_top(recorded: RealRun, tmp_path: Path) -> N
                 shown += more
         except OSError:
             pass  # the other end is closed
-        assert process.wait(60) == 130
+        assert process.wait(300) == 130
     finally:
         process.kill()
         process.wait()

@@ -34,7 +34,7 @@ def kafka(broker: str, run_name: str) -> KafkaConfig:
 def writer(kafka: KafkaConfig, run_name: str) -> Producer:
     """A transactional producer."""
     producer = clients.transactional_producer(kafka, f"{run_name}.writer")
-    producer.init_transactions(30)
+    producer.init_transactions(120)
     return producer
 
 
@@ -42,11 +42,11 @@ def writer(kafka: KafkaConfig, run_name: str) -> Producer:
 def transaction(writer: Producer, *, commit: bool = True) -> Iterator[None]:
     writer.begin_transaction()
     yield
-    writer.flush(30)
+    writer.flush(120)
     if commit:
-        writer.commit_transaction(30)
+        writer.commit_transaction(120)
     else:
-        writer.abort_transaction(30)
+        writer.abort_transaction(120)
 
 
 def journal(partition: int, position: int) -> JournalRecord:
@@ -115,7 +115,7 @@ def put_entries(kafka: KafkaConfig, run: str, first: int, end: int) -> None:
     producer = clients.producer(kafka)
     for offset in range(first, end):
         producer.produce(topic_name(run, "batch-index"), codec.encode(entry(offset)), b"key", 0)
-    assert producer.flush(30) == 0
+    assert producer.flush(120) == 0
 
 
 def seen(position: int) -> PartitionProgress:
@@ -196,7 +196,7 @@ def test_after_a_prune_a_learner_of_a_new_name_makes_room_for_workers_again(
         put_step(writer, run_name, step(1, 8, 8 * ROLLOUTS, learner="old"))
     admin = clients.admin(kafka)
     for future in admin.delete_records([TopicPartition(topic_name(run_name, "batch-index"), 0, 6)]).values():
-        future.result(60)
+        future.result(300)
     with JournalTailer(kafka, run_name) as tailer:
         assert tailer.progress.consumed == 8 * ROLLOUTS
         with transaction(writer):
@@ -232,10 +232,10 @@ def test_the_last_record_is_found_behind_a_long_run_of_aborted_transactions(
             put_journal(writer, run_name, 0, 1000)
     writer.begin_transaction()
     put_journal(writer, run_name, 0, 8)
-    writer.flush(30)
+    writer.flush(120)
     with JournalTailer(kafka, run_name) as tailer:
         assert overall(tailer) == RunProgress({0: seen(7)})
-        writer.commit_transaction(30)
+        writer.commit_transaction(120)
         eventually(
             lambda: overall(tailer) == RunProgress({0: seen(8)}), 60, "the open transaction's record, once committed"
         )
@@ -245,7 +245,7 @@ def test_the_ends_of_rollouts_are_those_at_start(kafka: KafkaConfig, run_name: s
     producer = clients.producer(kafka)
     for _ in range(3):
         producer.produce(topic_name(run_name, "rollouts"), codec.encode(Mark(kind="drain")), b"[]", 1)
-    assert producer.flush(30) == 0
+    assert producer.flush(120) == 0
     with JournalTailer(kafka, run_name) as tailer:
         assert tailer.rollout_ends == {0: 0, 1: 3}
 

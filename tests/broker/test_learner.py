@@ -92,7 +92,7 @@ def test_a_learner_that_begins_anew_begins_where_the_index_does(real_run: RealRu
     entries = [message.offset for message in read_to_end(run.kafka, run.topic("batch-index"))]
     place = TopicPartition(run.topic("batch-index"), 0, entries[4])
     client = clients.admin(run.kafka)
-    client.delete_records([place])[place].result(60)
+    client.delete_records([place])[place].result(300)
     finish(run, run.start("learn", **{**SETTINGS, "learner__max_steps": 1}))
     steps = steps_of(run)
     assert steps[0].position == entries[4]
@@ -143,14 +143,14 @@ def test_a_second_learner_of_a_name_fences_the_first_which_exits_with_one_line(r
     eventually(lambda: '"learner_resumed"' in run.log_of(second), 90, "the second learner took over")
     send_batches(run.kafka, run.name, [random_batch(number) for number in range(6, 16)])
 
-    assert first.wait(60) == 3, run.log_of(first)[-2000:]
+    assert first.wait(300) == 3, run.log_of(first)[-2000:]
     finish(run, second)
     (line,) = printed(run.log_of(first))
     assert f"learner 'default' of run {run.name} was taken over" in line
     assert sorted(steps_of(run)) == list(range(9))
 
     other = run.start("learn", **SETTINGS, learner__name="other")
-    assert other.wait(60) == 2
+    assert other.wait(300) == 2
     (line,) = printed(run.log_of(other))
     assert f"learner 'default' publishes into run {run.name} (newest policy version 8)" in line
     assert "learner 'other' is refused" in line
@@ -172,7 +172,7 @@ def test_sigterm_saves_a_checkpoint_and_steps_executed_again_must_come_out_as_re
     steps = steps_of(run)
     assert [steps[step].policy_version for step in range(9)] == [0, -1, -1, 1, -1, -1, 2, -1, -1]
     with WeightsFollower(run.kafka, run.name) as follower:
-        version, arrays = follower.wait_for(2, 60)
+        version, arrays = follower.wait_for(2, 300)
     assert (version, params_digest(arrays)) == (2, steps[6].params_digest)
 
     # Without its checkpoints a learner begins again from the log, and what it then makes must be what is on record.

@@ -97,7 +97,7 @@ def test_a_killed_worker_started_again_cancels_the_episodes_it_had_begun(
             worker.kill()
     assert ledger(kafka, run_name).calls["open"] == 4
     (tmp_path / "wait").unlink()
-    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr[-2000:]
     there = records(kafka, run_name)
     cancelled = [record for record in there if isinstance(record, GroupCancelled)]

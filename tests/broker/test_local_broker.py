@@ -46,13 +46,13 @@ def identity(broker: LocalBroker) -> ProcessIdentity:
 
 def create(broker: LocalBroker, topic: str) -> None:
     client = clients.admin(KafkaConfig(bootstrap_servers=broker.bootstrap_servers))
-    client.create_topics([NewTopic(topic, 1, 1)])[topic].result(60)
+    client.create_topics([NewTopic(topic, 1, 1)])[topic].result(300)
 
 
 def produce(broker: LocalBroker, topic: str, value: bytes) -> None:
     producer = clients.producer(KafkaConfig(bootstrap_servers=broker.bootstrap_servers))
     producer.produce(topic, value=value)
-    assert producer.flush(60) == 0
+    assert producer.flush(120) == 0
 
 
 def values(broker: LocalBroker, topic: str) -> list[bytes | None]:
@@ -76,8 +76,8 @@ def test_a_started_broker_takes_and_gives_records(running: LocalBroker, run_name
 
 def test_topics_are_not_created_by_a_mistyped_name(running: LocalBroker, run_name: str) -> None:
     client = clients.admin(KafkaConfig(bootstrap_servers=running.bootstrap_servers))
-    assert client.list_topics(run_name, timeout=60).topics[run_name].error is not None
-    assert run_name not in client.list_topics(timeout=60).topics
+    assert client.list_topics(run_name, timeout=300).topics[run_name].error is not None
+    assert run_name not in client.list_topics(timeout=300).topics
 
 
 @pytest.mark.long
@@ -233,7 +233,7 @@ def test_a_bound_broker_ends_with_its_parent_however_that_ends(tmp_path: Path, n
         broker = identify(int(parent.stdout.readline()))
         assert broker is not None
         parent.send_signal(number)
-        assert parent.wait(60) != 0
+        assert parent.wait(300) != 0
     eventually(lambda: not is_running(broker), 60, "the broker ended after its parent")
 
 

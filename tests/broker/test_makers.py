@@ -31,7 +31,7 @@ def test_a_run_batches_with_a_maker_of_the_user_s_and_is_verified_with_it(real_r
     real_run.grouping = GroupingConfig(maker=MINE, batch_rollouts=16, max_batch_age_s=2.0)
     real_run.prepare()
     untold = real_run.start("group")
-    assert untold.wait(60) == 2
+    assert untold.wait(300) == 2
     assert "must be named in grouper.makers" in real_run.log_of(untold)
 
     real_run.start("group", grouper__makers=f'["{MINE}"]')

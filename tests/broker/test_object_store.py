@@ -47,7 +47,7 @@ def answer(run: RealRun, script: str, *words: str) -> subprocess.CompletedProces
     command = run.command(*words, **SETTINGS)
     command[2:4] = ["-c", script]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=run.directory, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=run.directory, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_a_learner_saves_at_a_url_is_killed_resumes_from_there_and_is_forked(

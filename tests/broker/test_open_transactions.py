@@ -30,7 +30,7 @@ def dead_letter(run: RealRun, partition: int = 0) -> None:
         "__streams.errors.offset": "0",
     }
     producer.produce(run.topic("dead-letters"), encode(rollout()), encode_key("env", "x"), partition, headers=headers)
-    assert producer.flush(30) == 0
+    assert producer.flush(120) == 0
 
 
 def redriving(run: RealRun) -> subprocess.Popen[bytes]:
@@ -46,10 +46,10 @@ def test_a_letter_is_sent_again_once_while_a_foreign_transaction_stands_open(rea
     with run.open_transaction("dead-letters"):
         processes = [redriving(run) for _ in range(3)]
     # The last to start has its turn. Those before it are told so, by the coordinator or by the note of the last.
-    assert processes[-1].wait(60) == 0
-    assert {process.wait(60) for process in processes[:-1]} <= {1, 2}
+    assert processes[-1].wait(300) == 0
+    assert {process.wait(300) for process in processes[:-1]} <= {1, 2}
     again = run.start("dlq", "redrive", "0:0")
-    assert again.wait(60) == 1
+    assert again.wait(300) == 1
     assert "was redriven at" in run.log_of(again)
     assert len(run.read("rollouts")) == 1
 
@@ -67,7 +67,7 @@ def test_letters_of_a_partition_are_seen_and_sent_while_a_transaction_hides_thos
         dead_letter(run, partition=1)
         sound = read(run.kafka, run.name)[-1].name
         process = run.start("dlq", "redrive", sound)
-        assert process.wait(60) == 0, run.log_of(process)
+        assert process.wait(300) == 0, run.log_of(process)
         assert [letter.name for letter in read(run.kafka, run.name) if letter.redriven] == [sound]
 
 
@@ -76,7 +76,7 @@ def test_a_run_with_one_partition_of_dead_letters_goes_on_and_is_restored(real_r
     earlier = NewTopic(run.topic("dead-letters"), num_partitions=1)
     client = clients.admin(run.kafka)
     for created in client.create_topics([earlier]).values():
-        created.result(60)
+        created.result(300)
     run.prepare()
     run.start("group")
     for partition in (0, 1):
@@ -88,7 +88,7 @@ def test_a_run_with_one_partition_of_dead_letters_goes_on_and_is_restored(real_r
     assert {letter.partition for letter in letters} == {0, 1}
     dead_letter(run)
     process = run.start("dlq", "redrive", read(run.kafka, run.name)[-1].name)
-    assert process.wait(60) == 0, run.log_of(process)
+    assert process.wait(300) == 0, run.log_of(process)
     store = open_store(f"memory://{run.name}")
     with Archiver(run.kafka, run.name, store) as archiver:
         manifest = archiver.once().manifest
@@ -109,9 +109,9 @@ def test_what_is_written_after_the_question_is_not_waited_for(
         asked = threading.Thread(target=await_decided, args=(run.kafka, run.topic("journal"), "nothing was done", 60.0))
         asked.start()
         eventually(lambda: "transaction_open" in caplog.text, 60, "it waits for what is open now")
-        producer.commit_transaction(30)
+        producer.commit_transaction(120)
         producer.begin_transaction()
         producer.produce(run.topic("journal"), b"foreign", b"foreign", 0)
-        producer.flush(30)
-        asked.join(60)
+        producer.flush(120)
+        asked.join(300)
         assert not asked.is_alive()

@@ -82,7 +82,7 @@ def test_a_journal_that_an_open_transaction_hides_is_waited_for_as_the_configura
         process = run.start("group")
         eventually(lambda: '"batch"' in run.log_of(process), 60, "a batch that is journaled behind what is open")
         process.terminate()
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
         with pytest.raises(DeadlineExceeded, match=r"journal\[0\] did not show offset \d+ within 1 s"):
             restoring(run)
     restoring(run)
@@ -95,12 +95,12 @@ def test_batches_whose_index_entries_an_open_transaction_hides_are_no_mismatch(r
         process = run.start("group")
         eventually(lambda: batched(run) == 64, 60, "batches whose index entries nobody sees")
         process.terminate()
-        assert process.wait(60) == 0
+        assert process.wait(300) == 0
         verifying = run.start("verify")
         # Longer than processes that agree take to show it.
         with pytest.raises(subprocess.TimeoutExpired):
             verifying.wait(15)
-    assert verifying.wait(60) == 0, run.log_of(verifying)
+    assert verifying.wait(300) == 0, run.log_of(verifying)
 
 
 @pytest.mark.long
@@ -116,5 +116,5 @@ def test_a_grouper_outlives_a_neighbour_whose_transaction_stands_open_for_longer
     assert neighbour.poll() is None, run.log_of(neighbour)
     assert run.log_of(neighbour).count('"seek_put_off"') <= 2
     neighbour.terminate()
-    assert neighbour.wait(60) == 0
+    assert neighbour.wait(300) == 0
     assert ledger(run.kafka, run.name).batched == 64

@@ -27,7 +27,7 @@ def group(run: RealRun, batched: int, *names: str) -> None:
     run.send(rollout(name, member) for name in names for member in range(4))
     eventually(lambda: ledger(run.kafka, run.name).batched == batched, 60, f"{batched} rollouts batched", every_s=0.2)
     process.terminate()
-    assert process.wait(60) == 0, run.log_of(process)
+    assert process.wait(300) == 0, run.log_of(process)
 
 
 @pytest.fixture

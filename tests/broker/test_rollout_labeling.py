@@ -130,13 +130,13 @@ def test_lost_positions_are_found_again_from_the_rollouts_that_were_labeled(
     labeler = label(run, url)
     eventually(lambda: len(rewarded(run)) == 44, 90, "all is labeled")
     labeler.terminate()
-    assert labeler.wait(60) == 0
+    assert labeler.wait(300) == 0
     asked_before = server.calls.total()
     group = LabelingConfig().group_id(run.name)
     admin = clients.admin(run.kafka)
-    eventually(lambda: admin.delete_consumer_groups([group])[group].result(60) is None, 60, "the group to be deleted")
+    eventually(lambda: admin.delete_consumer_groups([group])[group].result(300) is None, 60, "the group to be deleted")
     refused = label(run, url)
-    assert refused.wait(60) == 2
+    assert refused.wait(300) == 2
     assert "label recover" in run.log_of(refused)
     ends = {partition: end for partition, (_low, end) in topic_admin.bounds(run.kafka, run.topic("unlabelled")).items()}
     assert recover(run.kafka, run.name, LabelingConfig()) == ends

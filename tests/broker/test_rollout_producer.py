@@ -160,11 +160,11 @@ def test_a_delivery_that_fails_is_raised_on_the_next_call_and_names_the_rollout(
     producer = RolloutProducer(kafka, run_name, **overrides)
     topic = topic_name(run_name, "rollouts")
     admin = clients.admin(kafka)
-    admin.delete_topics([topic])[topic].result(60)
-    eventually(lambda: topic not in admin.list_topics(timeout=60).topics, 60, f"{topic} is deleted")
+    admin.delete_topics([topic])[topic].result(300)
+    eventually(lambda: topic not in admin.list_topics(timeout=300).topics, 60, f"{topic} is deleted")
     producer.send(make_rollout(7))
     with pytest.raises(DeliveryError, match=rf"rollout w\.1\.7 was not delivered to {topic}"):
-        producer.flush(60)
+        producer.flush(120)
     # Raised once: what follows is judged anew.
     producer.flush(0)
 

@@ -74,4 +74,4 @@ def publish(kafka: KafkaConfig, run: str) -> None:
             version=version, learner="default", step=step, epoch="e", tensors=(), chunks=(), digest=str(version)
         )
         producer.produce(topic_name(run, "policies"), encode(manifest), encode_key(version))
-    assert producer.flush(30) == 0
+    assert producer.flush(120) == 0

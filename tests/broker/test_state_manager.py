@@ -24,10 +24,10 @@ def test_followers_get_the_newest_version_each_by_its_own_and_a_second_trainer_t
     with manager() as trainer, manager() as one, manager() as other, manager() as second:
         assert one.get_state(-1) is None
         assert trainer.update_state(params(0.5)) == 0
-        assert one.wait_for(0, 60)[0] == 0
+        assert one.wait_for(0, 300)[0] == 0
         assert trainer.update_state(params(1.5)) == 1
         for asker in (one, other, trainer):
-            version, held = asker.wait_for(1, 60)
+            version, held = asker.wait_for(1, 300)
             assert version == 1
             assert held["dense"]["kernel"].dtype == np.float32
             assert np.array_equal(held["dense"]["kernel"], params(1.5)["dense"]["kernel"])  # type: ignore[index]
@@ -35,7 +35,7 @@ def test_followers_get_the_newest_version_each_by_its_own_and_a_second_trainer_t
             assert asker.get_state(1) is None
             assert asker.get_state(0) is not None
         assert second.update_state(params(2.5)) == 2
-        assert one.wait_for(2, 60)[1]["bias"].tolist() == [2.5] * 3
+        assert one.wait_for(2, 300)[1]["bias"].tolist() == [2.5] * 3
         with pytest.raises(Fenced, match="was taken over"):
             trainer.update_state(params(9.0))
         assert one.get_state(2) is None

@@ -28,7 +28,7 @@ def params(value: float) -> dict[str, object]:
 
 def reads_of(run: RealRun, start: int, count: int, *, process: int = 0, processes: int = 1) -> list[ReadBatch]:
     with BatchReader(run.kafka, run.name, start=start, process=process, processes=processes) as reader:
-        found = [reader.poll(30) for _ in range(count)]
+        found = [reader.poll(300) for _ in range(count)]
     return [read for read in found if read is not None]
 
 
@@ -58,7 +58,7 @@ def test_a_version_is_published_once_under_the_number_that_is_said(run: RealRun)
         (2, "external", "trainer"),
     ]
     with WeightsFollower(run.kafka, run.name) as follower:
-        version, arrays = follower.wait_for(1, 60)
+        version, arrays = follower.wait_for(1, 300)
     assert (version, float(arrays["dense/kernel"][0, 0])) == (1, 1.5), "an external version is not on the log"
 
 

@@ -97,7 +97,7 @@ def test_the_ledger_follows_until_interrupted(planted: Planted) -> None:
         assert process.stdout is not None
         books = [json.loads(process.stdout.readline()) for _ in range(2)]
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        assert process.wait(300) == 130
     assert [book["balanced"] for book in books] == [True, True]
 
 
@@ -111,7 +111,7 @@ def test_a_ledger_that_does_not_close_names_the_first_offending_offsets(planted:
             if name == "rollouts" and message.offset == 1:
                 continue
             producer.produce(topic_name(copy, name), message.value, message.key, message.partition)
-    assert producer.flush(30) == 0
+    assert producer.flush(120) == 0
     found = rollstream(planted, "ledger", "--run", copy)
     assert found.returncode == 1
     assert "THE LEDGER DOES NOT BALANCE" in found.stdout

@@ -15,7 +15,7 @@ def kafka(broker: str, run_name: str) -> KafkaConfig:
     config = KafkaConfig(bootstrap_servers=broker)
     client = clients.admin(config)
     settings = spec_of("rollouts").settings(TopicsConfig(), config)
-    client.create_topics([NewTopic(run_name, 1, 1, config=settings)])[run_name].result(60)
+    client.create_topics([NewTopic(run_name, 1, 1, config=settings)])[run_name].result(300)
     return config
 
 
@@ -33,7 +33,7 @@ def send(kafka: KafkaConfig, topic: str, values: list[bytes], compression: str =
     )
     for value in values:
         producer.produce(topic, value, partition=0)
-    assert producer.flush(60) == 0
+    assert producer.flush(120) == 0
 
 
 def test_a_batch_that_cannot_be_read_is_as_many_records_as_it_has_and_no_more(

@@ -64,7 +64,7 @@ def delete_all_chunks(run: RealRun) -> None:
     topic, client = run.topic("weights"), clients.admin(run.kafka)
     change_settings(run.kafka, topic, cleanup__policy="delete")
     for future in client.delete_records([TopicPartition(topic, p, OFFSET_END) for p in (0, 1)]).values():
-        future.result(60)
+        future.result(300)
 
 
 def live_chunks(run: RealRun) -> set[tuple[int, str, int]]:
@@ -78,7 +78,7 @@ def test_a_follower_that_joins_late_gets_the_newest_version_at_once(run: RealRun
     for step in range(5):
         publish(source, log, step)
     with WeightsFollower(run.kafka, run.name) as follower:
-        version, found = follower.wait_for(0, 60)
+        version, found = follower.wait_for(0, 300)
         assert version == 4
         assert params_digest(found) == params_digest(arrays(4))
         assert follower.manifest is not None
@@ -112,7 +112,7 @@ def test_a_reader_during_publication_never_sees_a_torn_version(run: RealRun, log
             for step in range(12):
                 publish(source, log, step)
             for follower in (one, other):
-                assert follower.wait_for(11, 60)[0] == 11
+                assert follower.wait_for(11, 300)[0] == 11
             eventually(lambda: all(versions and versions[-1] == 11 for versions in seen), 60, "both saw version 11")
         finally:
             done.set()
@@ -131,13 +131,13 @@ def test_chunks_without_a_manifest_show_nowhere_and_are_tombstoned_at_the_next_s
     assert len(live_chunks(run)) == 2 * len(lost.chunks)
 
     with WeightsFollower(run.kafka, run.name) as follower:
-        assert follower.wait_for(0, 60)[0] == 0
+        assert follower.wait_for(0, 300)[0] == 0
         restarted = publisher(run)
         assert {version for version, _, _ in live_chunks(run)} == {0}
         assert restarted.latest_version == 0
         manifest = publish(restarted, log, 1)
         assert (manifest.version, manifest.epoch == lost.epoch) == (1, False)
-        assert follower.wait_for(1, 60)[0] == 1
+        assert follower.wait_for(1, 300)[0] == 1
 
 
 def test_a_manifest_of_an_aborted_transaction_is_never_followed(run: RealRun, log: StepLog) -> None:
@@ -145,16 +145,16 @@ def test_a_manifest_of_an_aborted_transaction_is_never_followed(run: RealRun, lo
     publish(source, log, 0)
     aborted = source.stage(7, arrays(7))
     producer = clients.transactional_producer(run.kafka, f"other-{run.name}")
-    producer.init_transactions(30)
+    producer.init_transactions(120)
     producer.begin_transaction()
     topic, key, value = source.record(aborted)
     producer.produce(topic, value, key)
-    producer.flush(60)
-    producer.abort_transaction(30)
+    producer.flush(120)
+    producer.abort_transaction(120)
     with WeightsFollower(run.kafka, run.name) as follower:
-        assert follower.wait_for(0, 60)[0] == 0
+        assert follower.wait_for(0, 300)[0] == 0
         publish(source, log, 1)
-        assert follower.wait_for(1, 60)[1]["layer.0"][0, 0] == 1
+        assert follower.wait_for(1, 300)[1]["layer.0"][0, 0] == 1
 
 
 def test_old_versions_lose_their_chunks_and_keep_their_manifests(run: RealRun, log: StepLog) -> None:
@@ -186,7 +186,7 @@ def test_a_version_whose_chunks_are_not_there_is_skipped_for_a_newer_one(
     fetcher.close()
     with WeightsFollower(run.kafka, run.name) as follower:
         publish(source, log, 2)
-        assert follower.wait_for(1, 60)[0] == 2
+        assert follower.wait_for(1, 300)[0] == 2
 
 
 def test_a_version_that_does_not_come_in_time_is_tried_again_until_it_is_held(run: RealRun, log: StepLog) -> None:
@@ -198,13 +198,13 @@ def test_a_version_that_does_not_come_in_time_is_tried_again_until_it_is_held(ru
     _low, end = topic_admin.bounds(run.kafka, run.topic("weights"))[last.partition]
     late = dataclasses.replace(early, chunks=(*early.chunks[:-1], dataclasses.replace(last, offset=end)))
     with WeightsFollower(run.kafka, run.name, config=WeightsConfig(fetch_timeout_s=1.0)) as follower:
-        assert follower.wait_for(0, 60)[0] == 0
+        assert follower.wait_for(0, 300)[0] == 0
         log.commit([source.record(late)])
         with pytest.raises(DeadlineExceeded, match="newest: 0"):
             follower.wait_for(1, 2.5)
         [chunk] = list(split(serialize(arrays(1))[0], SMALL.chunk_bytes))[-1:]
         run.send_bytes("weights", chunk, encode_key(1, early.epoch, last.index), last.partition)
-        version, found = follower.wait_for(1, 60)
+        version, found = follower.wait_for(1, 300)
         assert (version, params_digest(found)) == (1, params_digest(arrays(1)))
 
 
@@ -217,7 +217,7 @@ def test_a_version_whose_weights_are_elsewhere_is_no_error_and_the_next_one_is_f
     source.committed(elsewhere)
     publish(source, log, 1)
     with WeightsFollower(run.kafka, run.name) as follower:
-        assert follower.wait_for(0, 60)[0] == 1
+        assert follower.wait_for(0, 300)[0] == 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
@@ -225,7 +225,7 @@ def test_a_follower_keeps_the_version_it_has_rather_than_one_that_does_not_match
     source = publisher(run)
     publish(source, log, 0)
     with WeightsFollower(run.kafka, run.name) as follower:
-        follower.wait_for(0, 60)
+        follower.wait_for(0, 300)
         lying = dataclasses.replace(source.stage(1, arrays(1)), digest="0" * 64)
         log.commit([source.record(lying)])
         source.committed(lying)
@@ -239,13 +239,13 @@ def test_a_follower_refuses_to_go_back(run: RealRun, log: StepLog) -> None:
     old = publish(source, log, 0)
     newer = publish(source, log, 1)
     with WeightsFollower(run.kafka, run.name) as follower:
-        follower.wait_for(1, 60)
+        follower.wait_for(1, 300)
         log.commit([source.record(old), source.record(newer)])
         publish(source, log, 2)
-        assert follower.wait_for(2, 60)[0] == 2
+        assert follower.wait_for(2, 300)[0] == 2
         log.commit([source.record(newer), (run.topic("policies"), encode_key(9), b"no manifest")])
         publish(source, log, 3)
-        assert follower.wait_for(3, 60)[0] == 3
+        assert follower.wait_for(3, 300)[0] == 3
 
 
 def test_a_step_published_with_the_same_digest_is_found_and_one_with_another_digest_is_not(
@@ -311,18 +311,18 @@ def test_learners_of_runs_with_similar_names_do_not_meet(run: RealRun) -> None:
 
 def test_a_learner_of_an_earlier_release_commits_nothing_once_one_of_this_release_has_started(run: RealRun) -> None:
     earlier = clients.transactional_producer(run.kafka, f"learner-{run.name}-default")
-    earlier.init_transactions(30)
+    earlier.init_transactions(120)
     earlier.begin_transaction()
     source = publisher(run)
     lost = source.stage(0, arrays(0))
     topic, key, value = source.record(lost)
     earlier.produce(topic, value, key)
-    earlier.flush(60)
+    earlier.flush(120)
 
     log = StepLog(run.kafka, run.name, "default")
     manifest = publish(publisher(run), log, 0)
     with pytest.raises(KafkaException):
-        earlier.commit_transaction(10)
+        earlier.commit_transaction(120)
     assert read_manifests(run.kafka, run.name) == {0: manifest}
     assert manifest.epoch != lost.epoch
     log.close()

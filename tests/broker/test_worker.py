@@ -256,7 +256,7 @@ def test_a_stop_lets_groups_in_flight_finish(kafka: KafkaConfig, run_name: str) 
 
     def wait(_prompts: list[str]) -> None:
         began.set()
-        assert go_on.wait(60)
+        assert go_on.wait(300)
 
     async def play_until_stopped(base_url: str) -> WorkerReport:
         stop = asyncio.Event()
@@ -305,7 +305,7 @@ def test_sigterm_cancels_on_the_log_what_does_not_finish_in_time_and_exits_0(kaf
     def third_batch_hangs(_prompts: list[str]) -> None:
         if len(generator.batches) >= 3:
             stuck.set()
-            go_on.wait(60)
+            go_on.wait(300)
 
     generator = SortingGenerator(before_generate=third_batch_hangs)
     with serving(generator) as server:
@@ -315,9 +315,9 @@ def test_sigterm_cancels_on_the_log_what_does_not_finish_in_time_and_exits_0(kaf
             text=True,
         )
         try:
-            assert stuck.wait(60)
+            assert stuck.wait(300)
             process.send_signal(signal.SIGTERM)
-            out, _ = process.communicate(timeout=120)
+            out, _ = process.communicate(timeout=300)
         finally:
             go_on.set()
             process.kill()
@@ -368,12 +368,12 @@ class Downstream:
     def __init__(self, kafka: KafkaConfig, run_name: str) -> None:
         self._run = run_name
         self._producer = clients.transactional_producer(kafka, f"{run_name}.downstream")
-        self._producer.init_transactions(30)
+        self._producer.init_transactions(120)
 
     def _write(self, topic: str, key: bytes, record: object, partition: int) -> None:
         self._producer.begin_transaction()
         self._producer.produce(topic_name(self._run, topic), codec.encode(record), key, partition)
-        self._producer.commit_transaction(30)
+        self._producer.commit_transaction(120)
 
     def group(self, partition: int, position: int, produced: int, dropped: int = 0) -> None:
         key = encode_key(partition)
@@ -469,7 +469,7 @@ def test_the_worker_waits_for_grouping_and_the_learner_as_the_journal_tells(kafk
         finally:
             loop, stop = stops[0]
             loop.call_soon_threadsafe(stop.set)
-            worker.join(60)
+            worker.join(300)
     assert reports[0].rollouts == 68
 
 

@@ -84,7 +84,7 @@ def docker_engine(folder: Path) -> Iterator[None]:
             os.environ["DOCKER_HOST"] = before
         assert engine.stdin is not None
         engine.stdin.close()
-        engine.wait(60)
+        engine.wait(300)
         shutil.rmtree(folder / "data", ignore_errors=True)
 
 
@@ -96,7 +96,7 @@ def kafka_image() -> str:
     if given:
         return given
     official = BrokerConfig().image
-    if subprocess.run(["docker", "image", "inspect", official], capture_output=True, timeout=60).returncode == 0:
+    if subprocess.run(["docker", "image", "inspect", official], capture_output=True, timeout=300).returncode == 0:
         return official
     try:
         build()

@@ -97,7 +97,7 @@ def _place(raw: Raw) -> tuple[int, int]:
 
 
 def _partitions(consumer: Consumer, topic: str) -> int:
-    return len(consumer.list_topics(topic, timeout=60).topics[topic].partitions)
+    return len(consumer.list_topics(topic, timeout=300).topics[topic].partitions)
 
 
 def _read(consumer: Consumer, topic: str, timeout_s: float) -> Iterator[Raw]:

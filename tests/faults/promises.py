@@ -28,7 +28,7 @@ def stop(*processes: subprocess.Popen[bytes]) -> None:
     """SIGTERM, and an orderly end."""
     for process in processes:
         process.send_signal(signal.SIGTERM)
-    assert [process.wait(60) for process in processes] == [0] * len(processes)
+    assert [process.wait(300) for process in processes] == [0] * len(processes)
 
 
 def assert_promises(run: RealRun, load: Load | None = None, *, modelled: bool = True) -> Audit:

@@ -81,7 +81,7 @@ def indexed_batches(kafka: KafkaConfig, run: str, start: int = 0) -> list[ReadBa
 def send_batches(kafka: KafkaConfig, run: str, batches: Sequence[TrainingBatch], *, together: bool = False) -> None:
     """Write each batch and its index entry in a transaction of its own, or in one of all, in the order given."""
     producer = clients.transactional_producer(kafka, f"test-batches-{run}")
-    producer.init_transactions(30)
+    producer.init_transactions(120)
     for number, batch in enumerate(batches):
         places: list[int] = []
         value, key = encode(batch), encode_key(batch.batch_id)
@@ -94,7 +94,7 @@ def send_batches(kafka: KafkaConfig, run: str, batches: Sequence[TrainingBatch],
             batch.partition,
             on_delivery=lambda error, message, places=places: places.append(message.offset()),
         )
-        assert producer.flush(30) == 0
+        assert producer.flush(120) == 0
         entry = BatchIndexEntry(
             batch_id=batch.batch_id,
             partition=batch.partition,
@@ -109,4 +109,4 @@ def send_batches(kafka: KafkaConfig, run: str, batches: Sequence[TrainingBatch],
         )
         producer.produce(topic_name(run, "batch-index"), encode(entry), key)
         if not together or batch is batches[-1]:
-            producer.commit_transaction(30)
+            producer.commit_transaction(120)

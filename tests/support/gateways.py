@@ -45,7 +45,7 @@ def post(url: str, body: Any = None, **headers: str) -> tuple[int, dict[str, Any
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     request = urllib.request.Request(url, data, {"Content-Type": "application/json", **names})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return answer.status, json.loads(answer.read()), dict(answer.headers)
     except urllib.error.HTTPError as error:
         with error:

@@ -94,7 +94,7 @@ class _Sender:
         self._producer.produce(self._run.topic(topic), value, key, 0, on_delivery=delivered, **more)
 
     def flush(self) -> None:
-        assert self._producer.flush(30) == 0
+        assert self._producer.flush(120) == 0
         assert not self._failed, self._failed
 
 

@@ -79,7 +79,7 @@ def interrupt(command: Sequence[str], log: Path, after_s: float, **environment: 
             family = psutil.Process(process.pid).children(recursive=True)
         with FairTime() as passed:
             process.send_signal(signal.SIGINT)
-            code = process.wait(60)
+            code = process.wait(300)
         eventually(lambda: not [p for p in family if _runs(p)], 60, f"the end of {family}")
     finally:
         process.kill()

@@ -87,7 +87,7 @@ def await_settled(run: RealRun, settled: Callable[[Ledger], bool]) -> None:
 
 def end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
 
 
 def _train(planted: Planted) -> None:

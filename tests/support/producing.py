@@ -131,14 +131,14 @@ def _in_a_thread(
     thread = threading.Thread(target=loop.run_forever, name="test-server")
     thread.start()
     try:
-        asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(start(), loop).result(300)
         try:
             yield
         finally:
-            asyncio.run_coroutine_threadsafe(close(), loop).result(60)
+            asyncio.run_coroutine_threadsafe(close(), loop).result(300)
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(60)
+        thread.join(300)
         loop.close()
 
 

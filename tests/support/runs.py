@@ -89,24 +89,24 @@ class RealRun:
         producer = clients.producer(self.kafka)
         for r in rollouts:
             producer.produce(self.topic("rollouts"), encode(r), encode_key(r.environment, r.example_id))
-        assert producer.flush(30) == 0
+        assert producer.flush(120) == 0
 
     def send_bytes(self, topic: str, value: bytes | None, key: bytes, partition: int = -1) -> None:
         producer = clients.producer(self.kafka)
         producer.produce(self.topic(topic), value, key, partition)
-        assert producer.flush(30) == 0
+        assert producer.flush(120) == 0
 
     @contextmanager
     def open_transaction(self, topic: str) -> Iterator[Producer]:
         """Somebody else's transaction that has written to partition 0 of a topic and outlives a test; aborted."""
         settings = {"transaction.timeout.ms": 300_000, "delivery.timeout.ms": 300_000}
         producer = clients.transactional_producer(self.kafka, f"{self.name}-foreign", **settings)
-        producer.init_transactions(30)
+        producer.init_transactions(120)
         producer.begin_transaction()
         producer.produce(self.topic(topic), b"foreign", b"foreign", 0)
-        producer.flush(30)
+        producer.flush(120)
         yield producer
-        producer.abort_transaction(30)
+        producer.abort_transaction(120)
 
     def read(self, topic: str, isolation: str = "read_committed") -> list[object]:
         """Every record of a topic, decoded."""

@@ -86,5 +86,5 @@ def test_a_keeper_ends_with_the_status_of_its_child(tmp_path: Path) -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as keeper:
-        assert keeper.wait(60) == 7
+        assert keeper.wait(300) == 7
     assert (tmp_path / "log").read_text() == "last words\n"

@@ -14,7 +14,7 @@ warnings.warn("the cache\\ncannot be read")
 
 
 def test_events_and_warnings_of_libraries_are_one_json_object_a_line() -> None:
-    done = subprocess.run([sys.executable, "-c", WARNS], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", WARNS], capture_output=True, text=True, timeout=300, check=True)
     begun, warned = map(json.loads, done.stderr.splitlines())
     assert (begun["event"], begun["count"], begun["level"]) == ("begun", 3, "info")
     assert (warned["logger"], warned["level"]) == ("py.warnings", "warning")

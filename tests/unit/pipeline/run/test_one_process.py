@@ -34,7 +34,7 @@ print(found)
 def test_a_run_in_one_process_follows_from_its_seed(tmp_path: Path) -> None:
     # A process of its own: this one may have JAX already, with another number of threads.
     command = [sys.executable, "-c", TRAIN, str(DEMO), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=DEMO.parents[1])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=DEMO.parents[1])
     assert done.returncode == 0, done.stderr
     first, again, other = json.loads(done.stdout)
     assert len(first) == 3

@@ -254,12 +254,12 @@ def supervise(*scripts: str) -> tuple[subprocess.Popen[str], list[int]]:
     )
     assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]
-    assert pids, process.communicate(timeout=120)
+    assert pids, process.communicate(timeout=300)
     return process, pids
 
 
 def finish(process: subprocess.Popen[str]) -> int:
-    process.communicate(timeout=120)
+    process.communicate(timeout=300)
     return process.returncode
 
 

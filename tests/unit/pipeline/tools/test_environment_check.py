@@ -60,7 +60,7 @@ def test_a_new_environment_passes_its_own_test_and_can_be_checked(
         cwd=here,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert result.returncode == 0, result.stdout

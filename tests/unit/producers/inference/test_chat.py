@@ -32,7 +32,7 @@ def server() -> Iterator[InferenceServer]:
 
 @pytest.fixture(scope="module")
 def client(server: InferenceServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60) as asks:
+    with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=300) as asks:
         yield asks
 
 
@@ -135,7 +135,7 @@ def test_the_client_may_send_the_turn_that_a_server_has_forgotten() -> None:
     messages: list[Any] = [{"role": "user", "content": "20+22?"}]
     with serving(ScriptedGenerator(SCRIPT), conversation_cache_tokens=0) as server:
         eventually(lambda: server.version == 0, 60, "weights are loaded")
-        with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60) as client:
+        with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=300) as client:
             first = client.chat.completions.create(model="policy", messages=messages, max_tokens=3)
             [choice] = first.choices
             # The tokens count, not the text that stands for them.
@@ -248,7 +248,7 @@ def test_a_stop_string_ends_a_stream_where_it_ends_the_whole_answer(client: open
 def test_each_token_of_an_answer_names_the_version_that_sampled_it() -> None:
     with serving(ScriptedGenerator(SCRIPT, versions=range(100), tokens_at_once=4), refresh_ms=1000) as server:
         eventually(lambda: server.version >= 0, 60, "weights are loaded")
-        with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60) as client:
+        with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=300) as client:
             messages: list[Any] = [{"role": "user", "content": "20+22?"}]
             whole = client.chat.completions.create(model="policy", messages=messages)
             parts = list(client.chat.completions.create(model="policy", messages=messages, stream=True))
@@ -267,7 +267,7 @@ def test_a_stream_whose_client_is_gone_frees_its_slot() -> None:
     generator = ScriptedGenerator(["x" * 1900], tokens_at_once=1)
     with serving(generator) as server:
         eventually(lambda: server.version == 0, 60, "weights are loaded")
-        with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60) as client:
+        with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=300) as client:
             messages: list[Any] = [{"role": "user", "content": "x"}]
             stream = client.chat.completions.create(model="policy", messages=messages, stream=True)
             assert next(iter(stream)).choices[0].delta.role == "assistant"

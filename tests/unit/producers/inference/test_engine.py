@@ -43,7 +43,7 @@ class SteppedGenerator(SortingGenerator):
         return self.version != self.versions[0]
 
     def decode(self) -> list[SortedRow]:
-        assert self.allowed.acquire(timeout=60)
+        assert self.allowed.acquire(timeout=300)
         self.calls += 1
         return super().decode()
 
@@ -86,10 +86,10 @@ def test_a_request_joins_and_leaves_while_another_decodes() -> None:
         short = engine.submit(request("21>", n=2, max_tokens=2))
         # The call that is waiting has begun without it.
         step(engine, generator, 3)
-        assert [row.tokens for row in short.result(60).rows] == [TOKENIZER.encode("12")] * 2
+        assert [row.tokens for row in short.result(300).rows] == [TOKENIZER.encode("12")] * 2
         assert not long.done()
         step(engine, generator, 2)
-        assert long.result(60).rows[0].tokens == ANSWER
+        assert long.result(300).rows[0].tokens == ANSWER
         assert engine.decoding == 0
 
 
@@ -102,7 +102,7 @@ def test_each_token_is_of_the_version_that_sampled_it() -> None:
             generator.versions = [version]
             step(engine, generator, 2)
         step(engine, generator)
-        row = future.result(60).rows[0]
+        row = future.result(300).rows[0]
     assert row.tokens == ANSWER
     assert [span.version for span in row.spans] == [3, 5, 6]
     edges = [0, *(span.stop for span in row.spans)]
@@ -121,8 +121,8 @@ def test_with_one_version_a_request_new_weights_wait_for_it_and_new_requests_for
         step(engine, generator, 6)
         assert len(generator.seeds) == 1
         step(engine, generator, 4)
-        assert first.result(60).rows[0].spans == [PolicySpan(3, 0, 7)]
-        assert second.result(60).rows[0].spans == [PolicySpan(4, 0, 3)]
+        assert first.result(300).rows[0].spans == [PolicySpan(3, 0, 7)]
+        assert second.result(300).rows[0].spans == [PolicySpan(4, 0, 3)]
 
 
 def test_tokens_are_handed_on_as_they_are_decoded() -> None:
@@ -138,7 +138,7 @@ def test_tokens_are_handed_on_as_they_are_decoded() -> None:
         first = [(0, ANSWER[:1], [-0.125]), (1, ANSWER[:1], [-0.125])]
         eventually(lambda: seen == first, 60, "the first token of each row")
         step(engine, generator, 6)
-        rows = future.result(60).rows
+        rows = future.result(300).rows
     for index, row in enumerate(rows):
         assert [token for number, tokens, _ in seen if number == index for token in tokens] == row.tokens
         assert [value for number, _, values in seen if number == index for value in values] == row.logprobs
@@ -155,7 +155,7 @@ def test_a_cancelled_request_frees_its_slots_and_starts_no_more_rows() -> None:
         step(engine, generator, 2)
         assert list(generator.decoding) == [0]
         step(engine, generator, 2)
-        assert other.result(60).rows[0].tokens == [*TOKENIZER.encode("12"), TOKENIZER.eos_id]
+        assert other.result(300).rows[0].tokens == [*TOKENIZER.encode("12"), TOKENIZER.eos_id]
         with pytest.raises(CancelledError):
             large.result(0)
         assert len(generator.seeds) == 5
@@ -167,7 +167,7 @@ def test_a_request_ends_its_own_rows() -> None:
     with running(generator) as engine:
         future = engine.submit(request(ends=lambda tokens: TOKENIZER.decode(tokens).endswith("23")))
         generator.allowed.release(3)
-        row = future.result(60).rows[0]
+        row = future.result(300).rows[0]
     assert (TOKENIZER.decode(row.tokens), row.finish_reason) == ("123", "stop")
     assert engine.statistics.tokens == 3
 
@@ -179,8 +179,8 @@ def test_a_request_whose_own_function_fails_is_the_only_one_that_fails() -> None
     with running(SortingGenerator(tokens_at_once=1)) as engine:
         failing, other = engine.submit(request(on_tokens=refuse)), engine.submit(request())
         with pytest.raises(ValueError, match="nobody listens"):
-            failing.result(60)
-        assert other.result(60).rows[0].tokens == ANSWER
+            failing.result(300)
+        assert other.result(300).rows[0].tokens == ANSWER
         eventually(lambda: engine.decoding == 0, 60, "its slot is free")
 
 
@@ -199,8 +199,8 @@ def test_an_error_of_the_generator_fails_what_decodes_and_nothing_after_it() -> 
         generator.allowed.release(1000)
         for future in futures:
             with pytest.raises(ValueError, match="out of memory"):
-                future.result(60)
-        assert engine.submit(request()).result(60).rows[0].tokens == ANSWER
+                future.result(300)
+        assert engine.submit(request()).result(300).rows[0].tokens == ANSWER
 
 
 def test_closing_finishes_what_decodes_and_refuses_what_waits() -> None:
@@ -213,7 +213,7 @@ def test_closing_finishes_what_decodes_and_refuses_what_waits() -> None:
     closing = threading.Thread(target=engine.close)
     closing.start()
     generator.allowed.release(1000)
-    closing.join(60)
+    closing.join(300)
     assert [row.tokens for row in decoding.result(0).rows] == [ANSWER] * 5
     with pytest.raises(NotReady, match="stopped"):
         waiting.result(0)

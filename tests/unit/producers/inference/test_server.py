@@ -18,12 +18,12 @@ from tests.support.waiting import eventually
 
 
 def client_of(server: InferenceServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=300)
 
 
 def get(server: InferenceServer, path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(server.url + path, timeout=60) as answer:
+        with urllib.request.urlopen(server.url + path, timeout=300) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -33,7 +33,7 @@ def get(server: InferenceServer, path: str) -> tuple[int, str]:
 def post(server: InferenceServer, body: bytes, *, url: str = "") -> tuple[int, Any]:
     request = urllib.request.Request(url or f"{server.base_url}/completions", data=body, method="POST")
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
@@ -224,20 +224,20 @@ def test_rows_start_in_the_order_of_arrival_as_slots_become_free() -> None:
 
     def first_start_waits(_prompts: list[str]) -> None:
         began.set()
-        assert go_on.wait(60)
+        assert go_on.wait(300)
 
     generator = SortingGenerator(before_generate=first_start_waits)
     with serving(generator, max_rows=8) as server, client_of(server) as client, ThreadPoolExecutor(8) as pool:
         eventually(lambda: server.version == 0, 60, "weights are loaded")
         asks = [pool.submit(client.completions.create, model="policy", prompt="10>", n=1)]
-        assert began.wait(60)
+        assert began.wait(300)
         for n in (3, 4, 5, 3):
             asks.append(pool.submit(client.completions.create, model="policy", prompt=f"{n}{n}>", n=n))
             waiting = f"rollstream_inference_waiting_requests {len(asks) - 1}"
             eventually(lambda want=waiting: want in get(server, "/metrics")[1], 60, waiting)
         go_on.set()
         for ask in asks:
-            ask.result(60)
+            ask.result(300)
     assert [prompts for _, prompts in generator.batches] == [
         ["10>"],
         ["33>"] * 3 + ["44>"] * 4 + ["55>"],

@@ -195,7 +195,7 @@ def test_every_rollout_is_in_one_place_while_many_threads_add_poll_and_draw(tmp_
     for thread in [*adding, *drawing]:
         thread.start()
     for thread in [*adding, *drawing]:
-        thread.join(60)
+        thread.join(300)
     assert errors == []
     while rows := buffer.sample(4):
         drawn += [row.source.uid for row in rows]

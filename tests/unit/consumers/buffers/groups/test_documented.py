@@ -22,7 +22,7 @@ def test_the_example_runs_as_documented_and_counts_what_is_on_disk(tmp_path: Pat
         [sys.executable, "-W", "error", "-m", "rollstream.consumers.buffers.example_usage", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=False,
     )

@@ -247,7 +247,7 @@ def test_two_processes_that_fill_one_root_duplicate_nothing(tmp_path: Path) -> N
         [sys.executable, "-c", code, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )

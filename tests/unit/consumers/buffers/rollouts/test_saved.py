@@ -222,10 +222,10 @@ def test_adding_drawing_and_saving_at_once_tears_nothing(tmp_path: Path) -> None
     for thread in (*threads, *others):
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     done.set()
     for thread in others:
-        thread.join(60)
+        thread.join(300)
     assert not failed
     while sample := of.sample():
         drawn.append(sample)

@@ -429,7 +429,7 @@ def test_a_checkpoint_is_of_one_moment_while_other_threads_draw_add_and_prune(
 
     def placing(*arguments: Any) -> None:
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(300)
         place_file(*arguments)
 
     monkeypatch.setattr(checkpoint, "place_file", placing)
@@ -448,13 +448,13 @@ def test_a_checkpoint_is_of_one_moment_while_other_threads_draw_add_and_prune(
     working = threading.Thread(target=work)
     saving.start()
     try:
-        assert begun.wait(60)
+        assert begun.wait(300)
         working.start()
-        working.join(60)
+        working.join(300)
         assert not working.is_alive(), "who draws waits for the checkpoint"
     finally:
         go_on.set()
-    saving.join(60)
+    saving.join(300)
     assert {row // 1000 for row in drawn[0]} == {4, 5, 6, 7}
     loaded = TrajectoryReplayBuffer(sample_window_size=0)
     loaded.load_checkpoint(tmp_path / "saved")

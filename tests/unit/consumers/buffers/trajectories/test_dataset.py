@@ -55,7 +55,7 @@ def test_it_waits_until_both_hold_enough(prefetch_size: int) -> None:
     demo.add(trajectory(2))
     assert not found
     replay.add(trajectory(3))
-    thread.join(60)
+    thread.join(300)
     assert len(untorn(found[0], 4)) == 4
     dataset.close()
 

@@ -54,7 +54,7 @@ def test_closing_tells_whoever_waits_and_leaves_no_thread() -> None:
     def produce(number: int, unwanted: threading.Event) -> int | None:
         if number == 1:
             return number
-        unwanted.wait(60)
+        unwanted.wait(300)
         return None
 
     before = set(threading.enumerate())

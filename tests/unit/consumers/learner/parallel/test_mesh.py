@@ -40,7 +40,7 @@ def start(job: Job, devices: int) -> subprocess.Popen[str]:
 
 def finish(*children: subprocess.Popen[str]) -> None:
     for child in children:
-        _, error = child.communicate(timeout=120)
+        _, error = child.communicate(timeout=300)
         assert child.returncode == 0, error
 
 

@@ -191,7 +191,7 @@ def test_weights_and_biases_keeps_one_run_with_each_step_once_offline(tmp_path: 
     root = str(ROOT)
     for recorded, steps in ((-1, (0, 1, 2)), (2, (1, 2, 3))):
         code = RESUMED.format(root=root, directory=str(tmp_path), recorded=recorded, steps=steps)
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     assert len(files) == 2
     assert len({path.name for path in files}) == 1, "one id, so that the service joins them"

@@ -47,7 +47,7 @@ def server() -> Iterator[InferenceServer]:
 def post(url: str, body: bytes, **headers: str) -> tuple[int, bytes]:
     request = urllib.request.Request(url, data=body, method="POST", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         with error:
