@@ -9,18 +9,6 @@ import pytest
 from rollstream.topics.config import KafkaConfig
 from tests.support.runs import RealRun
 
-LONGEST = (
-    *("demo", "environment_run", "interruption", "learner", "gateway_chat", "retrain", "replay", "slow_learner"),
-    *("agent_environment", "object_store", "commands", "foreign_trainer", "inference_server", "control_run"),
-)
-"""Files of tests that take half a minute and more, in the order in which they begin."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, so that tests that run beside each other end at about the same time."""
-    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
-
 
 @pytest.fixture
 def real_run(broker: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:

@@ -34,7 +34,8 @@ json.dump([answers, shares], sys.stdout)
 
 def test_eight_devices_sample_what_one_samples_with_a_row_on_each() -> None:
     # A process of its own: this one has JAX already, with one device.
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     child = subprocess.run(
         [sys.executable, "-c", SAMPLES], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
     )
