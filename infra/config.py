@@ -48,7 +48,7 @@ class BrokerConfig:
     """Initial heap of the broker, MiB (Java provider)."""
     heap_max_mib: int = 320
     """Maximum heap, MiB."""
-    start_timeout_s: float = 60.0
+    start_timeout_s: float = 180.0
     """Time within which a broker must answer."""
     stop_timeout_s: float = 15.0
     """Time to stop after SIGTERM; after that it is killed."""

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _IMAGE_DATA = "/var/lib/kafka/data"
 _IMAGE_SETTINGS = "/opt/kafka/config"
-_FORMAT_TIMEOUT_S = 60.0
+_FORMAT_TIMEOUT_S = 180.0
 _PULL_TIMEOUT_S = 600.0
 
 

@@ -36,7 +36,7 @@ class KafkaContainer(DockerContainer):
         port: int = 0,
         properties: Mapping[str, str] | None = None,
         heap_max_mib: int = 320,
-        start_timeout_s: float = 60.0,
+        start_timeout_s: float = 180.0,
         **options: Any,
     ) -> None:
         """`port` is on this host, 0 for any free one; a test that restarts the container must set it.
