@@ -83,7 +83,7 @@ def check_pruning(kafka: KafkaConfig, run: str) -> None:
     """Calls of finished sessions can be deleted, and the ledger of the others is as it was."""
     before = ledger(kafka, run).calls
     flags = ("--keep-batches", "0", "--without-checkpoints", "--yes", "--run", run, "-b", kafka.bootstrap_servers)
-    subprocess.run([sys.executable, "-P", "-m", "rollstream", "prune", *flags], check=True, timeout=120)
+    subprocess.run([sys.executable, "-P", "-m", "rollstream", "prune", *flags], check=True, timeout=300)
     book = ledger(kafka, run)
     assert book.balanced, book.problems
     assert book.calls["pruned_offsets"] > before["pruned_offsets"] == 0

@@ -94,7 +94,7 @@ def book_of(run: RealRun) -> dict[str, object]:
 
 def test_a_run_of_a_control_task_collects_labels_fills_and_ends(run: RealRun) -> None:
     running = start(run)
-    assert running.wait(200) == 0, run.log_of(running)
+    assert running.wait(300) == 0, run.log_of(running)
     logs = run.directory / "runs" / run.name / "logs"
     assert sorted(log.name for log in logs.iterdir()) == ["collect-0.log", "collect-1.log", "fill.log", "label-0.log"]
 
@@ -120,7 +120,7 @@ def test_a_run_of_a_control_task_collects_labels_fills_and_ends(run: RealRun) ->
 
 def test_a_run_ends_when_its_players_have_returned_and_sends_their_last_steps(run: RealRun) -> None:
     running = start(run, collect__player="counting:play_for_a_while", collect__trajectories=0)
-    assert running.wait(200) == 0, run.log_of(running)
+    assert running.wait(300) == 0, run.log_of(running)
     book = book_of(run)
     assert book["balanced"]
     trajectories = book["trajectories"]
@@ -135,7 +135,7 @@ def test_a_run_that_is_told_to_stop_stops_and_the_next_goes_on_from_there(run: R
     running.terminate()
     assert running.wait(300) == 0, run.log_of(running)
     rest = start(run, collect__trajectories=1)
-    assert rest.wait(200) == 0, run.log_of(rest)
+    assert rest.wait(300) == 0, run.log_of(rest)
     book = book_of(run)
     unlabelled, trajectories = book["unlabelled"], book["trajectories"]
     assert isinstance(unlabelled, dict)
@@ -148,5 +148,5 @@ def test_a_run_that_is_told_to_stop_stops_and_the_next_goes_on_from_there(run: R
 
 def test_a_player_that_is_no_generator_ends_the_run_and_is_named(run: RealRun) -> None:
     running = start(run, collect__player="counting:play_nothing")
-    assert running.wait(200) == 1
+    assert running.wait(300) == 1
     assert "collect.player 'counting:play_nothing' returned list; a player is a generator" in run.log_of(running)

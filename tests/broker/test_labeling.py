@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.keys import encode_key, partition_of
 from rollstream.topics.records import same
 from rollstream.topics.trajectories import from_record, to_record
-from tests.support.paths import ROOT
+from tests.support.command_line import answer_of
 from tests.support.runs import RealRun
 from tests.support.trajectories import HOLD_AT, double, number_of, numbered
 from tests.support.trajectory_runs import HOSTILE, for_trajectories, labeled_of, messages, position, send
@@ -71,7 +70,7 @@ def test_a_labeler_killed_again_and_again_labels_everything_exactly_once(
     eventually(settled, 60, "every record is settled")
     eventually(lambda: [m for m in run.read("metrics") if m.values["lag"] == 0], 60, "figures say that nothing waits")  # type: ignore[attr-defined]
     labeler.terminate()
-    assert labeler.wait(60) == 0
+    assert labeler.wait(300) == 0
     figures = run.read("metrics")[-1]
     assert figures.component == f"labeller-{run.name}-0"  # type: ignore[attr-defined]
     assert figures.values["dead_lettered_total"] <= 4  # type: ignore[attr-defined]
@@ -111,13 +110,13 @@ def test_labeling_begins_once_and_positions_that_are_lost_or_of_another_topic_ar
 
     def commit(other: str, metadata: str) -> None:
         producer = clients.transactional_producer(run.kafka, f"test-{run.name}")
-        producer.init_transactions(30)
+        producer.init_transactions(120)
         producer.begin_transaction()
         consumer = clients.reader(run.kafka, group=other)
         places = [TopicPartition(topic, 0, 3, metadata)]
         producer.send_offsets_to_transaction(places, consumer.consumer_group_metadata(), 30)
         producer.produce(run.topic("trajectories"), b"labeled", headers={SOURCE: "0:2"})
-        producer.commit_transaction(30)
+        producer.commit_transaction(120)
         consumer.close()
 
     commit(group, "another-id")
@@ -138,32 +137,25 @@ def test_lost_positions_of_labeling_are_committed_again_from_what_was_labeled(ru
     with pytest.raises(StateRefused, match=r"has members; stop them"):
         recover(run.kafka, run.name, LabelingConfig())
     first.terminate()
-    assert first.wait(60) == 0
+    assert first.wait(300) == 0
     eventually(lambda: not members(run.kafka, group), 60, "it is no member any more")
     client = clients.admin(run.kafka)
-    client.delete_consumer_groups([group])[group].result(60)
+    client.delete_consumer_groups([group])[group].result(300)
     with pytest.raises(StateRefused, match=r"label recover"):
         ensure_positions(run.kafka, run.name, group)
 
     # A process that was paused in its transaction is fenced: what it would write later is no label any more.
     paused = clients.transactional_producer(run.kafka, transactional_id(run.name, "labeller", 0))
-    paused.init_transactions(30)
+    paused.init_transactions(120)
     paused.begin_transaction()
     headers: list[tuple[str, str | bytes | None]] = [(SOURCE, f"{partition}:4")]
     paused.produce(run.topic("trajectories"), b"late", b"key", partition, headers=headers)
-    paused.flush(30)
-    told = subprocess.run(
-        run.command("label", "recover"),
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=run.directory,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    paused.flush(120)
+    told = answer_of(run.directory, *run.command("label", "recover")[4:])
     assert told.returncode == 0, told.stderr
     assert f"partition {partition}: labeling goes on at offset 4" in told.stdout
     with pytest.raises(KafkaException):
-        paused.commit_transaction(30)
+        paused.commit_transaction(120)
     send(run, [numbered(13)], "unlabelled")
     run.start("label", "tests.support.trajectories:double")
     eventually(lambda: len(labeled_of(run)) == 3, 60, "labeling goes on")
@@ -194,10 +186,10 @@ def test_labelers_that_come_and_go_share_the_work_and_label_everything_exactly_o
     third = labeler(2)
     eventually(lambda: len(labeled_of(run)) > 500, 60, "they go on")
     first.terminate()
-    assert first.wait(60) == 0
+    assert first.wait(300) == 0
     eventually(lambda: len(labeled_of(run)) >= len(expected), 60, "everything is labeled")
     third.terminate()
-    assert third.wait(60) == 0
+    assert third.wait(300) == 0
     assert sorted(labeled_of(run)) == expected
     assert len(list(messages(run, "dead-letters"))) == 10
 
@@ -223,7 +215,7 @@ def test_what_was_aborted_is_read_and_labeled_again(run: RealRun, monkeypatch: p
             eventually(lambda: len(labeled_of(run)) >= len(expected), 60, "everything is labeled")
         finally:
             stop.set()
-        counts = running.result(60)
+        counts = running.result(300)
     assert sorted(labeled_of(run)) == expected
     assert counts == (len(expected), 19, 2)
     assert len(list(messages(run, "dead-letters"))) == 2
@@ -234,7 +226,7 @@ def test_a_second_labeler_of_an_ordinal_fences_the_first(run: RealRun) -> None:
     first = run.start("label", "tests.support.trajectories:double")
     eventually(lambda: "assigned" in run.log_of(first), 60, "the first has its partitions")
     run.start("label", "tests.support.trajectories:double")
-    assert first.wait(60) == 3
+    assert first.wait(300) == 3
     assert "only one" in run.log_of(first)
     send(run, [numbered(number) for number in range(1, 10)], "unlabelled")
     eventually(lambda: len(labeled_of(run)) == 9, 60, "the second labels")
@@ -253,14 +245,7 @@ def test_what_a_labeler_refused_is_sent_again_once_it_is_mended(run: RealRun) ->
     before.terminate()
     before.wait()
     for sent in (2, 0):
-        done = subprocess.run(
-            run.command("dlq", "redrive", "--json"),
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            cwd=run.directory,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = answer_of(run.directory, *run.command("dlq", "redrive", "--json")[4:])
         answer = json.loads(done.stdout)
         assert (len(answer["redriven"]), len(answer["left"])) == (sent, 1), "each once, and poison never"
     run.start("label", "tests.support.trajectories:mended")

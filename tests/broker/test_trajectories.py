@@ -108,7 +108,7 @@ def test_a_filler_goes_on_where_each_of_its_buffers_stands(run: RealRun, tmp_pat
     run.send_bytes("trajectories", HOSTILE, b"key", partition=1)
     first = Kept()
     filler = TrajectoryFiller(run.kafka, run.name, [first], identity_file=identity)
-    filler.fill(30)
+    filler.fill(300)
     filler.close()
     assert sorted(first.uids) == uids(range(20))
     assert filler.counts == (20, 2)
@@ -146,7 +146,7 @@ def test_prune_deletes_what_fillers_and_labeling_have_read_and_nothing_else(run:
     labeler = run.start("label", "tests.support.trajectories:double")
     eventually(lambda: len(labeled_of(run)) == 9, 60, "they are labeled")
     labeler.terminate()
-    assert labeler.wait(60) == 0
+    assert labeler.wait(300) == 0
     labeled = position(run, "labeller", "unlabelled")
     send(run, of_two(range(11, 15)), "unlabelled")
     held = prune(run, "--dry-run")
@@ -159,7 +159,7 @@ def test_prune_deletes_what_fillers_and_labeling_have_read_and_nothing_else(run:
     with buffer, late:
         TrajectoryFiller(run.kafka, run.name, [late], name="late").close()
         filler = TrajectoryFiller(run.kafka, run.name, [buffer])
-        filler.fill(30)
+        filler.fill(300)
         read = dict(buffer.position)
         assert position(run, "filler-default", "trajectories") == read
         assert set(position(run, "filler-late", "trajectories").values()) == {0}, "it has nothing, and is waited for"
@@ -173,7 +173,7 @@ def test_prune_deletes_what_fillers_and_labeling_have_read_and_nothing_else(run:
         assert {p: done["trajectories", p]["to"] for p in read} == read
         for topic, read_to in (("trajectories", read), ("unlabelled", labeled)):
             assert {p: low for p, (low, _end) in topic_admin.bounds(run.kafka, run.topic(topic)).items()} == read_to
-        filler.fill(30)
+        filler.fill(300)
         filler.close()
         assert filler.counts == (9 + 6, 0)
     run.start("label", "tests.support.trajectories:double")
@@ -187,10 +187,10 @@ def test_the_ledger_says_what_became_of_unlabelled_and_how_far_fillers_have_read
     eventually(lambda: len(list(messages(run, "dead-letters"))) == 2, 60, "two are refused")
     eventually(lambda: len(labeled_of(run)) == 3, 60, "three are labeled")
     labeler.terminate()
-    assert labeler.wait(60) == 0
+    assert labeler.wait(300) == 0
     send(run, [numbered(number) for number in range(20, 24)], "unlabelled")
     filler = TrajectoryFiller(run.kafka, run.name, [Kept()])
-    filler.fill(30)
+    filler.fill(300)
     filler.close()
     send(run, of_two(range(30, 32)))
     run.send_bytes("trajectories", b"no trajectory", b"key")
@@ -209,7 +209,7 @@ def test_the_ledger_says_what_became_of_unlabelled_and_how_far_fillers_have_read
     with run.open_transaction("metrics") as producer:
         headers = {SOURCE: f"{partition}:{first_pending}"}
         producer.produce(run.topic("trajectories"), b"labeled", b"key", partition, headers=headers)
-        producer.flush(30)
+        producer.flush(120)
         open_book = ledger(run.kafka, run.name)
         assert open_book.balanced
         assert open_book.undecided[0].startswith(f"label of unlabelled[{partition}] offset {first_pending}: a trans")
@@ -234,7 +234,7 @@ def test_the_ledger_names_a_labeled_trajectory_that_is_lost(run: RealRun) -> Non
     third = [message.offset for message in messages(run, "trajectories")][2]
     client = clients.admin(run.kafka)
     for future in client.delete_records([TopicPartition(run.topic("trajectories"), partition, third)]).values():
-        future.result(60)
+        future.result(300)
     book = ledger(run.kafka, run.name)
     assert not book.balanced
     assert book.problems == [
@@ -268,14 +268,14 @@ def test_a_log_that_is_not_the_one_a_buffer_was_filled_from_is_refused(run: Real
 
     client = clients.admin(run.kafka)
     for future in client.delete_records([TopicPartition(topic, p, end) for p, end in buffer.position.items()]).values():
-        future.result(60)
+        future.result(300)
     TrajectoryFiller(run.kafka, run.name, [buffer]).fill(30)
     with pytest.raises(TopicError, match="were deleted; take an empty buffer"):
         TrajectoryFiller(run.kafka, run.name, [Kept(dict.fromkeys(buffer.position, 0))])
 
     for future in client.delete_topics([topic]).values():
-        future.result(60)
-    eventually(lambda: topic not in client.list_topics(timeout=60).topics, 60, "the topic is gone")
+        future.result(300)
+    eventually(lambda: topic not in client.list_topics(timeout=300).topics, 60, "the topic is gone")
     provisioning.apply(run.kafka, run.topics, run.name)
     send(run, of_two(range(20)))
     with pytest.raises(TopicError, match=r"with id .* take empty buffers"):
@@ -301,7 +301,7 @@ def filled(bootstrap_servers: str, run: str, directory: Path) -> dict[str, Any]:
     windows = TrajectoryReplayBuffer(auto_save=True, auto_save_path=directory / "windows")
     with windows, EpisodeSliceBuffer(directory / "slices", capacity=100_000, slice_len=3) as slices:
         filler = TrajectoryFiller(kafka, run, [windows, slices], identity_file=directory / "topic.json")
-        filler.fill(60)
+        filler.fill(300)
         filler.close()
         return {
             "positions": (dict(windows.position), dict(slices.position)),

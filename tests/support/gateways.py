@@ -78,11 +78,11 @@ def gateway(
         assert process.stdout is not None
         said = process.stdout.readline()
         address = re.search(r"http://\S+", said)
-        assert address, f"the gateway said {said!r} and ended with {process.wait(30)}: {log.read_text()[-2000:]}"
+        assert address, f"the gateway said {said!r} and ended with {process.wait(300)}: {log.read_text()[-2000:]}"
         yield GatewayUnderTest(process, address[0], log)
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(300)
         if process.stdout:
             process.stdout.close()
 
