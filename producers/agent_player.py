@@ -1,4 +1,4 @@
-"""Plays the episodes of one group of an environment that calls the policy itself, each at an address of its own.
+"""Plays episodes of environments that call the policy themselves, each at an address of its own.
 
 An episode is one attempt: the calls of a failed one are on the log, and another attempt would add to them.
 """
@@ -35,20 +35,7 @@ async def play_agents(
     timeout_s: float,
 ) -> Sequence[PlayedEpisode]:
     """Play all members side by side. Raises the errors of the log."""
-    return await asyncio.gather(
-        *(_member(environment, capture, prompt, stamp, member, timeout_s) for member in range(stamp.group_size))
-    )
-
-
-async def _member(
-    environment: AgentEnvironment,
-    capture: WorkerCapture,
-    prompt: Prompt,
-    stamp: GroupStamp,
-    member: int,
-    timeout_s: float,
-) -> PlayedEpisode:
-    episode = await capture.open(
+    stamps = [
         EpisodeStamp(
             environment=stamp.environment,
             example_id=prompt.example_id,
@@ -57,7 +44,16 @@ async def _member(
             member=member,
             policy_version=stamp.policy_version,
         )
-    )
+        for member in range(stamp.group_size)
+    ]
+    return await asyncio.gather(*(play_agent(environment, capture, prompt, each, timeout_s) for each in stamps))
+
+
+async def play_agent(
+    environment: AgentEnvironment, capture: WorkerCapture, prompt: Prompt, stamp: EpisodeStamp, timeout_s: float
+) -> PlayedEpisode:
+    """Play one episode. Raises the errors of the log."""
+    episode = await capture.open(stamp)
     try:
         async with asyncio.timeout(timeout_s) as timeout:
             score = await environment.play(prompt, episode.endpoint)

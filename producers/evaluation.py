@@ -1,18 +1,31 @@
-"""Evaluates a split at a policy version and writes the rollouts to `evals`; they are never trained on."""
+"""Evaluates a split at a policy version and writes the rollouts to `evals`; they are never trained on.
+
+An environment that calls the policy itself plays at an endpoint like a worker's, whose calls are in `evals` alone.
+"""
 
 import asyncio
+import hashlib
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 
-from rollstream.producers.environment import Environment, Prompt, Split
+from rollstream.producers.agent_player import play_agent
+from rollstream.producers.config import WorkerConfig
+from rollstream.producers.environment import AgentEnvironment, Prompt, Split
+from rollstream.producers.environment_loading import LoadedEnvironment
+from rollstream.producers.gateway.episode_rollouts import rollout_uids
+from rollstream.producers.gateway.worker_capture import EpisodeStamp, WorkerCapture
+from rollstream.producers.group_player import failure_of
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
+from rollstream.producers.policy_versions import PolicyFollower
 from rollstream.producers.rollout_assembly import GroupStamp, rollout_of
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.producers.sampling import GroupSampler, GroupSampling
+from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import Rollout
 
@@ -36,13 +49,35 @@ class Evaluation:
         return self.components.get("exact", float("nan"))
 
 
+@asynccontextmanager
+async def evaluation_capture(
+    environments: Sequence[LoadedEnvironment],
+    kafka: KafkaConfig,
+    run: str,
+    worker: WorkerConfig,
+    policies: PolicyFollower,
+    *,
+    temperature: float = 0.0,
+) -> AsyncIterator[WorkerCapture | None]:
+    """Open the endpoint at which environments that call the policy themselves are evaluated; None if there are none."""
+    if not any(environment.agent for environment in environments):
+        yield None
+        return
+    capture = WorkerCapture(
+        kafka, run, worker, author="eval", policies=policies, temperature=temperature, recorded=False
+    )
+    async with capture:
+        yield capture
+
+
 async def evaluate(
-    environment: Environment,
+    environment: LoadedEnvironment,
     client: CompletionsClient,
     producer: RolloutProducer,
     *,
     version: int,
     phase: str,
+    capture: WorkerCapture | None = None,
     worker_id: str = "eval",
     split: Split = "heldout",
     max_prompts: int = 0,
@@ -50,14 +85,17 @@ async def evaluate(
     temperature: float = 0.0,
     seed: int = 0,
     exactly: bool = True,
+    episode_timeout_s: float = WorkerConfig.episode_timeout_s,
 ) -> Evaluation:
     """Answer each prompt of a split once, with the given policy version.
 
     Waits up to the client's timeout for the servers to have the version. Rollouts carry the requested version as
     policy_version, the versions that answered as lowest and highest, and in extra "split", "phase" and "prompts", the
     number of prompts in the evaluation. Nothing is sent before all prompts are answered. `producer` must write to
-    `evals`. `max_prompts` limits the prompts to the first ones; 0 is no limit. Raises InferenceUnavailable if the
-    version does not arrive, InferenceRefused if another version answered; a newer one is allowed without `exactly`.
+    `evals`. An environment that calls the policy itself needs `capture`, which has its temperature. `max_prompts`
+    limits the prompts to the first ones; 0 is no limit. Raises InferenceUnavailable if the version does not arrive,
+    InferenceRefused if another version answered; a newer one is allowed without `exactly`. Raises EpisodeFailed if the
+    environment fails.
     """
     await _await_version(client, version)
     prompts = environment.prompts(split)[: max_prompts or None]
@@ -68,30 +106,32 @@ async def evaluate(
         )
     slots = asyncio.Semaphore(concurrency)
 
-    async def answer(prompt: Prompt) -> Rollout:
-        group_id = f"{worker_id}.{phase}.{version}.{prompt.example_id}"
+    async def answer(prompt: Prompt) -> list[Rollout]:
         stamp = GroupStamp(
             environment=environment.name,
-            group_id=group_id,
+            group_id=f"{worker_id}.{phase}.{version}.{prompt.example_id}",
             group_size=1,
             policy_version=version,
             temperature=temperature,
             logprobs_mode="processed",
             worker_id=worker_id,
         )
-        sampling = GroupSampling(
-            group_size=1, temperature=temperature, seed=row_seed(seed, group_id) >> 1, assume_version=version
-        )
         async with slots:
-            sampler = GroupSampler(client, environment, sampling)
-            try:
-                episode = await environment.run(prompt, sampler.member(0))
-            finally:
-                sampler.close()
-        extra = {"split": split, "phase": phase, "prompts": str(len(prompts))}
-        return rollout_of(episode, prompt, stamp, uid=group_id, extra=extra)
+            if environment.agent is None:
+                rollouts = [await _text_rollout(environment, client, prompt, stamp, seed)]
+            else:
+                assert capture, "an environment that calls the policy itself needs an endpoint"
+                rollouts = await _agent_rollouts(environment.agent, capture, prompt, stamp, episode_timeout_s)
+        marks = {"split": split, "phase": phase, "prompts": str(len(prompts))}
+        return [replace(rollout, extra=marks) for rollout in rollouts]
 
-    rollouts = await asyncio.gather(*map(answer, prompts))
+    answers = [asyncio.ensure_future(answer(prompt)) for prompt in prompts]
+    try:
+        episodes = await asyncio.gather(*answers)
+    finally:
+        for each in answers:
+            each.cancel()
+    rollouts = [rollout for episode in episodes for rollout in episode]
     for rollout in rollouts:
         if exactly and (rollout.lowest_version, rollout.highest_version) != (version, version):
             raise InferenceRefused(
@@ -102,16 +142,78 @@ async def evaluate(
         producer.send(rollout)
     await asyncio.to_thread(producer.flush)
     components: Counter[str] = Counter()
-    for rollout in rollouts:
-        components.update(rollout.reward_components)
+    # Branches of an episode have the same score.
+    for first, *_others in episodes:
+        components.update(first.reward_components)
     return Evaluation(
         version=version,
         lowest_version=min(rollout.lowest_version for rollout in rollouts),
         highest_version=max(rollout.highest_version for rollout in rollouts),
-        prompts=len(rollouts),
-        reward=sum(rollout.reward for rollout in rollouts) / len(rollouts),
-        components={name: total / len(rollouts) for name, total in components.items()},
+        prompts=len(episodes),
+        reward=sum(first.reward for first, *_others in episodes) / len(episodes),
+        components={name: total / len(episodes) for name, total in components.items()},
     )
+
+
+async def _text_rollout(
+    environment: LoadedEnvironment, client: CompletionsClient, prompt: Prompt, stamp: GroupStamp, seed: int
+) -> Rollout:
+    sampling = GroupSampling(
+        group_size=1,
+        temperature=stamp.temperature,
+        seed=row_seed(seed, stamp.group_id) >> 1,
+        assume_version=stamp.policy_version,
+    )
+    sampler = GroupSampler(client, environment, sampling)
+    try:
+        episode = await environment.run(prompt, sampler.member(0))
+    except (InferenceUnavailable, InferenceRefused):
+        raise
+    except Exception as error:
+        raise failure_of(environment.name, prompt, error) from error
+    finally:
+        sampler.close()
+    return rollout_of(episode, prompt, stamp, uid=stamp.group_id)
+
+
+async def _agent_rollouts(
+    agent: AgentEnvironment, capture: WorkerCapture, prompt: Prompt, stamp: GroupStamp, timeout_s: float
+) -> list[Rollout]:
+    """Return the rollouts of an episode, one for each branch, under the names that rollouts of texts have.
+
+    Raises EpisodeFailed, InferenceUnavailable, RecordError.
+    """
+    played = await play_agent(
+        agent,
+        capture,
+        prompt,
+        EpisodeStamp(
+            environment=stamp.environment,
+            example_id=prompt.example_id,
+            # The name of a prompt may not fit into a URL.
+            group_id=hashlib.sha256(stamp.group_id.encode()).hexdigest(),
+            group_size=1,
+            member=0,
+            policy_version=stamp.policy_version,
+        ),
+        timeout_s,
+    )
+    assert played.capture, "an agent has a session"
+    if played.error:
+        await played.capture.cancelled(str(played.error))
+        raise played.error
+    await played.capture.written(played.rollouts)
+    uids = rollout_uids(stamp.group_id, len(played.rollouts))
+    return [
+        replace(
+            rollout,
+            uid=uid,
+            episode_uid=stamp.group_id,
+            group_id=stamp.group_id,
+            metadata=replace(rollout.metadata, worker_id=stamp.worker_id),
+        )
+        for uid, rollout in zip(uids, played.rollouts, strict=True)
+    ]
 
 
 async def _await_version(client: CompletionsClient, version: int) -> None:

@@ -12,8 +12,9 @@ from contextlib import ExitStack, closing
 
 from rollstream.producers.config import EvaluationConfig, WorkerConfig
 from rollstream.producers.environment_loading import LoadedEnvironment
-from rollstream.producers.evaluation import Evaluation, evaluate
+from rollstream.producers.evaluation import Evaluation, evaluate, evaluation_capture
 from rollstream.producers.graceful_stop import finish_or_stop
+from rollstream.producers.group_player import EpisodeFailed
 from rollstream.producers.inference.client import client_of
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.metrics_publisher import MetricsPublisher
@@ -21,6 +22,7 @@ from rollstream.producers.policy_versions import PolicyFollower
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
@@ -34,6 +36,8 @@ COMPONENT = "eval"
 PROGRESS_COMPONENT = "evaluator"
 """Component of the regular records on progress; those of `COMPONENT` hold one evaluation each."""
 _LOOK_EVERY_S = 0.2
+_PASSING = (InferenceRefused, InferenceUnavailable, EpisodeFailed, RecordError, TimeoutError)
+"""Errors that end one evaluation; any other ends the evaluator."""
 
 
 def due_version(published: Iterable[int], every: int, settled: Iterable[int]) -> tuple[int | None, list[int]]:
@@ -58,9 +62,9 @@ def evaluated_versions(rollouts: Iterable[Rollout], environment: str) -> set[int
         # Other programs may write anything to `evals`.
         valid = count.isdecimal() and len(count) < 10
         if valid and rollout.environment == environment and rollout.extra.get("phase") == PHASE:
-            answers[rollout.policy_version].add(rollout.uid)
+            answers[rollout.policy_version].add(rollout.episode_uid or rollout.uid)
             prompts[rollout.policy_version] = int(count)
-    return {version for version, uids in answers.items() if len(uids) >= prompts[version]}
+    return {version for version, episodes in answers.items() if len(episodes) >= prompts[version]}
 
 
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
@@ -108,7 +112,11 @@ async def run_evaluator(
         publisher = MetricsPublisher(
             kafka, run, PROGRESS_COMPONENT, "eval", lambda: progress, interval_s=config.metrics_interval_s
         )
-        async with client_of(worker, policies) as client, publisher:
+        async with (
+            client_of(worker, policies) as client,
+            evaluation_capture(environments, kafka, run, worker, policies, temperature=config.temperature) as capture,
+            publisher,
+        ):
             on_ready()
             while True:
                 stopping = stop.is_set()
@@ -129,15 +137,17 @@ async def run_evaluator(
                         producer,
                         version=version,
                         phase=PHASE,
+                        capture=capture,
                         max_prompts=environment.entry.max_prompts or config.max_prompts,
                         concurrency=config.concurrency,
                         temperature=config.temperature,
                         seed=config.seed,
                         exactly=False,
+                        episode_timeout_s=worker.episode_timeout_s,
                     )
                     try:
                         evaluation = await finish_or_stop(evaluating, stop, grace_s=worker.drain_timeout_s)
-                    except (InferenceRefused, InferenceUnavailable, TimeoutError) as error:
+                    except _PASSING as error:
                         reason = str(error) or f"not finished {worker.drain_timeout_s:g} s after the request to stop"
                         progress["failed_total"] += 1
                         event(

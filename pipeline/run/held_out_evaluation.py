@@ -24,11 +24,21 @@ async def _evaluate(config: RunConfig, version: int, phase: str) -> HeldOutScore
         RolloutProducer(config.kafka, config.run, topic="evals") as producer,
         PolicyFollower(config.kafka, config.run) as policies,
     ):
-        async with client_of(config.worker, policies) as client:
+        environments = [environment for environment in environments_of(config) if environment.entry.evaluate]
+        capture = evaluation.evaluation_capture(environments, config.kafka, config.run, config.worker, policies)
+        async with client_of(config.worker, policies) as client, capture as endpoint:
             scores = [
-                await evaluation.evaluate(environment, client, producer, version=version, phase=phase)
-                for environment in environments_of(config)
-                if environment.entry.evaluate and environment.agent is None
+                await evaluation.evaluate(
+                    environment,
+                    client,
+                    producer,
+                    version=version,
+                    phase=phase,
+                    capture=endpoint,
+                    max_prompts=environment.entry.max_prompts,
+                    episode_timeout_s=config.worker.episode_timeout_s,
+                )
+                for environment in environments
             ]
     prompts = sum(score.prompts for score in scores)
     return HeldOutScore(

@@ -143,7 +143,7 @@ def evaluations_text(evaluations: Sequence[Mapping[str, Any]]) -> str:
     for evaluation in evaluations:
         low, high = evaluation["lowest_version"], evaluation["highest_version"]
         answered = "" if low == high == evaluation["version"] else f"{low}" if low == high else f"{low}-{high}"
-        missing = f" of {evaluation['prompts']:,}" if evaluation["rollouts"] < evaluation["prompts"] else ""
+        missing = f" of {evaluation['prompts']:,}" if evaluation["episodes"] < evaluation["prompts"] else ""
         means = (evaluation["reward"], "" if evaluation["exact"] is None else f"{evaluation['exact']:.3f}")
         name = f"{clipped(evaluation['environment'], _NAME_WIDTH)}/{evaluation['split']} {evaluation['phase']}"
         rows.append((name, evaluation["version"], answered, f"{evaluation['rollouts']:,}{missing}", *means))

@@ -64,9 +64,9 @@ def cancellation_of(session: CapturedSession, reason: str) -> GroupCancelled:
     )
 
 
-def rollout_uids(session: CapturedSession, branches: int) -> list[str]:
-    """Return the uids of a session's rollouts: its name, with the branch if there are several."""
-    return [session.name] if branches == 1 else [f"{session.name}.{branch}" for branch in range(branches)]
+def rollout_uids(episode: str, branches: int) -> list[str]:
+    """Return the uids of an episode's rollouts: its name, with the branch if there are several."""
+    return [episode] if branches == 1 else [f"{episode}.{branch}" for branch in range(branches)]
 
 
 def _rewards_by_call(session: CapturedSession) -> dict[str, float]:
@@ -102,7 +102,7 @@ def _rollout(
             "worker.assume_version"
         )
     return Rollout(
-        uid=rollout_uids(session, branches)[number],
+        uid=rollout_uids(session.name, branches)[number],
         group_id=start.group_id,
         group_size=start.group_size,
         environment=start.environment,

@@ -145,7 +145,7 @@ def _with_calls(kafka: KafkaConfig, run: str, sessions: Sequence[CapturedSession
 def _expected_uids(session: CapturedSession) -> tuple[str, ...]:
     """Return the uids of the rollouts that a worker wrote, if it wrote any; none if there could be none."""
     try:
-        return tuple(rollout_uids(session, len(branches_of(session.calls))))
+        return tuple(rollout_uids(session.name, len(branches_of(session.calls))))
     except RecordError:
         return ()
 

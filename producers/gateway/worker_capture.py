@@ -1,9 +1,11 @@
 """An endpoint inside a worker at which environments make the model calls of their episodes, captured token by token.
 
-Calls are on `calls` before they are answered, like those of a gateway; the worker writes the rollouts and says so.
+Calls are on `calls` before they are answered, like those of a gateway; the worker writes the rollouts and says so. An
+evaluator has the same endpoint without a log: its calls are in its rollouts alone.
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -48,10 +50,23 @@ class EpisodeStamp:
     policy_version: int
 
 
+class _Unrecorded:
+    """Takes records as a writer does, and keeps none."""
+
+    def __init__(self) -> None:
+        self._places = itertools.count()
+
+    async def append(self, record: ModelCall | SessionEvent) -> AppendedRecord:
+        return AppendedRecord(0, next(self._places), int(time.time() * 1000))
+
+    async def close(self) -> None:
+        return
+
+
 class _OwnLog:
     """The log of a worker's sessions, to which nobody else writes."""
 
-    def __init__(self, writer: CallWriter) -> None:
+    def __init__(self, writer: CallWriter | _Unrecorded) -> None:
         self._writer = writer
 
     async def append(self, record: ModelCall | SessionEvent) -> AppendedRecord:
@@ -75,14 +90,18 @@ class WorkerCapture:
         *,
         author: str,
         policies: PolicyFollower,
+        temperature: float | None = None,
         sampling: Literal["run", "agent"] = "run",
+        recorded: bool = True,
     ) -> None:
-        """`author` names the worker and its incarnation in records; `policies` is the worker's own follower, and
-        `sampling` is as gateway.sampling."""
+        """`author` names the worker and its incarnation in records; `policies` is the worker's own follower,
+        `temperature` by default the worker's, and `sampling` as gateway.sampling. Without `recorded` nothing is written
+        to `calls`."""
         self.policies = policies
         """Policy versions of the run, and their learner steps."""
         self._kafka, self._run, self._worker = kafka, run, worker
-        self._author, self._sampling = author, sampling
+        self._author, self._sampling, self._recorded = author, sampling, recorded
+        self._temperature = worker.temperature if temperature is None else temperature
         self._sessions: dict[str, CapturedSession] = {}
         self._stack = AsyncExitStack()
 
@@ -90,7 +109,7 @@ class WorkerCapture:
         """Listen on a free port of this machine. Raises TopicError, BrokerUnavailable, ConfigurationError."""
         worker = self._worker
         try:
-            self._writer = CallWriter(self._kafka, self._run)
+            self._writer = CallWriter(self._kafka, self._run) if self._recorded else _Unrecorded()
             self._stack.push_async_callback(self._writer.close)
             upstream = Upstream(
                 worker.inference_urls, model=worker.model, api_key=worker.api_key, timeout_s=worker.request_timeout_s
@@ -99,7 +118,7 @@ class WorkerCapture:
             await upstream.version()
             self._upstream = upstream
             rules = CaptureRules(
-                temperature=worker.temperature,
+                temperature=self._temperature,
                 sampling=self._sampling,
                 max_calls=_LIMITS.max_calls,
                 author=self._author,
@@ -154,7 +173,7 @@ class WorkerCapture:
         )
         form = RolloutForm(
             logprobs_mode=self._worker.logprobs_mode,
-            temperature=self._worker.temperature,
+            temperature=self._temperature,
             assume_version=self._worker.assume_version,
         )
         return EpisodeCapture(self, session, endpoint, form)

@@ -26,7 +26,7 @@ class Doubts:
     max_tokens = 8
 
     def prompts(self, split):
-        return [Prompt(example_id=str(n), text=f"{n}?") for n in range(20 if split == "train" else 0)]
+        return [Prompt(example_id=str(n), text=f"{n}?") for n in range(*((20,) if split == "train" else (20, 24)))]
 
     async def play(self, prompt, endpoint):
         messages = []
@@ -48,6 +48,7 @@ def test_an_agent_that_knows_an_address_alone_is_trained_on_the_tokens_it_was_gi
     settings = (
         *(f"task={tmp_path / 'doubts.py'}:Doubts", f"data_dir={tmp_path / 'data'}"),
         *("learner.sequence_length=96", "learner.max_steps=3", "learner.rollouts_per_step=32"),
+        "evaluation.every_versions=1",
     )
     run = subprocess.run(
         [sys.executable, "-P", "-m", "rollstream", "run", "--run", run_name, *SMALL, *(f"--set={s}" for s in settings)],
@@ -76,6 +77,8 @@ def test_an_agent_that_knows_an_address_alone_is_trained_on_the_tokens_it_was_gi
     assert book.balanced, book.problems
     assert book.trained >= 96
     assert verify(kafka, run_name).mismatches == []
+    assert {e["version"]: e["episodes"] for e in book.evaluations}[0] == 4
+    assert book.evals_batched == 0
     check_pruning(kafka, run_name)
 
 

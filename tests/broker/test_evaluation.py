@@ -4,13 +4,17 @@ import asyncio
 import itertools
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
+
+import openai
 
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.tools.ledger import book_text
 from rollstream.producers.config import EvaluationConfig, WorkerConfig
+from rollstream.producers.environment import AgentEnvironment, Endpoint, Environment, Prompt, Score, Split
 from rollstream.producers.environment_loading import with_settings
 from rollstream.producers.evaluator import run_evaluator
 from rollstream.producers.policy_versions import PolicyFollower
@@ -20,7 +24,7 @@ from rollstream.topics.codec import encode
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Metrics, PolicyManifest, Rollout
-from tests.support.producing import SortingGenerator, serving
+from tests.support.producing import ScriptedGenerator, SortingGenerator, serving
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -28,12 +32,43 @@ TASK = create_task("dsort3")
 PROMPTS = 20
 
 
+class Thinker:
+    """An agent that asks, doubts, and then asks again in a new conversation; its reward is the length of the name."""
+
+    name = "thinker"
+    max_tokens = 8
+
+    def __init__(self) -> None:
+        self.broken = False
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        return [Prompt(example_id=text, text=text) for text in ("1 + 1?", "2/3")] if split == "heldout" else []
+
+    async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
+        question: list[Any] = [{"role": "user", "content": prompt.text}]
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+
+            async def ask(messages: list[Any]) -> str:
+                if self.broken:
+                    raise OSError("out of order")
+                answer = await client.chat.completions.create(
+                    model=endpoint.model, messages=messages, max_tokens=self.max_tokens, temperature=1.0
+                )
+                return answer.choices[0].message.content or ""
+
+            said = await ask(question)
+            if prompt.text == "2/3":
+                await ask([{"role": "user", "content": "another"}])
+            last = await ask([*question, {"role": "assistant", "content": said}, {"role": "user", "content": "sure?"}])
+        return Score(reward=len(prompt.text) / 6, components={"exact": float(last == "yes")})
+
+
 @contextmanager
-def evaluating(run: RealRun, base_url: str) -> Iterator[None]:
+def evaluating(run: RealRun, base_url: str, environment: Environment | AgentEnvironment = TASK) -> Iterator[None]:
     """An evaluator of every second version, in a thread of its own; told to stop, and waited for, at the end."""
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     work = run_evaluator(
-        [with_settings(TASK, WorkerConfig())],
+        [with_settings(environment, WorkerConfig())],
         run.kafka,
         run.name,
         EvaluationConfig(every_versions=2, max_prompts=PROMPTS),
@@ -114,6 +149,56 @@ def test_versions_that_are_due_are_evaluated_once_and_the_ledger_shows_that_none
     assert not book.balanced
     assert any("rollout x0-1 of evals is in batch" in problem for problem in book.problems)
     assert "61 rollouts, 1 OF THEM IN BATCHES" in book_text(book.as_dict())
+
+
+def test_agents_are_evaluated_greedily_at_an_address_of_their_own_and_leave_no_calls(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    agent, generator = Thinker(), ScriptedGenerator(["hm", "yes"])
+    with serving(generator, refresh_ms=1) as server, evaluating(run, server.base_url, agent):
+        eventually(lambda: len(run.read("evals")) == 3, 60, "version 0 evaluated")
+        agent.broken, generator.versions = True, [2]
+        run.publish_version(2)
+        eventually(lambda: _failed(run) == 1, 60, "an evaluation that failed")
+        agent.broken, generator.versions = False, [4]
+        run.publish_version(4)
+        eventually(lambda: len(run.read("evals")) == 6, 60, "version 4 evaluated")
+    rollouts = [record for record in run.read("evals") if isinstance(record, Rollout)]
+    assert {r.policy_version for r in rollouts} == {0, 4}
+    assert {r.sampling.temperature for r in rollouts} == {0.0}, "the evaluation's, not the agent's"
+    names = {r.uid: (r.example_id, r.branch, r.branches) for r in rollouts if r.policy_version == 0}
+    assert names == {
+        "eval.periodic.0.1 + 1?": ("1 + 1?", 0, 1),
+        "eval.periodic.0.2/3.0": ("2/3", 0, 2),
+        "eval.periodic.0.2/3.1": ("2/3", 1, 2),
+    }
+    assert {tuple(r.extra.items()) for r in rollouts} == {
+        (("split", "heldout"), ("phase", "periodic"), ("prompts", "2"))
+    }
+    [single] = [r for r in rollouts if r.uid == "eval.periodic.0.1 + 1?"]
+    assert [turn.text for turn in single.turns if turn.role == "assistant"] == ["hm", "yes"]
+    assert generator.tokenizer.decode(single.tokens[single.loss_mask].tolist()) == "hmyes"
+    assert run.read("calls") == []
+    book = ledger(run.kafka, run.name)
+    assert book.balanced, book.problems
+    [first, last] = book.evaluations
+    assert (first["version"], last["version"]) == (0, 4)
+    # The episode of two branches counts once.
+    assert (first["rollouts"], first["episodes"], first["prompts"]) == (3, 2, 2)
+    assert (first["reward"], first["exact"]) == (0.75, 1.0)
+    told = [r for r in run.read("metrics") if isinstance(r, Metrics) and r.component == "eval"]
+    assert [(r.values["eval/version"], r.values["eval/reward"], r.values["eval/prompts"]) for r in told] == [
+        (0, 0.75, 2),
+        (4, 0.75, 2),
+    ]
+    with serving(generator) as server, evaluating(run, server.base_url, agent):
+        pass
+    assert len(run.read("evals")) == 6, "it was done"
+
+
+def _failed(run: RealRun) -> float:
+    """Evaluations that failed, as the evaluator says."""
+    told = [r for r in run.read("metrics") if isinstance(r, Metrics) and r.component == "evaluator"]
+    return max((r.values["failed_total"] for r in told), default=0.0)
 
 
 def test_versions_published_without_a_pause_do_not_hold_it_up(real_run: RealRun) -> None:

@@ -477,7 +477,9 @@ def test_a_greedy_evaluation_of_the_held_out_split_goes_to_evals(kafka: KafkaCon
     async def run(base_url: str, version: int) -> Evaluation:
         with RolloutProducer(kafka, run_name, topic="evals") as producer:
             async with CompletionsClient([base_url], timeout_s=20) as client:
-                return await evaluate(TASK, client, producer, version=version, phase="end", max_prompts=30)
+                return await evaluate(
+                    with_settings(TASK, WorkerConfig()), client, producer, version=version, phase="end", max_prompts=30
+                )
 
     with serving(SortingGenerator(versions=(-1, -1, 2, 3))) as server:
         result = asyncio.run(run(server.base_url, 3))

@@ -52,7 +52,9 @@ def check(rollout: Rollout) -> None:
 
 def evaluation(environment: str, split: str, phase: str, version: int, rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Summarize one evaluation; the result does not depend on the order in which partitions were read."""
-    exact = [r.reward_components["exact"] for r in rollouts if "exact" in r.reward_components]
+    # Branches of an episode have the same score.
+    scored = [r for r in rollouts if r.branch == 0] or rollouts
+    exact = [r.reward_components["exact"] for r in scored if "exact" in r.reward_components]
     return {
         "environment": environment,
         "split": split,
@@ -61,7 +63,8 @@ def evaluation(environment: str, split: str, phase: str, version: int, rollouts:
         "lowest_version": min(r.lowest_version for r in rollouts),
         "highest_version": max(r.highest_version for r in rollouts),
         "rollouts": len(rollouts),
+        "episodes": len({r.episode_uid or r.uid for r in rollouts}),
         "prompts": max(int(r.extra.get("prompts", len(rollouts))) for r in rollouts),
-        "reward": math.fsum(r.reward for r in rollouts) / len(rollouts),
+        "reward": math.fsum(r.reward for r in scored) / len(scored),
         "exact": math.fsum(exact) / len(exact) if exact else None,
     }
