@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.consumers.grouping.selection_bias import SelectionWatch, selections
 from rollstream.pipeline.run.component_metrics import NewestMetrics
 from rollstream.pipeline.run.run_statistics import RunSnapshot, RunStatistics
@@ -85,7 +86,9 @@ class RunObserver:
         """Offset of the next record to read, or the end of the partition, which counts transaction markers."""
         # Latency does not matter here: prefer a few large fetches to one for each record.
         starts = dict.fromkeys(places, BEGINNING) | {(self._metrics, 0): self._history[self._metrics, 0][0]}
-        self._follower = TopicFollower(kafka, starts, **_UNHURRIED)
+        self._left_out = never_fetched(kafka, run)
+        left_out = {(self._rollouts, partition): offsets for partition, offsets in self._left_out.items()}
+        self._follower = TopicFollower(kafka, starts, left_out=left_out, **_UNHURRIED)
         self.skipped = SkippedRecords("observer", logged=logged)
         """Records that could not be read or used; grouping judges those of `rollouts` itself."""
         self.scored: list[ScoredRollout] = []
@@ -195,6 +198,8 @@ class RunObserver:
     def _score(self, message: KafkaRecord) -> None:
         place = (message.timestamp_ms, message.partition, message.offset)
         self._statistics.record(place[1], place[2], place[0])
+        if message.offset in self._left_out.get(message.partition, ()):
+            return
         try:
             record = decode(message.value)
         except RecordError as error:

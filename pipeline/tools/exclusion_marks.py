@@ -11,7 +11,7 @@ from rollstream.consumers.grouping.config import EXCLUSIONS, GrouperConfig, Grou
 from rollstream.consumers.grouping.core.configuration_marks import check_names, mark_outcome
 from rollstream.consumers.grouping.makers.registry import load_makers
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
-from rollstream.consumers.grouping.process.skipped_offsets import asked_for
+from rollstream.consumers.grouping.process.skipped_offsets import asked_for, never_fetched
 from rollstream.pipeline.tools.plain_values import decoded
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import decode_as, encode
@@ -25,7 +25,7 @@ from rollstream.topics.kafka.reader import read_to_end, record_at
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.sender import Delivery
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.skipping_reader import records_between
+from rollstream.topics.kafka.skipping_reader import records_around, records_between
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
 from rollstream.topics.keys import encode_key
@@ -106,7 +106,8 @@ def check_environments(named: Iterable[str], kafka: KafkaConfig, run: str, group
     # In a run with very many environments, the journal does not count all of them by name.
     missing = set() if OTHER_ENVIRONMENTS in known else set(named) - known
     if missing:
-        for message in read_to_end(kafka, topic, partitions=list(tails), start=tails):
+        left_out = never_fetched(kafka, run)
+        for message in records_around(kafka, topic, {p: left_out.get(p, set()) for p in tails}, tails):
             value = decoded(message.value)
             if isinstance(value, Rollout):
                 known.add(value.environment)

@@ -178,6 +178,17 @@ sys.exit(code)
 """
 
 
+def measured(run: RealRun, *words: str) -> str:
+    """Run a command, which takes less memory than the bomb, and return its output."""
+    command = run.command(*words)
+    command[2:4] = ["-c", MEASURED]
+    done = subprocess.run(command, cwd=run.directory, env=run.environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "record_unreadable" not in done.stderr
+    assert int(done.stderr.rsplit("VmHWM:", 1)[1].split()[0]) * 1024 < BOMB_BYTES, words
+    return done.stdout
+
+
 def assert_tools_never_fetch(run: RealRun, place: str) -> None:
     """Every tool that reads `rollouts` answers for the records around the bomb, within the memory of a small run."""
     first, last = place.removeprefix("0:").split("-")
@@ -191,14 +202,10 @@ def assert_tools_never_fetch(run: RealRun, place: str) -> None:
         ("archive",),
         ("restore", "archive", "--into", f"{run.name}-again"),
         ("cat", f"{run.name}-again.rollouts"),
+        ("top", "--once", "--json"),
+        ("groups", "groups", "--json"),
     ):
-        command = run.command(*words)
-        command[2:4] = ["-c", MEASURED]
-        done = subprocess.run(command, cwd=run.directory, env=run.environment(), capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "record_unreadable" not in done.stderr
-        assert int(done.stderr.rsplit("VmHWM:", 1)[1].split()[0]) * 1024 < BOMB_BYTES, words
-        answers[words[0], words[-1]] = done.stdout
+        answers[words[0], words[-1]] = measured(run, *words)
     offsets = [int(line.split()[1]) for line in answers["cat", "rollouts"].splitlines()]
     assert min(offsets) < int(first)
     assert max(offsets) > int(last)
@@ -209,6 +216,10 @@ def assert_tools_never_fetch(run: RealRun, place: str) -> None:
     assert "dropped: skipped" in answers["lineage", f"0:{first}"]
     assert "rollout before-2" in answers["lineage", f"0:{int(first) - 1}"]
     assert "batch 0-1" in answers["lineage", "before-3"]
+    shown = json.loads(answers["top", "--json"])
+    assert (shown["rollouts"], shown["batched"], shown["dropped"]) == (8, 8, {"skipped": 300})
+    assert (shown["unread"], shown["records_skipped"]) == (0, 0)
+    assert json.loads(answers["groups", "--json"])["environments"]["env"]["groups"] == 2
 
 
 def test_a_bomb_that_lies_in_the_topic_as_it_came_is_skipped_and_never_fetched(run: RealRun) -> None:
@@ -222,6 +233,9 @@ def test_a_bomb_that_lies_in_the_topic_as_it_came_is_skipped_and_never_fetched(r
 
     skipped = said(run, "group", "skip", place, "--reason", "a bomb")
     assert skipped.returncode == 0, skipped.stderr
+    shown = json.loads(measured(run, "top", "--once", "--json"))
+    assert (shown["rollouts"], shown["records_skipped"], shown["history_left"]) == (7, 0, 0)
+    assert shown["unread"] > 300, "they count before grouping passes them"
     for number in range(2):
         going = run.start("group")
         book = read(run, batched=4)

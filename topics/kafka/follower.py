@@ -4,39 +4,112 @@ Delivery: every committed record from the start offset on, as long as the topics
 partition. It is not a group member and commits nothing.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Generator, Mapping
+from contextlib import ExitStack, closing
+from typing import Any, NamedTuple
 
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import DeadlineExceeded
+from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import KafkaRecord, Place
+from rollstream.topics.kafka.skipping_reader import records_between
+
+
+class _Approach(NamedTuple):
+    """The records of a partition up to the last that is left out, read apart."""
+
+    records: Generator[KafkaRecord | None]
+    end: int
+    """Offset from which the partition is followed like others."""
 
 
 class TopicFollower(Closing):
     """Follows partitions of topics; its owner decodes the records."""
 
-    def __init__(self, kafka: KafkaConfig, start: Mapping[Place, int], **overrides: Any) -> None:
-        """Start at an offset of each partition; `overrides` are client settings. Raises as `Reader.assign` does."""
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        start: Mapping[Place, int],
+        *,
+        left_out: Mapping[Place, Collection[int]] | None = None,
+        **overrides: Any,
+    ) -> None:
+        """Start at an offset of each partition; `overrides` are client settings. Raises as `Reader.assign` does.
+
+        Records of `left_out` are not fetched: they are returned as unreadable ones, unless they are written later.
+        """
         self.ends: dict[Place, int] = {}
         """End of each partition that is read to its end; transaction markers count."""
-        self._reader = Reader(kafka, doing="following", **overrides)
-        try:
-            self._reader.assign(start)
-        except BaseException:
-            self._reader.close()
-            raise
+        self._kafka = kafka
+        with ExitStack() as stack:
+            self._reader = stack.enter_context(Reader(kafka, doing="following", **overrides))
+            self._approaches = {
+                place: approach
+                for place, offsets in (left_out or {}).items()
+                if (approach := self._approach(place, start[place], offsets))
+            }
+            self._reader.assign({place: at for place, at in start.items() if place not in self._approaches})
+            stack.pop_all()
+
+    def _approach(self, place: Place, start: int, left_out: Collection[int]) -> _Approach | None:
+        """Return the approach to the offsets to be left out that are on the log, if there are any."""
+        begin, end = topic_admin.bounds(self._kafka, place[0], [place[1]])[place[1]]
+        first = start if start >= 0 else begin
+        offsets = sorted(offset for offset in left_out if first <= offset < end)
+        return _Approach(self._around(place, first, offsets), offsets[-1] + 1) if offsets else None
+
+    def _around(self, place: Place, at: int, left_out: list[int]) -> Generator[KafkaRecord | None]:
+        """Yield the records up to the last one left out, those left out as unreadable, and None while none arrives."""
+        end = left_out[-1] + 1
+        while at < end:
+            try:
+                for record in records_between(self._kafka, *place, at, end, left_out):
+                    if record is not None:
+                        yield from (_unread(place, offset) for offset in left_out if at <= offset < record.offset)
+                        at = record.offset + 1
+                    yield record
+            except DeadlineExceeded:
+                continue  # An open transaction hides the next record: a follower waits until it ends.
+            yield from (_unread(place, offset) for offset in left_out if at <= offset)
+            at = end
 
     def poll(self, most: int, wait_s: float) -> list[KafkaRecord]:
         """Return up to `most` records; waits up to `wait_s` if there are none. Raises as `Reader.poll` does."""
-        records, ends = self._reader.poll(most, wait_s)
+        apart = self._approached(most)
+        if len(apart) == most:
+            return apart
+        records, ends = self._reader.poll(most - len(apart), 0.0 if apart or self._approaches else wait_s)
         for place in {(record.topic, record.partition) for record in records} if self.ends else ():
             self.ends.pop(place, None)
         for place, end in ends.items():
             if self._reader.positions[place] <= end:
                 self.ends[place] = end
+        return apart + records
+
+    def _approached(self, most: int) -> list[KafkaRecord]:
+        """Return up to `most` records of partitions that are read apart; follow those that are read so far."""
+        records: list[KafkaRecord] = []
+        for place, approach in list(self._approaches.items()):
+            for record in approach.records:
+                if record is not None:
+                    records.append(record)
+                if record is None or len(records) == most:
+                    break
+            else:
+                del self._approaches[place]
+                self._reader.add(place, approach.end)
+            if len(records) == most:
+                break
         return records
 
     def close(self) -> None:
-        """Close the consumer."""
-        self._reader.close()
+        """Close the consumers."""
+        with closing(self._reader), ExitStack() as stack:
+            for approach in self._approaches.values():
+                stack.enter_context(closing(approach.records))
+
+
+def _unread(place: Place, offset: int) -> KafkaRecord:
+    return KafkaRecord(*place, offset, readable=False)
