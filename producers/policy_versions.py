@@ -7,6 +7,7 @@ on `policies`, which any server that follows a run has read before it samples.
 import threading
 import time
 from collections.abc import Collection
+from typing import Protocol
 
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
@@ -48,6 +49,28 @@ class PolicyVersions:
     def lacks(self, labels: Collection[str]) -> bool:
         """Whether a label names no version on record."""
         return any(self.version_of(label) not in self.steps for label in labels)
+
+
+class PolicySource(Protocol):
+    """Gives the versions that labels of weights name."""
+
+    @property
+    def versions(self) -> PolicyVersions:
+        """Versions read so far."""
+
+    def read(self, wait_s: float) -> PolicyVersions:
+        """Read what is new, and return all versions."""
+
+
+class NoPolicies:
+    """The versions of no run: labels that are no numbers name none."""
+
+    def __init__(self) -> None:
+        self.versions = PolicyVersions()
+
+    def read(self, _wait_s: float) -> PolicyVersions:
+        """Return no versions."""
+        return self.versions
 
 
 class PolicyFollower(Closing):

@@ -9,7 +9,8 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from rollstream.consumers.learner.pretrained import tokenizer_of
 from rollstream.consumers.models.tokenizer import PRINTABLE_ASCII, Tokenizer
@@ -17,13 +18,16 @@ from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import printable, table
 from rollstream.pipeline.tools.random_policy import RandomPolicy
+from rollstream.producers.agent_player import play_agents
 from rollstream.producers.config import EnvironmentConfig, WorkerConfig
-from rollstream.producers.environment import SPLITS, Episode, Prompt
+from rollstream.producers.environment import SPLITS, AgentEnvironment, Episode, Prompt
 from rollstream.producers.environment_loading import LoadedEnvironment, load_environments
+from rollstream.producers.gateway.worker_capture import WorkerCapture
 from rollstream.producers.group_player import EpisodeLimits, play_group
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import InferenceUnavailable
+from rollstream.producers.policy_versions import NoPolicies
 from rollstream.producers.rollout_assembly import GroupStamp, rollout_of
 from rollstream.producers.sampling import GroupSampling, SamplingClient
 from rollstream.topics.errors import ConfigurationError, RecordError
@@ -73,10 +77,10 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     listed = next((e for e in config.environments if args.environment in (e.name, e.use)), None)
     entry = listed or EnvironmentConfig(use=args.environment)
     [environment] = load_environments([entry], config.worker, config.tasks)
-    if environment.agent is not None:
+    if environment.agent is not None and args.random:
         raise ConfigurationError(
-            f"environment {environment.name} calls the policy itself, which needs a broker to record its calls; play "
-            "it with `rollstream run`, and look at its rollouts with `rollstream show`"
+            f"environment {environment.name} calls the policy itself, which needs an inference server; leave out "
+            "--random, and name one with --set 'worker.inference_urls=[...]'"
         )
     tokenizer = tokenizer_of(config.learner)
     warnings = list(_prompt_problems(environment, tokenizer))
@@ -99,13 +103,37 @@ async def _check(
         if not args.random:
             client = await _server(config.worker, stack)
         source = ", ".join(config.worker.inference_urls)
-        if client is None:
-            source = "random text, not a server's"
-            alphabet = str(getattr(environment.environment, "vocabulary", "") or PRINTABLE_ASCII)
-            client = RandomPolicy(tokenizer, alphabet)
+        if environment.agent is not None:
+            if client is None:
+                raise InferenceUnavailable(
+                    f"no inference server answers at {source}, and environment {environment.name} calls the policy "
+                    "itself; name a server with --set 'worker.inference_urls=[...]'"
+                )
+            # A model that names no version is checked as well.
+            worker = replace(config.worker, assume_version=max(config.worker.assume_version, 0))
+            capture = WorkerCapture(
+                config.kafka,
+                config.run,
+                worker,
+                author="check",
+                policies=NoPolicies(),
+                temperature=environment.temperature,
+                recorded=False,
+            )
+            await stack.enter_async_context(capture)
+            play = partial(_agents_group, environment.agent, capture)
+        else:
+            if client is None:
+                source = "random text, not a server's"
+                alphabet = str(getattr(environment.environment, "vocabulary", "") or PRINTABLE_ASCII)
+                client = RandomPolicy(tokenizer, alphabet)
+            play = partial(_group, environment, client)
         blocking = asyncio.create_task(_longest_block())
         began = time.monotonic()
-        groups = [await _group(environment, client, prompt, config.worker, args.members) for prompt in prompts]
+        groups = [
+            await play(prompt, _stamp(environment, config.worker, args.members, number), config.worker)
+            for number, prompt in enumerate(prompts)
+        ]
         total_s = time.monotonic() - began
         await asyncio.sleep(0)
         blocking.cancel()
@@ -161,22 +189,25 @@ async def _longest_block() -> float:
         return max(longest, time.monotonic() - before - 0.001)
 
 
-async def _group(
-    environment: LoadedEnvironment, client: SamplingClient, prompt: Prompt, worker: WorkerConfig, members: int
-) -> CheckedGroup:
-    stamp = GroupStamp(
+def _stamp(environment: LoadedEnvironment, worker: WorkerConfig, members: int, number: int) -> GroupStamp:
+    return GroupStamp(
         environment=environment.name,
-        group_id=f"check.{prompt.example_id}",
+        group_id=f"check-{number}",
         group_size=members,
         policy_version=0,
         temperature=environment.temperature,
         logprobs_mode=worker.logprobs_mode,
         worker_id="check",
     )
+
+
+async def _group(
+    environment: LoadedEnvironment, client: SamplingClient, prompt: Prompt, stamp: GroupStamp, worker: WorkerConfig
+) -> CheckedGroup:
     sampling = GroupSampling(
-        group_size=members,
-        temperature=environment.temperature,
-        seed=row_seed(worker.seed, stamp.group_id) >> 1,
+        group_size=stamp.group_size,
+        temperature=stamp.temperature,
+        seed=row_seed(worker.seed, f"check.{prompt.example_id}") >> 1,
         assume_version=max(worker.assume_version, 0),
     )
     limits = EpisodeLimits(timeout_s=worker.episode_timeout_s, attempts=1)
@@ -193,6 +224,17 @@ async def _group(
     return CheckedGroup(example_id=prompt.example_id, rollouts=tuple(rollouts), errors=tuple(errors))
 
 
+async def _agents_group(
+    agent: AgentEnvironment, capture: WorkerCapture, prompt: Prompt, stamp: GroupStamp, worker: WorkerConfig
+) -> CheckedGroup:
+    episodes = await play_agents(agent, capture, prompt, stamp, worker.episode_timeout_s)
+    return CheckedGroup(
+        example_id=prompt.example_id,
+        rollouts=tuple(rollout for episode in episodes for rollout in episode.rollouts),
+        errors=tuple(str(episode.error) for episode in episodes if episode.error is not None),
+    )
+
+
 def _prompt_problems(environment: LoadedEnvironment, tokenizer: Tokenizer) -> Iterator[str]:
     """Yield what is wrong with the prompts of an environment. Raises PromptRefused for one that cannot be encoded."""
     names: dict[str, set[str]] = {}
@@ -201,7 +243,8 @@ def _prompt_problems(environment: LoadedEnvironment, tokenizer: Tokenizer) -> It
         names[split] = {prompt.example_id for prompt in prompts}
         if [p.example_id for p in prompts] != [p.example_id for p in environment.prompts(split)]:
             yield f"prompts({split!r}) returns another order each time; every process must see the same"
-        for prompt in prompts:
+        # An agent sends what it likes.
+        for prompt in prompts if environment.agent is None else ():
             tokenizer.encode(prompt.text)
     if not names["heldout"]:
         yield "prompts('heldout') is empty, so nothing can be evaluated; set its entry's evaluate to false"
@@ -285,14 +328,14 @@ def _as_text(
             lines += ["", "its tokens, those trained on marked with ^", *masked_lines(first, tokenizer), ""]
             members = [
                 (
-                    number,
+                    rollout.uid.partition(".")[2],
                     float(f"{rollout.reward:.4g}"),
                     len(rollout.tokens),
                     int(rollout.loss_mask.sum()),
                     "truncated" if rollout.truncated else "ended",
                     " ".join(f"{name}={value:g}" for name, value in sorted(rollout.reward_components.items())),
                 )
-                for number, rollout in enumerate(group.rollouts)
+                for rollout in group.rollouts
             ]
             lines.append(table(("member", "reward", "tokens", "trained", "end", "components"), members))
         lines += [f"failed: {printable(error)}" for error in group.errors]

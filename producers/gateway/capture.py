@@ -29,7 +29,7 @@ from rollstream.producers.gateway.streamed_answers import DONE, StreamedAnswer, 
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.inference.answers import samples_of
 from rollstream.producers.inference.errors import InferenceRefused
-from rollstream.producers.policy_versions import PolicyFollower
+from rollstream.producers.policy_versions import PolicySource
 from rollstream.topics.records import ModelCall, SessionEvent
 
 
@@ -59,7 +59,7 @@ class SessionLog(Protocol):
 class CallCapture:
     """Makes the calls of sessions."""
 
-    def __init__(self, upstream: Upstream, log: SessionLog, rules: CaptureRules, policies: PolicyFollower) -> None:
+    def __init__(self, upstream: Upstream, log: SessionLog, rules: CaptureRules, policies: PolicySource) -> None:
         """`policies` maps the labels of weights to policy versions."""
         self._policies = policies
         self._upstream, self._log, self._rules = upstream, log, rules

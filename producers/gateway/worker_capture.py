@@ -29,7 +29,7 @@ from rollstream.producers.gateway.session_names import session_key, session_name
 from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.inference.errors import ContextTooLong, InferenceUnavailable
-from rollstream.producers.policy_versions import PolicyFollower
+from rollstream.producers.policy_versions import PolicySource
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError, RollstreamError
 from rollstream.topics.records import ModelCall, Rollout, SessionEvent
@@ -89,12 +89,12 @@ class WorkerCapture:
         worker: WorkerConfig,
         *,
         author: str,
-        policies: PolicyFollower,
+        policies: PolicySource,
         temperature: float | None = None,
         sampling: Literal["run", "agent"] = "run",
         recorded: bool = True,
     ) -> None:
-        """`author` names the worker and its incarnation in records; `policies` is the worker's own follower,
+        """`author` names the worker and its incarnation in records; `policies` maps labels of weights to versions,
         `temperature` by default the worker's, and `sampling` as gateway.sampling. Without `recorded` nothing is written
         to `calls`."""
         self.policies = policies

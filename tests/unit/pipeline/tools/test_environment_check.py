@@ -11,7 +11,8 @@ import pytest
 
 from rollstream.pipeline.cli import main
 from tests.support.paths import ROOT
-from tests.support.producing import SortingGenerator, serving
+from tests.support.producing import ScriptedGenerator, SortingGenerator, serving
+from tests.support.waiting import eventually
 
 SLOW = """
 import time
@@ -34,6 +35,33 @@ class Slow(SingleTurn):
             raise KeyError("verdict")
         time.sleep(0.2)
         return Score(reward=0.5)
+"""
+
+
+AGENT = """
+from openai import AsyncOpenAI
+
+from rollstream import Prompt, Score
+
+
+class Agent:
+    name = "agent"
+    max_tokens = 8
+
+    def prompts(self, split):
+        return [Prompt(example_id=f"{split}/1", text="1+1?")]
+
+    async def play(self, prompt, endpoint):
+        said = []
+        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as client:
+            messages = [{"role": "user", "content": prompt.text}]
+            for question in ("so?", "sure?"):
+                answer = await client.chat.completions.create(model=endpoint.model, messages=messages, max_tokens=8)
+                said.append(answer.choices[0].message.content)
+                messages += [{"role": "assistant", "content": said[-1]}, {"role": "user", "content": question}]
+        if "no" in said:
+            raise ValueError("it gave up")
+        return Score(reward=float(said[-1] == "42"))
 """
 
 
@@ -125,3 +153,27 @@ def test_a_check_names_what_is_wrong_with_an_environment(capsys: pytest.CaptureF
     code, report = checked(capsys, "broken", "--random", *(f"--set=environments.0.{setting}" for setting in entry))
     assert code == 1
     assert all("KeyError('verdict') at " in error for error in report["groups"][0]["errors"])
+
+
+def test_an_agent_is_checked_at_an_endpoint_of_its_own(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    (here / "agent.py").write_text(AGENT, encoding="utf-8")
+    with serving(ScriptedGenerator(["hm", "42"], versions=(3,)), conversation_cache_tokens=0) as server:
+        eventually(lambda: server.version == 3, 60, "weights are loaded")
+        flags = ("agent.py:Agent", f'--set=worker.inference_urls=["{server.base_url}"]', "--members", "2")
+        code, report = checked(capsys, *flags)
+        assert code == 0
+        assert (report["environment"], report["replies"], report["prompts"]["train"]) == ("agent", server.base_url, 1)
+        [group] = report["groups"]
+        for member in group["members"]:
+            assert [turn["text"] for turn in member["turns"]] == ["1+1?", "hm", "so?", "42"]
+            sampled = [member["tokens"][t["start"] : t["stop"]] for t in member["turns"] if t["role"] == "assistant"]
+            assert sum(member["loss_mask"]) == sum(map(len, sampled)) > 0
+            assert member["reward"] == 1.0
+        assert main(["env", "check", *flags]) == 0
+        assert "member" in capsys.readouterr().out
+    with serving(ScriptedGenerator(["no", "42"]), conversation_cache_tokens=0) as server:
+        code, report = checked(capsys, flags[0], f'--set=worker.inference_urls=["{server.base_url}"]', "--members=1")
+        assert code == 1
+        assert "it gave up" in report["groups"][0]["errors"][0]
+    assert main(["env", "check", "agent.py:Agent", "--random"]) == 2
+    assert "needs an inference server" in capsys.readouterr().err
