@@ -44,11 +44,11 @@ async def run_gateway(
             stack.callback(tailer.close)
             await asyncio.to_thread(tailer.start)
             read_progress = lambda: tailer.progress  # noqa: E731
-        services: list[SessionService] = []
+        readers: list[Callable[[CapturedSession], None]] = []
 
         def on_read(session: CapturedSession) -> None:
-            for service in services:
-                service.read(session)
+            for read in readers:
+                read(session)
 
         log = CallLog(kafka, run, author=config.replica_id, on_read=on_read)
         stack.push_async_callback(log.close)
@@ -80,10 +80,14 @@ async def run_gateway(
             capacity=capacity,
             read_progress=read_progress,
         )
-        services.append(service)
+
+        def forget_finished(session: CapturedSession) -> None:
+            if session.finished is not None:
+                capture.forget(session.name)
+
+        readers += [service.read, forget_finished]
         await log.start()
-        attending = asyncio.ensure_future(service.attend(stop))
-        looking = asyncio.ensure_future(_look_for_versions(upstream, stop))
+        beside = {asyncio.ensure_future(work) for work in (service.attend(stop), _look_for_versions(upstream, stop))}
         server = await stack.enter_async_context(GatewayServer(service, capture, upstream, config))
         await stack.enter_async_context(
             MetricsPublisher(
@@ -91,14 +95,23 @@ async def run_gateway(
             )
         )
         on_ready(server.url)
-        try:
-            await serve_until(stop, log.failed)
-        finally:
-            for task in (attending, looking):
-                task.cancel()
-            await asyncio.gather(attending, looking, return_exceptions=True)
+        await _until_served(asyncio.ensure_future(serve_until(stop, log.failed)), beside)
         if log.error is not None:
             raise log.error
+
+
+async def _until_served(serving: "asyncio.Task[None]", beside: "set[asyncio.Task[None]]") -> None:
+    """Wait for a task; raise the error of one beside it at once, because a gateway does not work without it."""
+    try:
+        while not serving.done():
+            done, _pending = await asyncio.wait({serving, *beside}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            beside = beside - done
+    finally:
+        for task in (serving, *beside):
+            task.cancel()
+        await asyncio.gather(serving, *beside, return_exceptions=True)
 
 
 _LOOK_EVERY_S = 1.0
