@@ -5,11 +5,14 @@ import os
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from rollstream.consumers.files import safetensors_files
 from rollstream.consumers.models.huggingface import CONFIG, SINGLE, load_config
@@ -20,9 +23,14 @@ from tests.support.waiting import eventually
 
 ENVIRONMENT = ROOT / ".venv" / "vllm"
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}"
+    "{% for c in m['tool_calls'] or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TOOL_CALL = ('<tool_call>\n{"name": "add", "arguments": {"a": ', ("20", "21"), ', "b": 22}}\n</tool_call>')
+"""Tokens with which the model answers in a chat: a call of the tool add, with one of two numbers."""
 VOCABULARY = 320
 READY_S = 600.0
 """Most of it are imports, on a machine that does other things."""
@@ -44,9 +52,15 @@ class Vllm:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen2 of 0.3 million parameters with a tokenizer of Qwen's kind and a ChatML template."""
+    """A Qwen2 of 0.4 million parameters with a tokenizer of Qwen's kind and a ChatML template: random, but that it
+    begins its turns in a chat with a call of a tool."""
     directory = tmp_path_factory.mktemp("checkpoint")
-    write_tokenizer(directory, ["1 + 1 = 2, sure? really?"], VOCABULARY)
+    begin, numbers, end = TOOL_CALL
+    write_tokenizer(directory, ["1 + 1 = 2, sure? really?"], VOCABULARY - 4)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_tokens([begin, *numbers, end])
+    assert tokenizer.get_vocab_size() <= VOCABULARY
+    tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": SPECIAL_TOKENS[-1], "pad_token": SPECIAL_TOKENS[0], "chat_template": CHAT_TEMPLATE})
     )
@@ -63,13 +77,27 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "max_position_embeddings": 2048,
         "rope_theta": 1e6,
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "torch_dtype": "float32",
-        "eos_token_id": VOCABULARY - 1,
+        "eos_token_id": tokenizer.token_to_id(SPECIAL_TOKENS[-1]),
     }
     (directory / CONFIG).write_text(json.dumps(settings))
-    safetensors_files.write(directory / SINGLE, random_parameters(load_config(directory)))
+    parameters = random_parameters(load_config(directory))
+    succession = ("\u010a", (begin,)), (begin, numbers), *((number, (end,)) for number in numbers)
+    for before, after in (*succession, (end, SPECIAL_TOKENS[-1:])):
+        follow(parameters, tokenizer.token_to_id(before), [tokenizer.token_to_id(token) for token in after])
+    safetensors_files.write(directory / SINGLE, parameters)
     return directory
+
+
+def follow(parameters: dict[str, NDArray[np.float32]], before: int, after: Sequence[int]) -> None:
+    """Make the tokens `after` all but certain behind the token `before`, each as likely as the others."""
+    embedding = parameters["model.embed_tokens.weight"][before]
+    # Large, so that what attention adds to it changes its direction little.
+    embedding *= 100
+    direction = embedding * parameters["model.norm.weight"]
+    for token in after:
+        parameters["lm_head.weight"][token] += 1.5 * direction / np.linalg.norm(direction)
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +112,7 @@ def vllm(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             [
                 *(ENVIRONMENT / "bin" / "vllm", "serve", checkpoint, "--served-model-name", "policy"),
                 *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--dtype", "float32"),
-                *("--enforce-eager", "--enable-scale-out"),
+                *("--enforce-eager", "--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
             ],
             stdout=output,
             stderr=output,

@@ -13,6 +13,7 @@ from rollstream.consumers.models.huggingface import load, load_config
 from rollstream.consumers.models.tokenizer_file import load_tokenizer
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environment import Episode, Generate, Message, Prompt, Reply, Score, Split
+from rollstream.producers.environment_loading import with_settings
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.errors import ContextTooLong
 from rollstream.producers.inference.requests import SampleRequest
@@ -77,7 +78,8 @@ def test_a_worker_plays_several_turns_against_vllm(vllm: Vllm, broker: str, run_
         worker_id="w", inference_urls=(vllm.url,), model=vllm.model, group_size=4, groups=8, assume_version=0
     )
 
-    report = asyncio.run(run_worker(Conversation(), kafka, run_name, config, incarnation="1", stop=asyncio.Event()))
+    environments = (with_settings(Conversation(), config),)
+    report = asyncio.run(run_worker(environments, kafka, run_name, config, incarnation="1", stop=asyncio.Event()))
     assert report.rollouts == 32
     rollouts = [decode(message.value) for message in read_to_end(kafka, topic_name(run_name, "rollouts"))]
     assert [problems(rollout) for rollout in rollouts if problems(rollout)] == []
