@@ -127,12 +127,33 @@ class RunConfig:
                 f"every entry of environments has fewer workers than supervisor.workers {self.supervisor.workers}, so "
                 "the last worker has nothing to play: let one entry be played by all (workers = 0)"
             )
+        if self.awaits_labels and (self.collect.processes or self.fill.directory):
+            raise ConfigurationError(
+                "an environment's rewards come from a labeler, and with collect.processes or fill.directory the run is "
+                "one of a control task, which plays no environments: remove the one or the other"
+            )
+        if self.awaits_labels and self.worker.dual_write_topic:
+            raise ConfigurationError(
+                "worker.dual_write_topic takes rollouts with their rewards, and an environment's rewards come from a "
+                'labeler: empty the one, or set rewards = "environment"'
+            )
         check_capacity(self.capacity)
 
     @property
     def is_control(self) -> bool:
         """Whether the run is of a control task: it has roles collect, label or fill, and no others."""
-        return bool(self.collect.processes or self.labeling.processes or self.fill.directory)
+        labels = self.labeling.processes and not self.awaits_labels
+        return bool(self.collect.processes or labels or self.fill.directory)
+
+    @property
+    def awaits_labels(self) -> bool:
+        """Whether the rewards of an environment come from a labeler."""
+        return any(entry.rewards == "labeler" for entry in self.mixture)
+
+    @property
+    def labelers(self) -> int:
+        """Labeling processes of the run: at least one if an environment's rewards come from a labeler."""
+        return max(self.labeling.processes, int(self.awaits_labels))
 
     @property
     def mixture(self) -> tuple[EnvironmentConfig, ...]:

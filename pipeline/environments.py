@@ -28,8 +28,14 @@ def environments_of(config: RunConfig, ordinal: int | None = None) -> tuple[Load
 def _check_lessons(environments: Sequence[LoadedEnvironment]) -> None:
     """Raise ConfigurationError for an environment that nothing can unlock."""
     names = [environment.name for environment in environments]
+    unknown = {environment.name for environment in environments if environment.awaits_label}
     for environment in environments:
         for before in environment.entry.after:
+            if before in unknown:
+                raise ConfigurationError(
+                    f"environment {environment.name} comes after {before}, whose rewards come from a labeler, so "
+                    "workers do not know its success; name another in `after`"
+                )
             if before not in names:
                 near = difflib.get_close_matches(before, names, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"

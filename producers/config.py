@@ -94,6 +94,9 @@ class EnvironmentConfig:
     """Sampling temperature; 0 takes worker.temperature."""
     max_tokens: int = 0
     """Most tokens of a reply; 0 takes the environment's own limit."""
+    rewards: Literal["environment", "labeler"] = "environment"
+    """Where rewards come from: the environment's own score, or a labeler, for which the rollouts wait on `unlabelled`.
+    """
     evaluate: bool = True
     """Whether evaluations answer its held-out prompts."""
     max_prompts: int = 0

@@ -60,6 +60,16 @@ class LoadedEnvironment:
         """The environment if it calls the policy itself, else None."""
         return None if hasattr(self.environment, "run") else self.environment
 
+    @property
+    def awaits_label(self) -> bool:
+        """Whether the rewards of its rollouts come from a labeler."""
+        return self.entry.rewards == "labeler"
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether evaluations play it: not if it knows no rewards."""
+        return self.entry.evaluate and not self.awaits_label
+
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """Return the prompts of a split. Raises ConfigurationError if none is to train on, or two have one name."""
         prompts = self.environment.prompts(split)
@@ -121,6 +131,11 @@ def with_settings(
     """
     entry = entry or EnvironmentConfig(use=type(environment).__name__)
     _check(environment, entry.use)
+    if entry.rewards == "labeler" and not hasattr(environment, "run"):
+        raise ConfigurationError(
+            f"environment {entry.name or environment.name} calls the policy itself, so its rewards cannot come from a "
+            'labeler: set its rewards to "environment", and ask the judge in play'
+        )
     stop = getattr(environment, "stop", ())
     return LoadedEnvironment(
         environment=environment,

@@ -21,6 +21,9 @@ While a group is played, the learner takes others that were started later: the m
 worker comes off the limit, too, and off its share. A quota keeps a fast environment from owning the mixture: the same
 rule holds for its own S and m with share and limit times the quota, and at least a group in flight for each worker.
 Both hold only while the learner has a whole step waiting, so neither starves it.
+
+Rollouts that wait for a label count as their worker's, in m, from the start of their group until grouping has read what
+the labeler made of them. The time that they wait counts as the time that they are played does.
 """
 
 import heapq
@@ -34,6 +37,7 @@ from rollstream.topics.fates import BATCHED, DEAD_LETTERED, DROPPED, fate_and_re
 from rollstream.topics.journal_counts import JournalCounts
 
 _GROUPS_REMEMBERED = 64
+_UNKNOWN = -1
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,16 @@ class PartitionProgress:
 
 
 @dataclass(frozen=True)
+class LabelingPosition:
+    """Progress of labeling on a partition."""
+
+    position: int
+    """Next offset of `unlabelled` to be labeled."""
+    written: int
+    """Offset after the newest record that labeling wrote to the partition of `rollouts`; 0 if there is none."""
+
+
+@dataclass(frozen=True)
 class RunProgress:
     """Progress of grouping and the learner as recorded on the log; partitions without a journal are at the start."""
 
@@ -70,6 +84,8 @@ class RunProgress:
     """Records of journal and steps that could not be read."""
     by_environment: Mapping[str, int] = field(default_factory=dict)
     """Outstanding rollouts by environment."""
+    labeling: Mapping[int, LabelingPosition] = field(default_factory=dict)
+    """Progress of labeling, by partition; empty where no environment waits for labels."""
 
     @property
     def outstanding(self) -> int:
@@ -135,17 +151,31 @@ def check_capacity(config: CapacityConfig) -> None:
 class FlowControl:
     """Applies the rule for one worker. Not thread-safe: the worker's loop calls it."""
 
-    def __init__(self, config: CapacityConfig, baseline: Mapping[int, int] | None = None) -> None:
-        """`baseline` holds the end of each partition at start: unread rollouts before it may be those of an earlier
-        incarnation, so they count as this worker's."""
+    def __init__(
+        self,
+        config: CapacityConfig,
+        baseline: Mapping[int, int] | None = None,
+        unlabeled: Mapping[int, range] | None = None,
+    ) -> None:
+        """`baseline` holds the end of each partition at start, and `unlabeled` the offsets of `unlabelled` that waited
+        then: unread rollouts before these ends may be those of an earlier incarnation, so they count as this
+        worker's."""
         check_capacity(config)
         self.config = config
         self._progress = RunProgress()
         self._baseline = dict(baseline or {})
         self._overtaking: deque[int] = deque(maxlen=_GROUPS_REMEMBERED)
+        """Rollouts consumed while a group was played, of the newest groups."""
+        self._overtaking_labels: deque[int] = deque(maxlen=_GROUPS_REMEMBERED)
+        """Rollouts consumed while rollouts waited for labels, of the newest."""
         self._reserved: Counter[str] = Counter()
         self._delivered: dict[tuple[str, int], list[int]] = {}
         """Offsets that grouping has not read, by environment and partition."""
+        self._unlabeled: dict[tuple[str, int], list[tuple[int, int]]] = {
+            ("", partition): [(offset, _UNKNOWN) for offset in offsets]
+            for partition, offsets in (unlabeled or {}).items()
+        }
+        """Offsets in `unlabelled` that wait for a label, each with the rollouts consumed when it was delivered."""
 
     @property
     def outstanding(self) -> int:
@@ -162,28 +192,50 @@ class FlowControl:
         """Rollouts this worker started and grouping has not read."""
         delivered = sum(map(len, self._delivered.values()))
         earlier = sum(max(0, end - self._progress.position(p)) for p, end in self._baseline.items())
-        return self._reserved.total() + delivered + earlier
+        return self._reserved.total() + self.waiting_for_labels + delivered + earlier
+
+    @property
+    def waiting_for_labels(self) -> int:
+        """Rollouts of this worker that wait for a label."""
+        return sum(map(len, self._unlabeled.values()))
 
     def _mine_of(self, environment: str) -> int:
         delivered = sum(len(offsets) for (name, _p), offsets in self._delivered.items() if name == environment)
-        return self._reserved[environment] + delivered
+        waiting = sum(len(offsets) for (name, _p), offsets in self._unlabeled.items() if name == environment)
+        return self._reserved[environment] + delivered + waiting
 
     def observe(self, progress: RunProgress) -> None:
         """Update the progress from newer journal records and steps."""
         if progress is self._progress:
             return
         self._progress = progress
+        self._note_labels()
         for (_environment, partition), offsets in self._delivered.items():
             position = progress.position(partition)
             while offsets and offsets[0] < position:
                 heapq.heappop(offsets)
+
+    def _note_labels(self) -> None:
+        """Count what was labeled as delivered, with the newest record that labeling wrote: no later than that, grouping
+        has read what became of it, a label or a cancellation."""
+        waited = []
+        for (environment, partition), waiting in self._unlabeled.items():
+            labeling = self._progress.labeling.get(partition)
+            while labeling and waiting and waiting[0][0] < labeling.position:
+                _offset, consumed = heapq.heappop(waiting)
+                if consumed != _UNKNOWN:
+                    waited.append(self.consumed - consumed)
+                if labeling.written > self._progress.position(partition):
+                    heapq.heappush(self._delivered.setdefault((environment, partition), []), labeling.written - 1)
+        if waited:
+            self._overtaking_labels.append(max(waited))
 
     def start_group(self, environment: str = "", rollouts: int = 0) -> bool:
         """Reserve a group of `rollouts` (default: group_size) of an environment and return True, or return False when
         there is no room now, or none for this environment."""
         rollouts = rollouts or self.config.group_size
         step_waits = self._progress.waiting >= self.config.rollouts_per_step
-        overtaking = max(self._overtaking, default=0) if step_waits else 0
+        overtaking = max(self._overtaking, default=0) + max(self._overtaking_labels, default=0) if step_waits else 0
         if not may_start(self.config, self._progress.outstanding, self.mine_unseen, rollouts, overtaking):
             return False
         if step_waits and environment in self.config.quotas:
@@ -207,6 +259,12 @@ class FlowControl:
         self._reserved[environment] -= 1
         if offset >= self._progress.position(partition):
             heapq.heappush(self._delivered.setdefault((environment, partition), []), offset)
+
+    def note_unlabeled(self, partition: int, offset: int, environment: str = "") -> None:
+        """Note that a rollout of a group reserved for an environment waits for its label, at an offset of
+        `unlabelled`."""
+        self._reserved[environment] -= 1
+        heapq.heappush(self._unlabeled.setdefault((environment, partition), []), (offset, self.consumed))
 
     def release(self, rollouts: int, environment: str = "") -> None:
         """Release members of a group reserved for an environment that will never be sent."""

@@ -29,7 +29,7 @@ from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused, InferenceUnavailable
 from rollstream.producers.mixture import Mixture
 from rollstream.producers.rollout_assembly import GroupStamp, rollout_of, uids_of
-from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.producers.rollout_outlet import RolloutOutlet
 from rollstream.producers.sampling import GroupSampling
 from rollstream.topics.errors import DeadlineExceeded, RecordError, RollstreamError
 from rollstream.topics.logs import event
@@ -48,7 +48,7 @@ _PASSING = (InferenceUnavailable, RecordError, EpisodeFailed, ContextTooLong)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReport:
-    """Totals of a worker; means are over the rollouts sent."""
+    """Totals of a worker; means are over the rollouts sent with their rewards."""
 
     groups: int = 0
     rollouts: int = 0
@@ -64,7 +64,7 @@ class Worker:
         self,
         mixture: Mixture,
         client: CompletionsClient,
-        producer: RolloutProducer,
+        outlet: RolloutOutlet,
         config: WorkerConfig,
         *,
         incarnation: str,
@@ -74,7 +74,7 @@ class Worker:
         read_progress: Callable[[], RunProgress] | None = None,
         dual: DualWriter | None = None,
     ) -> None:
-        """With `flow`, the producer's deliveries must reach it, and `read_progress` returns the newest progress.
+        """With `flow`, the outlet's deliveries must reach it, and `read_progress` returns the newest progress.
 
         `captures` are the endpoints of environments that call the policy themselves; deliveries must take their uids
         out of `undelivered`. `dual` also writes each group in the old form.
@@ -83,7 +83,7 @@ class Worker:
         self._undelivered = undelivered
         self._mixture = mixture
         self._client = client
-        self._producer = producer
+        self._outlet = outlet
         self._config = config
         self._name = f"{config.worker_id}.{incarnation}"
         self._origin = {"host": socket.gethostname(), "process": str(os.getpid())}
@@ -95,6 +95,7 @@ class Worker:
         self._paused_until_s: dict[str, float] = {}
         self._started = 0
         self._sent = 0
+        self._scored = 0
         self._cancelled = 0
         self._failed = 0
         self._tokens = 0
@@ -108,13 +109,13 @@ class Worker:
     @property
     def report(self) -> WorkerReport:
         """Totals so far."""
-        sent = max(self._sent, 1)
+        scored = max(self._scored, 1)
         return WorkerReport(
             groups=self._started,
             rollouts=self._sent,
             cancelled=self._cancelled,
-            reward=self._reward / sent,
-            components={name: total / sent for name, total in sorted(self._components.items())},
+            reward=self._reward / scored,
+            components={name: total / scored for name, total in sorted(self._components.items())},
         )
 
     def metrics(self) -> dict[str, float]:
@@ -136,6 +137,7 @@ class Worker:
         if self._flow is not None:
             values |= {"outstanding": self._flow.outstanding, "mine_unseen": self._flow.mine_unseen}
             values["records_skipped_total"] = self._flow.records_skipped
+            values["waiting_for_labels"] = self._flow.waiting_for_labels
         return values
 
     async def run(self, stop: asyncio.Event) -> WorkerReport:
@@ -163,7 +165,7 @@ class Worker:
                 task.cancel()
             # Their errors matter less than the one being raised; each task has cancelled its group on the log.
             await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(self._producer.flush, max(_LEAST_FLUSH_S, deadline - time.monotonic()))
+        await asyncio.to_thread(self._outlet.flush, max(_LEAST_FLUSH_S, deadline - time.monotonic()))
         self._log("worker_stopped")
         return self.report
 
@@ -192,7 +194,7 @@ class Worker:
 
     def _reap(self, tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
         """Return the tasks still running; raise the error that ended one. Delivery callbacks run here, too."""
-        self._producer.poll()
+        self._outlet.poll()
         if time.monotonic() - self._reported > _REPORT_EVERY_S:
             self._reported = time.monotonic()
             self._log("worker_progress")
@@ -337,7 +339,9 @@ class Worker:
         if any(isinstance(failure, InferenceUnavailable) for failure in failures):
             return
         if sent:
-            self._mixture.curriculum.note_group(name, success_of(sent))
+            # Of a group that waits for labels, success is not known here.
+            if not environment.awaits_label:
+                self._mixture.curriculum.note_group(name, success_of(sent))
             del self._failed_groups[name]
             return
         self._failed_groups[name] += 1
@@ -353,10 +357,10 @@ class Worker:
         )
 
     async def _send(self, rollout: Rollout) -> None:
-        deadline = time.monotonic() + self._producer.send_timeout_s
+        deadline = time.monotonic() + self._outlet.send_timeout_s
         while True:
             try:
-                self._producer.send(rollout, timeout_s=0.0)
+                self._outlet.send(rollout, timeout_s=0.0)
                 break
             except DeadlineExceeded:
                 # The queue is full: let other groups continue while the broker catches up.
@@ -365,8 +369,10 @@ class Worker:
                 await asyncio.sleep(_TICK_S)
         self._sent += 1
         self._tokens += int(rollout.loss_mask.sum())
-        self._reward += rollout.reward
-        self._components.update(rollout.reward_components)
+        if not self._outlet.awaits_label(rollout.environment):
+            self._scored += 1
+            self._reward += rollout.reward
+            self._components.update(rollout.reward_components)
 
     def _cancel(self, prompt: Prompt, stamp: GroupStamp, uids: Sequence[str], reason: str) -> None:
         if not uids:
@@ -374,7 +380,7 @@ class Worker:
         if self._flow is not None:
             self._flow.release(len(uids), stamp.environment)
         self._cancelled += len(uids)
-        self._producer.cancel(
+        self._outlet.cancel(
             GroupCancelled(
                 environment=stamp.environment,
                 example_id=prompt.example_id,

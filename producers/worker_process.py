@@ -2,25 +2,24 @@
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 
 from rollstream.producers.config import CapacityConfig, CurriculumConfig, WorkerConfig
 from rollstream.producers.dual_writer import DualWriter
 from rollstream.producers.environment_loading import LoadedEnvironment
-from rollstream.producers.flow_control import FlowControl, RunProgress
 from rollstream.producers.gateway.left_episodes import end_left_episodes
 from rollstream.producers.gateway.worker_capture import WorkerCapture
 from rollstream.producers.inference.client import client_of
-from rollstream.producers.journal_tailer import JournalTailer
 from rollstream.producers.metrics_publisher import MetricsPublisher
 from rollstream.producers.mixture import Mixture
 from rollstream.producers.mixture_states import MixtureStates
 from rollstream.producers.policy_versions import PolicyFollower
 from rollstream.producers.record_sender import RolloutDelivery
-from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.producers.rollout_outlet import RolloutOutlet
 from rollstream.producers.worker import Worker, WorkerReport
+from rollstream.producers.worker_flow import open_flow
 from rollstream.topics.config import KafkaConfig
 
 
@@ -35,12 +34,14 @@ async def run_worker(
     workers: int = 1,
     curriculum: CurriculumConfig | None = None,
     capacity: CapacityConfig | None = None,
+    labeling_group: str = "",
     stop: asyncio.Event | None = None,
 ) -> WorkerReport:
     """Run one worker with its clients until `stop` is set; without `stop`, until SIGTERM or SIGINT arrives.
 
     `incarnation` must differ at each start of a worker: it keeps uids unique. `ordinal` is its number of `workers`,
-    which share the prompts. Without `capacity` there is no limit. Raises ConfigurationError, TopicError,
+    which share the prompts. Without `capacity` there is no limit. `labeling_group` is the full name of the consumer
+    group of the labelers, for environments whose rewards come from them. Raises ConfigurationError, TopicError,
     BrokerUnavailable, InferenceUnavailable, InferenceRefused, DeliveryError.
     """
     curriculum = curriculum or CurriculumConfig()
@@ -55,7 +56,8 @@ async def run_worker(
             curriculum=curriculum,
             state=states.own,
         )
-        flow, read_progress = await _flow_control(stack, kafka, run, capacity)
+        labeled = [environment.name for environment in environments if environment.awaits_label]
+        flow, read_progress = await open_flow(stack, kafka, run, capacity, labeled, labeling_group)
         undelivered: set[str] = set()
 
         def delivered(delivery: RolloutDelivery) -> None:
@@ -63,14 +65,20 @@ async def run_worker(
             if flow is not None:
                 flow.note_delivery(delivery.partition, delivery.offset, delivery.environment)
 
-        producer = stack.enter_context(RolloutProducer(kafka, run, on_delivery=delivered))
+        def waits(delivery: RolloutDelivery) -> None:
+            if flow is not None:
+                flow.note_unlabeled(delivery.partition, delivery.offset, delivery.environment)
+
+        outlet = stack.enter_context(
+            RolloutOutlet(kafka, run, labeled=labeled, on_delivery=delivered, on_unlabeled=waits)
+        )
         policies = stack.enter_context(PolicyFollower(kafka, run))
         topic = config.dual_write_topic
         async with client_of(config, policies) as client, AsyncExitStack() as opened:
             captures = {}
             author = f"{config.worker_id}.{incarnation}"
             if any(environment.agent is not None for environment in environments):
-                await end_left_episodes(kafka, run, config, author=author, producer=producer)
+                await end_left_episodes(kafka, run, config, author=author, producer=outlet.rollouts)
             for environment in environments:
                 if environment.agent is not None:
                     settings = replace(config, temperature=environment.temperature)
@@ -79,7 +87,7 @@ async def run_worker(
             worker = Worker(
                 mixture,
                 client,
-                producer,
+                outlet,
                 config,
                 incarnation=incarnation,
                 flow=flow,
@@ -99,18 +107,6 @@ async def run_worker(
                     keeping.cancel()
                     await asyncio.gather(keeping, return_exceptions=True)
                     await asyncio.to_thread(states.write, mixture.states())
-
-
-async def _flow_control(
-    stack: ExitStack, kafka: KafkaConfig, run: str, capacity: CapacityConfig | None
-) -> tuple[FlowControl | None, Callable[[], RunProgress] | None]:
-    """Return the flow control and a reader of the run's progress; `stack` closes the client. None without capacity."""
-    if capacity is None:
-        return None, None
-    tailer = JournalTailer(kafka, run)
-    stack.callback(tailer.close)
-    await asyncio.to_thread(tailer.start)
-    return FlowControl(capacity, tailer.rollout_ends), lambda: tailer.progress
 
 
 async def _keep_states(mixture: Mixture, states: MixtureStates, interval_s: float) -> None:

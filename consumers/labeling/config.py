@@ -69,7 +69,8 @@ class LabelingConfig:
     """Settings of labeling processes."""
 
     processes: int = 0
-    """Labeling processes that `rollstream run` starts; a run with labeling processes has none of the token roles."""
+    """Labeling processes that `rollstream run` starts: at least one if the rewards of an environment come from a
+    labeler. Without such an environment, a run with labeling processes has none of the token roles."""
     labeler: str = ""
     """Function that labels, package.module:function or path/to/file.py:function, or judge, if the command line names
     none."""

@@ -6,7 +6,6 @@ would be labeled twice or never.
 
 import logging
 from contextlib import closing
-from dataclasses import dataclass
 
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.topics.catalogue import name_in_run, topic_name
@@ -18,38 +17,13 @@ from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.labeling_progress import LabelingProgress
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 SOURCE = "rollstream.source"
 """Header of a labeled record: partition and offset of its source in `unlabelled`, joined by a colon."""
 _PLACE = ("topic", "partition", "offset")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelingProgress:
-    """Counts committed with the position of a partition: the outcomes of its records below that position."""
-
-    topic_id: str
-    """Id of the topic the position belongs to."""
-    since: int = 0
-    """Offset at which counting began."""
-    labeled: int = 0
-    left_out: int = 0
-    dead_lettered: int = 0
-
-    def encode(self) -> str:
-        """Encode as the metadata of a committed offset."""
-        return f"{self.topic_id} {self.since} {self.labeled} {self.left_out} {self.dead_lettered}"
-
-    @classmethod
-    def decode(cls, committed: GroupPosition) -> "LabelingProgress":
-        """Decode the metadata of a committed offset; metadata without counts start counting at that offset."""
-        topic_id, *numbers = committed.metadata.split(" ")
-        if len(numbers) != 4 or not all(number.isascii() and number.isdecimal() for number in numbers):
-            return cls(topic_id=topic_id, since=max(committed.offset, 0))
-        since, labeled, left_out, dead_lettered = map(int, numbers)
-        return cls(topic_id=topic_id, since=since, labeled=labeled, left_out=left_out, dead_lettered=dead_lettered)
 
 
 def source_of(message: KafkaRecord) -> tuple[int, int] | None:

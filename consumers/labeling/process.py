@@ -24,7 +24,7 @@ from rollstream.consumers.labeling.labeler import (
     is_asynchronous,
     label,
 )
-from rollstream.consumers.labeling.positions import SOURCE, LabelingProgress, ensure_positions
+from rollstream.consumers.labeling.positions import SOURCE, ensure_positions
 from rollstream.consumers.transactions import ExactlyOnce, OwnershipLost, Refused
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
@@ -32,7 +32,9 @@ from rollstream.topics.errors import BrokerUnavailable, Fenced
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
 from rollstream.topics.kafka.records import UNREADABLE, GroupPosition, KafkaRecord
+from rollstream.topics.kafka.sender import Delivery
 from rollstream.topics.kafka.transactions import Transaction
+from rollstream.topics.labeling_progress import LabelingProgress
 from rollstream.topics.logs import event
 from rollstream.topics.metrics import MetricsWriter
 
@@ -60,13 +62,15 @@ class PartitionOutcomes(NamedTuple):
     cancellations: Sequence[tuple[bytes | None, bytes]] = ()
     """Key and value of each record for `rollouts` that cancels a member without a reward."""
 
-    def after(self, before: LabelingProgress) -> LabelingProgress:
-        """Progress to commit with the position, following `before`."""
+    def after(self, before: LabelingProgress, written: int) -> LabelingProgress:
+        """Progress to commit with the position, following `before`; `written` is the offset after the newest record of
+        these outcomes on `rollouts`, 0 if there is none."""
         return replace(
             before,
             labeled=before.labeled + len(self.labeled),
             left_out=before.left_out + self.left_out,
             dead_lettered=before.dead_lettered + len(self.refused),
+            written=written or before.written,
         )
 
 
@@ -187,7 +191,7 @@ class LabelingProcess:
         if not parts:
             return
         self._publisher.publish(parts)
-        self._progress.update({part.partition: part.after(self._progress[part.partition]) for part in parts})
+        self._progress.update(self._publisher.written)
         self._counts = LabelingCounts(*(a + b for a, b in zip(self._counts, waiting.counts(), strict=True)))
         for refused in (letter for part in parts for letter in part.refused):
             event(
@@ -300,18 +304,30 @@ class _Publisher(ExactlyOnce[PartitionOutcomes]):
     ) -> None:
         super().__init__(kafka, run, group, "labeller", ordinal, member, topic)
         self._progress = progress
+        self._rollouts = topic_name(run, "rollouts")
+        self.written: dict[int, LabelingProgress] = {}
+        """Progress that the newest transaction commits, by partition."""
 
     def _write(self, transaction: Transaction, parts: Sequence[PartitionOutcomes]) -> list[GroupPosition]:
+        ends: dict[int, int] = {}
+
+        def note(delivery: Delivery) -> None:
+            if delivery.topic == self._rollouts:
+                ends[delivery.partition] = max(ends.get(delivery.partition, 0), delivery.offset + 1)
+
         for part in parts:
             for labeled in part.labeled:
                 headers = {SOURCE: f"{part.partition}:{labeled.offset}"}
                 topic = topic_name(self._run, labeled.topic)
-                transaction.send(topic, labeled.value, labeled.key, partition=part.partition, headers=headers)
+                transaction.send(
+                    topic, labeled.value, labeled.key, partition=part.partition, headers=headers, on_delivery=note
+                )
             for key, value in part.cancellations:
                 # Without the source: what is labeled is counted by that header.
-                transaction.send(topic_name(self._run, "rollouts"), value, key, partition=part.partition)
+                transaction.send(self._rollouts, value, key, partition=part.partition, on_delivery=note)
             for refused in part.refused:
                 self._send_dead_letter(transaction, refused)
+        # The offsets of the records belong to the progress.
         self._flush(transaction)
-        after = {part.partition: part.after(self._progress[part.partition]).encode() for part in parts}
-        return [GroupPosition(self._topic, part.partition, part.position, after[part.partition]) for part in parts]
+        self.written = {p.partition: p.after(self._progress[p.partition], ends.get(p.partition, 0)) for p in parts}
+        return [GroupPosition(self._topic, p.partition, p.position, self.written[p.partition].encode()) for p in parts]

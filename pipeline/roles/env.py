@@ -51,6 +51,7 @@ async def _work(config: RunConfig, ordinal: int, stop: asyncio.Event) -> None:
         workers=config.supervisor.workers,
         curriculum=config.curriculum,
         capacity=replace(config.capacity, quotas={e.name: e.entry.quota for e in environments if e.entry.quota < 1.0}),
+        labeling_group=config.labeling.group_id(config.run),
         stop=stop,
     )
 

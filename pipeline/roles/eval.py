@@ -28,9 +28,11 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Evaluate until stopped, then finish evaluations that are due."""
     if not config.evaluation.every_versions:
         raise ConfigurationError("evaluation.every_versions is 0: nothing is due; set it, e.g. to 50")
-    environments = [environment for environment in environments_of(config) if environment.entry.evaluate]
+    environments = [environment for environment in environments_of(config) if environment.evaluated]
     if not environments:
-        raise ConfigurationError("no environment is evaluated: set environments.N.evaluate of one to true")
+        raise ConfigurationError(
+            "no environment is evaluated: set environments.N.evaluate of one that knows its rewards to true"
+        )
     clients.check_broker(config.kafka)
 
     async def evaluate(stop: asyncio.Event) -> None:

@@ -46,6 +46,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Run until SIGTERM (0), Ctrl-C (130), the end of its work (0) or a role that keeps failing (1)."""
     if not config.is_control:
         require_jax()
+        plans.check_labeler(config)
         check_lengths(config, environments_of(config))
     interrupts = Interrupts()
     interrupts.install()

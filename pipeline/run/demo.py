@@ -40,6 +40,7 @@ from rollstream.pipeline.tools.replay import replay
 from rollstream.pipeline.tools.run_view import RolloutPlace, RunView
 from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka.reader import read_to_end
 
 TARGET_EXACT = 0.9
@@ -99,6 +100,11 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Run the demo; 0 if the model learned, the ledger balances and every batch follows from the log, else 1."""
     began = time.monotonic()
     require_jax()
+    if config.awaits_labels:
+        raise ConfigurationError(
+            "the rewards of an environment come from a labeler, and a demo plays environments that know their rewards; "
+            "use `rollstream run`"
+        )
     check_lengths(config, environments_of(config))
     interrupts = Interrupts()
     interrupts.install()

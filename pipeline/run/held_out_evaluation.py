@@ -24,7 +24,7 @@ async def _evaluate(config: RunConfig, version: int, phase: str) -> HeldOutScore
         RolloutProducer(config.kafka, config.run, topic="evals") as producer,
         PolicyFollower(config.kafka, config.run) as policies,
     ):
-        environments = [environment for environment in environments_of(config) if environment.entry.evaluate]
+        environments = [environment for environment in environments_of(config) if environment.evaluated]
         capture = evaluation.evaluation_capture(environments, config.kafka, config.run, config.worker, policies)
         async with client_of(config.worker, policies) as client, capture as endpoint:
             scores = [

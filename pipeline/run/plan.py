@@ -13,6 +13,7 @@ from rollstream.infra.ports import free_port, free_port_row
 from rollstream.pipeline.config import RunConfig, inference_urls, secret_variables, to_toml
 from rollstream.pipeline.run.supervisor import RoleSpec
 from rollstream.pipeline.settings import BOOTSTRAP_VARIABLE, ENVIRONMENT_PREFIX
+from rollstream.topics.errors import ConfigurationError
 
 LEARN = "learn"
 INFER = "infer"
@@ -31,13 +32,15 @@ class RunPlan:
     """One if versions are evaluated, else none."""
     gateways: tuple[RoleSpec, ...] = ()
     """One if gateway.port is set, else none."""
+    labelers: tuple[RoleSpec, ...] = ()
+    """Some if the rewards of an environment come from a labeler, else none."""
     followers: tuple[RoleSpec, ...] = ()
     """The further processes of a learner that has several."""
 
     @property
     def consumers(self) -> tuple[RoleSpec, ...]:
         """Roles that must be ready before a rollout is produced."""
-        return (self.learn, *self.followers, *self.servers, *self.groupers)
+        return (self.learn, *self.followers, *self.servers, *self.groupers, *self.labelers)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,15 @@ class ControlPlan:
     def consumers(self) -> tuple[RoleSpec, ...]:
         """Roles that must be ready before a trajectory is produced."""
         return (*self.fillers, *self.labelers)
+
+
+def check_labeler(config: RunConfig) -> None:
+    """Raise ConfigurationError if an environment waits for a labeler, and none is named."""
+    if config.awaits_labels and not config.labeling.labeler:
+        raise ConfigurationError(
+            "the rewards of an environment come from a labeler, and none is named; set labeling.labeler to judge, or "
+            "to package.module:function"
+        )
 
 
 def settle(config: RunConfig) -> RunConfig:
@@ -91,6 +103,7 @@ def plan(config: RunConfig, path: Path) -> RunPlan:
             spec(f"{INFER}-{n}" if n else INFER, "infer", "--ordinal", str(n)) for n in range(config.inference.replicas)
         ),
         groupers=tuple(spec(f"group-{n}", "group", "--ordinal", str(n)) for n in range(config.grouper.processes)),
+        labelers=_labelers(config, path),
         workers=tuple(spec(f"env-{n}", "env", "--ordinal", str(n)) for n in range(config.supervisor.workers)),
         gateways=(spec("gateway", "gateway"),) if config.gateway.port else (),
         evaluators=(spec("eval", "eval"),) if config.evaluation.every_versions else (),
@@ -102,11 +115,15 @@ def control_plan(config: RunConfig, path: Path) -> ControlPlan:
     spec = partial(_spec, config, path)
     return ControlPlan(
         fillers=(spec("fill", "fill"),) if config.fill.directory else (),
-        labelers=tuple(spec(f"label-{n}", "label", "--ordinal", str(n)) for n in range(config.labeling.processes)),
+        labelers=_labelers(config, path),
         collectors=tuple(
             spec(f"collect-{n}", "collect", "--ordinal", str(n), finishes=True) for n in range(config.collect.processes)
         ),
     )
+
+
+def _labelers(config: RunConfig, path: Path) -> tuple[RoleSpec, ...]:
+    return tuple(_spec(config, path, f"label-{n}", "label", "--ordinal", str(n)) for n in range(config.labelers))
 
 
 def _spec(config: RunConfig, path: Path, name: str, command: str, *flags: str, finishes: bool = False) -> RoleSpec:

@@ -18,7 +18,7 @@ from rollstream.topics.records import LearnerStep, ModelCall, Rollout
 from tests.broker.test_demo import SMALL, environment
 
 AGENT = '''
-"""Plays groups of four sessions until the gateway is gone. It knows a URL, OpenAI's client and nothing of rollstream."""
+"""Plays groups of four sessions until the gateway is gone. It knows a URL and OpenAI's client, and no rollstream."""
 
 import http.client
 import json

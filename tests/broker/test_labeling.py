@@ -12,7 +12,7 @@ from confluent_kafka import KafkaException, TopicPartition
 
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets, members
 from rollstream.consumers.labeling.config import LabelingConfig
-from rollstream.consumers.labeling.positions import SOURCE, LabelingProgress, ensure_positions
+from rollstream.consumers.labeling.positions import SOURCE, ensure_positions
 from rollstream.consumers.labeling.process import LabelingProcess, PartitionOutcomes
 from rollstream.consumers.labeling.recovery import recover
 from rollstream.consumers.transactions import ExactlyOnce, OwnershipLost
@@ -23,6 +23,7 @@ from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.keys import encode_key, partition_of
+from rollstream.topics.labeling_progress import LabelingProgress
 from rollstream.topics.records import same
 from rollstream.topics.trajectories import from_record, to_record
 from tests.support.command_line import answer_of

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from rollstream.consumers.buffers.trajectories.filler import filler_positions
-from rollstream.consumers.labeling.positions import LabelingProgress, refused_of, source_of
+from rollstream.consumers.labeling.positions import refused_of, source_of
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.dead_letters import REDRIVEN
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
@@ -21,6 +21,7 @@ from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.labeling_progress import LabelingProgress
 from rollstream.topics.records import TrajectoryRecord
 
 _FATES = ("produced", "labeled", "left_out", "dead_lettered", "pending", "undecided", "pruned")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rollstream.producers.config import CapacityConfig
 from rollstream.producers.flow_control import (
     FlowControl,
+    LabelingPosition,
     PartitionProgress,
     RunProgress,
     check_capacity,
@@ -116,6 +117,40 @@ def test_unread_rollouts_of_an_earlier_incarnation_count_as_mine() -> None:
     assert flow.start_group()
 
 
+def test_what_waits_for_a_label_is_mine_until_grouping_read_what_became_of_it() -> None:
+    flow = FlowControl(CONFIG)
+    assert flow.start_group("a")
+    for offset in (3, 5, 6, 8):
+        flow.note_unlabeled(1, offset, "a")
+    assert (flow.mine_unseen, flow.waiting_for_labels) == (4, 4)
+    flow.observe(RunProgress(labeling={0: LabelingPosition(9, 9), 1: LabelingPosition(6, 21)}))
+    assert (flow.mine_unseen, flow.waiting_for_labels) == (4, 2), "labeled, and not read by grouping"
+    grouping = {1: counts(position=21, produced=2)}
+    flow.observe(RunProgress(grouping, labeling={1: LabelingPosition(6, 21)}))
+    assert (flow.mine_unseen, flow.waiting_for_labels) == (2, 2)
+    flow.observe(RunProgress(grouping, labeling={1: LabelingPosition(9, 21)}))
+    assert (flow.mine_unseen, flow.waiting_for_labels) == (0, 0), "the labeler wrote nothing for the last two"
+
+
+def test_what_waited_for_labels_at_the_start_counts_as_mine_until_it_is_labeled() -> None:
+    flow = FlowControl(CONFIG, unlabeled={0: range(2, 20), 1: range(7, 12)})
+    assert not flow.start_group()
+    flow.observe(RunProgress(labeling={0: LabelingPosition(18, 0), 1: LabelingPosition(12, 4)}))
+    assert flow.mine_unseen == 2 + 5
+    flow.observe(RunProgress({1: counts(position=4, produced=4)}, labeling={0: LabelingPosition(20, 0)}))
+    assert flow.mine_unseen == 0
+
+
+def test_what_the_learner_takes_while_labels_are_awaited_comes_off_the_limit() -> None:
+    flow = FlowControl(replace(CONFIG, workers=1))  # limit 80, or 65 after rollouts that 15 overtook
+    flow.start_group("a")
+    flow.note_unlabeled(0, 0, "a")
+    flow.release(3, "a")
+    waiting = {0: PartitionProgress(99, 75, 0, 75)}
+    flow.observe(RunProgress(waiting, 15, labeling={0: LabelingPosition(1, 1)}))
+    assert sum(flow.start_group() for _ in range(9)) == 1
+
+
 def test_the_share_is_bounded_when_nothing_is_read() -> None:
     flow = FlowControl(CONFIG)
     assert [flow.start_group() for _ in range(8)] == [True] * 6 + [False] * 2
@@ -204,7 +239,11 @@ def test_the_lag_it_names_is_enough_and_the_least() -> None:
 class Pipeline:
     """A model of everything around the rule: logs, grouping that reads and seals, a learner that takes whole steps."""
 
-    def __init__(self, config: CapacityConfig) -> None:
+    def __init__(self, config: CapacityConfig, labels: bool = False) -> None:
+        """With `labels`, what workers send waits for a label first."""
+        self.labels = labels
+        self.unlabeled: list[list[int]] = [[] for _ in range(config.partitions)]
+        self.labeling = dict.fromkeys(range(config.partitions), LabelingPosition(0, 0))
         self.config = config
         self.flows = [FlowControl(config) for _ in range(config.workers)]
         self.generating: list[list[int]] = [[] for _ in range(config.workers)]  # members still to come, per group
@@ -231,8 +270,21 @@ class Pipeline:
             self.flows[worker].note_end(self.consumed_at_start[group])
             partition = group % self.config.partitions
             for _ in range(self.config.group_size):
-                self.log[partition].append((group, worker))
-                self.flows[worker].note_delivery(partition, len(self.log[partition]) - 1)
+                if self.labels:
+                    self.unlabeled[partition].append(group)
+                    self.flows[worker].note_unlabeled(partition, len(self.unlabeled[partition]) - 1)
+                else:
+                    self.log[partition].append((group, worker))
+                    self.flows[worker].note_delivery(partition, len(self.log[partition]) - 1)
+
+    def label(self, partition: int, records: int) -> None:
+        """Label the next rollouts that wait."""
+        position = self.labeling[partition].position
+        labeled = self.unlabeled[partition][position : position + records]
+        if labeled:
+            self.log[partition] += [(group, 0) for group in labeled]
+            self.labeling[partition] = LabelingPosition(position + len(labeled), len(self.log[partition]))
+            self.publish()
 
     def group(self, partition: int, records: int, drop: bool) -> None:
         for group, _ in self.log[partition][self.read[partition] : self.read[partition] + records]:
@@ -261,7 +313,7 @@ class Pipeline:
         partitions = {p: counts(position=n, produced=n) for p, n in enumerate(self.read)}
         partitions[0] = replace(partitions[0], finished_untrained=self.dropped)
         for flow in self.flows:
-            flow.observe(RunProgress(partitions, self.trained))
+            flow.observe(RunProgress(partitions, self.trained, labeling=self.labeling))
 
     @property
     def total(self) -> int:
@@ -287,7 +339,7 @@ def configs(draw: st.DrawFn) -> CapacityConfig:
 # Most amounts are "all there is": the worst cases fill shares, send everything and read everything.
 actions = st.lists(
     st.tuples(
-        st.sampled_from(["start", "send", "group", "learn"]),
+        st.sampled_from(["start", "send", "label", "group", "learn"]),
         st.integers(0, 3),
         st.sampled_from([1, 1000, 1000]),
         st.booleans(),
@@ -298,9 +350,11 @@ actions = st.lists(
 
 
 @settings(max_examples=100)
-@given(configs(), actions)
-def test_the_limit_is_never_exceeded(config: CapacityConfig, script: list[tuple[str, int, int, bool]]) -> None:
-    pipeline = Pipeline(config)
+@given(configs(), actions, st.booleans())
+def test_the_limit_is_never_exceeded(
+    config: CapacityConfig, script: list[tuple[str, int, int, bool]], labels: bool
+) -> None:
+    pipeline = Pipeline(config, labels)
     for action, number, amount, drop in script:
         match action:
             case "start":
@@ -309,6 +363,9 @@ def test_the_limit_is_never_exceeded(config: CapacityConfig, script: list[tuple[
             case "send":
                 for _ in range(min(amount, len(pipeline.generating[number % config.workers]))):
                     pipeline.send(number % config.workers)
+            case "label":
+                for partition in range(config.partitions) if amount > 1 else [number % config.partitions]:
+                    pipeline.label(partition, amount)
             case "group":
                 for partition in range(config.partitions) if amount > 1 else [number % config.partitions]:
                     pipeline.group(partition, amount, drop)
@@ -318,11 +375,11 @@ def test_the_limit_is_never_exceeded(config: CapacityConfig, script: list[tuple[
 
 
 @settings(max_examples=50)
-@given(configs(), st.sets(st.integers(0, 3)), st.integers(0, 2**32))
+@given(configs(), st.sets(st.integers(0, 3)), st.integers(0, 2**32), st.booleans())
 def test_workers_that_died_holding_all_they_may_never_stall_the_rest(
-    config: CapacityConfig, dead: set[int], seed: int
+    config: CapacityConfig, dead: set[int], seed: int, labels: bool
 ) -> None:
-    pipeline = Pipeline(config)
+    pipeline = Pipeline(config, labels)
     dead &= set(range(1, config.workers))
     for worker in dead:
         while pipeline.start(worker):
@@ -337,6 +394,7 @@ def test_workers_that_died_holding_all_they_may_never_stall_the_rest(
             while pipeline.generating[worker]:
                 pipeline.send(worker)
         for partition in range(config.partitions):
+            pipeline.label(partition, len(pipeline.unlabeled[partition]))
             # A quarter of the groups has no variance.
             seed = seed * 6364136223846793005 + 1442695040888963407 & (1 << 64) - 1
             pipeline.group(partition, len(pipeline.log[partition]), drop=seed >> 62 == 0)

@@ -1,0 +1,94 @@
+"""Follows how far labeling has read `unlabelled`, in a thread of its own, for the flow control of a worker.
+
+It reads the committed positions of the labeling processes, so it costs a request twice a second, however much is
+labeled.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from types import TracebackType
+from typing import Self
+
+from rollstream.producers.flow_control import LabelingPosition
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.labeling_progress import LabelingProgress
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_INTERVAL_S = 0.5
+
+
+class LabelTailer:
+    """Keeps `positions` up to date between `start` and `close`; use it as a context manager."""
+
+    def __init__(self, kafka: KafkaConfig, run: str, group: str) -> None:
+        """`group` is the full name of the consumer group of the labeling processes."""
+        self._kafka, self._group = kafka, group
+        self._topic = topic_name(run, "unlabelled")
+        self._stop = threading.Event()
+        self._error: Exception | None = None
+        self._positions: dict[int, LabelingPosition] = {}
+        self._thread = threading.Thread(target=self._run, name="label-tailer", daemon=True)
+        self.waiting: dict[int, range] = {}
+        """Offsets that waited for a label when the tailer started, by partition."""
+
+    def start(self) -> None:
+        """Read the positions once and start the thread. Raises TopicError, BrokerUnavailable."""
+        # The ends first: what is labeled in between no longer waits.
+        bounds = topic_admin.bounds(self._kafka, self._topic)
+        with closing(Reader(self._kafka, group=self._group)) as reader:
+            self._positions = self._read(reader, len(bounds))
+        for partition, (begin, end) in bounds.items():
+            labeled = self._positions.get(partition)
+            self.waiting[partition] = range(max(begin, labeled.position if labeled else begin), end)
+        self._thread.start()
+
+    @property
+    def positions(self) -> dict[int, LabelingPosition]:
+        """The newest positions, by partition; none before labeling has begun. Raises the error that stopped the
+        thread, if one did."""
+        if self._error is not None:
+            raise self._error
+        return self._positions
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(self._kafka.patience_s)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            with closing(Reader(self._kafka, group=self._group)) as reader:
+                while not self._stop.wait(_INTERVAL_S):
+                    self._update(lambda: self._read(reader, len(self.waiting)))
+        except Exception as error:  # `positions` raises it in the caller's thread
+            self._error = error
+
+    def _update(self, read: Callable[[], dict[int, LabelingPosition]]) -> None:
+        try:
+            self._positions = read()
+        except BrokerUnavailable as error:
+            # A transaction that stands open hides them; old positions only make the worker wait.
+            event(logger, "labeling_positions_not_read", level=logging.WARNING, error=str(error))
+
+    def _read(self, reader: Reader, partitions: int) -> dict[int, LabelingPosition]:
+        places = reader.committed(self._topic, range(partitions), f"reading offsets of group {self._group}")
+        return {
+            place.partition: LabelingPosition(place.offset, LabelingProgress.decode(place).written)
+            for place in places
+            if place.offset >= 0
+        }

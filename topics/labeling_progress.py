@@ -1,0 +1,44 @@
+"""Metadata of the committed offsets of `unlabelled`: outcomes of labeling up to that position.
+
+Offset and metadata are committed with the labeled records. Workers and tools read how far labeling is from them.
+"""
+
+from dataclasses import dataclass
+
+from rollstream.topics.kafka.records import GroupPosition
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelingProgress:
+    """Counts committed with the position of a partition: the outcomes of its records below that position."""
+
+    topic_id: str
+    """Id of the topic the position belongs to."""
+    since: int = 0
+    """Offset at which counting began."""
+    labeled: int = 0
+    left_out: int = 0
+    dead_lettered: int = 0
+    written: int = 0
+    """Offset after the newest record that labeling wrote to the same partition of `rollouts`; 0 if it is unknown."""
+
+    def encode(self) -> str:
+        """Encode as the metadata of a committed offset."""
+        return f"{self.topic_id} {self.since} {self.labeled} {self.left_out} {self.dead_lettered} {self.written}"
+
+    @classmethod
+    def decode(cls, committed: GroupPosition) -> "LabelingProgress":
+        """Decode the metadata of a committed offset; metadata without counts start counting at that offset."""
+        topic_id, *numbers = committed.metadata.split(" ")
+        # Releases before `written` committed four numbers.
+        if len(numbers) not in (4, 5) or not all(number.isascii() and number.isdecimal() for number in numbers):
+            return cls(topic_id=topic_id, since=max(committed.offset, 0))
+        since, labeled, left_out, dead_lettered, written = map(int, (*numbers, "0")[:5])
+        return cls(
+            topic_id=topic_id,
+            since=since,
+            labeled=labeled,
+            left_out=left_out,
+            dead_lettered=dead_lettered,
+            written=written,
+        )
