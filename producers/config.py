@@ -95,7 +95,7 @@ class EnvironmentConfig:
     max_tokens: int = 0
     """Most tokens of a reply; 0 takes the environment's own limit."""
     rewards: Literal["environment", "labeler"] = "environment"
-    """Where rewards come from: the environment's own score, or a labeler, for which the rollouts wait on `unlabelled`.
+    """Source of its rewards: the environment's own score, or a labeler, for which the rollouts wait on `unlabelled`.
     """
     evaluate: bool = True
     """Whether evaluations answer its held-out prompts."""

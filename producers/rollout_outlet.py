@@ -1,4 +1,4 @@
-"""Where a worker's rollouts go: to `rollouts`, or to `unlabelled` if a labeler gives them their rewards."""
+"""Sends a worker's rollouts to `rollouts`, or to `unlabelled` if a labeler gives them their rewards."""
 
 from collections.abc import Callable, Collection
 from contextlib import ExitStack

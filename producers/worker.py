@@ -339,7 +339,7 @@ class Worker:
         if any(isinstance(failure, InferenceUnavailable) for failure in failures):
             return
         if sent:
-            # Of a group that waits for labels, success is not known here.
+            # The success of a group that waits for labels is not known here.
             if not environment.awaits_label:
                 self._mixture.curriculum.note_group(name, success_of(sent))
             del self._failed_groups[name]

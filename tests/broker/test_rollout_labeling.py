@@ -14,12 +14,17 @@ from aiohttp import web
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.labeling.recovery import recover
 from rollstream.pipeline.audit.ledger import ledger
+from rollstream.producers.config import CapacityConfig, EnvironmentConfig, WorkerConfig
+from rollstream.producers.environment_loading import with_settings
 from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.producers.tasks import create_task
+from rollstream.producers.worker import WorkerReport
+from rollstream.producers.worker_process import run_worker
 from rollstream.topics.codec import decode
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import GroupCancelled, Rollout, TrainingBatch, Turn
-from tests.support.producing import serving_http
+from tests.support.producing import SortingGenerator, serving, serving_http
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -147,6 +152,56 @@ def test_lost_positions_are_found_again_from_the_rollouts_that_were_labeled(
     eventually(lambda: len(rewarded(run)) == 45, 60, "what came later is labeled")
     assert again.poll() is None
     assert server.calls.total() == asked_before + 1, "nothing is asked again"
+
+
+def score_by_member(rollout: Rollout) -> float:
+    """A labeler's function."""
+    return float(rollout.uid[-1]) / 10
+
+
+def test_a_worker_sends_no_more_than_its_share_until_the_labeler_has_read_it(real_run: RealRun) -> None:
+    real_run.grouping = replace(real_run.grouping, batch_rollouts=4)
+    run = real_run.prepare()
+    # Above the floor of 30 there is room for one group, so a second one starts once the first is labeled and read.
+    capacity = CapacityConfig(max_policy_lag=2, rollouts_per_step=16, partitions=2, batch_rollouts=4, group_size=4)
+    assert (capacity.share, capacity.limit) == (4, 34)
+
+    async def play(url: str, stop: asyncio.Event) -> WorkerReport:
+        config = WorkerConfig(worker_id="w", inference_urls=(url,), group_size=4, metrics_interval_s=0.1)
+        entry = EnvironmentConfig(use="dsort3", rewards="labeler")
+        return await run_worker(
+            [with_settings(create_task("dsort3"), config, entry)],
+            *(run.kafka, run.name, config),
+            incarnation="1",
+            capacity=capacity,
+            labeling_group=LabelingConfig().group_id(run.name),
+            stop=stop,
+        )
+
+    async def play_until_labeled() -> WorkerReport:
+        stop = asyncio.Event()
+        with serving(SortingGenerator(versions=(0,))) as server:
+            playing = asyncio.create_task(play(server.base_url, stop))
+            try:
+                await asyncio.to_thread(eventually, held_back, 60, "the worker to wait for its labels")
+                assert (len(run.read("unlabelled")), rewarded(run)) == (4, [])
+                run.start("group")
+                run.start("label", f"{__file__}:score_by_member")
+                await asyncio.to_thread(eventually, lambda: len(rewarded(run)) >= 24, 90, "the worker to go on")
+            finally:
+                stop.set()
+                report = await playing
+        return report
+
+    def held_back() -> bool:
+        newest = [record.values for record in run.read("metrics") if getattr(record, "component", "") == "w"][-1:]
+        return any(values["waiting_for_capacity"] and values["waiting_for_labels"] == 4 for values in newest)
+
+    report = asyncio.run(play_until_labeled())
+    assert report.rollouts + report.cancelled <= capacity.limit
+    assert (report.reward, report.components) == (0.0, {}), "the worker knows no rewards"
+    assert {r.uid[-1]: r.reward for r in rewarded(run)} == {"0": 0.0, "1": 0.1, "2": 0.2, "3": 0.3}
+    assert all("exact" in r.reward_components for r in rewarded(run)), "the environment's own components stay"
 
 
 def rewarded(run: RealRun) -> list[Rollout]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rollstream.pipeline.config import RunConfig, load, to_toml
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.roles.env import worker_name
+from rollstream.pipeline.roles.eval import evaluated
 from rollstream.producers.config import EnvironmentConfig
 from rollstream.topics.errors import ConfigurationError
 
@@ -160,6 +161,27 @@ def test_lessons_that_nothing_unlocks_are_refused(flags: list[str], message: str
     config = load(flags=["environments.0.use=add", "environments.1.use=dsort3", *flags])
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         environments_of(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["collect.processes=1", "collect.player=a:b"], "one of a control task, which plays no environments"),
+        (["fill.directory=windows"], "one of a control task, which plays no environments"),
+        (["worker.dual_write_topic=old"], "worker.dual_write_topic takes rollouts with their rewards"),
+        (["environments.1.after=['add']"], "dsort3 comes after add, whose rewards come from a labeler"),
+    ],
+)
+def test_what_cannot_be_had_with_rewards_from_a_labeler_is_refused(flags: list[str], message: str) -> None:
+    labeled = ["environments.0.use=add", "environments.0.rewards=labeler", "environments.1.use=dsort3"]
+    environments_of(load(flags=labeled))
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        environments_of(load(flags=[*labeled, *flags]))
+
+
+def test_evaluations_leave_out_environments_that_know_no_rewards() -> None:
+    labeled = ["environments.0.use=add", "environments.0.rewards=labeler", "environments.1.use=dsort3"]
+    assert [e.name for e in evaluated(environments_of(load(flags=labeled)))] == ["dsort3"]
 
 
 def test_each_worker_plays_the_entries_that_have_so_many_workers() -> None:

@@ -1,9 +1,13 @@
 """The roles of a run, from its configuration."""
 
+import re
 from pathlib import Path
+
+import pytest
 
 from rollstream.pipeline.config import load
 from rollstream.pipeline.run import plan as plans
+from rollstream.topics.errors import ConfigurationError
 
 
 def test_a_run_has_a_gateway_where_it_has_a_port_and_it_counts_as_a_producer() -> None:
@@ -12,3 +16,24 @@ def test_a_run_has_a_gateway_where_it_has_a_port_and_it_counts_as_a_producer() -
     (spec,) = plans.plan(with_one, Path("run.toml")).gateways
     assert "gateway" in spec.arguments
     assert with_one.capacity.workers == without.capacity.workers + 1
+
+
+LABELED = ["environments.0.use=add", "environments.1.use=dsort3", "environments.1.rewards=labeler"]
+
+
+def test_a_run_whose_rewards_come_from_a_labeler_has_labelers_which_are_ready_before_a_rollout_is_produced() -> None:
+    config = load(flags=[*LABELED, "labeling.labeler=judge"])
+    assert not config.is_control
+    roles = plans.plan(config, Path("run.toml"))
+    assert [spec.name for spec in roles.labelers] == ["label-0"]
+    assert roles.labelers[0] in roles.consumers
+    several = load(flags=[*LABELED, "labeling.labeler=judge", "labeling.processes=3"])
+    assert not several.is_control
+    assert [spec.name for spec in plans.plan(several, Path("run.toml")).labelers] == ["label-0", "label-1", "label-2"]
+    assert plans.plan(load(), Path("run.toml")).labelers == ()
+
+
+def test_a_run_that_waits_for_a_labeler_without_a_name_is_refused() -> None:
+    plans.check_labeler(load())
+    with pytest.raises(ConfigurationError, match=re.escape("set labeling.labeler to judge")):
+        plans.check_labeler(load(flags=LABELED))
