@@ -57,6 +57,9 @@ class SupervisorConfig:
 
     workers: int = 2
     """Environment workers; grouping processes are counted by grouper.processes."""
+    worker_python: str = ""
+    """Python that runs the workers, such as one of a virtual environment in which rollstream and the library of an
+    environment are installed; empty: the one that runs `rollstream run`."""
     ready_timeout_s: float = 120.0
     """How long a role may take from its start, or from its last progress report, until it is ready."""
     stop_timeout_s: float = 20.0

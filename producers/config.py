@@ -80,6 +80,9 @@ class EnvironmentConfig:
     group rollstream.environments."""
     name: str = ""
     """Name in every record; empty takes the environment's own. It never changes within a run."""
+    load_in: Literal["all", "workers"] = "all"
+    """Processes that load it: all that need its prompts, or workers alone, if its library is installed only where
+    supervisor.worker_python is. Its lengths are then not checked, and it gives no examples for the warm start."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the class, as keywords."""
     weight: float = 1.0
@@ -112,6 +115,10 @@ class EnvironmentConfig:
         if not self.use:
             raise ConfigurationError(
                 'use is missing: name the environment, e.g. use = "dsort3" or use = "my_game.py:Game"'
+            )
+        if self.load_in == "workers" and not self.name:
+            raise ConfigurationError(
+                f"environment {self.use} is loaded in workers only, so others cannot ask it for its name; set name"
             )
         for name in ("workers", "group_size", "temperature", "max_tokens", "max_prompts"):
             if not getattr(self, name) >= 0:

@@ -4,6 +4,7 @@ Processes read one file written by their supervisor, and no variable of its envi
 """
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,6 +68,16 @@ def check_labeler(config: RunConfig) -> None:
         )
 
 
+def check_worker_python(config: RunConfig) -> None:
+    """Raise ConfigurationError if the workers' Python is no program."""
+    python = config.supervisor.worker_python
+    if python and shutil.which(python) is None:
+        raise ConfigurationError(
+            f"supervisor.worker_python is {python!r}, which is no program here; name the python of a virtual "
+            "environment in which rollstream is installed"
+        )
+
+
 def settle(config: RunConfig) -> RunConfig:
     """Return the configuration with all values on which processes must agree filled in: ports of this machine."""
     if config.learner.processes > 1 and not config.learner.coordinator:
@@ -104,7 +115,10 @@ def plan(config: RunConfig, path: Path) -> RunPlan:
         ),
         groupers=tuple(spec(f"group-{n}", "group", "--ordinal", str(n)) for n in range(config.grouper.processes)),
         labelers=_labelers(config, path),
-        workers=tuple(spec(f"env-{n}", "env", "--ordinal", str(n)) for n in range(config.supervisor.workers)),
+        workers=tuple(
+            replace(spec(f"env-{n}", "env", "--ordinal", str(n)), python=config.supervisor.worker_python)
+            for n in range(config.supervisor.workers)
+        ),
         gateways=(spec("gateway", "gateway"),) if config.gateway.port else (),
         evaluators=(spec("eval", "eval"),) if config.evaluation.every_versions else (),
     )

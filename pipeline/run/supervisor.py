@@ -53,6 +53,8 @@ class RoleSpec:
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables on top of the supervisor's; an empty value removes one."""
+    python: str = ""
+    """Python that runs it; empty: the supervisor's."""
     finishes: bool = False
     """Whether it exits with 0 by itself when its work is done."""
     ready_timeout_s: float = 120.0
@@ -246,7 +248,7 @@ class Supervisor:
             ready_read, ready_write = os.pipe()
             try:
                 process = subprocess.Popen(
-                    [sys.executable, *spec.arguments],
+                    [spec.python or sys.executable, *spec.arguments],
                     env={k: v for k, v in environment.items() if v != ""} | {READY_VARIABLE: str(ready_write)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,

@@ -43,7 +43,7 @@ def warm_start_examples(config: RunConfig, tokenizer: Encoder | None = None) -> 
     if config.learner.warm_start.file:
         return examples_from(Path(config.learner.warm_start.file), tokenizer, model_of(config.learner).vocab_size)
     environments = environments_of(config)
-    each = -(-TASK_EXAMPLES // len(environments))
+    each = -(-TASK_EXAMPLES // max(len(environments), 1))
     examples = [
         encode_example(tokenizer, prompt, answer)
         for environment in environments
