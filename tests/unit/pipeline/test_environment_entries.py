@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from rollstream.pipeline.config import RunConfig, load, to_toml
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.roles.env import worker_name
-from rollstream.pipeline.roles.eval import evaluated
 from rollstream.producers.config import EnvironmentConfig
 from rollstream.topics.errors import ConfigurationError
 
@@ -181,7 +180,21 @@ def test_what_cannot_be_had_with_rewards_from_a_labeler_is_refused(flags: list[s
 
 def test_evaluations_leave_out_environments_that_know_no_rewards() -> None:
     labeled = ["environments.0.use=add", "environments.0.rewards=labeler", "environments.1.use=dsort3"]
-    assert [e.name for e in evaluated(environments_of(load(flags=labeled)))] == ["dsort3"]
+    assert [e.name for e in environments_of(load(flags=labeled)) if e.evaluated] == ["dsort3"]
+
+
+def test_an_environment_that_workers_alone_load_is_not_asked_for_by_others() -> None:
+    elsewhere = [
+        "environments.1.use=of_another_place:Game",
+        "environments.1.name=game",
+        "environments.1.load_in=workers",
+    ]
+    config = load(flags=["environments.0.use=add", "environments.0.after=['game']", *elsewhere])
+    assert [e.name for e in environments_of(config)] == ["add"]
+    with pytest.raises(ConfigurationError, match="away"):
+        environments_of(config, 0)
+    with pytest.raises(ConfigurationError, match="set name"):
+        load(flags=["environments.0.use=away:Game", "environments.0.load_in=workers"])
 
 
 def test_each_worker_plays_the_entries_that_have_so_many_workers() -> None:

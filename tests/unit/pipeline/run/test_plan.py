@@ -1,6 +1,7 @@
 """The roles of a run, from its configuration."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,13 @@ def test_a_run_that_waits_for_a_labeler_without_a_name_is_refused() -> None:
     plans.check_labeler(load())
     with pytest.raises(ConfigurationError, match=re.escape("set labeling.labeler to judge")):
         plans.check_labeler(load(flags=LABELED))
+
+
+def test_workers_alone_run_with_the_python_that_is_named_for_them() -> None:
+    config = load(flags=[f"supervisor.worker_python={sys.executable}", "gateway.port=8100"])
+    plans.check_worker_python(config)
+    roles = plans.plan(config, Path("run.toml"))
+    assert {spec.python for spec in roles.workers} == {sys.executable}
+    assert {spec.python for spec in (*roles.consumers, *roles.gateways)} == {""}
+    with pytest.raises(ConfigurationError, match="which is no program here"):
+        plans.check_worker_python(load(flags=["supervisor.worker_python=vf/bin/none"]))
