@@ -31,8 +31,8 @@ class Ledger(RecordCounts):
     code), its position in the index, and the batches waiting there; `input_run` if it trains on another run's
     batches."""
     unlabelled: dict[str, int] = field(default_factory=dict)
-    """Trajectories that waited for a label, by fate: labeled, left_out, dead_lettered, pending, undecided; `pruned` of
-    them are known by counts alone."""
+    """Trajectories and rollouts that waited for a label, by fate: labeled, left_out, dead_lettered, pending, undecided;
+    `pruned` of them are known by counts alone."""
     trajectories: dict[str, Any] = field(default_factory=dict)
     """Number of trajectories, of offsets pruned before them, and for each filler its positions and waiting records."""
     calls: dict[str, Any] = field(default_factory=dict)
