@@ -5,7 +5,6 @@ reports progress of the start. End of file on ROLLSTREAM_LIFELINE_FD means that 
 Without these pipes a role runs on its own.
 """
 
-import asyncio
 import logging
 import os
 import signal
@@ -14,10 +13,13 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollstream.pipeline import interruption
 from rollstream.topics.logs import event
+
+if TYPE_CHECKING:
+    import asyncio
 
 READY_VARIABLE = "ROLLSTREAM_READY_FD"
 LIFELINE_VARIABLE = "ROLLSTREAM_LIFELINE_FD"
@@ -90,12 +92,13 @@ def stop_on_signals(stop: threading.Event | None = None) -> threading.Event:
     return stop
 
 
-def run_until_stopped(work: Callable[[asyncio.Event], Coroutine[Any, Any, object]]) -> None:
+def run_until_stopped(work: "Callable[[asyncio.Event], Coroutine[Any, Any, object]]") -> None:
     """Run the coroutine of a role with an event that SIGTERM and SIGINT set.
 
     After SIGINT it is cancelled if it has not ended within HURRY_S. It does not use the loop's signal handlers: they
     would replace the one that ends a process that hangs.
     """
+    import asyncio  # half of what --help would take
 
     async def main() -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
