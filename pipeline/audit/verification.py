@@ -141,17 +141,15 @@ def _verify_partition(job: _Job) -> Verification:
     return result
 
 
-def _settled(job: _Job, patience_s: float = 10.0) -> tuple[_Job, list[JournalRecord], SkippedRecords]:
+def _settled(job: _Job) -> tuple[_Job, list[JournalRecord], SkippedRecords]:
     """Read the journal until it and the index agree on the batches, and return job, journal and skipped records.
 
-    In a live run a transaction does not appear on all partitions at once, and more follow meanwhile. The index has one
-    partition for all, so the wait is longer while a transaction is open there.
+    In a live run a transaction does not appear on all partitions at once, and more follow meanwhile. A batch that
+    one of the two shows is shown by the other as soon as none of its records is hidden; otherwise the two differ.
     """
     began = time.monotonic()
     while True:
-        waited_s = time.monotonic() - began
-        # Checked before the index is read: if no record is hidden, the next read is complete.
-        hidden = waited_s < job.kafka.patience_s and undecided(job.kafka, topic_name(job.run, "batch-index"))
+        journal_hides = bool(undecided(job.kafka, topic_name(job.run, "journal"), [job.partition]))
         skipped = SkippedRecords(logged=False)
         journal = journal_of(job.kafka, job.run, job.partition, skipped)
         begin = next(iter(beginnings(journal, job.log_begin)), None)
@@ -160,12 +158,14 @@ def _settled(job: _Job, patience_s: float = 10.0) -> tuple[_Job, list[JournalRec
         first = journal[begin].batch_number
         journaled = {batch_id for record in journal[begin + 1 :] for batch_id in record.batch_ids}
         wanted = {batch_id for batch_id in job.only or () if batch_numbers(batch_id)[1] >= first}
+        index_hides = False
         if not journaled <= job.index.keys():
+            index_hides = bool(undecided(job.kafka, topic_name(job.run, "batch-index")))
             index = index_of(job.kafka, job.run)
             job = replace(job, index={name: e for name, e in index.items() if e.partition == job.partition})
-        if journaled <= job.index.keys() and wanted <= journaled:
-            return job, journal, skipped
-        if waited_s > patience_s and not hidden:
+        index_may_follow = index_hides and not journaled <= job.index.keys()
+        journal_may_follow = journal_hides and not wanted <= journaled
+        if not (index_may_follow or journal_may_follow) or time.monotonic() - began > job.kafka.patience_s:
             return job, journal, skipped
         time.sleep(0.1)
 

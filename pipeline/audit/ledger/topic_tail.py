@@ -12,14 +12,17 @@ from rollstream.topics.kafka.records import KafkaRecord
 PATIENCE_S = 3.0
 """How long to wait for records of a committed transaction: they do not appear on all partitions at once."""
 _PAUSE_S = 0.1
+_READS = 10
+"""Least number of times to look for them: on a busy machine one look may take as long as all that patience."""
 M = TypeVar("M", bound=Sized)
 
 
 def read_until_complete(read: Callable[[], M]) -> M:
-    """Call `read`, which returns the missing records, until none is missing or `PATIENCE_S` has passed; return its last
-    result."""
-    deadline = time.monotonic() + PATIENCE_S
-    while (missing := read()) and time.monotonic() <= deadline:
+    """Call `read`, which returns the missing records, until none is missing, or it was called ten times and
+    `PATIENCE_S` has passed; return its last result."""
+    deadline, reads = time.monotonic() + PATIENCE_S, 1
+    while (missing := read()) and (reads < _READS or time.monotonic() <= deadline):
+        reads += 1
         time.sleep(_PAUSE_S)
     return missing
 
