@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-LEAST_S = 300.0
+LEAST_S = 600.0
 """How long every wait is at least: a shorter one saves time only where a test fails, and fails on a busy machine."""
 
 
