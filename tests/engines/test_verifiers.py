@@ -83,6 +83,7 @@ env = {{ taskset = {{ id = "doubted_sums" }}, agent = {{ runtime = {{ type = "su
 
 [supervisor]
 worker_python = "{python}"
+ready_timeout_s = 600
 
 [learner]
 model = {{ num_hidden_layers = 1 }}
