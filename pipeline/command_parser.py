@@ -129,7 +129,9 @@ def config_of(args: argparse.Namespace) -> "RunConfig":
     from rollstream.pipeline.config import load
 
     options = [(option, f"{key}{getattr(args, key)}") for key, option in getattr(args, "options", {}).items()]
-    path = args.config or getattr(args, "file", None) or getattr(args, "default_config", None)
+    path = args.config or getattr(args, "file", None)
+    if path is None and (default := getattr(args, "default_config", None)) is not None:
+        path = default(args)
     return load(path, environment=os.environ, options=options, flags=args.set, client_flags=args.client)
 
 

@@ -71,6 +71,27 @@ class SupervisorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """When `rollstream demo` ends, and how much a task must be learned for it to pass."""
+
+    target: float = 0.9
+    """Training ends once exact match over the last `window` rollouts, and over twice as many, is above this."""
+    gain: float = 0.5
+    """Least rise of exact match, from the first `window` rollouts to the last, with which the demo passes."""
+    window: int = 1000
+    """Rollouts over which exact match is measured."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gain <= self.target <= 1:
+            raise ConfigurationError(
+                f"demo.gain is {self.gain} and demo.target {self.target}; both are fractions of answers, above 0, and "
+                "the gain is at most the target"
+            )
+        if self.window < 1:
+            raise ConfigurationError(f"demo.window is {self.window}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The whole configuration of a run."""
 
@@ -103,6 +124,7 @@ class RunConfig:
     labeling: LabelingConfig = field(default_factory=LabelingConfig)
     fill: FillConfig = field(default_factory=FillConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+    demo: DemoConfig = field(default_factory=DemoConfig)
 
     def __post_init__(self) -> None:
         if not _RUN_NAME.fullmatch(self.run):

@@ -93,6 +93,12 @@ class LoadedEnvironment:
             )
         return await self.environment.run(prompt, generate)  # type: ignore[union-attr]
 
+    @property
+    def demonstrated(self) -> float | None:
+        """Share of its examples for a warm start that show a right answer; None if it does not say."""
+        share = getattr(self.environment, "demonstrated", None)
+        return share if isinstance(share, float | int) else None
+
     def warm_start_examples(self, seed: int, n: int) -> list[tuple[str, str]]:
         """Return at most `n` pairs of prompt and answer that teach the format; none if the environment offers none."""
         offered = getattr(self.environment, "warm_start_examples", None)

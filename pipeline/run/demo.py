@@ -34,6 +34,7 @@ from rollstream.pipeline.run.one_process import compare
 from rollstream.pipeline.run.plan import LEARN
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts, in_a_hurry
 from rollstream.pipeline.run.supervisor import Supervisor
+from rollstream.pipeline.run.warm_start import demonstrated
 from rollstream.pipeline.tools import topics
 from rollstream.pipeline.tools.lineage import LineageNode, record_lineage
 from rollstream.pipeline.tools.replay import replay
@@ -43,12 +44,12 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka.reader import read_to_end
 
-TARGET_EXACT = 0.9
-WINDOW = 1000
-"""Number of rollouts in the means that decide, at the start and at the end."""
 OTHER_ESTIMATOR = "grpo"
 """Estimator with which the log is folded again, beside the original; `_ANOTHER` if the run uses this one itself."""
 _ANOTHER = "rloo"
+
+_RECIPES = Path(__file__).parents[1] / "recipes"
+"""Settings of demos by task, where those of the default task do not suit."""
 
 Say = Callable[[str], None]
 
@@ -76,7 +77,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         dest="task=",
         action=Setting,
         metavar="NAME",
-        help="an environment: dsort3 (the default), dsort4, add, guess, or one of yours (game.py:Game)",
+        help="an environment: dsort3 (the default), dsort4, add, guess, chain_sum, or one of yours (game.py:Game)",
     )
     parser.add_argument(
         "--steps", dest="learner.max_steps=", action=Setting, metavar="N", help="stop after this many learner steps"
@@ -93,7 +94,13 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", action="store_true", help="train the same recipe in one process, too, and show what the log costs"
     )
-    parser.set_defaults(default_config=Path(__file__).parents[1] / "demo.toml")
+    parser.set_defaults(default_config=recipe_of)
+
+
+def recipe_of(args: argparse.Namespace) -> Path:
+    """Return the settings of the demo of a task: those of its own recipe, or of the default task."""
+    own = _RECIPES / f"{getattr(args, 'task=', None) or ''}.toml"
+    return own if own.is_file() else _RECIPES.with_name("demo.toml")
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
@@ -112,7 +119,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     workspace.forget_earlier(base)
     config = workspace.prepare(config)
     workspace.log_to(config.run_dir / "logs" / "demo.log", config.log_level)
-    display = Display(json=args.json, began=began, newest=WINDOW)
+    display = Display(json=args.json, began=began, newest=config.demo.window)
     say = display.say
     with ExitStack() as stack:
         stack.callback(workspace.leave, config, keep=args.keep)
@@ -209,19 +216,18 @@ def watch(
 ) -> str:
     """Show progress until the stop rule holds or the learner has made its last step; return the reason for stopping, as
     text."""
+    window, target = config.demo.window, config.demo.target
     with display.live():
         while True:
             supervisor.poll(0.05)
             observer.poll(0.2)
             injector.poll(observer.steps)
-            recent = observer.last(WINDOW)
+            recent = observer.last(window)
             # Killed processes must be back before anything is drained. The mean over twice the window rules out one
             # lucky draw of prompts.
             if not injector.pending:
-                if min(recent.exact, observer.last(2 * WINDOW).exact) > TARGET_EXACT and recent.rollouts == WINDOW:
-                    return (
-                        f"exact match over the last {WINDOW:,} rollouts passed {TARGET_EXACT} at step {observer.steps}"
-                    )
+                if min(recent.exact, observer.last(2 * window).exact) > target and recent.rollouts == window:
+                    return f"exact match over the last {window:,} rollouts passed {target} at step {observer.steps}"
                 if supervisor.finished(LEARN):
                     return f"the learner made its last step, {config.learner.max_steps}"
             display.show(observer)
@@ -236,11 +242,13 @@ def examine(config: RunConfig, training: TrainingOutcome, *, kept: bool, began: 
     estimator = OTHER_ESTIMATOR if config.grouping.estimator != OTHER_ESTIMATOR else _ANOTHER
     say(f"the same log as the estimator {estimator} would have had it")
     other = replay(config.kafka, config.run, {"estimator": estimator}, config.grouper.makers)
-    first, last = observer.first(WINDOW), observer.last(WINDOW)
+    first, last = observer.first(config.demo.window), observer.last(config.demo.window)
     return DemoReport(
         run=config.run,
         task=", ".join(entry.name or entry.use for entry in config.mixture),
         seed=config.seed,
+        window=config.demo.window,
+        needed_gain=config.demo.gain,
         outcome=training.outcome,
         reward_first=first.reward,
         reward_last=last.reward,
@@ -254,6 +262,7 @@ def examine(config: RunConfig, training: TrainingOutcome, *, kept: bool, began: 
         seconds=round(time.monotonic() - began, 1),
         training_seconds=round(training.seconds, 1),
         warm_start_steps=config.learner.warm_start.steps,
+        demonstrated=demonstrated(environments_of(config)),
         topic_bytes=topic_bytes(config),
         ledger=book,
         verify=verification,

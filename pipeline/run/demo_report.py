@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from rollstream.pipeline.tools.replay import ReplayComparison
 
 _WIDTH = 100
-NEEDED_GAIN = 0.5
-"""Least rise of exact match, over the rollouts produced, that passes."""
 _DECISIVE = "exact match, rollouts produced"
 
 
@@ -56,6 +54,12 @@ class DemoReport:
     training_seconds: float
     """Time from the start of the workers to the end of training."""
     warm_start_steps: int
+    demonstrated: float | None = 0.0
+    """Share of the examples of the warm start that show the right answer; None if that is not known."""
+    window: int = 1000
+    """Rollouts in the means at the start and at the end."""
+    needed_gain: float = 0.5
+    """Least rise of exact match, over the rollouts produced, that passes."""
     topic_bytes: Mapping[str, int]
     """Bytes of keys and values that went through each topic."""
     ledger: Mapping[str, Any]
@@ -79,8 +83,8 @@ class DemoReport:
         """Promises that did not hold; empty if the demo passed."""
         failures = []
         gain = self.exact_last - self.exact_first
-        if gain < NEEDED_GAIN:
-            failures.append(f"exact match rose by {gain:.3f}, at least {NEEDED_GAIN} was expected")
+        if gain < self.needed_gain:
+            failures.append(f"exact match rose by {gain:.3f}, at least {self.needed_gain} was expected")
         if not self.ledger["balanced"]:
             failures.append("the ledger does not balance")
         if self.verify["mismatches"]:
@@ -126,24 +130,35 @@ class DemoReport:
             (f"{_DECISIVE} (decides)", self.exact_first, self.exact_last),
             (f"exact match, {first.prompts} held-out prompts (greedy)", first.exact, last.exact),
         ]
-        start = f"first 1,000, version {first.version}"
-        end = f"last 1,000, version {last.version}"
+        start = f"first {self.window:,}, version {first.version}"
+        end = f"last {self.window:,}, version {last.version}"
         return (
             f"{self.task}, seed {self.seed}: {self.outcome}, {self.training_seconds:.0f} s of training, "
             f"{self.seconds:.0f} s in all\n\n{table(('', start, end), rows)}\n\n{self._decision()}\n\n"
-            f"Before version 0 the model saw {self.warm_start_steps} supervised steps on answers shuffled across "
-            "prompts:\nthey teach the format of an answer, not the task."
+            f"{self._warm_start()}"
         )
+
+    def _warm_start(self) -> str:
+        """Text that says what the model was taught before it was rewarded for anything."""
+        seen = f"Before version 0 the model saw {self.warm_start_steps} supervised steps on"
+        if self.demonstrated is None:
+            return f"{seen} the examples of their formats that the\nenvironments offer."
+        if self.demonstrated:
+            return (
+                f"{seen} examples of which {self.demonstrated:.0%} show the\nright answer: what they taught is in the "
+                "first column, and the rise to the second is due to rewards alone."
+            )
+        return f"{seen} answers shuffled across prompts:\nthey teach the format of an answer, not the task."
 
     def _decision(self) -> str:
         """Text that explains which accuracy decides, and why."""
         prompts = self.heldout_last.prompts
         return (
             f"PASSED depends on {_DECISIVE}: it rose by {self.exact_last - self.exact_first:.3f}, and "
-            f"{NEEDED_GAIN} is needed.\nIt is over 1,000 sampled answers, trained on or not: its standard error is "
-            f"{_standard_error(1000):.3f} at most.\n"
-            f"That of {prompts} held-out answers is up to {_standard_error(prompts):.3f}; they show that the task was "
-            "learned, not the prompts."
+            f"{self.needed_gain} is needed.\nIt is over {self.window:,} sampled answers, trained on or not: its "
+            f"standard error is {_standard_error(self.window):.3f} at most.\n"
+            f"That of {prompts} held-out answers is up to {_standard_error(prompts):.3f}; they show how far what was "
+            "learned is the task, and not the prompts."
         )
 
     def _flow(self) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from rollstream.consumers.learner.pretrained import model_of, tokenizer_of
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.environments import environments_of
+from rollstream.producers.environment_loading import LoadedEnvironment
 from rollstream.producers.inference.chat.selection import chat_template
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 
@@ -62,6 +63,13 @@ def warm_start_examples(config: RunConfig, tokenizer: Encoder | None = None) -> 
             for c in conversations
         ]
     return examples
+
+
+def demonstrated(environments: Sequence[LoadedEnvironment]) -> float | None:
+    """Return the share of the environments' examples that show a right answer; None if one does not say."""
+    shares = [environment.demonstrated for environment in environments]
+    known = [share for share in shares if share is not None]
+    return sum(known) / len(known) if len(known) == len(shares) else None
 
 
 def encode_example(tokenizer: Encoder, prompt: str, answer: str) -> Example:

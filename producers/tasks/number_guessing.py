@@ -21,6 +21,7 @@ class NumberGuessing:
     """
 
     stop: Sequence[str] = ()
+    demonstrated = 0.0
     vocabulary = "0123456789-?" + HIGHER + LOWER
 
     def __init__(self, *, name: str = "guess", highest: int = 31, turns: int = 6) -> None:

@@ -30,14 +30,15 @@ class ReasoningGymDataset(Task):
         scoring: Literal["exact", "partial"] = "exact",
         max_tokens: int = 64,
         stop: Sequence[str] = (),
+        demonstrated: float = 0.0,
     ) -> None:
         r"""Generate `size` questions of `dataset` with its own settings `config`; every fifth is held out.
 
         `prompt` is a template that holds {question}. `question_pattern` and `answer_pattern` are regular expressions:
         the first group of the first match is the question shown, and of the last match the answer scored, e.g.
         `<answer>(.*?)</answer>`; without them the whole text is. `scoring` is exact (1 if the verifier gives 1, else 0)
-        or partial (the verifier's own score, which may reward form without content). Raises ConfigurationError for an
-        unknown dataset or configuration, or if reasoning-gym is not installed.
+        or partial (the verifier's own score, which may reward form without content). `demonstrated` is as in Task.
+        Raises ConfigurationError for an unknown dataset or configuration, or if reasoning-gym is not installed.
         """
         if "{question}" not in prompt:
             raise ConfigurationError(f"the prompt template {prompt!r} has no place for {{question}}: add it")
@@ -61,6 +62,7 @@ class ReasoningGymDataset(Task):
             vocabulary="".join(sorted({c for p in prompts.values() for c in p.text + p.answer})),
             max_tokens=max_tokens,
             prompts=prompts.values(),
+            demonstrated=demonstrated,
         )
 
     def score(self, prompt: Prompt, response_text: str, truncated: bool) -> Score:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from rollstream.producers.environment import Prompt, SingleTurn, Split
 from rollstream.producers.tasks.splits import split_prompts
+from rollstream.topics.errors import ConfigurationError
 
 
 class Task(SingleTurn):
@@ -16,10 +17,17 @@ class Task(SingleTurn):
     vocabulary: str
     """Characters of all prompts and answers, for a character tokenizer."""
 
-    def __init__(self, name: str, vocabulary: str, max_tokens: int, prompts: Iterable[Prompt]) -> None:
+    def __init__(
+        self, name: str, vocabulary: str, max_tokens: int, prompts: Iterable[Prompt], *, demonstrated: float = 0.0
+    ) -> None:
+        """`demonstrated` is the share of the examples of the warm start that show the right answer of their prompt.
+
+        Raises ConfigurationError for a share that is none.
+        """
         self.name = name
         self.vocabulary = vocabulary
         self.max_tokens = max_tokens
+        self.demonstrated = checked_share(name, demonstrated)
         self._splits = split_prompts(name, prompts)
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
@@ -29,10 +37,22 @@ class Task(SingleTurn):
     def warm_start_examples(self, seed: int, n: int) -> list[tuple[str, str]]:
         """Return `n` pairs of a training prompt and another prompt's answer: they teach the format, not the task.
 
-        The answers of the drawn prompts are shuffled across them; the seed determines the result.
+        The answers of the drawn prompts are shuffled across them, except for the share that is demonstrated; the seed
+        determines the result.
         """
         generator = random.Random(seed)
         drawn = generator.choices(self._splits["train"], k=n)
-        answers = [prompt.answer for prompt in drawn]
+        right = round(n * self.demonstrated)
+        answers = [prompt.answer for prompt in drawn[right:]]
         generator.shuffle(answers)
+        answers = [*(prompt.answer for prompt in drawn[:right]), *answers]
         return [(prompt.text, answer) for prompt, answer in zip(drawn, answers, strict=True)]
+
+
+def checked_share(name: str, demonstrated: float) -> float:
+    """Return the share of right demonstrations. Raises ConfigurationError, naming the environment, if it is none."""
+    if not 0.0 <= demonstrated <= 1.0:
+        raise ConfigurationError(
+            f"environment {name} has demonstrated = {demonstrated}; it is a share of examples, from 0 to 1"
+        )
+    return demonstrated

@@ -7,6 +7,7 @@ import ast
 import json
 import operator
 import random
+import re
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -15,6 +16,7 @@ import aiohttp
 
 from rollstream.producers.environment import Conversation, Endpoint, Prompt, Score, Split
 from rollstream.producers.tasks.splits import split_prompts
+from rollstream.producers.tasks.task import checked_share
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 
 Kind = Literal["calculator", "database"]
@@ -27,6 +29,7 @@ _LONGEST_EXPRESSION = 64
 _DATABASE_STEPS = 10_000
 """Steps of SQLite's machine that a query may take: enough for the table, too few to hang a worker."""
 _ROWS = 10
+_UNREADABLE = re.compile(r"[^ -~\n]")
 _CALC = {
     "type": "function",
     "function": {"name": "calc", "parameters": {"type": "object", "properties": {"e": {"type": "string"}}}},
@@ -43,7 +46,7 @@ class PolicyUnreachable(RollstreamError):
 
 
 class ToolUse:
-    """Sums of two numbers of two digits (calculator), prices in a table `goods` (database), or both.
+    """Sums of two numbers (calculator), prices in a table `goods` (database), or both.
 
     Half of the reward is for a tool call whose result is the right answer, half for giving that answer at the end.
     """
@@ -53,25 +56,39 @@ class ToolUse:
         *,
         name: str = "tools",
         kinds: Sequence[Kind] = ("calculator",),
+        operands: Sequence[int] = (10, 99),
+        described: bool = True,
         turns: int = 3,
         max_tokens: int = 96,
         temperature: float = 1.0,
         seed: int = 0,
+        demonstrated: float = 0.0,
     ) -> None:
-        """`turns` bounds the messages of the policy in an episode. Raises ConfigurationError for an unknown kind."""
+        """`turns` bounds the messages of the policy in an episode, and `operands` the numbers of a sum. Without
+        `described` the policy is told the names of the tools and not their arguments, which is shorter. `demonstrated`
+        is the share of the conversations of the warm start that are right. Raises ConfigurationError for an unknown
+        kind, bounds that hold no number, or a share that is none.
+        """
         if not kinds or set(kinds) - {"calculator", "database"} or turns < 1:
             raise ConfigurationError(
                 f"the environment {name} has kinds {list(kinds)} and turns {turns}; kinds are calculator and "
                 "database, and turns is at least 1"
             )
+        if len(operands) != 2 or not 0 <= operands[0] < operands[1]:
+            raise ConfigurationError(
+                f"the environment {name} has operands {list(operands)}; give the lowest and the highest number of a "
+                "sum, not below 0, e.g. [10, 99]"
+            )
         self.name = name
         self.max_tokens = max_tokens
+        self.demonstrated = checked_share(name, demonstrated)
         self._turns = turns
         self._temperature = temperature
         generator = random.Random(seed)
         self._prices = {good: generator.randrange(10, 100) for good in _GOODS}
-        self._tools = [tool for tool, kind in ((_CALC, "calculator"), (_SQL, "database")) if kind in kinds]
-        self._splits = split_prompts(name, self._questions(kinds))
+        tools = [tool for tool, kind in ((_CALC, "calculator"), (_SQL, "database")) if kind in kinds]
+        self._tools = tools if described else [_name_of(tool) for tool in tools]
+        self._splits = split_prompts(name, self._questions(kinds, range(operands[0], operands[1] + 1)))
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """Return the questions of a split, such as `17+25=` or `price of tea?`."""
@@ -102,7 +119,14 @@ class ToolUse:
         return Score(reward=(helped + exact) / 2, components={"exact": float(exact), "helped": float(helped)})
 
     def result_of(self, tool: str, arguments: str) -> str:
-        """Return the answer of a tool; an error is an answer, too, beginning with `error`."""
+        """Return the answer of a tool; an error is an answer, too, beginning with `error`.
+
+        A character that is no printable ASCII becomes `?`: the answer may quote the policy, which may not be able
+        to read it.
+        """
+        return _UNREADABLE.sub("?", self._answer_of(tool, arguments))
+
+    def _answer_of(self, tool: str, arguments: str) -> str:
         try:
             given = json.loads(arguments)
             if tool == "calc":
@@ -114,14 +138,16 @@ class ToolUse:
         return f"error: there is no tool {tool}"
 
     def warm_start_conversations(self, seed: int, n: int) -> list[Conversation]:
-        """Return `n` conversations.
+        """Return `n` conversations that teach the forms of a call and of an answer.
 
-        They teach the forms of a call and of an answer, each with the content of another question.
+        Each has the content of another question, except for the share that is demonstrated.
         """
         generator = random.Random(seed)
         conversations = []
         for number in range(n):
-            question, other = generator.choices(self._splits["train"], k=2)
+            question, other, third = generator.choices(self._splits["train"], k=3)
+            if generator.random() < self.demonstrated:
+                other = third = question
             messages: list[dict[str, Any]] = [{"role": "user", "content": question.text}]
             turn = call_text(other)
             if number % 2:
@@ -129,7 +155,7 @@ class ToolUse:
                 call = {"id": "call-0", "type": "function", "function": {"name": name, "arguments": arguments}}
                 messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
                 messages.append({"role": "tool", "tool_call_id": "call-0", "content": other.answer})
-                turn = generator.choice(self._splits["train"]).answer
+                turn = third.answer
             conversations.append(Conversation(messages=messages, tools=self._tools, turn=turn))
         return conversations
 
@@ -156,11 +182,11 @@ class ToolUse:
         message: dict[str, Any] = json.loads(text)["choices"][0]["message"]
         return {name: value for name, value in message.items() if name in ("role", "content", "tool_calls") and value}
 
-    def _questions(self, kinds: Sequence[Kind]) -> list[Prompt]:
+    def _questions(self, kinds: Sequence[Kind], operands: Sequence[int]) -> list[Prompt]:
         questions = []
         if "calculator" in kinds:
-            for a in range(10, 100):
-                questions += [_prompt(f"{a}+{b}=", str(a + b), "calc", e=f"{a}+{b}") for b in range(10, 100)]
+            for a in operands:
+                questions += [_prompt(f"{a}+{b}=", str(a + b), "calc", e=f"{a}+{b}") for b in operands]
         if "database" in kinds:
             for good, price in self._prices.items():
                 query = f"select price from goods where name='{good}'"
@@ -185,6 +211,11 @@ class ToolUse:
 def call_text(question: Prompt) -> str:
     """Return the right call for a question, as a model of Hermes' form writes it."""
     return f'<tool_call>{{"name": "{question.extra["tool"]}", "arguments": {question.extra["arguments"]}}}</tool_call>'
+
+
+def _name_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool without its parameters, which OpenAI's protocol lets one leave out."""
+    return {"type": tool["type"], "function": {"name": tool["function"]["name"]}}
 
 
 def _prompt(text: str, answer: str, tool: str, **arguments: str) -> Prompt:

@@ -78,6 +78,30 @@ def test_a_report_of_several_accuracies_says_which_one_counts_and_why() -> None:
     assert not dataclasses.replace(REPORT, exact_last=0.1).passed
 
 
+def test_each_task_says_what_gain_it_promises_and_over_how_many_answers() -> None:
+    text = dataclasses.replace(REPORT, needed_gain=0.4, window=500, exact_first=0.3, exact_last=0.75).as_text()
+    assert "it rose by 0.450, and 0.4 is needed" in text
+    assert "over 500 sampled answers" in text
+    assert "its standard error is 0.022 at most" in text
+    assert "first 500, version 0" in text
+    short = dataclasses.replace(REPORT, needed_gain=0.4, exact_first=0.3, exact_last=0.69)
+    assert short.failures == ("exact match rose by 0.390, at least 0.4 was expected",)
+
+
+@pytest.mark.parametrize(
+    ("demonstrated", "says"),
+    [
+        (0.0, "they teach the format of an answer, not the task"),
+        (0.25, "60 supervised steps on examples of which 25% show the"),
+        (None, "examples of their formats that the"),
+    ],
+)
+def test_what_the_model_was_shown_before_is_said(demonstrated: float | None, says: str) -> None:
+    text = dataclasses.replace(REPORT, demonstrated=demonstrated).as_text()
+    assert says in text
+    assert ("not the task" in text) == (demonstrated == 0.0)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

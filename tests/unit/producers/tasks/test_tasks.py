@@ -109,6 +109,16 @@ def test_warm_start_teaches_the_format_but_not_the_task(name: str) -> None:
     assert right < 400 * 0.2
 
 
+def test_a_share_of_the_examples_of_a_warm_start_is_right_if_told_so() -> None:
+    task = create_task("chain_sum", demonstrated=0.5)
+    answers = {p.text: p.answer for p in task.prompts("train")}
+    right = [answers[text] == answer for text, answer in task.warm_start_examples(seed=3, n=400)]
+    assert 200 <= sum(right) < 260
+    assert task.demonstrated == 0.5
+    with pytest.raises(ConfigurationError, match=r"demonstrated = 2"):
+        create_task("chain_sum", demonstrated=2.0)
+
+
 def test_a_single_turn_episode_is_the_question_and_the_reply() -> None:
     task = create_task("add")
     asked = []

@@ -54,7 +54,35 @@ def test_a_query_without_an_end_is_stopped() -> None:
 
 @given(st.sampled_from(["calc", "sql", "rm"]), st.text() | st.just("[]") | st.just('{"e": 1}') | st.just('{"q": null}'))
 def test_a_tool_answers_any_call(tool: str, arguments: str) -> None:
-    assert isinstance(BOTH.result_of(tool, arguments), str)
+    answer = BOTH.result_of(tool, arguments).replace("\n", "")
+    assert answer.isascii()
+    assert answer.isprintable()
+
+
+def test_an_answer_quotes_only_what_the_policy_can_read() -> None:
+    assert calc("1+\ufffd").startswith("error: invalid character '?'")
+    assert sql("select char(7) || 'x'") == "?x"
+
+
+def test_a_small_instance_has_small_numbers_and_tells_the_names_of_its_tools() -> None:
+    small = ToolUse(operands=(1, 4), described=False)
+    prompts = [*small.prompts("train"), *small.prompts("heldout")]
+    assert sorted(prompt.text for prompt in prompts) == [f"{a}+{b}=" for a in range(1, 5) for b in range(1, 5)]
+    assert [dict(tool) for tool in small.warm_start_conversations(0, 1)[0].tools] == [
+        {"type": "function", "function": {"name": "calc"}}
+    ]
+
+
+@pytest.mark.parametrize("demonstrated", [0.0, 0.5, 1.0])
+def test_the_share_that_is_demonstrated_is_right_and_the_rest_by_chance(demonstrated: float) -> None:
+    conversations = ToolUse(demonstrated=demonstrated).warm_start_conversations(3, 400)
+    right = 0
+    for conversation in conversations:
+        question = conversation.messages[0]["content"]
+        a, b = map(int, question.removesuffix("=").split("+"))
+        right += conversation.turn == str(a + b) or f'"{a}+{b}"' in conversation.turn
+    # By chance one in two hundred sums is right.
+    assert demonstrated * 400 - 40 < right < demonstrated * 400 + 45
 
 
 def played(question: str, *answers: Any, **options: Any) -> Score:
@@ -111,6 +139,15 @@ def test_a_policy_that_cannot_be_reached_is_a_failure_and_no_reward() -> None:
         played("17+25=", (503, "later"))
 
 
-def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="abacus"):
-        ToolUse(kinds=("abacus",))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kinds": ("abacus",)}, "abacus"),
+        ({"operands": (5, 5)}, "operands"),
+        ({"operands": (-1, 5)}, "operands"),
+        ({"demonstrated": 1.5}, "demonstrated"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        ToolUse(**options)

@@ -1,0 +1,38 @@
+"""Demos of tasks with recipes of their own, whole: each keeps the promise that its recipe states. They take minutes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.broker.test_demo import environment
+
+HOUR_S = 3600
+
+
+def demo(task: str, compiled: Path, directory: Path, broker: str) -> dict[str, Any]:
+    """The report of the demo of a task that passed."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "rollstream", "demo", "--task", task, "--json", "--keep", "--data", directory],
+        env=environment(compiled, KAFKA_BOOTSTRAP_SERVERS=broker),
+        capture_output=True,
+        text=True,
+        timeout=HOUR_S,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["passed"]
+    assert report["exact_last"] - report["exact_first"] >= report["needed_gain"] >= 0.4
+    assert report["reward_last"] > report["reward_first"]
+    assert report["heldout_prompts_last"] > 0
+    assert report["ledger"]["balanced"]
+    return report
+
+
+@pytest.mark.long
+@pytest.mark.timeout(HOUR_S + 600)
+def test_a_dataset_of_reasoning_gym_is_learned(compiled: Path, tmp_path: Path, broker: str) -> None:
+    demo("chain_sum", compiled, tmp_path, broker)
