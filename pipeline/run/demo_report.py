@@ -146,7 +146,7 @@ class DemoReport:
         if self.demonstrated:
             return (
                 f"{seen} examples of which {self.demonstrated:.0%} show the\nright answer: what they taught is in the "
-                "first column, and the rise to the second is due to rewards alone."
+                "first column,\nand the rise to the second is due to rewards alone."
             )
         return f"{seen} answers shuffled across prompts:\nthey teach the format of an answer, not the task."
 
@@ -157,8 +157,8 @@ class DemoReport:
             f"PASSED depends on {_DECISIVE}: it rose by {self.exact_last - self.exact_first:.3f}, and "
             f"{self.needed_gain} is needed.\nIt is over {self.window:,} sampled answers, trained on or not: its "
             f"standard error is {_standard_error(self.window):.3f} at most.\n"
-            f"That of {prompts} held-out answers is up to {_standard_error(prompts):.3f}; they show how far what was "
-            "learned is the task, and not the prompts."
+            f"That of {prompts} held-out answers is up to {_standard_error(prompts):.3f}; they show how far the task "
+            "was learned,\nand not the prompts."
         )
 
     def _flow(self) -> str:

@@ -100,6 +100,7 @@ def test_what_the_model_was_shown_before_is_said(demonstrated: float | None, say
     text = dataclasses.replace(REPORT, demonstrated=demonstrated).as_text()
     assert says in text
     assert ("not the task" in text) == (demonstrated == 0.0)
+    assert max(len(line) for line in text.splitlines() if line.startswith(("Before", "right", "and the rise"))) <= 100
 
 
 @pytest.mark.parametrize(
