@@ -17,11 +17,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 ROOT = Path(__file__).parent
 MARKED_BY_LOCATION = ("unit", "broker", "containers", "faults", "browser", "bench")
 
+FORKING = ("verifier_pool", "forking", "array_copies", "atomic_files")
+"""Files whose tests fork: they begin before any test loads JAX, whose threads may deadlock a forked child."""
 LONGEST = (
     *("demo", "environment_run", "interruption", "learner", "gateway_chat", "retrain", "replay", "slow_learner"),
     *("agent_environment", "object_store", "commands", "foreign_trainer", "inference_server", "control_run"),
     *("train_step", "slots", "mesh", "recipe", "slot_devices", "distribution", "cli", "fold_cost", "batch_maker"),
-    *("dialects", "supervisor", "sql", "verifier_pool", "environment_check", "fold_properties"),
+    *("dialects", "supervisor", "sql", "environment_check", "fold_properties"),
 )
 """Files whose tests begin first: two files run beside each other, and would else wait for the longest at the end."""
 
@@ -55,8 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(ROOT).parts[0] if item.path.is_relative_to(ROOT) else ""
         if folder in MARKED_BY_LOCATION:
             item.add_marker(folder)
-    places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+    places = {f"test_{name}": place for place, name in enumerate((*FORKING, *LONGEST))}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 _failed: set[str] = set()
