@@ -18,7 +18,7 @@ FAILED := $(VENV)/failed-tests
 OR_NAMED = || $(if $(ARGS),[ $$? -eq 5 ] ||) test -s $(FAILED) || echo "a run of tests that ended without a name" >$(FAILED)
 # Expanded once the targets before it are done.
 SAY_FAILED = $(if $(shell cat $(FAILED)),$(error FAILED $(shell cat $(FAILED))))
-# What a file's tests share is made once, as they stay together.
+# Tests of a file stay together, so that what they share is made once.
 BY_FILE = --dist loadfile --no-loadscope-reorder
 # Tests on a broker wait most of the time: two files at once, each on a broker of its own. What breaks things, and containers, one after the other.
 UNIT = $(BIN)/python -m pytest tests/unit -n 2 $(BY_FILE)

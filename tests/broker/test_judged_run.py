@@ -29,7 +29,7 @@ from rollstream import Prompt, Score, SingleTurn
 
 
 class Essays(SingleTurn):
-    """Whoever judges the answers, it is not this class."""
+    """Essays, which a labeler judges."""
 
     name = "essays"
     max_tokens = 8
