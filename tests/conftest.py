@@ -3,6 +3,7 @@
 Without a broker the tests that need one fail; none is ever skipped.
 """
 
+import logging
 import os
 import uuid
 from collections.abc import Iterator
@@ -59,6 +60,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
     places = {f"test_{name}": place for place, name in enumerate((*FORKING, *LONGEST))}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_runtest_setup() -> None:
+    """A command that ran within this process has set the level of all our loggers, for the tests after it, too."""
+    logging.getLogger("rollstream").setLevel(logging.NOTSET)
 
 
 _failed: set[str] = set()
