@@ -193,10 +193,8 @@ def read_positions(
     """
     clients.check_broker(kafka)
     labeling_group = labeling_group or LabelingConfig().group_id(run)
-    there = set(topic_names(kafka)) | {topic_name(run, topic) for topic in TOPICS if topic != CALLS}
-    bounds = {
-        topic: topic_admin.bounds(kafka, topic_name(run, topic)) for topic in TOPICS if topic_name(run, topic) in there
-    }
+    there = [topic for topic in TOPICS if topic != CALLS or topic_name(run, CALLS) in topic_names(kafka)]
+    bounds = {topic: topic_admin.bounds(kafka, topic_name(run, topic)) for topic in there}
     for topic in (*CONTROL_TOPICS, CALLS):
         if not any(end for _low, end in bounds.get(topic, {}).values()):
             bounds.pop(topic, None)

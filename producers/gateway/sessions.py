@@ -6,7 +6,6 @@ mark on it is read, and a gateway that began to write rollouts is replaced when 
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rollstream.producers.episodes.call_sequences import CallSequences
@@ -239,10 +238,6 @@ class PartitionSessions:
             if self.keep_finished is not None and len(self._finished) > self.keep_finished:
                 self._forget(self._finished.popleft())
         return session
-
-    def of_group(self, group_id: str) -> Mapping[str, CapturedSession]:
-        """Return the sessions of a group, by name."""
-        return self._groups.get(group_id, {})
 
     def _forget(self, session: CapturedSession) -> None:
         del self.sessions[session.name]

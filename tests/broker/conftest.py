@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.topics.config import KafkaConfig
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.kafka.provisioning import apply
 from tests.support.runs import RealRun
 
 
@@ -16,6 +17,14 @@ def real_run(broker: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:
     run = RealRun(KafkaConfig(bootstrap_servers=broker), run_name, tmp_path)
     yield run
     run.stop()
+
+
+@pytest.fixture
+def kafka(broker: str, run_name: str) -> KafkaConfig:
+    """A broker with the topics of the test's run."""
+    config = KafkaConfig(bootstrap_servers=broker)
+    apply(config, TopicsConfig(partitions=2), run_name)
+    return config
 
 
 @pytest.fixture(scope="session")

@@ -5,27 +5,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
-import pytest
 
 from rollstream.producers.config import EnvironmentConfig, WorkerConfig
 from rollstream.producers.environment import Endpoint, Episode, Generate, Message, Prompt, Reply, Score
 from rollstream.producers.environment_loading import LoadedEnvironment, with_settings
 from rollstream.producers.worker import WorkerReport
 from rollstream.producers.worker_process import run_worker
-from rollstream.topics.config import KafkaConfig, TopicsConfig
-from rollstream.topics.kafka.provisioning import apply
+from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import GroupCancelled, Rollout, SessionEvent
 from rollstream.topics.validation import problems
 from tests.support.producing import TOKENIZER, SortingGenerator, serving
 from tests.support.runs import RealRun
-
-
-@pytest.fixture
-def kafka(broker: str, run_name: str) -> KafkaConfig:
-    """A broker with the topics of the test's run."""
-    config = KafkaConfig(bootstrap_servers=broker)
-    apply(config, TopicsConfig(partitions=2), run_name)
-    return config
 
 
 class Sorts:

@@ -15,9 +15,8 @@ from rollstream.producers.gateway.session_names import group_of, partition_of_gr
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.topics import codec
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.provisioning import apply
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import GroupCancelled, ModelCall, Rollout, SessionEvent, same
@@ -25,14 +24,6 @@ from rollstream.topics.validation import cancellation_problems, problems
 from tests.support.gateways import await_records, calls_of, gateway, post, records
 from tests.support.producing import TOKENIZER, SortingGenerator, serving, serving_http
 from tests.support.waiting import eventually
-
-
-@pytest.fixture
-def kafka(broker: str, run_name: str) -> KafkaConfig:
-    """A broker with the topics of the test's run."""
-    config = KafkaConfig(bootstrap_servers=broker)
-    apply(config, TopicsConfig(partitions=2), run_name)
-    return config
 
 
 @pytest.fixture

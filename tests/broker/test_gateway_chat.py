@@ -14,8 +14,7 @@ import pytest
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.producers.inference.decoding import DecodeRow
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.config import KafkaConfig, TopicsConfig
-from rollstream.topics.kafka.provisioning import apply
+from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.records import ModelCall, Rollout, SessionEvent
 from tests.support.gateways import calls_of, gateway, post, records
@@ -38,14 +37,6 @@ class RecordedEngine(ScriptedGenerator):
         slots = super().start(rows)
         self.sampled += [(list(row.prompt), self.decoding[slot]) for row, slot in zip(rows, slots, strict=True)]
         return slots
-
-
-@pytest.fixture
-def kafka(broker: str, run_name: str) -> KafkaConfig:
-    """A broker with the topics of the test's run."""
-    config = KafkaConfig(bootstrap_servers=broker)
-    apply(config, TopicsConfig(partitions=2), run_name)
-    return config
 
 
 @pytest.fixture

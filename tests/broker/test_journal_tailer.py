@@ -11,23 +11,14 @@ from rollstream.producers.flow_control import PartitionProgress, RunProgress
 from rollstream.producers.journal_tailer import JournalTailer
 from rollstream.topics import codec
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.provisioning import apply
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchIndexEntry, FateCount, JournalRecord, LearnerStep, Mark
 from tests.support.waiting import eventually
 
 ROLLOUTS = 4
-
-
-@pytest.fixture
-def kafka(broker: str, run_name: str) -> KafkaConfig:
-    """A broker with the topics of the test's run."""
-    config = KafkaConfig(bootstrap_servers=broker)
-    apply(config, TopicsConfig(partitions=2), run_name)
-    return config
 
 
 @pytest.fixture

@@ -24,9 +24,8 @@ from rollstream.producers.worker import WorkerReport
 from rollstream.producers.worker_process import run_worker
 from rollstream.topics import codec
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.provisioning import apply
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import (
@@ -45,14 +44,6 @@ from tests.support.producing import TOKENIZER, SortingGenerator, nobody_listenin
 from tests.support.waiting import eventually
 
 TASK = create_task("dsort3")
-
-
-@pytest.fixture
-def kafka(broker: str, run_name: str) -> KafkaConfig:
-    """A broker with the topics of the test's run."""
-    config = KafkaConfig(bootstrap_servers=broker)
-    apply(config, TopicsConfig(partitions=2), run_name)
-    return config
 
 
 def config_for(base_url: str, **change: Any) -> WorkerConfig:

@@ -13,22 +13,13 @@ from rollstream.producers.gateway.worker_capture import EpisodeStamp, WorkerCapt
 from rollstream.producers.inference.errors import InferenceUnavailable
 from rollstream.producers.policy_versions import PolicyFollower
 from rollstream.producers.rollout_producer import RolloutProducer
-from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
-from rollstream.topics.kafka.provisioning import apply
 from rollstream.topics.records import Rollout
 from rollstream.topics.validation import problems
 from tests.support.gateways import calls_of, records
 from tests.support.producing import ScriptedGenerator, serving
 from tests.support.waiting import eventually
-
-
-@pytest.fixture
-def kafka(broker: str, run_name: str) -> KafkaConfig:
-    """A broker with the topics of the test's run."""
-    config = KafkaConfig(bootstrap_servers=broker)
-    apply(config, TopicsConfig(partitions=2), run_name)
-    return config
 
 
 @pytest.fixture
