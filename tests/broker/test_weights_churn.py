@@ -1,0 +1,186 @@
+"""Weights under churn on a real broker: publishers die at any chunk, compaction runs, followers join and leave."""
+
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from rollstream.consumers.weights.follower import State, WeightsFollower
+from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.topics.config import TopicsConfig
+from rollstream.topics.kafka import provisioning, topic_admin
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import encode_key
+from tests.support.paths import ROOT
+from tests.support.runs import RealRun
+from tests.support.topic_settings import change_settings
+from tests.support.waiting import eventually
+from tests.support.weights_child import params_of
+
+SEED = 20
+
+
+@pytest.fixture
+def run(real_run: RealRun) -> RealRun:
+    real_run.topics = TopicsConfig(partitions=1, weights_partitions=2)
+    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
+    return real_run
+
+
+def publisher(run: RealRun, last: int, moment: str = "") -> subprocess.Popen[str]:
+    """Start a publisher up to version `last`, which dies at a moment of tests/support/weights_child.py."""
+    words = [run.kafka.bootstrap_servers, run.name, str(last), moment]
+    command = [sys.executable, "-m", "tests.support.weights_child", *words]
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE)
+
+
+def published(run: RealRun, last: int, moment: str = "") -> int:
+    """Run a publisher to its end and return its exit status."""
+    with publisher(run, last, moment) as child:
+        child.communicate(timeout=1200)
+    return child.returncode
+
+
+class Watcher:
+    """Follows a run in a thread until it is stopped, and notes each version that it was given and what was wrong."""
+
+    def __init__(self, run: RealRun, expected: dict[int, dict[str, np.ndarray]]) -> None:
+        self._run, self._expected = run, expected
+        self._leave = threading.Event()
+        self.versions: list[int] = []
+        self.faults: list[str] = []
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def leave(self) -> None:
+        self._leave.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        try:
+            with WeightsFollower(self._run.kafka, self._run.name) as follower:
+                while not self._leave.wait(0.01):
+                    state = follower.get_state(self.versions[-1] if self.versions else -1)
+                    if state is not None:
+                        self._note(state)
+        except Exception as error:  # the test's thread reads it
+            self.faults.append(repr(error))
+
+    def _note(self, state: State) -> None:
+        version, arrays = state
+        if self.versions and version <= self.versions[-1]:
+            self.faults.append(f"version {version} came after {self.versions[-1]}")
+        self.versions.append(version)
+        expected = self._expected[version]
+        if arrays.keys() != expected.keys() or any((arrays[name] != expected[name]).any() for name in expected):
+            self.faults.append(f"version {version} is not what was published under that number")
+
+
+@contextmanager
+def watching(run: RealRun, expected: dict[int, dict[str, np.ndarray]]) -> Iterator[Watcher]:
+    watcher = Watcher(run, expected)
+    try:
+        yield watcher
+    finally:
+        watcher.leave()
+    assert watcher.faults == []
+
+
+def up_to(last: int) -> dict[int, dict[str, np.ndarray]]:
+    return {version: params_of(version) for version in range(last + 1)}
+
+
+def moments_of_death(run: RealRun) -> list[str]:
+    """Each number of chunks that a version of this run may have been sent up to, and the moment before its commit."""
+    longest = max(len(manifest.chunks) for manifest in read_manifests(run.kafka, run.name).values())
+    return [*map(str, range(1, longest + 1)), "commit"]
+
+
+def die_at(run: RealRun, moments: list[str]) -> None:
+    """A version is tried once for each moment, then published; followers get every committed version whole."""
+    last = max(read_manifests(run.kafka, run.name))
+    with watching(run, up_to(last + len(moments))) as follower:
+        for moment in moments:
+            assert published(run, last + 1, moment) == -9, f"it was to die at {moment}"
+            assert max(read_manifests(run.kafka, run.name)) == last, "nothing was committed"
+            assert published(run, last + 1) == 0
+            last += 1
+        eventually(lambda: follower.versions[-1:] == [last], 120, f"version {last} is followed")
+    assert published(run, last) == 0, "a publisher that has nothing to publish removes what the last one left"
+    named = {
+        encode_key(manifest.version, manifest.epoch, chunk.index)
+        for manifest in read_manifests(run.kafka, run.name).values()
+        for chunk in manifest.chunks
+    }
+    live: dict[bytes | None, bool] = {}
+    for record in read_to_end(run.kafka, run.topic("weights"), isolation="read_uncommitted"):
+        live[record.key] = record.value is not None
+    assert {key for key, there in live.items() if there} <= named, "chunks that no manifest names are gone"
+
+
+def test_a_publisher_killed_amid_its_chunks_or_before_its_manifest_leaves_nothing_torn(run: RealRun) -> None:
+    assert published(run, 0) == 0
+    die_at(run, ["1", "commit"])
+
+
+@pytest.mark.long
+def test_a_publisher_killed_between_any_two_chunks_leaves_nothing_torn(run: RealRun) -> None:
+    assert published(run, 1) == 0
+    die_at(run, moments_of_death(run))
+
+
+def churn(run: RealRun, versions: int, followers: int) -> None:
+    """Publish while the log is compacted as fast as a broker can and followers join and leave at random."""
+    change_settings(
+        run.kafka,
+        run.topic("weights"),
+        segment__ms=100,
+        segment__bytes=1 << 20,
+        min__cleanable__dirty__ratio=0.01,
+        max__compaction__lag__ms=100,
+        delete__retention__ms=0,
+    )
+    expected = up_to(versions - 1)
+    chance = random.Random(SEED)
+    print(f"seed {SEED}")
+    visits: list[Watcher] = []
+    child = publisher(run, versions - 1)
+    try:
+        here = [Watcher(run, expected) for _ in range(followers)]
+        visits.extend(here)
+        assert child.stdout is not None
+        for _version in child.stdout:
+            if chance.random() < 0.5:
+                place = chance.randrange(1, followers)  # the first one stays from beginning to end
+                here[place].leave()
+                here[place] = Watcher(run, expected)
+                visits.append(here[place])
+        assert child.wait(600) == 0
+        eventually(
+            lambda: all(f.versions[-1:] == [versions - 1] for f in here), 300, "everybody is at the last version"
+        )
+    finally:
+        for watcher in visits:
+            watcher.leave()
+        child.kill()
+        child.communicate()
+    assert [fault for watcher in visits for fault in watcher.faults] == []
+    assert sum(len(watcher.versions) for watcher in visits) > versions, "versions between the first and last were held"
+
+
+def test_followers_that_come_and_go_hold_whole_versions_while_the_log_is_compacted(run: RealRun) -> None:
+    churn(run, 15, 3)
+
+
+@pytest.mark.long
+def test_ten_followers_come_and_go_over_a_hundred_versions_while_the_log_is_compacted(run: RealRun) -> None:
+    churn(run, 100, 10)
+    topic = run.topic("weights")
+    sent = sum(end for _begin, end in topic_admin.bounds(run.kafka, topic).values())
+    kept = sum(1 for _ in read_to_end(run.kafka, topic, isolation="read_uncommitted"))
+    assert kept < sent / 2, f"the log was compacted: {kept} of {sent} records are left"
