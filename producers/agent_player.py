@@ -1,6 +1,7 @@
 """Plays episodes of environments that call the policy themselves, each at an address of its own.
 
-An episode is one attempt: the calls of a failed one are on the log, and another attempt would add to them.
+An episode whose environment fails is tried again. Each attempt has a session of its own, because the calls of the
+failed one are on the log: no rollout comes of them.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 from rollstream.producers.environment import AgentEnvironment, Prompt, Score
 from rollstream.producers.gateway.worker_capture import EpisodeCapture, EpisodeStamp, WorkerCapture
-from rollstream.producers.group_player import EpisodeFailed, failure_of
+from rollstream.producers.group_player import EpisodeFailed, EpisodeLimits, failure_of, note_failure
 from rollstream.producers.inference.errors import InferenceUnavailable
 from rollstream.producers.rollout_assembly import GroupStamp
 from rollstream.topics.errors import RecordError
@@ -24,7 +25,8 @@ class PlayedEpisode:
     """One for each branch."""
     error: BaseException | None = None
     capture: EpisodeCapture | None = None
-    """Session that must be told whether the rollouts are on the log; None for an environment of texts."""
+    """Session of the last attempt, which must be told whether the rollouts are on the log; None for an environment of
+    texts."""
 
 
 async def play_agents(
@@ -32,7 +34,7 @@ async def play_agents(
     capture: WorkerCapture,
     prompt: Prompt,
     stamp: GroupStamp,
-    timeout_s: float,
+    limits: EpisodeLimits,
 ) -> Sequence[PlayedEpisode]:
     """Play all members side by side. Raises the errors of the log."""
     stamps = [
@@ -46,29 +48,46 @@ async def play_agents(
         )
         for member in range(stamp.group_size)
     ]
-    return await asyncio.gather(*(play_agent(environment, capture, prompt, each, timeout_s) for each in stamps))
+    return await asyncio.gather(*(play_agent(environment, capture, prompt, each, limits) for each in stamps))
 
 
 async def play_agent(
-    environment: AgentEnvironment, capture: WorkerCapture, prompt: Prompt, stamp: EpisodeStamp, timeout_s: float
+    environment: AgentEnvironment, capture: WorkerCapture, prompt: Prompt, stamp: EpisodeStamp, limits: EpisodeLimits
 ) -> PlayedEpisode:
     """Play one episode. Raises the errors of the log."""
-    episode = await capture.open(stamp)
-    try:
-        async with asyncio.timeout(timeout_s) as timeout:
-            score = await environment.play(prompt, episode.endpoint)
-    except Exception as error:
-        if timeout.expired():
-            failure = EpisodeFailed(
-                f"an episode of {stamp.environment} took longer than worker.episode_timeout_s {timeout_s:g}"
-            )
-        else:
+    deadline = asyncio.get_running_loop().time() + limits.timeout_s
+    attempt, episode = 1, await capture.open(stamp)
+    while True:
+        try:
+            async with asyncio.timeout_at(deadline) as timeout:
+                score = await environment.play(prompt, episode.endpoint)
+        except Exception as error:
+            if timeout.expired():
+                failure = EpisodeFailed(
+                    f"an episode of {stamp.environment} took longer than worker.episode_timeout_s {limits.timeout_s:g}"
+                )
+                return PlayedEpisode(error=failure, capture=episode)
             failure = failure_of(stamp.environment, prompt, error)
-        return PlayedEpisode(error=failure, capture=episode)
-    if not isinstance(score, Score):
-        name = type(score).__name__
-        failure = EpisodeFailed(f"environment {stamp.environment} returned {name} where a Score belongs")
-        return PlayedEpisode(error=failure, capture=episode)
+        else:
+            if isinstance(score, Score):
+                return await _finished(episode, score)
+            name = type(score).__name__
+            failure = EpisodeFailed(f"environment {stamp.environment} returned {name} where a Score belongs")
+        if episode.failure:
+            # The servers were tried again already.
+            return PlayedEpisode(error=InferenceUnavailable(episode.failure), capture=episode)
+        note_failure(stamp.environment, prompt, attempt, failure)
+        if attempt == limits.attempts:
+            return PlayedEpisode(error=failure, capture=episode)
+        attempt += 1
+        # Opened before the failed one is closed: a worker that is killed in between leaves an open session, so that its
+        # next process cancels the member.
+        again = await capture.open(stamp, attempt)
+        await episode.cancelled(f"tried again: {failure}")
+        episode = again
+
+
+async def _finished(episode: EpisodeCapture, score: Score) -> PlayedEpisode:
     try:
         return PlayedEpisode(rollouts=tuple(await episode.finish(score)), capture=episode)
     except (InferenceUnavailable, RecordError) as error:

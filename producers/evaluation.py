@@ -17,7 +17,7 @@ from rollstream.producers.environment import AgentEnvironment, Prompt, Split
 from rollstream.producers.environment_loading import LoadedEnvironment
 from rollstream.producers.gateway.episode_rollouts import rollout_uids
 from rollstream.producers.gateway.worker_capture import EpisodeStamp, WorkerCapture
-from rollstream.producers.group_player import failure_of
+from rollstream.producers.group_player import EpisodeLimits, failure_of
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
@@ -196,7 +196,7 @@ async def _agent_rollouts(
             member=0,
             policy_version=stamp.policy_version,
         ),
-        timeout_s,
+        EpisodeLimits(timeout_s=timeout_s, attempts=1),
     )
     assert played.capture, "an agent has a session"
     if played.error:

@@ -76,16 +76,21 @@ async def _member(
             failure = EpisodeFailed(
                 f"environment {environment.name} returned {type(episode).__name__} where an Episode belongs"
             )
-        event(
-            logger,
-            "episode_failed",
-            level=logging.WARNING,
-            environment=environment.name,
-            example_id=prompt.example_id,
-            attempt=attempt,
-            error=str(failure),
-        )
+        note_failure(environment.name, prompt, attempt, failure)
     raise failure
+
+
+def note_failure(environment: str, prompt: Prompt, attempt: int, failure: EpisodeFailed) -> None:
+    """Log an attempt at an episode that failed."""
+    event(
+        logger,
+        "episode_failed",
+        level=logging.WARNING,
+        environment=environment,
+        example_id=prompt.example_id,
+        attempt=attempt,
+        error=str(failure),
+    )
 
 
 def failure_of(environment: str, prompt: Prompt, error: Exception) -> EpisodeFailed:

@@ -294,16 +294,15 @@ class Worker:
         self, environment: LoadedEnvironment, prompt: Prompt, stamp: GroupStamp
     ) -> Sequence[PlayedEpisode]:
         config = self._config
+        limits = EpisodeLimits(timeout_s=config.episode_timeout_s, attempts=config.episode_attempts)
         if environment.agent is not None:
-            capture = self._captures[environment.name]
-            return await play_agents(environment.agent, capture, prompt, stamp, config.episode_timeout_s)
+            return await play_agents(environment.agent, self._captures[environment.name], prompt, stamp, limits)
         sampling = GroupSampling(
             group_size=stamp.group_size,
             temperature=stamp.temperature,
             seed=row_seed(config.seed, stamp.group_id) >> 1,
             assume_version=config.assume_version,
         )
-        limits = EpisodeLimits(timeout_s=config.episode_timeout_s, attempts=config.episode_attempts)
         episodes = await play_group(environment, self._client, prompt, sampling, limits)
         uids = uids_of(stamp.group_id, stamp.group_size)
         return [_played(episode, prompt, stamp, uid) for uid, episode in zip(uids, episodes, strict=True)]

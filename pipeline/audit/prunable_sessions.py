@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from rollstream.pipeline.audit.pruning_plan import CALLS, PrunableSessions
+from rollstream.producers.gateway.session_names import episode_of
 from rollstream.topics import codec
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
@@ -56,7 +57,7 @@ class SessionGroups:
                 offset=group.offset,
                 last_ms=group.last_ms,
                 finished=group.started == group.finished
-                and (len(group.started) >= group.size or group.last_ms < now_ms - GIVEN_UP_MS),
+                and (len({*map(episode_of, group.started)}) >= group.size or group.last_ms < now_ms - GIVEN_UP_MS),
             )
             for group in self._groups.values()
         )

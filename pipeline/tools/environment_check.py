@@ -227,7 +227,8 @@ async def _group(
 async def _agents_group(
     agent: AgentEnvironment, capture: WorkerCapture, prompt: Prompt, stamp: GroupStamp, worker: WorkerConfig
 ) -> CheckedGroup:
-    episodes = await play_agents(agent, capture, prompt, stamp, worker.episode_timeout_s)
+    limits = EpisodeLimits(timeout_s=worker.episode_timeout_s, attempts=1)
+    episodes = await play_agents(agent, capture, prompt, stamp, limits)
     return CheckedGroup(
         example_id=prompt.example_id,
         rollouts=tuple(rollout for episode in episodes for rollout in episode.rollouts),

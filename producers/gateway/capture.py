@@ -7,6 +7,7 @@ import asyncio
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -28,6 +29,7 @@ from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.streamed_answers import DONE, StreamedAnswer, events_of
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.inference.answers import samples_of
+from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import InferenceRefused
 from rollstream.producers.policy_versions import PolicySource
 from rollstream.topics.records import ModelCall, SessionEvent
@@ -41,6 +43,8 @@ class CaptureRules:
     sampling: Literal["run", "agent"]
     max_calls: int
     author: str
+    seed: int | None = None
+    """Seed of calls that name none: a further attempt at an episode samples as the first did. None sends none."""
 
 
 class SessionLog(Protocol):
@@ -68,6 +72,8 @@ class CallCapture:
         self._in_flight: dict[tuple[str, str], asyncio.Future[ModelCall]] = {}
         self._reserved: dict[tuple[str, str], set[int]] = {}
         """Repetitions of requests that are being recorded."""
+        self._sent: Counter[str] = Counter()
+        """Requests sent on, by session."""
         self.calls = 0
         """Calls recorded."""
 
@@ -78,6 +84,7 @@ class CallCapture:
     def forget(self, session: str) -> None:
         """Forget a session that takes no more calls."""
         self._delivered.pop(session, None)
+        del self._sent[session]
 
     def recorded(self, session: CapturedSession, request: AgentRequest, *, first_attempt: bool) -> ModelCall | None:
         """Return the call that a request repeats; None if it is a new one.
@@ -198,7 +205,7 @@ class CallCapture:
             raise SessionClosed(f"session {session.name} has made {len(session.calls)} calls, the most it may make")
 
     def _server_body(self, session: CapturedSession, request: AgentRequest) -> dict[str, Any]:
-        return server_request(
+        body = server_request(
             request,
             session.sequences,
             model=self._upstream.model,
@@ -206,6 +213,10 @@ class CallCapture:
             sampling=self._rules.sampling,
             continues=self._upstream.continues(session.name),
         )
+        if self._rules.seed is not None and body.get("seed") is None:
+            body["seed"] = row_seed(self._rules.seed, session.episode, self._sent[session.name]) >> 1
+        self._sent[session.name] += 1
+        return body
 
     async def _record(
         self,

@@ -57,7 +57,7 @@ def cancellation_of(session: CapturedSession, reason: str) -> GroupCancelled:
         example_id=start.example_id,
         policy_version=session.policy_version,
         group_size=start.group_size,
-        uids=(session.name,),
+        uids=(session.episode,),
         group_id=start.group_id,
         reason=reason,
         metadata=RolloutMetadata(worker_id=start.author, timestamp=start.wall_time),
@@ -102,7 +102,7 @@ def _rollout(
             "worker.assume_version"
         )
     return Rollout(
-        uid=rollout_uids(session.name, branches)[number],
+        uid=rollout_uids(session.episode, branches)[number],
         group_id=start.group_id,
         group_size=start.group_size,
         environment=start.environment,
@@ -110,7 +110,7 @@ def _rollout(
         policy_version=session.policy_version,
         lowest_version=int(sampled.min()),
         highest_version=int(sampled.max()),
-        episode_uid=session.name,
+        episode_uid=session.episode,
         branch=number,
         branches=branches,
         turns=_turns(branch, rewards),

@@ -1,5 +1,6 @@
 """Ends the episodes that killed workers left open on `calls`: each is finished if its rollouts are on the log, else
-cancelled, so that no group waits for them and the ledger knows the fate of their calls.
+cancelled, so that no group waits for them and the ledger knows the fate of their calls. A worker that was killed
+between two attempts at an episode left a session of each.
 
 A worker ends those of its own earlier processes when it starts, and those of other workers once they are older than any
 episode can be.
@@ -59,9 +60,11 @@ async def end_left_episodes(
         return []
     writer = CallWriter(kafka, run)
     try:
-        for episode in left:
-            if not episode.uids:
-                producer.cancel(cancellation_of(episode.session, LEFT))
+        finished = {session.episode for session, uids in left if uids}
+        cancelled = {session.episode: session for session, uids in left if not uids}
+        for name, session in cancelled.items():
+            if name not in finished:
+                producer.cancel(cancellation_of(session, LEFT))
         await asyncio.to_thread(producer.flush, _FLUSH_S)
         for session, uids in left:
             end = SessionEvent(
@@ -145,7 +148,7 @@ def _with_calls(kafka: KafkaConfig, run: str, sessions: Sequence[CapturedSession
 def _expected_uids(session: CapturedSession) -> tuple[str, ...]:
     """Return the uids of the rollouts that a worker wrote, if it wrote any; none if there could be none."""
     try:
-        return tuple(rollout_uids(session.name, len(branches_of(session.calls))))
+        return tuple(rollout_uids(session.episode, len(branches_of(session.calls))))
     except RecordError:
         return ()
 

@@ -1,7 +1,8 @@
 """Names and keys of sessions. Pure.
 
-A session is called `GROUP.MEMBER`, so its group, and with it its partition of `calls`, is in its name. A session key is
-the name and a code over it with the gateway's secret: any gateway with the same secret knows it, and none stores it.
+A session is called `GROUP.MEMBER`, so its group, and with it its partition of `calls`, is in its name. Further attempts
+of a worker at the same episode are called `GROUP.MEMBER-2` and so on. A session key is the name and a code over it with
+the gateway's secret: any gateway with the same secret knows it, and none stores it.
 """
 
 import hashlib
@@ -12,25 +13,33 @@ from rollstream.topics.errors import RecordError
 from rollstream.topics.keys import encode_key, partition_of
 
 _GROUP = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+_MEMBER = re.compile(r"[0-9]+(-[0-9]+)?")
+_FURTHER_ATTEMPT = re.compile(r"(.+\.[0-9]+)-[0-9]+")
 _SEPARATOR = "~"
 _CODE_BYTES = 16
 
 
-def session_name(group: str, member: int) -> str:
-    """Return the name of a group's session. Raises RecordError if the group's name cannot stand in a URL."""
+def session_name(group: str, member: int, attempt: int = 1) -> str:
+    """Return the name of an attempt's session. Raises RecordError if the group's name cannot stand in a URL."""
     if not _GROUP.fullmatch(group):
         raise RecordError(
             f"group_id {group[:64]!r} cannot be part of a URL: use up to 200 letters, digits, '.', '_' and '-'"
         )
-    return f"{group}.{member}"
+    return f"{group}.{member}" if attempt == 1 else f"{group}.{member}-{attempt}"
 
 
 def group_of(session: str) -> str:
     """Return the group in a session's name. Raises RecordError if it is none."""
     group, _, member = session.rpartition(".")
-    if not (group and member.isascii() and member.isdecimal()):
+    if not (group and _MEMBER.fullmatch(member)):
         raise RecordError(f"no session is called {session[:64]!r}; POST /rl/start_session starts one")
     return group
+
+
+def episode_of(session: str) -> str:
+    """Return the episode of a session, `GROUP.MEMBER`: all attempts at a member are one."""
+    again = _FURTHER_ATTEMPT.fullmatch(session)
+    return again[1] if again else session
 
 
 def partition_of_group(group: str, partitions: int) -> int:

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from rollstream.producers.episodes.call_sequences import CallSequences
+from rollstream.producers.gateway.session_names import episode_of
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import ModelCall, SessionEvent
 from rollstream.topics.validation import REWARD_LIMIT
@@ -76,6 +77,11 @@ class CapturedSession:
     def name(self) -> str:
         """Name of the session."""
         return self.start.session
+
+    @property
+    def episode(self) -> str:
+        """Name of its episode, which begins the uids of its rollouts: that of the first attempt's session."""
+        return episode_of(self.name)
 
     @property
     def scored(self) -> bool:

@@ -122,6 +122,7 @@ class WorkerCapture:
                 sampling=self._sampling,
                 max_calls=_LIMITS.max_calls,
                 author=self._author,
+                seed=worker.seed,
             )
             self._capture = CallCapture(upstream, _OwnLog(self._writer), rules, self.policies)
             listener = Listener("capture", _LIMITS.max_body_bytes)
@@ -144,12 +145,12 @@ class WorkerCapture:
         """Newest policy version in any answer; -1 before the first."""
         return self._upstream.newest_version
 
-    async def open(self, stamp: EpisodeStamp) -> "EpisodeCapture":
-        """Start the session of an episode, `GROUP.MEMBER`. Raises RecordError for an unfit group id, DeliveryError."""
+    async def open(self, stamp: EpisodeStamp, attempt: int = 1) -> "EpisodeCapture":
+        """Start the session of an attempt at an episode. Raises RecordError for an unfit group id, DeliveryError."""
         # A gateway gives it up after this time, if no worker does.
         silence_ms = int(longest_silence_s(self._worker) * 1000)
         start = SessionEvent(
-            session=session_name(stamp.group_id, stamp.member),
+            session=session_name(stamp.group_id, stamp.member, attempt),
             kind="start",
             author=self._author,
             wall_time=time.time(),
@@ -212,6 +213,11 @@ class EpisodeCapture:
         """Address for the environment."""
 
     @property
+    def failure(self) -> str:
+        """The model call that no server answered; empty if none."""
+        return self._session.failure
+
+    @property
     def branches(self) -> list[Branch]:
         """Branches of the calls so far. Raises RecordError if a record does not fit the others."""
         return branches_of(self._session.calls)
@@ -221,8 +227,8 @@ class EpisodeCapture:
 
         Raises InferenceUnavailable if a call failed, RecordError if there was none, or if it cannot be trained on.
         """
-        if self._session.failure:
-            raise InferenceUnavailable(self._session.failure)
+        if self.failure:
+            raise InferenceUnavailable(self.failure)
         calls = list(self._session.calls)
         if not calls:
             raise RecordError("no model call was made")
@@ -236,5 +242,5 @@ class EpisodeCapture:
         await self._capture.change(self._session, "finished", uids=tuple(rollout.uid for rollout in rollouts))
 
     async def cancelled(self, reason: str) -> None:
-        """Record that the episode is cancelled on the log."""
+        """Record that no rollouts come of the calls: the episode is cancelled on the log, or tried again."""
         await self._capture.change(self._session, "finished", reason=reason[:4096] or "cancelled")

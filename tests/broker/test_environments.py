@@ -6,9 +6,11 @@ from typing import Any
 
 import aiohttp
 
+from rollstream.pipeline.audit.ledger import ledger
 from rollstream.producers.config import EnvironmentConfig, WorkerConfig
 from rollstream.producers.environment import Endpoint, Episode, Generate, Message, Prompt, Reply, Score
 from rollstream.producers.environment_loading import LoadedEnvironment, with_settings
+from rollstream.producers.gateway.session_names import episode_of
 from rollstream.producers.worker import WorkerReport
 from rollstream.producers.worker_process import run_worker
 from rollstream.topics.config import KafkaConfig
@@ -102,6 +104,30 @@ class Strange(Sorts):
         return [Prompt(example_id="strange", text="é>")]
 
 
+class Judged:
+    """An agent whose judge is away for the first attempts at each member."""
+
+    name = "judged"
+    max_tokens = 8
+    away = 2
+
+    def __init__(self) -> None:
+        self.answers: dict[str, list[str]] = {}
+        """Answers to the members' attempts, in order."""
+
+    def prompts(self, _split: str) -> Sequence[Prompt]:
+        return [Prompt(example_id=str(n), text=f"{n}>") for n in range(50, 60)]
+
+    async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
+        answer = await completed(prompt.text, endpoint)
+        member = endpoint.base_url.removesuffix("/v1").rpartition("/")[2].partition("-")[0]
+        attempts = self.answers.setdefault(member, [])
+        attempts.append(answer)
+        if len(attempts) <= self.away:
+            raise OSError("the judge is away")
+        return Score(reward=float(answer == prompt.example_id))
+
+
 class SortsTwice:
     """An agent: it sorts its number, then another one in a context of its own. It breaks at one of its prompts."""
 
@@ -112,25 +138,27 @@ class SortsTwice:
         return [Prompt(example_id=text, text=f"{text}>") for text in ("21", "43", "broken")]
 
     async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
-        first = await self.sort("21>" if prompt.example_id == "broken" else prompt.text, endpoint)
+        first = await completed("21>" if prompt.example_id == "broken" else prompt.text, endpoint)
         if prompt.example_id == "broken":
             raise RuntimeError("the agent broke")
-        await self.sort("987>", endpoint)
+        await completed("987>", endpoint)
         return Score(reward=float(first == "".join(sorted(prompt.example_id))))
 
-    async def sort(self, text: str, endpoint: Endpoint) -> str:
-        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-        body = {"model": endpoint.model, "prompt": text, "max_tokens": self.max_tokens}
-        async with (
-            aiohttp.ClientSession(headers=headers) as session,
-            session.post(f"{endpoint.base_url}/completions", json=body) as response,
-        ):
-            answer = await response.json()
-            assert response.status == 200, answer
-            return str(answer["choices"][0]["text"])
+
+async def completed(text: str, endpoint: Endpoint) -> str:
+    """Return the policy's completion of a text."""
+    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+    body = {"model": endpoint.model, "prompt": text, "max_tokens": 8}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(f"{endpoint.base_url}/completions", json=body) as response,
+    ):
+        answer = await response.json()
+        assert response.status == 200, answer
+        return str(answer["choices"][0]["text"])
 
 
-def play(kafka: KafkaConfig, run_name: str, *environments: Sorts | SortsTwice, **change: Any) -> WorkerReport:
+def play(kafka: KafkaConfig, run_name: str, *environments: Sorts | SortsTwice | Judged, **change: Any) -> WorkerReport:
     async def work(base_url: str) -> WorkerReport:
         config = WorkerConfig(
             **{"worker_id": "w", "inference_urls": (base_url,), "group_size": 4, "request_timeout_s": 20.0, **change}
@@ -171,12 +199,45 @@ def test_an_agent_calls_the_policy_itself_and_each_of_its_branches_is_a_rollout(
             assert end == TOKENIZER.eos_id
             assert rollout.response_logprobs[0] == -0.125
     events = [event for event in RealRun(kafka, run_name, tmp_path).read("calls") if isinstance(event, SessionEvent)]
-    finished = {event.session: set(event.uids) for event in events if event.kind == "finished"}
+    finished = {episode_of(event.session): set(event.uids) for event in events if event.kind == "finished"}
     assert {name: uids for name, uids in finished.items() if uids} == {
         name: {rollout.uid for rollout in members} for name, members in episodes.items()
     }
     assert len(finished) == 12
     assert report.cancelled == 4
+
+
+def test_an_agent_that_fails_is_tried_again_with_the_answers_it_had_and_its_group_is_whole(
+    kafka: KafkaConfig, run_name: str, tmp_path: Any
+) -> None:
+    environment = Judged()
+    report = play(kafka, run_name, environment, groups=6, episode_attempts=3)
+    rollouts, cancelled = records(kafka, run_name, tmp_path)
+    assert (report.cancelled, cancelled) == (0, [])
+    assert sorted(rollout.uid for rollout in rollouts) == sorted(environment.answers), "one rollout of each member"
+    assert {rollout.group_size for rollout in rollouts} == {4}
+    assert {len(attempts) for attempts in environment.answers.values()} == {3}
+    for attempts in environment.answers.values():
+        assert len(set(attempts)) == 1, "a failure does not choose among answers"
+    assert len({rollout.reward for rollout in rollouts}) == 2, "members are sampled with seeds of their own"
+    book = ledger(kafka, run_name)
+    assert book.problems == []
+    fates = ("recorded", "in_rollouts", "cancelled", "open", "sessions", "open_sessions")
+    assert [book.calls[fate] for fate in fates] == [72, 24, 48, 0, 72, 0]
+    assert all(reason.startswith("tried again: environment judged failed on ") for reason in book.calls["reasons"])
+
+
+def test_an_agent_that_always_fails_is_cancelled_after_its_last_attempt(
+    kafka: KafkaConfig, run_name: str, tmp_path: Any
+) -> None:
+    environment = Judged()
+    report = play(kafka, run_name, environment, groups=1)
+    rollouts, cancelled = records(kafka, run_name, tmp_path)
+    assert (rollouts, report.cancelled) == ([], 4)
+    assert {len(attempts) for attempts in environment.answers.values()} == {2}
+    assert sorted(uid for record in cancelled for uid in record.uids) == sorted(environment.answers)
+    assert all("OSError('the judge is away') at " in record.reason for record in cancelled)
+    assert ledger(kafka, run_name).calls["cancelled"] == 8
 
 
 def test_an_episode_that_hangs_is_cancelled_after_its_time_and_its_group_is_kept(

@@ -35,7 +35,7 @@ from rollstream import Prompt, Score
 
 
 class Waits:
-    """Makes a call; then waits as long as a file is there."""
+    """Makes a call. Fails at the first attempt; at the second it waits as long as a file is there."""
 
     name = "waits"
     max_tokens = 8
@@ -47,6 +47,8 @@ class Waits:
         async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
             messages = [{"role": "user", "content": prompt.text}]
             await client.chat.completions.create(model=endpoint.model, messages=messages, max_tokens=8)
+        if "-2/v1" not in endpoint.base_url:
+            raise OSError("the judge is away")
         while (pathlib.Path(__file__).parent / "wait").exists():
             await asyncio.sleep(0.05)
         return Score(reward=0.5)
@@ -83,30 +85,38 @@ def test_a_killed_worker_started_again_cancels_the_episodes_it_had_begun(
 
     with errors.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as worker:
         try:
-            left = eventually(lambda: len(calls()) == 4 and calls(), 120, "a call of each of four episodes")
+            left = eventually(lambda: len(calls()) == 8 and calls(), 120, "calls of two attempts at four episodes")
         finally:
             worker.kill()
-    assert ledger(kafka, run_name).calls["open"] == 4
+    before = ledger(kafka, run_name).calls
+    assert (before["open"], before["cancelled"]) == (4, 4)
     (tmp_path / "wait").unlink()
     again = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr[-2000:]
     there = records(kafka, run_name)
     cancelled = [record for record in there if isinstance(record, GroupCancelled)]
-    assert {(uid, record.reason) for record in cancelled for uid in record.uids} == {(uid, LEFT) for uid in left}
+    assert {record.reason for record in cancelled} == {LEFT}
+    # One cancellation of each member, whichever attempt was left.
+    assert sorted(uid for record in cancelled for uid in record.uids) == sorted(left - {f"{uid}-2" for uid in left})
     assert {record.group_size for record in cancelled} == {2}
     book = ledger(kafka, run_name)
     assert book.problems == []
-    assert (book.calls["cancelled"], book.calls["in_rollouts"], book.calls["open_sessions"]) == (4, 4, 0)
-    assert book.calls["reasons"] == {LEFT: 4}
+    assert (book.calls["cancelled"], book.calls["in_rollouts"], book.calls["open_sessions"]) == (12, 4, 0)
+    reasons = book.calls["reasons"]
+    assert reasons.pop(LEFT) == 4
+    assert sum(reasons.values()) == 8
+    assert all(reason.startswith("tried again: environment waits failed on ") for reason in reasons)
 
 
 @asynccontextmanager
-async def episode_of(capture: WorkerCapture, member: int, questions: tuple[str, ...]) -> AsyncIterator[EpisodeCapture]:
-    """An episode with a call for each question; calls do not continue each other, so each is a branch."""
+async def episode_of(
+    capture: WorkerCapture, member: int, questions: tuple[str, ...], attempt: int = 1
+) -> AsyncIterator[EpisodeCapture]:
+    """An attempt with a call for each question; calls do not continue each other, so each is a branch."""
     stamp = EpisodeStamp(
-        environment="sums", example_id="t", group_id="w.1.0", group_size=4, member=member, policy_version=3
+        environment="sums", example_id="t", group_id="w.1.0", group_size=5, member=member, policy_version=3
     )
-    episode = await capture.open(stamp)
+    episode = await capture.open(stamp, attempt)
     address = {"base_url": episode.endpoint.base_url, "api_key": episode.endpoint.api_key}
     async with openai.AsyncOpenAI(**address, max_retries=0) as agent:
         for question in questions:
@@ -121,16 +131,21 @@ def test_episodes_whose_rollouts_are_all_on_the_log_are_finished(
     worker = WorkerConfig(worker_id="w", inference_urls=(server,))
 
     async def leave() -> None:
-        """Four episodes: written whole, written in part, ended and not written, and not ended."""
+        """Five episodes: written whole, written in part, ended and not written, not ended, and between two attempts.
+        The first and the last are tried a second time."""
         with PolicyFollower(kafka, run_name) as policies, RolloutProducer(kafka, run_name) as producer:
             async with WorkerCapture(kafka, run_name, worker, author="w.1", policies=policies) as capture:
+                async with episode_of(capture, 0, ("1?",)) as failed:
+                    await failed.cancelled("tried again")
                 for member, written in enumerate((2, 1, 0)):
-                    async with episode_of(capture, member, ("1?", "2?")) as episode:
+                    async with episode_of(capture, member, ("1?", "2?"), attempt=1 if member else 2) as episode:
                         rollouts = await episode.finish(Score(reward=1.0))
                         assert len(rollouts) == 2
                         for rollout in rollouts[:written]:
                             producer.send(rollout)
-                async with episode_of(capture, 3, ("1?",)):
+                async with episode_of(capture, 3, ("1?",)), episode_of(capture, 4, ("1?",)):
+                    pass
+                async with episode_of(capture, 4, (), attempt=2):
                     pass
 
     async def take_over(author: str) -> dict[str, tuple[str, ...]]:
@@ -142,10 +157,11 @@ def test_episodes_whose_rollouts_are_all_on_the_log_are_finished(
     asyncio.run(leave())
     assert asyncio.run(take_over("other.1")) == {}, "the worker may still be playing them"
     uids = ("w.1.0.0.0", "w.1.0.0.1")
-    assert asyncio.run(take_over("w.2")) == {"w.1.0.0": uids, "w.1.0.1": (), "w.1.0.2": (), "w.1.0.3": ()}
+    cancelled_sessions = ("w.1.0.1", "w.1.0.2", "w.1.0.3", "w.1.0.4", "w.1.0.4-2")
+    assert asyncio.run(take_over("w.2")) == {"w.1.0.0-2": uids, **dict.fromkeys(cancelled_sessions, ())}
     assert asyncio.run(take_over("w.3")) == {}, "each is ended once"
     cancelled = [record for record in records(kafka, run_name) if isinstance(record, GroupCancelled)]
-    assert sorted(uid for record in cancelled for uid in record.uids) == ["w.1.0.1", "w.1.0.2", "w.1.0.3"]
+    assert sorted(uid for record in cancelled for uid in record.uids) == [*cancelled_sessions[:4]]
     book = ledger(kafka, run_name)
     assert book.problems == []
-    assert (book.calls["in_rollouts"], book.calls["cancelled"], book.calls["open"]) == (2, 5, 0)
+    assert (book.calls["in_rollouts"], book.calls["cancelled"], book.calls["open"]) == (2, 7, 0)

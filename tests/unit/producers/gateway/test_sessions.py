@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from rollstream.producers.episodes.call_sequences import token_digest
 from rollstream.producers.gateway.episode_rollouts import RolloutForm, cancellation_of, rollouts_of
-from rollstream.producers.gateway.session_names import group_of, session_key, session_name, session_of_key
+from rollstream.producers.gateway.session_names import (
+    episode_of,
+    group_of,
+    session_key,
+    session_name,
+    session_of_key,
+)
 from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
 from rollstream.producers.policy_versions import PolicyVersions
 from rollstream.topics.errors import RecordError
@@ -76,6 +82,18 @@ def test_a_session_with_calls_an_end_and_a_reward_becomes_rollouts() -> None:
         assert problems(rollout) == []
         assert (rollout.uid, rollout.episode_uid, rollout.reward, rollout.policy_version) == ("g.0", "g.0", 0.5, 4)
         assert rollout.metadata.weight_step == 40
+
+
+def test_rollouts_and_cancellations_of_a_further_attempt_are_those_of_the_episode() -> None:
+    name = session_name("g", 0, 2)
+    fold = PartitionSessions()
+    records = (replace(START, session=name), call(0, session=name), event("end", session=name))
+    for offset, record in enumerate(records):
+        fold.apply(offset, 0, record)
+    fold.apply(3, 0, event("reward", session=name, scored=True, reward=0.5))
+    (rollout,) = rollouts_of(fold.sessions[name], FORM, POLICIES)
+    assert (rollout.uid, rollout.episode_uid, rollout.extra["session"]) == ("g.0", "g.0", "g.0-2")
+    assert cancellation_of(fold.sessions[name], "why").uids == ("g.0",)
 
 
 def test_a_mark_abandons_a_session_only_after_its_time_by_append_times() -> None:
@@ -223,6 +241,9 @@ def test_once_finished_nothing_changes_a_session(parts: list[tuple[int, Any]], d
 def test_a_session_is_known_by_its_name_and_its_key(group: str, member: int, secret: str) -> None:
     session = session_name(group, member)
     assert group_of(session) == group
+    assert episode_of(session) == session
+    again = session_name(group, member, 2)
+    assert (group_of(again), episode_of(again)) == (group, session)
     assert session_of_key(session_key(session, secret), secret) == session
     assert session_of_key(session_key(session, secret), secret + "x") is None or len(secret.encode()) >= 64
     assert session_of_key(session, secret) is None
