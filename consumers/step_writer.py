@@ -16,13 +16,13 @@ from rollstream.consumers.batch_reader import IndexedBatch, ReadBatch
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.layout import Arrays
-from rollstream.consumers.weights.publisher import WeightsPublisher
+from rollstream.consumers.weights.publisher import WeightsPublisher, params_digest_of
 from rollstream.topics.batch_uses import names_of
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.logs import event
-from rollstream.topics.params_digest import params_digest
+from rollstream.topics.params_digest import digest_as
 from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
 from rollstream.topics.trajectories import Tree, flatten
 
@@ -113,11 +113,10 @@ class StepWriter(Closing):
         other parameters.
         """
         arrays = _arrays(params)
-        digest = _digest(arrays, digest)
         known = None if version is None else self._publisher.manifest(version)
         if known is not None:
-            kind = "external" if arrays is None else "full"
-            if (known.learner, known.kind, known.digest) == (self._learner, kind, digest):
+            before = (self._learner, arrays is None, _digest(arrays, digest, params_digest_of(known)))
+            if before == (known.learner, known.kind == "external", params_digest_of(known)):
                 return known.version
         if version not in (None, self.version + 1):
             other = "is published with other parameters" if known else "would leave a gap"
@@ -125,7 +124,7 @@ class StepWriter(Closing):
                 f"policy version {version} of run {self._run} {other}; the next one is {self.version + 1}, and a "
                 "number is never used twice"
             )
-        manifest = self._stage(self.step, arrays, digest)
+        manifest = self._stage(self.step, arrays, _digest(arrays, digest))
         self._log.commit([self._publisher.record(manifest)])
         self._publisher.committed(manifest)
         return manifest.version
@@ -158,8 +157,8 @@ class StepWriter(Closing):
         uses = self._uses(reads, skipped or {})
         resumes_at = self._resumes_at(oldest_checkpoint, reads[-1].position)
         arrays = _arrays(params)
-        digest = _digest(arrays, digest)
         before = self._recorded.get(step)
+        digest = _digest(arrays, digest, "" if before is None else before.params_digest)
         if before is not None and self._is_on_record(before, uses, digest):
             self.step = step
             return before
@@ -242,7 +241,7 @@ class StepWriter(Closing):
     def _stage(self, step: int, arrays: Arrays | None, digest: str) -> PolicyManifest:
         if arrays is None:
             return self._publisher.stage_external(step, digest)
-        return self._publisher.stage(step, arrays)
+        return self._publisher.stage(step, arrays, params_digest=digest)
 
     def _total(self, use: str) -> int:
         """Rollouts trained on or skipped by the steps up to now."""
@@ -254,14 +253,15 @@ def _arrays(params: Tree | None) -> Arrays | None:
     return None if params is None else {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
 
 
-def _digest(arrays: Arrays | None, digest: str) -> str:
+def _digest(arrays: Arrays | None, digest: str, recorded: str = "") -> str:
+    """Digest of the parameters, to compare with one on record."""
     if arrays is None:
         return digest
     if digest:
         raise ConfigurationError(
             "`digest` is only for parameters that are not given; the digest of `params` is computed"
         )
-    return params_digest(arrays)
+    return digest_as(recorded, arrays)
 
 
 def _use(indexed: IndexedBatch, reason: str | None) -> BatchUse:

@@ -62,9 +62,9 @@ def dtype_of(name: str) -> np.dtype[Any]:
             return dtype
         raise RecordError(f"{name!r} is no dtype of arrays that are written")
     try:
-        import ml_dtypes  # Adds bfloat16 and float8 to numpy. It comes with JAX, and only such arrays need it.
+        import ml_dtypes  # Adds bfloat16 and float8 to numpy; only such arrays need it.
     except ImportError as error:
-        raise RecordError(f"arrays of dtype {name!r} need ml_dtypes; install rollstream[learner]") from error
+        raise RecordError(f"arrays of dtype {name!r} need ml_dtypes; install ml-dtypes") from error
     extension = getattr(ml_dtypes, name, None)
     dtype = np.dtype(extension) if isinstance(extension, type) else np.dtype(object)
     if dtype.name == name:
@@ -74,6 +74,18 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 def little_endian_bytes(array: NDArray[Any]) -> bytes:
     """Return the array's bytes, little-endian and in C order."""
-    if array.dtype.kind != "V":
-        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return array.tobytes()
+    return _little_endian(array).tobytes()
+
+
+def little_endian_view(array: NDArray[Any]) -> memoryview:
+    """Return the array's bytes, little-endian and in C order, without a copy if they lie like that in memory."""
+    if not array.nbytes:
+        return memoryview(b"")
+    flat: Any = np.ascontiguousarray(_little_endian(array)).reshape(-1).view(np.uint8)
+    return memoryview(flat)
+
+
+def _little_endian(array: NDArray[Any]) -> NDArray[Any]:
+    if array.dtype.kind == "V":
+        return array
+    return array.astype(array.dtype.newbyteorder("<"), copy=False)

@@ -1,16 +1,85 @@
-"""The digest that identifies the parameters of a policy: in steps records, manifests and learners."""
+"""The digest that identifies the parameters of a policy: in steps records, manifests and learners.
+
+It is a tree: shards of a tensor, tensors, the whole. So several threads read the bytes, once, and a change of a tensor
+leaves the digests of the others as they are. Earlier releases made digests in one pass over all bytes: these are
+recognised on record, and compared by that rule.
+"""
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+import os
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollstream.topics.arrays import dtype_name, little_endian_bytes
+from rollstream.topics.arrays import dtype_name, little_endian_bytes, little_endian_view
+
+TREE = ".tree"
+"""Ending of digests made by the rule of this release."""
+SHARD_BYTES = 16 * 1024 * 1024
+"""Part of a tensor that one thread digests."""
+_WHOLE = re.compile("[0-9a-f]{64}")
+_THREADS = min(8, os.cpu_count() or 1)
+
+
+class TensorDigest(NamedTuple):
+    """The identity of one parameter."""
+
+    name: str
+    dtype: str
+    """Name of the dtype, as `dtype_name` gives it."""
+    shape: tuple[int, ...]
+    digest: str
+    """sha256 of the little-endian bytes, hexadecimal; over the digests of the shards if there are several."""
 
 
 def params_digest(params: Mapping[str, Any]) -> str:
-    """sha256, hexadecimal, over each parameter's name, dtype, shape and little-endian bytes in name order."""
+    """Digest of parameters: over each one's name, dtype, shape and bytes, whatever their order and memory layout."""
+    return tree_digest(tensor_digests(params))
+
+
+def tensor_digests(params: Mapping[str, Any]) -> tuple[TensorDigest, ...]:
+    """Digests of parameters, in name order, computed by several threads."""
+    arrays = {name: np.asarray(params[name]) for name in sorted(params)}
+    digests = bytes_digests([little_endian_view(array) for array in arrays.values()])
+    return tuple(
+        TensorDigest(name, dtype_name(array.dtype), array.shape, digest)
+        for (name, array), digest in zip(arrays.items(), digests, strict=True)
+    )
+
+
+def tree_digest(tensors: Iterable[TensorDigest]) -> str:
+    """Digest of parameters whose own digests are known."""
+    digest = hashlib.sha256()
+    for name, dtype, shape, content in sorted(tensors):
+        digest.update(f"{name}\0{dtype}\0{list(shape)}\0{content}\0".encode())
+    return digest.hexdigest() + TREE
+
+
+def bytes_digests(views: Iterable[memoryview]) -> list[str]:
+    """Digests of the bytes of tensors, in order: sha256, over the digests of the shards if there are several."""
+    shards = [[view[at : at + SHARD_BYTES] for at in range(0, len(view), SHARD_BYTES)] or [view] for view in views]
+    flat = [shard for group in shards for shard in group]
+    if sum(map(len, flat)) < SHARD_BYTES or _THREADS == 1:
+        digests = [hashlib.sha256(shard).digest() for shard in flat]
+    else:
+        # hashlib releases the interpreter's lock while it digests.
+        with ThreadPoolExecutor(_THREADS) as pool:
+            digests = list(pool.map(lambda shard: hashlib.sha256(shard).digest(), flat))
+    remaining = iter(digests)
+    groups = [[next(remaining) for _ in group] for group in shards]
+    return [group[0].hex() if len(group) == 1 else hashlib.sha256(b"".join(group)).hexdigest() for group in groups]
+
+
+def digest_as(recorded: str, params: Mapping[str, Any]) -> str:
+    """Digest of parameters by the rule of a digest on record, so that equal parameters have equal digests."""
+    return whole_digest(params) if _WHOLE.fullmatch(recorded) else params_digest(params)
+
+
+def whole_digest(params: Mapping[str, Any]) -> str:
+    """Digest by the rule of earlier releases: one sha256 over names, dtypes, shapes and bytes in name order."""
     digest = hashlib.sha256()
     for name in sorted(params):
         array = np.asarray(params[name])

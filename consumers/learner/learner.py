@@ -36,7 +36,6 @@ from rollstream.topics.batch_uses import reused_share, without
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import event
-from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import BatchUse
 
 logger = logging.getLogger(__name__)
@@ -133,7 +132,7 @@ class _Learner:
             if recorded is None:
                 self._record((), self._position.position, metrics, arrays)
             else:
-                self._recorder.compare(step, params_digest(arrays), recorded.uses)
+                self._recorder.compare(step, arrays, recorded.uses)
             event(
                 logger,
                 "learner_started" if restored is None else "learner_resumed",

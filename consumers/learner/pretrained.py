@@ -29,6 +29,13 @@ def resolved(config: LearnerConfig) -> LearnerConfig:
     return replace(config, model=model_of(config))
 
 
+def published_dtype(config: LearnerConfig) -> str:
+    """Dtype in which parameters are published. Raises ConfigurationError for a model of another than is published."""
+    if config.weights.dtype != "model":
+        return config.weights.dtype
+    return huggingface.load_dtype(config.pretrained) if config.pretrained else "float32"
+
+
 def tokenizer_of(config: LearnerConfig) -> Tokenizer:
     """The tokenizer of `pretrained`, or else a character tokenizer. Raises ConfigurationError."""
     return load_tokenizer(config.pretrained) if config.pretrained else CharacterTokenizer()

@@ -63,6 +63,18 @@ def load_config(directory: Path | str) -> DecoderConfig:
         raise ConfigurationError(f"{path} has no {error.args[0]}") from error
 
 
+def load_dtype(directory: Path | str) -> str:
+    """Read the dtype of the parameters from config.json; float32 if it has none. Raises ConfigurationError."""
+    path = Path(directory) / CONFIG
+    settings = read_json(path)
+    dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "float32")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigurationError(
+            f'{path}: dtype {dtype!r} cannot be published; set learner.weights.dtype to "bfloat16" or "float32"'
+        )
+    return dtype
+
+
 def _refuse_unsupported(path: Path, settings: Mapping[str, Any]) -> None:
     """Raise ConfigurationError for a setting with which the decoder would compute something else."""
     full_attention = {"full_attention"}

@@ -1,6 +1,7 @@
 """Settings of publishing and following weights, without JAX."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from rollstream.topics.errors import ConfigurationError
 
@@ -9,6 +10,9 @@ from rollstream.topics.errors import ConfigurationError
 class WeightsConfig:
     """Settings for policy versions on the log."""
 
+    dtype: Literal["bfloat16", "float32", "model"] = "bfloat16"
+    """Dtype that a learner publishes its float32 parameters in; "model" is that of config.json of learner.pretrained.
+    Trainers of other kinds publish what they give."""
     chunk_bytes: int = 1024 * 1024
     """Largest chunk; well below KafkaConfig.max_record_bytes."""
     keep_versions: int = 4

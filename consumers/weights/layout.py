@@ -1,20 +1,21 @@
-"""Layout of policy versions: arrays to chunks of bytes and back, with digests over chunks, tensors and the whole.
+"""Layout of policy versions: arrays to chunks of bytes and back, with digests over tensors and the whole.
 
 Bytes that do not match their digests are refused. Needs numpy; knows neither Kafka nor JAX.
 """
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollstream.topics.arrays import dtype_name, dtype_of, little_endian_bytes
+from rollstream.consumers.weights.compression import ZSTD, NotCompressed, decompress
+from rollstream.topics.arrays import dtype_of, little_endian_view
 from rollstream.topics.errors import RollstreamError
-from rollstream.topics.params_digest import params_digest
-from rollstream.topics.records import PolicyManifest, Tensor
+from rollstream.topics.params_digest import TREE, TensorDigest, tensor_digests, tree_digest, whole_digest
+from rollstream.topics.records import Chunk, PolicyManifest, Tensor
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -23,51 +24,104 @@ class WeightsRefused(RollstreamError):
     """Bytes of a policy version do not match its manifest."""
 
 
-def serialize(arrays: Arrays) -> tuple[bytes, tuple[Tensor, ...]]:
-    """Return the bytes of all arrays in name order, and the position of each array in them."""
-    parts, tensors, start = [], [], 0
-    for name in sorted(arrays):
-        array = np.asarray(arrays[name])
-        part = little_endian_bytes(array)
-        tensors.append(
-            Tensor(
-                name=name,
-                dtype=dtype_name(array.dtype),
-                shape=tuple(array.shape),
-                start=start,
-                size_bytes=len(part),
-                digest=hashlib.sha256(part).hexdigest(),
-            )
-        )
-        parts.append(part)
-        start += len(part)
-    return b"".join(parts), tuple(tensors)
+class Content(NamedTuple):
+    """The bytes of a version, and the place of each tensor in them."""
+
+    tensors: tuple[Tensor, ...]
+    views: tuple[memoryview, ...]
+    """The bytes, in order; they are those of the arrays themselves and must not change before they are sent."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the content."""
+        return sum(map(len, self.views))
 
 
-def split(data: bytes, chunk_bytes: int) -> Iterator[bytes]:
-    """Yield consecutive pieces of at most `chunk_bytes`; an empty version has one empty piece."""
-    for start in range(0, max(len(data), 1), chunk_bytes):
-        yield data[start : start + chunk_bytes]
+def full_content(arrays: Arrays, digests: Sequence[TensorDigest]) -> Content:
+    """Return every byte of the arrays, in name order; `digests` are those of `tensor_digests(arrays)`."""
+    tensors, views, start = [], [], 0
+    for name, dtype, shape, digest in digests:
+        view = little_endian_view(np.asarray(arrays[name]))
+        tensors.append(Tensor(name=name, dtype=dtype, shape=shape, start=start, size_bytes=len(view), digest=digest))
+        views.append(view)
+        start += len(view)
+    return Content(tuple(tensors), tuple(views))
+
+
+def split(views: Iterable[memoryview], chunk_bytes: int) -> Iterator[bytes]:
+    """Yield consecutive pieces of `chunk_bytes`, the last one of at least one byte; no bytes have one empty piece.
+
+    Holds one piece at a time.
+    """
+    parts: list[memoryview] = []
+    room = chunk_bytes
+    pieces = 0
+    for view in views:
+        at = 0
+        while at < len(view):
+            parts.append(view[at : at + room])
+            at += len(parts[-1])
+            room -= len(parts[-1])
+            if not room:
+                yield b"".join(parts)
+                parts, room, pieces = [], chunk_bytes, pieces + 1
+    if parts or not pieces:
+        yield b"".join(parts)
 
 
 def assemble(manifest: PolicyManifest, chunks: Sequence[bytes]) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a version from its chunks, in order; read-only views of one buffer.
+    """Return the arrays of a version from its stored chunks, in order; read-only views of one buffer.
 
-    Raises WeightsRefused unless every chunk, every tensor and the whole match the manifest's digests.
+    Raises WeightsRefused unless every tensor and the whole match the manifest's digests.
     """
-    for chunk, data in zip(manifest.chunks, chunks, strict=True):
-        if len(data) != chunk.size_bytes or hashlib.sha256(data).hexdigest() != chunk.digest:
-            raise WeightsRefused(f"chunk {chunk.index} of policy version {manifest.version} differs from its manifest")
-    whole = memoryview(b"".join(chunks))
+    content = content_of(manifest, chunks)
     arrays: dict[str, NDArray[Any]] = {}
     for tensor in manifest.tensors:
         dtype = dtype_of(tensor.dtype)
         if tensor.size_bytes != dtype.itemsize * math.prod(tensor.shape):
             raise WeightsRefused(f"tensor {tensor.name} of policy version {manifest.version} has no room for its shape")
-        view = whole[tensor.start : tensor.start + tensor.size_bytes]
-        if len(view) != tensor.size_bytes or hashlib.sha256(view).hexdigest() != tensor.digest:
-            raise WeightsRefused(f"tensor {tensor.name} of policy version {manifest.version} differs from its manifest")
+        view = content[tensor.start : tensor.start + tensor.size_bytes]
+        if len(view) != tensor.size_bytes:
+            raise WeightsRefused(f"tensor {tensor.name} of policy version {manifest.version} has too few bytes")
         arrays[tensor.name] = np.frombuffer(view, dtype).reshape(tensor.shape)
-    if params_digest(arrays) != manifest.digest:
-        raise WeightsRefused(f"policy version {manifest.version} as a whole differs from its manifest")
+    check(manifest, arrays)
     return arrays
+
+
+def content_of(manifest: PolicyManifest, chunks: Sequence[bytes]) -> memoryview:
+    """Return the content of a version's stored chunks. Raises WeightsRefused if they are not those of the manifest."""
+    contents = (_content(manifest, chunk, data) for chunk, data in zip(manifest.chunks, chunks, strict=True))
+    return memoryview(b"".join(contents))
+
+
+def _content(manifest: PolicyManifest, chunk: Chunk, data: bytes) -> bytes:
+    differs = f"chunk {chunk.index} of policy version {manifest.version} differs from its manifest"
+    if len(data) != chunk.size_bytes or (chunk.digest and hashlib.sha256(data).hexdigest() != chunk.digest):
+        raise WeightsRefused(differs)
+    if not chunk.codec:
+        return data
+    if chunk.codec != ZSTD:
+        raise WeightsRefused(
+            f"chunk {chunk.index} of policy version {manifest.version} is compressed by {chunk.codec!r}, which this "
+            "release does not know; upgrade it"
+        )
+    try:
+        return decompress(data, chunk.content_bytes)
+    except NotCompressed as error:
+        raise WeightsRefused(f"{differs}: {error}") from error
+
+
+def check(manifest: PolicyManifest, arrays: Arrays) -> None:
+    """Raise WeightsRefused unless the arrays of a version match the digests in its manifest."""
+    if manifest.digest.endswith(TREE):
+        digests = tensor_digests(arrays)
+        whole = tree_digest(digests)
+        actual = {tensor.name: tensor.digest for tensor in digests}
+    else:
+        whole = whole_digest(arrays)
+        actual = {name: hashlib.sha256(little_endian_view(array)).hexdigest() for name, array in arrays.items()}
+    for tensor in manifest.tensors:
+        if actual[tensor.name] != tensor.digest:
+            raise WeightsRefused(f"tensor {tensor.name} of policy version {manifest.version} differs from its manifest")
+    if whole != manifest.digest:
+        raise WeightsRefused(f"policy version {manifest.version} as a whole differs from its manifest")

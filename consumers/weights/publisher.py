@@ -4,15 +4,15 @@ The manifest commits in the transaction of its step. A version number is never r
 tombstoned at the next start.
 """
 
-import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rollstream.consumers.weights.compression import ZSTD, compress, pays
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.layout import Arrays, serialize, split
+from rollstream.consumers.weights.layout import Arrays, Content, full_content, split
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
@@ -24,7 +24,7 @@ from rollstream.topics.kafka.sender import Delivery, Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import decode_key, encode_key
 from rollstream.topics.logs import event
-from rollstream.topics.params_digest import params_digest
+from rollstream.topics.params_digest import TensorDigest, tensor_digests, tree_digest
 from rollstream.topics.records import Chunk, PolicyManifest
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,9 @@ class WeightsPublisher:
         self._policies_topic = topic_name(run, "policies")
         self._partitions = topic_admin.partitions_of(kafka, self._weights_topic)
         self._manifests = read_manifests(kafka, run)
-        self._sender = Sender(clients.producer(kafka), remedy="start the learner again, it publishes the version anew")
+        # Chunks are compressed where it pays, before they are sent.
+        producer = clients.producer(kafka, **{"compression.type": "none"})
+        self._sender = Sender(producer, remedy="start the learner again, it publishes the version anew")
         self._tombstone_unnamed(kafka)
 
     @property
@@ -78,39 +80,73 @@ class WeightsPublisher:
         return self._manifests.get(version)
 
     def published(self, step: int, digest: str) -> PolicyManifest | None:
-        """Manifest of the version this learner published after `step`, if its parameters have that digest."""
+        """Manifest of the version this learner published after `step`, if its parameters have that digest.
+
+        The digest is that of the learner's parameters, before any conversion.
+        """
         of_step = [m for m in self._manifests.values() if m.learner == self._learner and m.step == step]
         newest = max(of_step, key=lambda manifest: manifest.version, default=None)
-        return newest if newest is not None and newest.digest == digest else None
+        return newest if newest is not None and params_digest_of(newest) == digest else None
 
-    def stage(self, step: int, arrays: Arrays) -> PolicyManifest:
+    def stage(
+        self,
+        step: int,
+        arrays: Arrays,
+        *,
+        digests: Sequence[TensorDigest] = (),
+        params_digest: str = "",
+        dtype: str = "",
+        figures: Mapping[str, float] | None = None,
+    ) -> PolicyManifest:
         """Send the chunks of a new version, wait until the broker has them, and return the manifest to commit.
 
-        `arrays` are numpy arrays by name. Nobody reads the chunks before the manifest is committed. Raises
-        DeliveryError if the broker does not accept them.
+        `arrays` are numpy arrays by name, and `digests` their digests if they are known. If they were converted to
+        `dtype`, `params_digest` is the digest of the parameters before. `figures` are those of earlier stages. Nobody
+        reads the chunks before the manifest is committed. Raises DeliveryError if the broker does not accept them.
         """
-        version = self.latest_version + 1
-        data, tensors = serialize(arrays)
-        pieces = list(split(data, self._config.chunk_bytes))
-        places: dict[int, tuple[int, int]] = {}
-        for index, piece in enumerate(pieces):
-            self._send(encode_key(version, self._epoch, index), piece, index % self._partitions, places, index)
-        self._sender.flush(_DELIVERY_TIMEOUT_S)
-        chunks = tuple(
-            Chunk(
-                index=index,
-                partition=places[index][0],
-                offset=places[index][1],
-                size_bytes=len(piece),
-                digest=hashlib.sha256(piece).hexdigest(),
-            )
-            for index, piece in enumerate(pieces)
+        clock = _Stages(figures or {})
+        digests = digests or tensor_digests(arrays)
+        clock.ended("digest_s")
+        content = full_content(arrays, digests)
+        chunks = self._send_content(content)
+        clock.ended("send_s")
+        digest = tree_digest(digests)
+        return self._manifest(
+            step,
+            digest,
+            tensors=content.tensors,
+            chunks=chunks,
+            params_digest=params_digest or digest,
+            dtype=dtype,
+            figures=clock.figures | _sizes(content, chunks),
         )
-        return self._manifest(step, params_digest(arrays), tensors=tensors, chunks=chunks)
 
     def stage_external(self, step: int, digest: str) -> PolicyManifest:
         """Return the manifest to commit for a new version whose parameters are not on the log."""
         return self._manifest(step, digest, kind="external")
+
+    def _send_content(self, content: Content) -> tuple[Chunk, ...]:
+        """Send the content in chunks, compressed if that pays, and return them once the broker has them."""
+        version, codec = self.latest_version + 1, ZSTD if pays(content.views) else ""
+        places: dict[int, tuple[int, int]] = {}
+        sizes: list[tuple[int, int]] = []
+        for index, piece in enumerate(split(content.views, self._config.chunk_bytes)):
+            stored = compress(piece) if codec else piece
+            sizes.append((len(stored), len(piece)))
+            self._send(encode_key(version, self._epoch, index), stored, index % self._partitions, places, index)
+        self._sender.flush(_DELIVERY_TIMEOUT_S)
+        return tuple(
+            Chunk(
+                index=index,
+                partition=places[index][0],
+                offset=places[index][1],
+                size_bytes=stored,
+                digest="",
+                codec=codec,
+                content_bytes=size,
+            )
+            for index, (stored, size) in enumerate(sizes)
+        )
 
     def _manifest(self, step: int, digest: str, **fields: Any) -> PolicyManifest:
         """Build the manifest of the version after the latest."""
@@ -174,6 +210,31 @@ class WeightsPublisher:
 
         name = f"chunk {key.decode()}"
         self._sender.send(self._weights_topic, value, key, partition=partition, name=name, on_delivery=delivered)
+
+
+def params_digest_of(manifest: PolicyManifest) -> str:
+    """Digest of the learner's parameters that a version was published from, before any conversion."""
+    return manifest.params_digest or manifest.digest
+
+
+class _Stages:
+    """Seconds of the stages of a publication, one after another."""
+
+    def __init__(self, before: Mapping[str, float]) -> None:
+        self.figures = dict(before)
+        self._began = time.monotonic()
+
+    def ended(self, stage: str) -> None:
+        now = time.monotonic()
+        self.figures[stage] = now - self._began
+        self._began = now
+
+
+def _sizes(content: Content, chunks: Sequence[Chunk]) -> dict[str, float]:
+    return {
+        "content_bytes": float(content.size_bytes),
+        "stored_bytes": float(sum(chunk.size_bytes for chunk in chunks)),
+    }
 
 
 def _live_keys(messages: Iterable[KafkaRecord]) -> dict[bytes, int]:

@@ -173,7 +173,11 @@ def test_sigterm_saves_a_checkpoint_and_steps_executed_again_must_come_out_as_re
     assert [steps[step].policy_version for step in range(9)] == [0, -1, -1, 1, -1, -1, 2, -1, -1]
     with WeightsFollower(run.kafka, run.name) as follower:
         version, arrays = follower.wait_for(2, 300)
-    assert (version, params_digest(arrays)) == (2, steps[6].params_digest)
+        manifest = follower.manifest
+    assert manifest is not None
+    assert (version, manifest.dtype, manifest.params_digest) == (2, "bfloat16", steps[6].params_digest)
+    assert manifest.digest == params_digest(arrays) != manifest.params_digest
+    assert {array.dtype.name for array in arrays.values()} == {"bfloat16"}
 
     # Without its checkpoints a learner begins again from the log, and what it then makes must be what is on record.
     elsewhere = {"learner__checkpoint__directory": run.directory / "elsewhere"}

@@ -1,6 +1,7 @@
 """Weights on a real broker: a follower holds one whole version or the one before, whoever dies, whenever it joins."""
 
 import dataclasses
+import hashlib
 import threading
 from collections.abc import Iterator
 
@@ -9,18 +10,20 @@ import pytest
 from confluent_kafka import OFFSET_END, KafkaException, TopicPartition
 
 from rollstream.consumers.step_log import StepLog
+from rollstream.consumers.weights.compression import compress
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.fetcher import ChunkFetcher, ChunksGone
 from rollstream.consumers.weights.follower import WeightsFollower
-from rollstream.consumers.weights.layout import serialize, split
+from rollstream.consumers.weights.layout import full_content, split
 from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests
+from rollstream.topics.codec import encode
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, Fenced, StateRefused, TopicError
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import decode_key, encode_key
-from rollstream.topics.params_digest import params_digest
-from rollstream.topics.records import PolicyManifest
+from rollstream.topics.params_digest import digest_as, params_digest, tensor_digests, whole_digest
+from rollstream.topics.records import Chunk, PolicyManifest
 from tests.support.runs import RealRun
 from tests.support.topic_settings import change_settings
 from tests.support.waiting import eventually
@@ -166,6 +169,40 @@ def test_old_versions_lose_their_chunks_and_keep_their_manifests(run: RealRun, l
     assert sorted(read_manifests(run.kafka, run.name)) == [0, 1, 2, 3, 4]
 
 
+def test_a_version_that_an_earlier_release_published_is_followed_and_not_published_again(
+    run: RealRun, log: StepLog
+) -> None:
+    source = publisher(run)
+    staged = source.stage(3, arrays(3))
+    data = b"".join(array.tobytes() for array in arrays(3).values())
+    pieces = [data[at : at + 1000] for at in range(0, len(data), 1000)]
+    begin = topic_admin.bounds(run.kafka, run.topic("weights"))[1][1]
+    for index, piece in enumerate(pieces):
+        run.send_bytes("weights", piece, encode_key(0, "before", index), 1)
+    before = dataclasses.replace(
+        staged,
+        epoch="before",
+        chunks=tuple(
+            Chunk(
+                index=i,
+                partition=1,
+                offset=begin + i,
+                size_bytes=len(piece),
+                digest=hashlib.sha256(piece).hexdigest(),
+            )
+            for i, piece in enumerate(pieces)
+        ),
+        digest=whole_digest(arrays(3)),
+    )
+    run.send_bytes("policies", encode(before, version=1), encode_key(0))
+    with WeightsFollower(run.kafka, run.name) as follower:
+        version, found = follower.wait_for(0, 300)
+    assert (version, params_digest(found)) == (0, params_digest(arrays(3)))
+    published = publisher(run).published(3, digest_as(before.digest, found))
+    assert published is not None
+    assert (published.version, published.epoch) == (0, "before")
+
+
 @pytest.mark.parametrize("damage", ["gone", "another record"])
 def test_a_version_whose_chunks_are_not_there_is_skipped_for_a_newer_one(
     run: RealRun, log: StepLog, damage: str
@@ -202,8 +239,10 @@ def test_a_version_that_does_not_come_in_time_is_tried_again_until_it_is_held(ru
         log.commit([source.record(late)])
         with pytest.raises(DeadlineExceeded, match="newest: 0"):
             follower.wait_for(1, 2.5)
-        [chunk] = list(split(serialize(arrays(1))[0], SMALL.chunk_bytes))[-1:]
-        run.send_bytes("weights", chunk, encode_key(1, early.epoch, last.index), last.partition)
+        content = full_content(arrays(1), tensor_digests(arrays(1)))
+        [chunk] = list(split(content.views, SMALL.chunk_bytes))[-1:]
+        assert last.codec == "zstd", "constant arrays are worth it"
+        run.send_bytes("weights", compress(chunk), encode_key(1, early.epoch, last.index), last.partition)
         version, found = follower.wait_for(1, 300)
         assert (version, params_digest(found)) == (1, params_digest(arrays(1)))
 

@@ -1,6 +1,7 @@
 """Records of `policies`: manifests of policy versions."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -14,17 +15,21 @@ class Tensor:
     start: int
     size_bytes: int
     digest: str
+    changed: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """One chunk of a policy version's bytes and its place in `weights`."""
+    """One chunk of a policy version's bytes and its place in `weights`, or the file that holds it."""
 
     index: int
     partition: int
     offset: int
     size_bytes: int
     digest: str
+    codec: str = ""
+    content_bytes: int = -1
+    url: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +47,6 @@ class PolicyManifest:
     base: int = -1
     model: str = "{}"
     created: float = 0.0
+    params_digest: str = ""
+    dtype: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from rollstream.consumers.step_log import read_steps
 from rollstream.topics.batch_uses import rows_of
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused
-from rollstream.topics.params_digest import params_digest
+from rollstream.topics.params_digest import digest_as
 from rollstream.topics.records import LearnerStep
 
 _MOST_NAMED = 5
@@ -215,5 +215,5 @@ def _beside(record: LearnerStep, state: TrainState) -> RetrainedStep:
         trained=rows_of(record.uses, "trained"),
         skipped=rows_of(record.uses, "skipped"),
         recorded=record.params_digest,
-        again=params_digest(host_copies(state.params)),
+        again=digest_as(record.params_digest, host_copies(state.params)),
     )

@@ -5,22 +5,22 @@ A step executed again must match its record; a version that is already published
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import Any
-
-import numpy as np
 
 from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.pretrained import published_dtype
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.step_log import StepLog, read_steps
+from rollstream.consumers.weights.conversion import converted
+from rollstream.consumers.weights.layout import Arrays
 from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests
 from rollstream.topics.batch_uses import names_of, rows_of
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.logs import event
-from rollstream.topics.params_digest import params_digest
+from rollstream.topics.params_digest import TREE, TensorDigest, digest_as, tensor_digests, tree_digest
 from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class StepRecorder(Closing):
         self._stack = ExitStack()
         # The log comes first: it fences every earlier learner of the run, after which the topics are final.
         self._log = self._stack.enter_context(closing(StepLog(kafka, run, config.name, take_over=config.take_over)))
+        self._dtype = published_dtype(config)
         self._publisher = self._stack.enter_context(
             closing(WeightsPublisher(kafka, run, config.name, model, config.weights))
         )
@@ -90,7 +91,7 @@ class StepRecorder(Closing):
         uses: tuple[BatchUse, ...],
         position: int,
         metrics: Mapping[str, float],
-        arrays: Mapping[str, np.ndarray[Any, Any]],
+        arrays: Arrays,
         before: LearnerPosition,
         *,
         oldest: int = -1,
@@ -102,12 +103,13 @@ class StepRecorder(Closing):
         if the step is on record and differs.
         """
         started = time.monotonic()
-        digest = params_digest(arrays)
-        self.compare(step, digest, uses)
+        digests = tensor_digests(arrays)
+        digest = self._digest(step, arrays, digests)
+        self._compare(step, digest, uses)
         manifest = self._publisher.published(step, digest)
         staged: PolicyManifest | None = None
         if manifest is None and step % self._config.publish_every_steps == 0:
-            manifest = staged = self._publisher.stage(step, arrays)
+            manifest = staged = self._stage(step, arrays, digests, digest)
         record = LearnerStep(
             learner=self._config.name,
             step=step,
@@ -140,6 +142,26 @@ class StepRecorder(Closing):
         )
         return record
 
+    def _digest(self, step: int, arrays: Arrays, digests: Sequence[TensorDigest]) -> str:
+        """Digest of the parameters after a step, by the rule of its record, if there is one."""
+        recorded = self._recorded.get(step)
+        if recorded is None or recorded.params_digest.endswith(TREE):
+            return tree_digest(digests)
+        return digest_as(recorded.params_digest, arrays)
+
+    def _stage(self, step: int, arrays: Arrays, digests: Sequence[TensorDigest], digest: str) -> PolicyManifest:
+        """Stage a version of the parameters, in the published dtype."""
+        began = time.monotonic()
+        published = converted(arrays, self._dtype)
+        return self._publisher.stage(
+            step,
+            published,
+            digests=digests if published is arrays else (),
+            params_digest=digest,
+            dtype=self._dtype,
+            figures={"convert_s": time.monotonic() - began},
+        )
+
     def record_skips(self, step: int, uses: tuple[BatchUse, ...], before: LearnerPosition) -> None:
         """Put skipped batches on record before their step is complete.
 
@@ -164,8 +186,12 @@ class StepRecorder(Closing):
         )
         self._log.commit([self._log.record(record)])
 
-    def compare(self, step: int, digest: str, uses: tuple[BatchUse, ...]) -> None:
-        """Raise StateRefused if a step just executed is on record and differs."""
+    def compare(self, step: int, arrays: Arrays, uses: tuple[BatchUse, ...]) -> None:
+        """Raise StateRefused if the parameters after a step are not those on record."""
+        recorded = self._recorded.get(step)
+        self._compare(step, digest_as("" if recorded is None else recorded.params_digest, arrays), uses)
+
+    def _compare(self, step: int, digest: str, uses: tuple[BatchUse, ...]) -> None:
         recorded = self._recorded.get(step)
         if recorded is None or (recorded.params_digest, recorded.uses) == (digest, uses):
             return
