@@ -1,0 +1,54 @@
+"""Computes the digest of parameters where they lie: each device sums over its shards, and 16 bytes a tensor leave it.
+
+The rule is that of `topics.params_checksum`.
+"""
+
+from collections.abc import Mapping
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rollstream.topics.arrays import dtype_name
+from rollstream.topics.params_checksum import FACTORS, WORD_BYTES, checksum_digest, terms
+
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+def device_checksum(params: Mapping[str, jax.Array]) -> str:
+    """Return what `params_checksum` returns of the same parameters; all processes that share them call it together.
+
+    Compiles once for each shape, dtype and sharding. Raises ValueError for values of more than four bytes.
+    """
+    # Each is started before the first is awaited.
+    sums = {name: _summing(params[name].sharding)(params[name]) for name in sorted(params)}
+    return checksum_digest(
+        {
+            name: (dtype_name(params[name].dtype), params[name].shape, tuple(map(int, np.asarray(total))))
+            for name, total in sums.items()
+        }
+    )
+
+
+@cache
+def _summing(sharding: jax.sharding.Sharding) -> "jax.stages.Wrapped":
+    """The compiled sum over tensors of a sharding; every process gets the result."""
+    if isinstance(sharding, NamedSharding):
+        return jax.jit(_sums, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))  # type: ignore[no-untyped-call]
+    return jax.jit(_sums)
+
+
+def _sums(tensor: jax.Array) -> jax.Array:
+    if tensor.dtype.itemsize not in WORD_BYTES:
+        raise ValueError(f"parameters of dtype {tensor.dtype} have no checksum on a device")
+    words = jax.lax.bitcast_convert_type(tensor, _WORDS[tensor.dtype.itemsize]).astype(jnp.uint32)
+    places, stride = jnp.zeros(tensor.shape, jnp.uint32), 1
+    for axis in reversed(range(tensor.ndim)):
+        places += jax.lax.broadcasted_iota(jnp.uint32, tensor.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= tensor.shape[axis]
+    # One pass over the tensor: four sums of their own take thirty times as long on a CPU.
+    zeros = (jnp.uint32(0),) * len(FACTORS)
+    add = partial(jax.tree.map, jnp.add)
+    return jnp.stack(jax.lax.reduce(terms(words, places), zeros, add, tuple(range(tensor.ndim))))
