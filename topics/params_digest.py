@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollstream.topics.arrays import dtype_name, little_endian_bytes, little_endian_view
+from rollstream.topics.params_checksum import CHECKSUM, params_checksum
 
 TREE = ".tree"
 """Ending of digests made by the rule of this release."""
@@ -75,6 +76,8 @@ def bytes_digests(views: Iterable[memoryview]) -> list[str]:
 
 def digest_as(recorded: str, params: Mapping[str, Any]) -> str:
     """Digest of parameters by the rule of a digest on record, so that equal parameters have equal digests."""
+    if recorded.endswith(CHECKSUM):
+        return params_checksum(params)
     return whole_digest(params) if _WHOLE.fullmatch(recorded) else params_digest(params)
 
 

@@ -12,10 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from typing import Any
 
 import msgspec
-import numpy as np
 
 from rollstream.consumers.batch_reader import first_offset
 from rollstream.consumers.learner.config import LearnerConfig
@@ -25,9 +23,10 @@ from rollstream.consumers.learner.input.step_loader import LoadedStep, StepLoade
 from rollstream.consumers.learner.parallel.team import Alone, Team, host_copies, raising_team_lost
 from rollstream.consumers.learner.pretrained import resolved
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
+from rollstream.consumers.learner.records.device_checksum import device_checksum
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.records.metric_sinks import MetricSinks, open_sinks
-from rollstream.consumers.learner.records.step_recorder import StepRecorder
+from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.learner.reproducibility import fingerprint
 from rollstream.consumers.learner.startup import Example, begin, load_reference
 from rollstream.consumers.learner.training.logprob_mismatch import mismatch_warning
@@ -41,6 +40,7 @@ from rollstream.topics.records import BatchUse
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+_COMPARES_ARRAYS = "compares-arrays-until"
 _WARN_EVERY_STEPS = 100
 _MOST_NAMED = 20
 
@@ -93,6 +93,7 @@ class _Learner:
         self._state = self._train_step.abstract_state()
         self._reference: Params | None = None
         self._position = LearnerPosition()
+        self._compares_arrays_until = -1
         self._waited_s = 0.0
         self._warn_again_at = 0
         self._ended = time.monotonic()
@@ -121,18 +122,19 @@ class _Learner:
         else:
             self._state, self._position = restored.state, restored.position
         self._reference = load_reference(self._train_step, self._checkpoints)
-        arrays = host_copies(self._state.params)
+        if self._recorder is not None and restored is not None:
+            self._recorder.same_bits = not self._changed_since(restored.fingerprint)
+            self._recorder.resend(self._position.recent_steps)
+        self._share_rules()
+        step = int(self._state.step)
+        params = self._params_after(step)
         if self._recorder is not None:
-            if restored is not None:
-                self._recorder.same_bits = not self._changed_since(restored.fingerprint)
-                self._recorder.resend(self._position.recent_steps)
             self._sinks = self._open_sinks(self._recorder)
-            step = int(self._state.step)
             recorded = self._recorder.recorded(step)
             if recorded is None:
-                self._record((), self._position.position, metrics, arrays)
+                self._record((), self._position.position, metrics, params)
             else:
-                self._recorder.compare(step, arrays, recorded.uses)
+                self._recorder.compare(step, params, recorded.uses)
             event(
                 logger,
                 "learner_started" if restored is None else "learner_resumed",
@@ -188,7 +190,7 @@ class _Learner:
         outcomes = self._add_up(step, loaded.outcomes)
         self._report_left_out(step, outcomes)
         self._refuse_empty(step, loaded, metrics, outcomes)
-        arrays = host_copies(self._state.params)
+        params = self._params_after(step)
         plan, ended = loaded.plan, time.monotonic()
         uses = without(plan.uses, outcomes.left_out)
         metrics |= outcomes.metrics()
@@ -201,9 +203,23 @@ class _Learner:
             "time/load": loaded.load_s,
         }
         self._ended = ended
-        self._record(uses, plan.position, metrics, arrays, plan.oldest, plan.stream_time_ms)
+        self._record(uses, plan.position, metrics, params, plan.oldest, plan.stream_time_ms)
         if self._recorder is not None:
             self._warn_of_mismatch(step, metrics)
+
+    def _share_rules(self) -> None:
+        """Let every process know for which steps all of them copy the parameters to compare them with the record."""
+        if self._recorder is not None:
+            self._compares_arrays_until = self._recorder.compares_arrays_until
+            self._team.publish(_COMPARES_ARRAYS, str(self._compares_arrays_until).encode())
+        else:
+            self._compares_arrays_until = int(self._team.receive(_COMPARES_ARRAYS))
+
+    def _params_after(self, step: int) -> StepParams:
+        """Digest of the parameters after a step, with copies if that step publishes them or is compared by copies."""
+        params = self._state.params
+        copies = step % self._config.publish_every_steps == 0 or step <= self._compares_arrays_until
+        return StepParams(device_checksum(params), host_copies(params) if copies else None)
 
     def _report_left_out(self, step: int, outcomes: StepTotals) -> None:
         """Log which rollouts could not be trained on."""
@@ -262,7 +278,7 @@ class _Learner:
         uses: tuple[BatchUse, ...],
         position: int,
         metrics: Metrics,
-        arrays: dict[str, np.ndarray[Any, Any]],
+        params: StepParams,
         oldest: int = -1,
         stream_time_ms: int = -1,
     ) -> None:
@@ -274,7 +290,7 @@ class _Learner:
             uses,
             position,
             metrics,
-            arrays,
+            params,
             self._position,
             oldest=oldest,
             stream_time_ms=stream_time_ms,

@@ -3,16 +3,19 @@
 import json
 import os
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
-from rollstream.consumers.learner.records.step_recorder import StepRecorder
+from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.step_log import read_steps
 from rollstream.topics.batch_uses import rows_of, trained_rows
+from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import provisioning
+from rollstream.topics.params_digest import whole_digest
 from rollstream.topics.records import BatchUse, LearnerStep
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun, with_batches
@@ -95,7 +98,7 @@ def test_skips_that_are_heard_of_too_late_do_not_replace_the_step_they_belong_to
     with StepRecorder(LearnerConfig(), real_run.kafka, real_run.name, "{}") as recorder:
         progress = LearnerPosition()
         for step, uses in ((0, ()), (1, trained)):
-            record = recorder.record(step, uses, 3, {}, {"w": np.full(2, step, "<f4")}, progress)
+            record = recorder.record(step, uses, 3, {}, StepParams(f"{step}.checksum", None), progress)
             progress = progress.after(record)
         recorder.record_skips(1, skipped, progress)
         recorder.record_skips(2, skipped, progress)
@@ -141,3 +144,22 @@ def test_rollouts_that_come_while_it_is_killed_again_and_again_are_drawn_as_the_
     (answer,) = [json.loads(line) for line in run.log_of(audit).splitlines() if '"steps":' in line]
     assert [step["step"] for step in answer["steps"]] == list(range(15))
     assert all(step["recorded"] == step["again"] for step in answer["steps"])
+
+
+def test_a_step_that_an_earlier_release_recorded_is_compared_by_its_rule(real_run: RealRun) -> None:
+    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
+    arrays = {"w": np.arange(4, dtype="<f4")}
+    params, other = StepParams("new.checksum", arrays), StepParams("new.checksum", {"w": np.zeros(4, "<f4")})
+    config = LearnerConfig(publish_every_steps=100)
+    with StepRecorder(config, real_run.kafka, real_run.name, "{}") as recorder:
+        assert recorder.compares_arrays_until == -1
+        made = recorder.record(0, (), 0, {}, params, LearnerPosition())
+        recorder.resend((replace(made, step=1, params_digest=whole_digest(arrays)),))
+    with StepRecorder(config, real_run.kafka, real_run.name, "{}") as recorder:
+        assert recorder.compares_arrays_until == 1
+        recorder.compare(0, params, ())
+        with pytest.raises(StateRefused, match=r"step 1 .* executed again"):
+            recorder.compare(1, other, ())
+        again = recorder.record(1, (), 0, {}, params, LearnerPosition())
+        assert again.params_digest == whole_digest(arrays)
+        assert recorder.record(2, (), 0, {}, params, LearnerPosition()).params_digest == "new.checksum"

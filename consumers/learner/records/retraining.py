@@ -16,6 +16,7 @@ from rollstream.consumers.learner.input.step_loader import LoadedStep, ShareLoad
 from rollstream.consumers.learner.parallel.team import host_copies
 from rollstream.consumers.learner.pretrained import resolved
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
+from rollstream.consumers.learner.records.device_checksum import device_checksum
 from rollstream.consumers.learner.records.past_steps import batches_of
 from rollstream.consumers.learner.reproducibility import fingerprint
 from rollstream.consumers.learner.startup import Example, begin, load_reference
@@ -24,6 +25,7 @@ from rollstream.consumers.step_log import read_steps
 from rollstream.topics.batch_uses import rows_of
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.params_checksum import CHECKSUM
 from rollstream.topics.params_digest import digest_as
 from rollstream.topics.records import LearnerStep
 
@@ -215,5 +217,9 @@ def _beside(record: LearnerStep, state: TrainState) -> RetrainedStep:
         trained=rows_of(record.uses, "trained"),
         skipped=rows_of(record.uses, "skipped"),
         recorded=record.params_digest,
-        again=digest_as(record.params_digest, host_copies(state.params)),
+        again=(
+            device_checksum(state.params)
+            if record.params_digest.endswith(CHECKSUM)
+            else digest_as(record.params_digest, host_copies(state.params))
+        ),
     )

@@ -5,8 +5,9 @@ A step executed again must match its record; a version that is already published
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
+from typing import NamedTuple
 
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.pretrained import published_dtype
@@ -20,10 +21,20 @@ from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.logs import event
-from rollstream.topics.params_digest import TREE, TensorDigest, digest_as, tensor_digests, tree_digest
+from rollstream.topics.params_checksum import CHECKSUM
+from rollstream.topics.params_digest import digest_as
 from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
 
 logger = logging.getLogger(__name__)
+
+
+class StepParams(NamedTuple):
+    """The parameters after a step."""
+
+    digest: str
+    """Their checksum, computed where they lie."""
+    arrays: Arrays | None
+    """Copies of them; None if the step publishes no version and its record has a digest by the same rule."""
 
 
 class StepRecorder(Closing):
@@ -58,6 +69,13 @@ class StepRecorder(Closing):
         """Every step that was on record when this learner started, in order."""
         return tuple(self._recorded[step] for step in sorted(self._recorded))
 
+    @property
+    def compares_arrays_until(self) -> int:
+        """The last step whose digest on record is that of copies of the parameters, as earlier releases made; -1 if
+        there is none."""
+        others = [step for step, record in self._recorded.items() if not record.params_digest.endswith(CHECKSUM)]
+        return max(others, default=-1)
+
     def resend(self, steps: tuple[LearnerStep, ...]) -> None:
         """Write the recent steps of a checkpoint again."""
         if steps:
@@ -91,7 +109,7 @@ class StepRecorder(Closing):
         uses: tuple[BatchUse, ...],
         position: int,
         metrics: Mapping[str, float],
-        arrays: Arrays,
+        params: StepParams,
         before: LearnerPosition,
         *,
         oldest: int = -1,
@@ -99,17 +117,15 @@ class StepRecorder(Closing):
     ) -> LearnerStep:
         """Commit the record of a step just made, together with a new policy version if one is due.
 
-        `arrays` are the parameters after it; `oldest` and `stream_time_ms` are as in `StepPlan`. Raises StateRefused
-        if the step is on record and differs.
+        `oldest` and `stream_time_ms` are as in `StepPlan`. Raises StateRefused if the step is on record and differs.
         """
         started = time.monotonic()
-        digests = tensor_digests(arrays)
-        digest = self._digest(step, arrays, digests)
+        digest = self._as_recorded(step, params)
         self._compare(step, digest, uses)
         manifest = self._publisher.published(step, digest)
         staged: PolicyManifest | None = None
-        if manifest is None and step % self._config.publish_every_steps == 0:
-            manifest = staged = self._stage(step, arrays, digests, digest)
+        if manifest is None and params.arrays is not None and step % self._config.publish_every_steps == 0:
+            manifest = staged = self._stage(step, params.arrays, digest)
         record = LearnerStep(
             learner=self._config.name,
             step=step,
@@ -142,21 +158,20 @@ class StepRecorder(Closing):
         )
         return record
 
-    def _digest(self, step: int, arrays: Arrays, digests: Sequence[TensorDigest]) -> str:
-        """Digest of the parameters after a step, by the rule of its record, if there is one."""
+    def _as_recorded(self, step: int, params: StepParams) -> str:
+        """Digest of the parameters after a step, by the rule of its record if an earlier release made that."""
         recorded = self._recorded.get(step)
-        if recorded is None or recorded.params_digest.endswith(TREE):
-            return tree_digest(digests)
-        return digest_as(recorded.params_digest, arrays)
+        if recorded is None or recorded.params_digest.endswith(CHECKSUM) or params.arrays is None:
+            return params.digest
+        return digest_as(recorded.params_digest, params.arrays)
 
-    def _stage(self, step: int, arrays: Arrays, digests: Sequence[TensorDigest], digest: str) -> PolicyManifest:
+    def _stage(self, step: int, arrays: Arrays, digest: str) -> PolicyManifest:
         """Stage a version of the parameters, in the published dtype."""
         began = time.monotonic()
         published = converted(arrays, self._dtype)
         return self._publisher.stage(
             step,
             published,
-            digests=digests if published is arrays else (),
             params_digest=digest,
             dtype=self._dtype,
             figures={"convert_s": time.monotonic() - began},
@@ -186,10 +201,9 @@ class StepRecorder(Closing):
         )
         self._log.commit([self._log.record(record)])
 
-    def compare(self, step: int, arrays: Arrays, uses: tuple[BatchUse, ...]) -> None:
+    def compare(self, step: int, params: StepParams, uses: tuple[BatchUse, ...]) -> None:
         """Raise StateRefused if the parameters after a step are not those on record."""
-        recorded = self._recorded.get(step)
-        self._compare(step, digest_as("" if recorded is None else recorded.params_digest, arrays), uses)
+        self._compare(step, self._as_recorded(step, params), uses)
 
     def _compare(self, step: int, digest: str, uses: tuple[BatchUse, ...]) -> None:
         recorded = self._recorded.get(step)
