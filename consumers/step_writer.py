@@ -15,7 +15,7 @@ import numpy as np
 from rollstream.consumers.batch_reader import IndexedBatch, ReadBatch
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.layout import Arrays
+from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.publisher import WeightsPublisher, params_digest_of
 from rollstream.topics.batch_uses import names_of
 from rollstream.topics.closing import Closing
@@ -250,7 +250,7 @@ class StepWriter(Closing):
 
 
 def _arrays(params: Tree | None) -> Arrays | None:
-    return None if params is None else {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
+    return None if params is None else {path: np.array(leaf) for path, leaf in flatten(params).items()}
 
 
 def _digest(arrays: Arrays | None, digest: str, recorded: str = "") -> str:

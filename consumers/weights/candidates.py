@@ -16,6 +16,11 @@ class VersionCandidates:
         self._due: dict[int, float] = {}
         self._delays: dict[int, float] = {}
 
+    @property
+    def oldest(self) -> int:
+        """The lowest version, -1 if there is none."""
+        return min(self._manifests, default=-1)
+
     def add(self, manifest: PolicyManifest) -> None:
         """Add a version, due at once; with too many versions the oldest is dropped."""
         self._manifests[manifest.version] = manifest

@@ -15,9 +15,11 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from rollstream.consumers.weights.candidates import VersionCandidates
+from rollstream.consumers.weights.chains import ChainBroken, forget
 from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.content import WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher, ChunksGone, ChunksLate
-from rollstream.consumers.weights.layout import WeightsRefused, assemble
+from rollstream.consumers.weights.loading import load_version
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
@@ -42,6 +44,8 @@ class WeightsFollower:
         self._policies_topic = topic_name(run, "policies")
         self._fetch_timeout_s = (config or WeightsConfig()).fetch_timeout_s
         self._candidates = VersionCandidates()
+        self._published: dict[int, PolicyManifest] = {}
+        """Manifests that a version to come may build on."""
         self._changed = threading.Condition()
         self._manifest: PolicyManifest | None = None
         self._arrays: dict[str, NDArray[Any]] = {}
@@ -144,13 +148,21 @@ class WeightsFollower:
                 event(logger, "policy_skipped", version=manifest.version, reason="its weights are not on the log")
             elif manifest.version > held:
                 self._candidates.add(manifest)
+                self._published[manifest.version] = manifest
+        forget(self._published, held if held >= 0 else self._candidates.oldest)
 
     def _fetch(self, fetcher: ChunkFetcher, manifest: PolicyManifest) -> None:
         """Fetch a version and swap to it; keep the version held if it cannot be fetched whole."""
         started = time.monotonic()
         try:
-            chunks = fetcher.fetch(manifest, timeout_s=self._fetch_timeout_s, stop=self._stopping)
-            arrays = assemble(manifest, chunks)
+            arrays = load_version(
+                fetcher,
+                self._published,
+                manifest.version,
+                held=(self.version, self._arrays),
+                timeout_s=self._fetch_timeout_s,
+                stop=self._stopping,
+            )
         except ChunksLate as late:
             if not self._stopping.is_set():
                 again_s = self._candidates.delay(manifest.version, time.monotonic())
@@ -163,7 +175,7 @@ class WeightsFollower:
                     again_in_s=again_s,
                 )
             return
-        except (ChunksGone, WeightsRefused) as error:
+        except (ChainBroken, ChunksGone, WeightsRefused) as error:
             # Another attempt would read the same log, and fail again.
             self._candidates.drop(manifest.version)
             refused = isinstance(error, WeightsRefused)

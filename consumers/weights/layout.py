@@ -6,35 +6,17 @@ Bytes that do not match their digests are refused. Needs numpy; knows neither Ka
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.consumers.weights.compression import ZSTD, NotCompressed, decompress
+from rollstream.consumers.weights.content import Arrays, Content, WeightsRefused
+from rollstream.consumers.weights.delta import apply_delta
 from rollstream.topics.arrays import dtype_of, little_endian_view
-from rollstream.topics.errors import RollstreamError
 from rollstream.topics.params_digest import TREE, TensorDigest, tensor_digests, tree_digest, whole_digest
 from rollstream.topics.records import Chunk, PolicyManifest, Tensor
-
-Arrays = Mapping[str, NDArray[Any]]
-
-
-class WeightsRefused(RollstreamError):
-    """Bytes of a policy version do not match its manifest."""
-
-
-class Content(NamedTuple):
-    """The bytes of a version, and the place of each tensor in them."""
-
-    tensors: tuple[Tensor, ...]
-    views: tuple[memoryview, ...]
-    """The bytes, in order; they are those of the arrays themselves and must not change before they are sent."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the content."""
-        return sum(map(len, self.views))
 
 
 def full_content(arrays: Arrays, digests: Sequence[TensorDigest]) -> Content:
@@ -69,23 +51,40 @@ def split(views: Iterable[memoryview], chunk_bytes: int) -> Iterator[bytes]:
         yield b"".join(parts)
 
 
-def assemble(manifest: PolicyManifest, chunks: Sequence[bytes]) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a version from its stored chunks, in order; read-only views of one buffer.
+def assemble(
+    manifest: PolicyManifest,
+    chunks: Sequence[bytes],
+    base: Mapping[str, NDArray[Any]] | None = None,
+    *,
+    checked: bool = True,
+) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a version from its stored chunks, in order; read-only.
 
-    Raises WeightsRefused unless every tensor and the whole match the manifest's digests.
+    `base` are the arrays of the version that a delta applies to. Raises WeightsRefused unless every tensor and the
+    whole match the manifest's digests, which is left to a later version of the chain if not `checked`.
     """
     content = content_of(manifest, chunks)
-    arrays: dict[str, NDArray[Any]] = {}
-    for tensor in manifest.tensors:
-        dtype = dtype_of(tensor.dtype)
-        if tensor.size_bytes != dtype.itemsize * math.prod(tensor.shape):
-            raise WeightsRefused(f"tensor {tensor.name} of policy version {manifest.version} has no room for its shape")
-        view = content[tensor.start : tensor.start + tensor.size_bytes]
-        if len(view) != tensor.size_bytes:
-            raise WeightsRefused(f"tensor {tensor.name} of policy version {manifest.version} has too few bytes")
-        arrays[tensor.name] = np.frombuffer(view, dtype).reshape(tensor.shape)
-    check(manifest, arrays)
+    arrays = {tensor.name: _tensor(manifest, tensor, content, base or {}) for tensor in manifest.tensors}
+    if checked:
+        check(manifest, arrays)
     return arrays
+
+
+def _tensor(
+    manifest: PolicyManifest, tensor: Tensor, content: memoryview, base: Mapping[str, NDArray[Any]]
+) -> NDArray[Any]:
+    name = f"tensor {tensor.name} of policy version {manifest.version}"
+    view = content[tensor.start : tensor.start + tensor.size_bytes]
+    if len(view) != tensor.size_bytes:
+        raise WeightsRefused(f"{name} has too few bytes")
+    if tensor.changed >= 0:
+        if tensor.name not in base:
+            raise WeightsRefused(f"{name} is a change of version {manifest.base}, which is not held")
+        return apply_delta(manifest, tensor, view, base[tensor.name])
+    dtype = dtype_of(tensor.dtype)
+    if tensor.size_bytes != dtype.itemsize * math.prod(tensor.shape):
+        raise WeightsRefused(f"{name} has no room for its shape")
+    return np.frombuffer(view, dtype).reshape(tensor.shape)
 
 
 def content_of(manifest: PolicyManifest, chunks: Sequence[bytes]) -> memoryview:

@@ -8,11 +8,15 @@ import logging
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.compression import ZSTD, compress, pays
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.layout import Arrays, Content, full_content, split
+from rollstream.consumers.weights.content import Arrays, Content
+from rollstream.consumers.weights.delta import delta_content
+from rollstream.consumers.weights.layout import full_content, split
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
@@ -63,6 +67,11 @@ class WeightsPublisher:
         # Chunks are compressed where it pays, before they are sent.
         producer = clients.producer(kafka, **{"compression.type": "none"})
         self._sender = Sender(producer, remedy="start the learner again, it publishes the version anew")
+        self._live = needed(self._manifests, config.keep_versions)
+        """Versions whose chunks are not tombstoned."""
+        self._staged: tuple[PolicyManifest, Arrays] | None = None
+        self._base: tuple[PolicyManifest, Arrays] | None = None
+        """The latest version, if this publisher made it."""
         self._tombstone_unnamed(kafka)
 
     @property
@@ -100,26 +109,46 @@ class WeightsPublisher:
     ) -> PolicyManifest:
         """Send the chunks of a new version, wait until the broker has them, and return the manifest to commit.
 
-        `arrays` are numpy arrays by name, and `digests` their digests if they are known. If they were converted to
+        `arrays` are numpy arrays by name, which must not change afterwards: the next version is compared with them.
+        `digests` are their digests if they are known. If they were converted to
         `dtype`, `params_digest` is the digest of the parameters before. `figures` are those of earlier stages. Nobody
         reads the chunks before the manifest is committed. Raises DeliveryError if the broker does not accept them.
         """
         clock = _Stages(figures or {})
         digests = digests or tensor_digests(arrays)
         clock.ended("digest_s")
-        content = full_content(arrays, digests)
+        delta = self._delta(arrays, digests)
+        content = delta or full_content(arrays, digests)
+        clock.ended("compare_s")
         chunks = self._send_content(content)
         clock.ended("send_s")
         digest = tree_digest(digests)
-        return self._manifest(
+        manifest = self._manifest(
             step,
             digest,
+            kind="delta" if delta else "full",
+            base=self.latest_version if delta else -1,
             tensors=content.tensors,
             chunks=chunks,
             params_digest=params_digest or digest,
             dtype=dtype,
-            figures=clock.figures | _sizes(content, chunks),
+            figures=clock.figures | _sizes(content, chunks, arrays),
         )
+        self._staged = manifest, arrays
+        return manifest
+
+    def _delta(self, arrays: Arrays, digests: Sequence[TensorDigest]) -> Content | None:
+        """The changes since the latest version; None if this version is to be full.
+
+        It is at the start of a publisher, every `anchor_every` versions, and if its delta is no smaller by half.
+        """
+        if self._base is None:
+            return None
+        before, previous = self._base
+        anchor = max(v for v, manifest in self._manifests.items() if manifest.kind == "full")
+        if before.version != self.latest_version or before.version + 1 - anchor >= self._config.anchor_every:
+            return None
+        return delta_content(previous, arrays, digests)
 
     def stage_external(self, step: int, digest: str) -> PolicyManifest:
         """Return the manifest to commit for a new version whose parameters are not on the log."""
@@ -167,13 +196,19 @@ class WeightsPublisher:
         return self._policies_topic, encode_key(manifest.version), encode(manifest)
 
     def committed(self, manifest: PolicyManifest) -> None:
-        """Note that the manifest is committed, and tombstone the chunks of versions no longer kept."""
+        """Note that the manifest is committed, and tombstone the chunks of versions that no kept one builds on."""
         self._manifests[manifest.version] = manifest
-        oldest_kept = manifest.version - self._config.keep_versions + 1
-        expired = self._manifests.get(oldest_kept - 1)
-        if expired is not None:
+        self._live.add(manifest.version)
+        staged, self._staged = self._staged, None
+        keeps = self._config.anchor_every > 1 and staged is not None and staged[0] is manifest
+        self._base = staged if keeps else None
+        for version in sorted(self._live - needed(self._manifests, self._config.keep_versions)):
+            expired = self._manifests[version]
             for chunk in expired.chunks:
                 self._send(encode_key(expired.version, expired.epoch, chunk.index), None, chunk.partition)
+            self._live.remove(version)
+            # Nobody asks for its tensors and chunks any more, and of a large model they are many.
+            self._manifests[version] = replace(expired, tensors=(), chunks=())
 
     def close(self) -> None:
         """Wait until the broker has every tombstone."""
@@ -183,8 +218,8 @@ class WeightsPublisher:
         """Tombstone chunks of versions no longer kept, and chunks that a crash left without a manifest."""
         kept = {
             encode_key(manifest.version, manifest.epoch, chunk.index)
-            for manifest in self._manifests.values()
-            if manifest.version > self.latest_version - self._config.keep_versions
+            for version in self._live
+            for manifest in (self._manifests[version],)
             for chunk in manifest.chunks
         }
         live = _live_keys(read_to_end(kafka, self._weights_topic, isolation="read_uncommitted"))
@@ -230,8 +265,9 @@ class _Stages:
         self._began = now
 
 
-def _sizes(content: Content, chunks: Sequence[Chunk]) -> dict[str, float]:
+def _sizes(content: Content, chunks: Sequence[Chunk], arrays: Arrays) -> dict[str, float]:
     return {
+        "full_bytes": float(sum(array.nbytes for array in arrays.values())),
         "content_bytes": float(content.size_bytes),
         "stored_bytes": float(sum(chunk.size_bytes for chunk in chunks)),
     }

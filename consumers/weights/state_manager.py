@@ -108,7 +108,7 @@ class StateManager(Closing):
         Raises Fenced if another process took over, StateRefused if a learner of another name publishes, DeliveryError
         and BrokerUnavailable if it cannot be published; then the version does not exist.
         """
-        arrays = {path: np.asarray(leaf) for path, leaf in flatten(params).items()}
+        arrays = {path: np.array(leaf) for path, leaf in flatten(params).items()}
         log, publisher = self._writers()
         # Each update counts as a step; learners with steps of their own do not use this class.
         manifest = publisher.stage(publisher.latest_version + 1, arrays)

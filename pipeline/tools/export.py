@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.weights.chains import ChainBroken
+from rollstream.consumers.weights.content import WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher, ChunksGone, ChunksLate
-from rollstream.consumers.weights.layout import WeightsRefused, assemble
+from rollstream.consumers.weights.loading import load_version
 from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
@@ -83,9 +85,9 @@ def _newest(config: RunConfig) -> tuple[int, DecoderConfig, dict[str, NDArray[An
                 if manifest.kind == "external":
                     raise WeightsRefused("its weights are not on the log")
                 model = DecoderConfig(**json.loads(manifest.model))
-                chunks = fetcher.fetch(manifest, timeout_s=config.learner.weights.fetch_timeout_s)
-                return manifest.version, model, assemble(manifest, chunks)
-            except (ChunksGone, ChunksLate, WeightsRefused, TypeError, ValueError) as error:
+                timeout_s = config.learner.weights.fetch_timeout_s
+                return manifest.version, model, load_version(fetcher, published, manifest.version, timeout_s=timeout_s)
+            except (ChainBroken, ChunksGone, ChunksLate, WeightsRefused, TypeError, ValueError) as error:
                 print(f"passed over policy version {manifest.version}: {error}", file=sys.stderr)
     if not tried:
         raise ConfigurationError(f"run {config.run} has no policy version yet; is the learner running?")

@@ -31,6 +31,7 @@ from tests.bench import (
     restore_row,
     slice_row,
     trajectory_row,
+    weights_row,
     worker_row,
 )
 from tests.bench.measure import LatencyRow, Row, Settings
@@ -56,6 +57,7 @@ ROWS: dict[str, Callable[[Settings], Row | LatencyRow]] = {
     "decode-equal": decode_row.equal,
     "decode-mixed": decode_row.mixed,
     "decode-arrivals": decode_row.arrivals,
+    "weights": weights_row.measure,
     "feed": learner_rows.measure_feed,
     "learn": learner_rows.measure_learn,
 }

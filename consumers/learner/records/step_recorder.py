@@ -13,8 +13,8 @@ from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.pretrained import published_dtype
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.step_log import StepLog, read_steps
+from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.conversion import converted
-from rollstream.consumers.weights.layout import Arrays
 from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests
 from rollstream.topics.batch_uses import names_of, rows_of
 from rollstream.topics.closing import Closing

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from rollstream.consumers.weights.compression import compress
-from rollstream.consumers.weights.layout import WeightsRefused, assemble, full_content, split
+from rollstream.consumers.weights.content import WeightsRefused
+from rollstream.consumers.weights.layout import assemble, full_content, split
 from rollstream.topics.codec import decode, encode
 from rollstream.topics.params_digest import params_digest, tensor_digests, whole_digest
 from rollstream.topics.records import Chunk, PolicyManifest

@@ -1,0 +1,45 @@
+"""Chains of policy versions: a full version and the deltas after it, which a reader applies in order. No I/O."""
+
+from collections.abc import Mapping, MutableMapping
+
+from rollstream.topics.errors import RollstreamError
+from rollstream.topics.records import PolicyManifest
+
+
+class ChainBroken(RollstreamError):
+    """No chain of versions on the log leads to a policy version."""
+
+
+def links(manifests: Mapping[int, PolicyManifest], version: int, held: int = -1) -> list[PolicyManifest]:
+    """Versions to fetch, in order, to hold `version`: deltas after `held` if they lead there, else from a full version.
+
+    Raises ChainBroken if there is no such chain.
+    """
+    chain: list[PolicyManifest] = []
+    wanted = version
+    while True:
+        manifest = manifests.get(wanted)
+        if manifest is None or manifest.kind == "external" or (chain and wanted >= chain[-1].version):
+            raise ChainBroken(f"policy version {version} builds on version {wanted}, which is not on the log")
+        chain.append(manifest)
+        if manifest.kind == "full" or manifest.base == held >= 0:
+            return chain[::-1]
+        wanted = manifest.base
+
+
+def needed(manifests: Mapping[int, PolicyManifest], versions: int) -> set[int]:
+    """The newest `versions` versions and all that they build on."""
+    kept: set[int] = set()
+    for version in sorted(manifests)[-versions:]:
+        try:
+            kept |= {link.version for link in links(manifests, version)}
+        except ChainBroken:
+            kept.add(version)
+    return kept
+
+
+def forget(manifests: MutableMapping[int, PolicyManifest], oldest: int) -> None:
+    """Remove the versions that no version from `oldest` on builds on."""
+    anchor = max((v for v, manifest in manifests.items() if v <= oldest and manifest.kind == "full"), default=-1)
+    for version in [version for version in manifests if version < anchor]:
+        del manifests[version]

@@ -1,0 +1,28 @@
+"""The content of a policy version: its bytes before they are cut into chunks, and the place of each tensor in them."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from rollstream.topics.errors import RollstreamError
+from rollstream.topics.records import Tensor
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+class WeightsRefused(RollstreamError):
+    """Bytes of a policy version do not match its manifest."""
+
+
+class Content(NamedTuple):
+    """The bytes of a version, and the place of each tensor in them."""
+
+    tensors: tuple[Tensor, ...]
+    views: tuple[memoryview, ...]
+    """The bytes, in order; they are those of the arrays themselves and must not change before they are sent."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the content."""
+        return sum(map(len, self.views))

@@ -1,0 +1,103 @@
+"""Deltas: the elements of a version that differ in bits from the version before, as their places and new values.
+
+The part of a tensor holds the gaps between the places of its changed elements (int32, the first one counted from 0),
+then the new values. Both are in byte planes, all first bytes before all second ones, because zstd shrinks planes that
+hardly vary. Values overwrite, so no bit pattern is special. Needs numpy only.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollstream.consumers.weights.content import Arrays, Content, WeightsRefused
+from rollstream.topics.arrays import dtype_of, little_endian_view
+from rollstream.topics.params_digest import TensorDigest
+from rollstream.topics.records import PolicyManifest, Tensor
+
+LARGEST_SHARE = 0.5
+"""A version is published in full if its delta has more than this share of the bytes, both before compression."""
+_PLACE_BYTES = 4
+_INDEXABLE = 2**31
+
+
+def delta_content(before: Arrays, arrays: Arrays, digests: Sequence[TensorDigest]) -> Content | None:
+    """Return what a reader of `before` needs to make `arrays`; None if the full version is to be published.
+
+    `digests` are those of `arrays`. A tensor whose delta is no smaller than its bytes is given whole.
+    """
+    if before.keys() != arrays.keys():
+        return None
+    tensors, views, start = [], [], 0
+    full_bytes = sum(array.nbytes for array in arrays.values())
+    for name, dtype, shape, digest in digests:
+        old, new = np.asarray(before[name]), np.asarray(arrays[name])
+        if (old.dtype, old.shape) != (new.dtype, new.shape):
+            return None
+        changed, parts = _difference(little_endian_view(old), little_endian_view(new), new.dtype.itemsize)
+        size = sum(map(len, parts))
+        tensors.append(
+            Tensor(name=name, dtype=dtype, shape=shape, start=start, size_bytes=size, digest=digest, changed=changed)
+        )
+        views += parts
+        start += size
+        if start > LARGEST_SHARE * full_bytes:
+            return None
+    return Content(tuple(tensors), tuple(views))
+
+
+def _difference(before: memoryview, after: memoryview, itemsize: int) -> tuple[int, list[memoryview]]:
+    """Number of changed elements, and their places and values; -1 and all bytes if that is no more."""
+    old, new = _elements(before, itemsize), _elements(after, itemsize)
+    unlike = old != new
+    places = np.flatnonzero(unlike if unlike.ndim == 1 else unlike.any(axis=1))
+    if len(places) * (_PLACE_BYTES + itemsize) >= len(after) > 0 or len(new) >= _INDEXABLE:
+        return -1, [after]
+    gaps = np.diff(places, prepend=0).astype("<i4")
+    return len(places), [_planes(gaps.view(np.uint8), _PLACE_BYTES), _planes(new[places].view(np.uint8), itemsize)]
+
+
+def apply_delta(manifest: PolicyManifest, tensor: Tensor, data: memoryview, base: NDArray[Any]) -> NDArray[Any]:
+    """Return a tensor of the base with the changes in `data`; the base itself if there are none.
+
+    Raises WeightsRefused if base and delta do not fit each other.
+    """
+    dtype = dtype_of(tensor.dtype)
+    if base.dtype != dtype or base.shape != tensor.shape:
+        raise _refused(manifest, tensor, f"does not fit the one of version {manifest.base}")
+    if len(data) != tensor.changed * (_PLACE_BYTES + dtype.itemsize):
+        raise _refused(manifest, tensor, "has not as many bytes as changes")
+    if not tensor.changed:
+        return base
+    end = tensor.changed * _PLACE_BYTES
+    gaps = _from_planes(data[:end], _PLACE_BYTES).view("<i4").reshape(-1)
+    places = np.cumsum(gaps, dtype=np.int64)
+    if gaps[0] < 0 or (gaps[1:] <= 0).any() or places[-1] >= base.size:
+        raise _refused(manifest, tensor, "has changes that lie nowhere in it")
+    result = np.array(base, order="C")
+    elements = _elements(memoryview(result.reshape(-1).view(np.uint8)), dtype.itemsize)  # type: ignore[arg-type]
+    values = _from_planes(data[end:], dtype.itemsize)
+    elements[places] = _elements(memoryview(values.reshape(-1)), dtype.itemsize)  # type: ignore[arg-type]
+    result.flags.writeable = False
+    return result
+
+
+def _refused(manifest: PolicyManifest, tensor: Tensor, why: str) -> WeightsRefused:
+    return WeightsRefused(f"tensor {tensor.name} of policy version {manifest.version} {why}")
+
+
+def _elements(data: memoryview, itemsize: int) -> NDArray[Any]:
+    """Bits of the elements: one unsigned integer each or, for sizes that no integer has, a row of bytes."""
+    if itemsize in (1, 2, 4, 8):
+        return np.frombuffer(data, f"<u{itemsize}")
+    return np.frombuffer(data, np.uint8).reshape(-1, max(itemsize, 1))
+
+
+def _planes(data: NDArray[np.uint8], itemsize: int) -> memoryview:
+    planes: Any = np.ascontiguousarray(data.reshape(-1, itemsize).T).reshape(-1)
+    return memoryview(planes)
+
+
+def _from_planes(data: memoryview, itemsize: int) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(np.frombuffer(data, np.uint8).reshape(itemsize, -1).T)

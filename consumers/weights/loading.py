@@ -1,0 +1,35 @@
+"""Loads policy versions from the log: fetches a chain, applies it, and checks the result against its manifest."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from rollstream.consumers.weights.chains import links
+from rollstream.consumers.weights.content import Arrays
+from rollstream.consumers.weights.fetcher import ChunkFetcher
+from rollstream.consumers.weights.layout import assemble
+from rollstream.topics.records import PolicyManifest
+
+
+def load_version(
+    fetcher: ChunkFetcher,
+    manifests: Mapping[int, PolicyManifest],
+    version: int,
+    *,
+    held: tuple[int, Arrays] = (-1, {}),
+    timeout_s: float = 60.0,
+    stop: threading.Event | None = None,
+) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a version. If deltas lead to it from the version `held`, only those are fetched.
+
+    `timeout_s` and `stop` apply to each version of the chain. Raises ChainBroken, ChunksGone, ChunksLate or
+    WeightsRefused.
+    """
+    arrays: dict[str, NDArray[Any]] = dict(held[1])
+    for link in links(manifests, version, held[0]):
+        chunks = fetcher.fetch(link, timeout_s=timeout_s, stop=stop)
+        # The digests of a version prove all that it builds on.
+        arrays = assemble(link, chunks, arrays, checked=link.version == version)
+    return arrays

@@ -1,0 +1,142 @@
+"""Row `weights`: a policy version published and followed, against the same bytes sent in the same chunks and read back.
+
+A mebibyte of parameters counts as a rollout. Figures compare deltas of 1 % and 3 % of the values with the full version.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import ml_dtypes
+import numpy as np
+
+from rollstream.consumers.step_log import StepLog
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.content import Arrays
+from rollstream.consumers.weights.fetcher import ChunkFetcher
+from rollstream.consumers.weights.loading import load_version
+from rollstream.consumers.weights.publisher import WeightsPublisher
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.records import PolicyManifest
+from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
+from tests.bench.runs import prepared
+
+TENSORS, SHAPE = 16, (1024, 1024)
+MIB = 1024 * 1024
+SIZE_MIB = 2 * TENSORS
+"""Size of the parameters in bfloat16."""
+_SPARE_S = 120.0
+
+
+def measure(settings: Settings) -> Row:
+    """Publish and load versions of 32 MiB in full; then deltas."""
+    config = WeightsConfig(anchor_every=1)
+    with prepared(settings, "weights") as run, _publishing(settings, run, config) as (log, source):
+        arrays = random_arrays(0)
+
+        def ours() -> Timing:
+            watch = Stopwatch()
+            manifest = _publish(source, log, arrays)
+            with closing(ChunkFetcher(settings.kafka, run)) as fetcher:
+                load_version(fetcher, {manifest.version: manifest}, manifest.version)
+            return watch.timing(SIZE_MIB)
+
+        def raw() -> Timing:
+            data = b"".join(array.tobytes() for array in arrays.values())
+            watch = Stopwatch()
+            _copy(settings, topic_name(run, "batches"), data, config.chunk_bytes)
+            return watch.timing(SIZE_MIB)
+
+        published, copied = interleaved(settings.repetitions, ours, raw)
+    return Row(
+        name="weights",
+        what=f"publish a version of {SIZE_MIB} MiB, fetch it and check its digests; a MiB counts as a rollout",
+        baseline="send the same bytes in chunks of the same size and read them back",
+        size_bytes=MIB,
+        ours=published,
+        raw=copied,
+        figures=_deltas(settings, arrays),
+    )
+
+
+def random_arrays(seed: int) -> Arrays:
+    """Parameters as those of a trained model: normal, in bfloat16."""
+    random = np.random.default_rng(seed)
+    shape = (TENSORS, *SHAPE)
+    values = (0.02 * random.standard_normal(shape, dtype=np.float32)).astype(ml_dtypes.bfloat16)
+    return {f"layer.{number}": values[number] for number in range(TENSORS)}
+
+
+def changed(arrays: Arrays, share: float) -> Arrays:
+    """The same with that share of the values one step up."""
+    random = np.random.default_rng(1)
+    result = {}
+    for name, array in arrays.items():
+        bits = array.view(np.uint16).copy()
+        bits[random.random(array.shape) < share] += 1
+        result[name] = bits.view(ml_dtypes.bfloat16)
+    return result
+
+
+def _deltas(settings: Settings, arrays: Arrays) -> dict[str, float]:
+    figures = {}
+    with prepared(settings, "deltas") as run, _publishing(settings, run, WeightsConfig()) as (log, source):
+        full = _publish(source, log, arrays)
+        figures["full version: stored bytes / bytes"] = full.figures["stored_bytes"] / full.figures["full_bytes"]
+        figures["full version, s to publish"] = _seconds(full)
+        for percent in (1, 3):
+            delta = _publish(source, log, changed(arrays, percent / 100))
+            # The next delta is against the version before, so that goes back to the first one.
+            _publish(source, log, arrays)
+            figures[f"delta of {percent} %: bytes / full"] = delta.figures["stored_bytes"] / delta.figures["full_bytes"]
+            figures[f"delta of {percent} %, s to publish"] = _seconds(delta)
+    return figures
+
+
+def _seconds(manifest: PolicyManifest) -> float:
+    return sum(value for name, value in manifest.figures.items() if name.endswith("_s"))
+
+
+@contextmanager
+def _publishing(settings: Settings, run: str, config: WeightsConfig) -> Iterator[tuple[StepLog, WeightsPublisher]]:
+    with (
+        closing(StepLog(settings.kafka, run, "default")) as log,
+        closing(WeightsPublisher(settings.kafka, run, "default", "{}", config)) as source,
+    ):
+        yield log, source
+
+
+def _publish(source: WeightsPublisher, log: StepLog, arrays: Arrays) -> PolicyManifest:
+    manifest = source.stage(source.latest_version + 1, arrays)
+    log.commit([source.record(manifest)])
+    source.committed(manifest)
+    return manifest
+
+
+def _copy(settings: Settings, topic: str, data: bytes, chunk_bytes: int) -> None:
+    """Send bytes to a partition without compression, wait until the broker has them, and read them."""
+    begin: list[int] = []
+    producer = clients.producer(settings.kafka, **{"compression.type": "none"})
+    for at in range(0, len(data), chunk_bytes):
+        while True:
+            try:
+                producer.produce(
+                    topic,
+                    data[at : at + chunk_bytes],
+                    partition=0,
+                    on_delivery=lambda _error, message: begin.append(message.offset()),
+                )
+                break
+            except BufferError:
+                producer.poll(0.01)
+    if producer.flush(_SPARE_S):
+        raise RuntimeError(f"the broker did not take {len(data)} bytes within {_SPARE_S:g} s")
+    left, deadline = len(data), time.monotonic() + _SPARE_S
+    with Reader(settings.kafka, isolation="read_uncommitted") as reader:
+        reader.assign({(topic, 0): min(begin)})
+        while left > 0:
+            left -= sum(len(record.value or b"") for record in reader.poll(100, 0.05).records)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{left} bytes did not come back within {_SPARE_S:g} s")

@@ -1,0 +1,71 @@
+"""Chains of versions: which are fetched, which are kept, which are forgotten."""
+
+from typing import Any
+
+import pytest
+
+from rollstream.consumers.weights.chains import ChainBroken, forget, links, needed
+from rollstream.topics.records import PolicyManifest
+
+
+def manifests(kinds: str) -> dict[int, PolicyManifest]:
+    """A version for each letter: full, delta of the one before, external."""
+    return {version: manifest(version, kind) for version, kind in enumerate(kinds)}
+
+
+def manifest(version: int, letter: str) -> PolicyManifest:
+    words: dict[str, Any] = {"f": {"kind": "full"}, "d": {"kind": "delta", "base": version - 1}}
+    rest = words.get(letter, {"kind": "external"})
+    return PolicyManifest(
+        version=version, learner="l", step=version, epoch="e", tensors=(), chunks=(), digest="", **rest
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "held", "fetched"),
+    [
+        (0, -1, [0]),
+        (2, -1, [0, 1, 2]),
+        (2, 1, [2]),
+        (2, 0, [1, 2]),
+        (4, 1, [3, 4]),
+        (4, 3, [4]),
+        (3, 2, [3]),
+        (5, 1, [3, 4, 5]),
+    ],
+)
+def test_a_reader_fetches_the_changes_since_what_it_holds_or_begins_at_a_full_version(
+    version: int, held: int, fetched: list[int]
+) -> None:
+    assert [link.version for link in links(manifests("fddfdd"), version, held)] == fetched
+
+
+@pytest.mark.parametrize(("kinds", "version"), [("fed", 2), ("d", 0), ("fd", 5)])
+def test_a_chain_without_a_full_version_on_the_log_is_broken(kinds: str, version: int) -> None:
+    with pytest.raises(ChainBroken, match=f"policy version {version} builds on"):
+        links(manifests(kinds), version)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "versions", "kept"),
+    [
+        ("fddd", 1, {0, 1, 2, 3}),
+        ("fddf", 1, {3}),
+        ("fddf", 2, {0, 1, 2, 3}),
+        ("ffff", 2, {2, 3}),
+        ("fdfdd", 2, {2, 3, 4}),
+        ("fe", 1, {1}),
+        ("", 4, set()),
+    ],
+)
+def test_no_version_is_removed_that_a_kept_one_builds_on(kinds: str, versions: int, kept: set[int]) -> None:
+    assert needed(manifests(kinds), versions) == kept
+
+
+@pytest.mark.parametrize(("oldest", "left"), [(5, [3, 4, 5]), (2, [0, 1, 2, 3, 4, 5]), (3, [3, 4, 5]), (-1, [0])])
+def test_versions_before_the_full_one_that_all_later_ones_build_on_are_forgotten(oldest: int, left: list[int]) -> None:
+    known = manifests("fddfdd")
+    forget(known, oldest)
+    assert sorted(known) == (left if oldest >= 0 else [0, 1, 2, 3, 4, 5])
+    for version in range(max(oldest, 0), 6):
+        assert links(known, version)
