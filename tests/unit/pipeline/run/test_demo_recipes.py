@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from rollstream.consumers.learner.pretrained import tokenizer_of
 from rollstream.pipeline.cli import build_parser
 from rollstream.pipeline.command_parser import config_of
 from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.warm_start import demonstrated, warm_start_examples
+from rollstream.producers.inference.chat.selection import chat_template
 from rollstream.topics.errors import ConfigurationError
 from tests.support.paths import ROOT
 
@@ -49,6 +51,23 @@ def test_a_recipe_suits_its_task(path: Path) -> None:
     assert share is not None
     assert config.demo.gain <= config.demo.target
     assert environments[0].prompts("heldout")
+
+
+def test_an_episode_of_tools_fits_the_shorter_rows_and_the_model() -> None:
+    config = demo("--task", "tools")
+    [environment] = environments_of(config)
+    tokenizer = tokenizer_of(config.learner)
+    template = chat_template(config.inference.chat_template, tokenizer, config.learner.pretrained)
+    conversations = environment.warm_start_conversations(config.seed, 64)
+    calls = [tokenizer.encode(c.turn) for c in conversations if len(c.messages) == 1]
+    assert calls
+    assert max(map(len, calls)) < environment.max_tokens
+    answers = [c for c in conversations if len(c.messages) > 1]
+    prompts = [template.render([dict(m) for m in c.messages], [dict(t) for t in c.tools]) for c in answers]
+    whole = max(len(prompt) + len(tokenizer.encode(c.turn)) + 1 for prompt, c in zip(prompts, answers, strict=True))
+    assert whole <= min(config.learner.length_buckets)
+    # The server takes a turn only if the longest answer would fit, too.
+    assert max(map(len, prompts)) + environment.max_tokens <= config.inference.max_model_len
 
 
 def test_a_gain_that_cannot_be_reached_is_refused(tmp_path: Path) -> None:
