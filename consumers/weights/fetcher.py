@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 
 from rollstream.topics.catalogue import topic_name
+from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, RollstreamError
 from rollstream.topics.kafka.client_errors import OffsetGone
@@ -28,7 +29,7 @@ class ChunksLate(RollstreamError):
 _WAIT_S = 0.05
 
 
-class ChunkFetcher:
+class ChunkFetcher(Closing):
     """Fetches chunks named by manifests, with one consumer for all versions."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:

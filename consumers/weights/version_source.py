@@ -1,0 +1,147 @@
+"""VersionSource: fetches whole policy versions as they appear on the log, each newer than the one before.
+
+A version that cannot be fetched is retried until it or a newer one is fetched; a version whose chunks are gone is
+skipped. The source holds the version returned last, because the next one may build on it.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from rollstream.consumers.weights.candidates import VersionCandidates
+from rollstream.consumers.weights.chains import ChainBroken, forget
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.content import WeightsRefused
+from rollstream.consumers.weights.fetcher import ChunkFetcher, ChunksGone, ChunksLate
+from rollstream.consumers.weights.loading import load_version
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.closing import Closing
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.logs import event
+from rollstream.topics.records import PolicyManifest
+
+logger = logging.getLogger(__name__)
+
+
+class WholeVersion(NamedTuple):
+    """A policy version whose digests all match its manifest."""
+
+    manifest: PolicyManifest
+    arrays: dict[str, NDArray[Any]]
+    """Arrays by name, read-only, valid for as long as they are referenced."""
+
+
+class VersionSource(Closing):
+    """The newest whole version of a run, whenever there is a newer one; for one thread."""
+
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        *,
+        config: WeightsConfig | None = None,
+        skipped: SkippedRecords | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """`skipped` gets the records of `policies` that cannot be read; `stop` ends a fetch early.
+
+        Raises TopicError or BrokerUnavailable.
+        """
+        policies = topic_name(run, "policies")
+        self._fetch_timeout_s = (config or WeightsConfig()).fetch_timeout_s
+        self._skipped = skipped or SkippedRecords("weights-follower")
+        self._stop = stop or threading.Event()
+        self._candidates = VersionCandidates()
+        self._published: dict[int, PolicyManifest] = {}
+        """Manifests that a version to come may build on."""
+        self._held: tuple[int, dict[str, NDArray[Any]]] = (-1, {})
+        with ExitStack() as stack:
+            self._policies = stack.enter_context(TopicFollower(kafka, {(policies, 0): BEGINNING}))
+            self._fetcher = stack.enter_context(ChunkFetcher(kafka, run))
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        """Close the consumers."""
+        self._stack.close()
+
+    def poll(self, wait_s: float = 0.05) -> WholeVersion | None:
+        """Return a version newer than all returned before, if one can be fetched now; waits for a manifest that long.
+
+        A fetch has no time limit while its chunks arrive. Raises TopicError or BrokerUnavailable.
+        """
+        self._add_candidates(self._policies.poll(500, wait_s))
+        candidate = self._candidates.next(time.monotonic())
+        return None if candidate is None else self._fetch(candidate)
+
+    def _add_candidates(self, messages: Sequence[KafkaRecord]) -> None:
+        """Add versions that are newer than the last one to the candidates."""
+        held = self._held[0]
+        for _message, manifest in self._skipped.records(PolicyManifest, messages):
+            if manifest.kind == "external":
+                event(logger, "policy_skipped", version=manifest.version, reason="its weights are not on the log")
+            elif manifest.version > held:
+                self._candidates.add(manifest)
+                self._published[manifest.version] = manifest
+        forget(self._published, held if held >= 0 else self._candidates.oldest)
+
+    def _fetch(self, manifest: PolicyManifest) -> WholeVersion | None:
+        """Fetch a version; return None if it cannot be fetched whole."""
+        started = time.monotonic()
+        try:
+            arrays = load_version(
+                self._fetcher,
+                self._published,
+                manifest.version,
+                held=self._held,
+                timeout_s=self._fetch_timeout_s,
+                stop=self._stop,
+            )
+        except ChunksLate as late:
+            if not self._stop.is_set():
+                again_s = self._candidates.delay(manifest.version, time.monotonic())
+                event(
+                    logger,
+                    "policy_put_off",
+                    level=logging.WARNING,
+                    version=manifest.version,
+                    reason=str(late),
+                    again_in_s=again_s,
+                )
+            return None
+        except (ChainBroken, ChunksGone, WeightsRefused) as error:
+            # Another attempt would read the same log, and fail again.
+            self._candidates.drop(manifest.version)
+            refused = isinstance(error, WeightsRefused)
+            event(
+                logger,
+                "policy_refused" if refused else "policy_skipped",
+                level=logging.ERROR if refused else logging.INFO,
+                version=manifest.version,
+                reason=str(error),
+            )
+            return None
+        self._candidates.drop_up_to(manifest.version)
+        self._held = manifest.version, arrays
+        event(
+            logger,
+            "policy_followed",
+            version=manifest.version,
+            step=manifest.step,
+            fetch_s=round(time.monotonic() - started, 4),
+        )
+        return WholeVersion(manifest, arrays)
+
+
+def check_topics(kafka: KafkaConfig, run: str) -> None:
+    """Raise TopicError or BrokerUnavailable if there is nothing to follow."""
+    for topic in ("policies", "weights"):
+        topic_admin.partitions_of(kafka, topic_name(run, topic))
