@@ -5,6 +5,7 @@ tensors: a model that loads is the model that was saved.
 """
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,16 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+"""Files of a checkpoint that belong to its model whatever its parameters are."""
 _QKV_BIAS = {"qwen2": True, "qwen3": False, "llama": False}
 """Whether a family has biases on queries, keys and values if config.json has no attention_bias."""
 _NEVER_USED = ("rotary_emb.inv_freq",)
@@ -172,10 +183,15 @@ def load(directory: Path | str, config: DecoderConfig | None = None) -> dict[str
         for name, array in stored.items()
         if name in wanted and array.shape != wanted[name]
     ]
+    _refuse(problems, f"{directory} does not hold the model of its {CONFIG}")
+    return {name: stored[name] for name in wanted}
+
+
+def _refuse(problems: list[str], what: str) -> None:
+    """Raise CheckpointRefused if there are problems."""
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise CheckpointRefused(f"{directory} does not hold the model of its {CONFIG}: {'; '.join(problems[:5])}{more}")
-    return {name: stored[name] for name in wanted}
+        raise CheckpointRefused(f"{what}: {'; '.join(problems[:5])}{more}")
 
 
 def _files(directory: Path) -> list[Path]:
@@ -198,14 +214,55 @@ def save(
     """Write a checkpoint that `load` and other libraries read, in shards if it exceeds `max_shard_bytes`.
 
     `params` are arrays of any kind, copied to the host one at a time; `dtype` is the stored dtype, by default their
-    own. The single file, or the index, marks the checkpoint complete and is written last. Raises CheckpointRefused if
-    the directory already holds a model.
+    own. The single file, or the index, marks the checkpoint complete and is written last. Raises CheckpointRefused
+    unless `params` are exactly the model's, or if the directory already holds a model.
     """
-    directory = Path(directory)
+    _write(Path(directory), config_json(config), shapes(config), params, dtype, max_shard_bytes)
+
+
+def save_like(
+    template: Path | str, directory: Path | str, params: Mapping[str, Any], *, dtype: DTypeLike | None = None
+) -> None:
+    """Write a checkpoint of the same model as another one, of any architecture, with its tokenizer.
+
+    Raises CheckpointRefused unless `params` have exactly the names and shapes of the template's tensors, or if the
+    directory already holds a model.
+    """
+    template = Path(template)
+    wanted: dict[str, tuple[int, ...]] = {}
+    for path in _files(template):
+        wanted |= {name: array.shape for name, array in safetensors_files.read(path).items()}
+    _write(Path(directory), read_json(template / CONFIG), wanted, params, dtype, MAX_SHARD_BYTES)
+    copy_companions(template, directory)
+
+
+def copy_companions(source: Path | str, directory: Path | str) -> None:
+    """Copy the files of a checkpoint that are neither config.json nor parameters: tokenizer, generation settings."""
+    for name in COMPANIONS:
+        if (Path(source) / name).exists():
+            shutil.copyfile(Path(source) / name, Path(directory) / name)
+
+
+def _write(
+    directory: Path,
+    settings: Mapping[str, Any],
+    wanted: Mapping[str, tuple[int, ...]],
+    params: Mapping[str, Any],
+    dtype: DTypeLike | None,
+    max_shard_bytes: int,
+) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / INDEX).exists() or any(directory.glob("*.safetensors")):
         raise CheckpointRefused(f"{directory} already holds a model; give a directory that does not")
-    tensors = {name: _LazyArray(params[name], dtype) for name in shapes(config)}
+    problems = [f"{name} is missing" for name in wanted if name not in params]
+    problems += [f"{name} is none of its tensors" for name in params if name not in wanted]
+    problems += [
+        f"{name} has shape {list(params[name].shape)}, not {list(shape)}"
+        for name, shape in wanted.items()
+        if name in params and tuple(params[name].shape) != shape
+    ]
+    _refuse(problems, "the parameters are not those of the model")
+    tensors = {name: _LazyArray(params[name], dtype) for name in wanted}
     shards: list[dict[str, _LazyArray]] = [{}]
     filled = 0
     for name, tensor in tensors.items():
@@ -215,8 +272,7 @@ def save(
         shards[-1][name] = tensor
         filled += tensor.nbytes
     stored = {str(tensor.dtype) for tensor in tensors.values()}
-    settings = {**config_json(config), "torch_dtype": stored.pop()}
-    write_json(directory / CONFIG, settings)
+    write_json(directory / CONFIG, {**settings, "torch_dtype": stored.pop()})
     if len(shards) == 1:
         safetensors_files.write(directory / SINGLE, shards[0])
         return

@@ -6,7 +6,6 @@ Newer versions that cannot be fetched are named on standard error. Tokenizer and
 
 import argparse
 import json
-import shutil
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -25,16 +24,6 @@ from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka import clients
-
-_COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -67,10 +56,8 @@ def export(config: RunConfig, directory: Path, dtype: str | None) -> int:
     clients.check_broker(config.kafka)
     version, model, arrays = _newest(config)
     huggingface.save(directory, model, arrays, dtype=dtype)
-    for name in _COPIED:
-        source = Path(config.learner.pretrained) / name
-        if config.learner.pretrained and source.exists():
-            shutil.copyfile(source, directory / name)
+    if config.learner.pretrained:
+        huggingface.copy_companions(config.learner.pretrained, directory)
     return version
 
 
