@@ -26,6 +26,7 @@ COMMANDS = {
     "eval": ("roles.eval", "evaluate the held-out split at every so many policy versions"),
     "group": ("roles.group", "group rollouts into training batches, exactly once"),
     "learn": ("roles.learn", "train on the batches and publish policy versions"),
+    "serve-weights": ("roles.serve_weights", "keep engines such as vLLM and SGLang on the newest policy version"),
     "label": (
         "roles.label",
         "label trajectories that wait for their rewards, exactly once",

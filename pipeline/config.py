@@ -14,6 +14,7 @@ from rollstream.consumers.buffers.trajectories.fill_config import FillConfig
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig, check_batch_bytes
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.serving.config import ServingConfig
 from rollstream.infra.config import BrokerConfig
 from rollstream.pipeline.settings import (
     ENVIRONMENT_PREFIX,
@@ -116,6 +117,7 @@ class RunConfig:
     worker: WorkerConfig = field(default_factory=WorkerConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    serving: ServingConfig = field(default_factory=ServingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     grouping: GroupingConfig = field(default_factory=GroupingConfig)
     grouper: GrouperConfig = field(default_factory=GrouperConfig)
@@ -289,6 +291,7 @@ def secret_variables(config: RunConfig) -> frozenset[str]:
         "worker.api_key": config.worker.api_key,
         "inference.api_key": config.inference.api_key,
         "gateway.api_key": config.gateway.api_key,
+        "serving.api_key": config.serving.api_key,
         "labeling.judge.api_key": config.labeling.judge.api_key,
     }
     values = {**keys, **config.kafka.client}

@@ -71,6 +71,18 @@ _TABLES: Mapping[str, tuple[str, tuple[_Column, ...]]] = {
             _Column("version", "policy_version", "version"),
         ),
     ),
+    "serve-weights": (
+        "engines",
+        (
+            _Column("engines", "replicas"),
+            _Column("serving", "serving_replicas"),
+            _Column("drained", "drained_replicas"),
+            _Column("swaps", "weight_swaps_total"),
+            _Column("failed", "failed_updates_total"),
+            _Column("paused", "paused_seconds_per_s", "fraction"),
+            _Column("version", "policy_version", "version"),
+        ),
+    ),
     "gateway": (
         "gateways",
         (

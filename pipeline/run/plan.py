@@ -31,6 +31,8 @@ class RunPlan:
     workers: tuple[RoleSpec, ...]
     evaluators: tuple[RoleSpec, ...] = ()
     """One if versions are evaluated, else none."""
+    weight_servers: tuple[RoleSpec, ...] = ()
+    """One if engines of others are kept on the newest version, else none."""
     gateways: tuple[RoleSpec, ...] = ()
     """One if gateway.port is set, else none."""
     labelers: tuple[RoleSpec, ...] = ()
@@ -41,7 +43,7 @@ class RunPlan:
     @property
     def consumers(self) -> tuple[RoleSpec, ...]:
         """Roles that must be ready before a rollout is produced."""
-        return (self.learn, *self.followers, *self.servers, *self.groupers, *self.labelers)
+        return (self.learn, *self.followers, *self.servers, *self.weight_servers, *self.groupers, *self.labelers)
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ def plan(config: RunConfig, path: Path) -> RunPlan:
             replace(spec(f"env-{n}", "env", "--ordinal", str(n)), python=config.supervisor.worker_python)
             for n in range(config.supervisor.workers)
         ),
+        weight_servers=(spec("serve-weights", "serve-weights"),) if config.serving.urls else (),
         gateways=(spec("gateway", "gateway"),) if config.gateway.port else (),
         evaluators=(spec("eval", "eval"),) if config.evaluation.every_versions else (),
     )

@@ -48,3 +48,12 @@ def test_workers_alone_run_with_the_python_that_is_named_for_them() -> None:
     assert {spec.python for spec in (*roles.consumers, *roles.gateways)} == {""}
     with pytest.raises(ConfigurationError, match="which is no program here"):
         plans.check_worker_python(load(flags=["supervisor.worker_python=vf/bin/none"]))
+
+
+def test_engines_of_others_are_updated_by_one_role_that_is_ready_before_rollouts_are_produced() -> None:
+    config = load(flags=['serving.urls=["http://127.0.0.1:8000"]'])
+    roles = plans.plan(config, Path("run.toml"))
+    (spec,) = roles.weight_servers
+    assert spec.arguments[3] == "serve-weights"
+    assert spec in roles.consumers
+    assert plans.plan(load(), Path("run.toml")).weight_servers == ()

@@ -1,0 +1,177 @@
+"""Routes by which inference engines of others load a checkpoint while they serve: vLLM's, SGLang's, and your own.
+
+An engine is a class that takes an EngineHttp, the connection to one server. Its methods return once the server has
+done what they ask for, and raise EngineFailed otherwise.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import aiohttp
+
+from rollstream.consumers.serving.config import ServingConfig
+from rollstream.topics.errors import ConfigurationError, RollstreamError
+from rollstream.topics.secrets import resolve
+from rollstream.topics.user_code import load_object
+
+_QUOTED = 300
+
+
+class EngineFailed(RollstreamError):
+    """An engine did not do what it was asked for, or did not answer."""
+
+
+class EngineHttp:
+    """JSON over HTTP with one server; use it as an async context manager."""
+
+    def __init__(self, url: str, config: ServingConfig) -> None:
+        """Raises ConfigurationError if the key cannot be resolved."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        key = resolve("serving.api_key", config.api_key)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._config = config
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        # A connection for each request: servers close idle ones, and a POST on one that just closed is not repeated.
+        connector = aiohttp.TCPConnector(force_close=True)
+        timeout = aiohttp.ClientTimeout(total=None)
+        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=connector)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def get(self, path: str) -> dict[str, Any]:
+        """Return the object that a GET answers. Raises EngineFailed."""
+        return await self._request("GET", path, None, self._config.request_timeout_s)
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, loading: bool = False) -> dict[str, Any]:
+        """Return the object that a POST answers; `loading` allows it serving.load_timeout_s. Raises EngineFailed."""
+        timeout_s = self._config.load_timeout_s if loading else self._config.request_timeout_s
+        return await self._request("POST", path, body, timeout_s)
+
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> dict[str, Any]:
+        assert self._session, "used outside its context manager"
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.request(method, self.url + path, json=body) as response,
+            ):
+                text = await response.text(errors="replace")
+                if response.status != 200:
+                    raise EngineFailed(f"{path} answered {response.status}: {' '.join(text.split())[:_QUOTED]}")
+                answer = await response.json(content_type=None) if text else {}
+        except TimeoutError as error:
+            raise EngineFailed(f"{path} did not answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise EngineFailed(f"{path}: {str(error) or type(error).__name__}") from error
+        return answer if isinstance(answer, dict) else {}
+
+
+class ServingEngine(Protocol):
+    """How one kind of engine changes its weights. Requests in flight survive if pause keeps them."""
+
+    async def pause(self) -> None:
+        """Stop sampling until `resume`."""
+
+    async def load(self, directory: Path, label: str) -> None:
+        """Load the checkpoint in a directory, and sample under this label from then on."""
+
+    async def resume(self) -> None:
+        """Sample again."""
+
+    async def label(self) -> str:
+        """Return the label of the weights in use."""
+
+
+class VllmEngine:
+    """vLLM's routes of its development mode (VLLM_SERVER_DEV_MODE=1).
+
+    Requests in flight are kept: vLLM drops their keys and values, and computes them again with the new weights.
+    """
+
+    def __init__(self, http: EngineHttp) -> None:
+        self._http = http
+
+    async def pause(self) -> None:
+        """See ServingEngine."""
+        await self._http.post("/pause?mode=keep")
+
+    async def load(self, directory: Path, label: str) -> None:
+        """See ServingEngine."""
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+        await self._http.post("/collective_rpc", reload, loading=True)
+        await self._http.post("/update_weight_version", {"new_version": label})
+
+    async def resume(self) -> None:
+        """See ServingEngine."""
+        await self._http.post("/resume")
+
+    async def label(self) -> str:
+        """See ServingEngine."""
+        return str((await self._http.get("/weight_info")).get("weight_version", ""))
+
+
+class SglangEngine:
+    """SGLang's routes, which are always there. Requests in flight are kept, with the keys and values they have."""
+
+    def __init__(self, http: EngineHttp) -> None:
+        self._http = http
+
+    async def pause(self) -> None:
+        """See ServingEngine."""
+        await self._http.post("/pause_generation", {"mode": "in_place"})
+
+    async def load(self, directory: Path, label: str) -> None:
+        """See ServingEngine."""
+        # abort_all_requests is named although it is the default: the default of a neighbouring route aborts.
+        update = {
+            "model_path": str(directory),
+            "weight_version": label,
+            "abort_all_requests": False,
+            "flush_cache": True,
+        }
+        answer = await self._http.post("/update_weights_from_disk", update, loading=True)
+        if answer.get("success") is not True:
+            raise EngineFailed(f"/update_weights_from_disk: {str(answer.get('message', answer))[:_QUOTED]}")
+
+    async def resume(self) -> None:
+        """See ServingEngine."""
+        await self._http.post("/continue_generation", {})
+
+    async def label(self) -> str:
+        """See ServingEngine."""
+        return str((await self._http.get("/model_info")).get("weight_version", ""))
+
+
+ENGINES: Mapping[str, Callable[[EngineHttp], ServingEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
+"""Kinds of engines by name."""
+
+
+def engine_named(name: str) -> Callable[[EngineHttp], ServingEngine]:
+    """Return what makes an engine of this kind.
+
+    Raises ConfigurationError if there is no such name, or a class named by its import path lacks a method.
+    """
+    if name in ENGINES:
+        return ENGINES[name]
+    if ":" not in name:
+        raise ConfigurationError(
+            f"serving.engine is {name!r}; it is {', '.join(ENGINES)}, or a class: package.module:Class"
+        )
+    engine: Callable[[EngineHttp], ServingEngine] = load_object(
+        name, "serving.engine names", "an engine is named package.module:Class"
+    )
+    missing = [method for method in ("pause", "load", "resume", "label") if not callable(getattr(engine, method, None))]
+    if missing:
+        raise ConfigurationError(f"serving.engine names {name!r}, which has no method {', '.join(missing)}")
+    return engine

@@ -1,0 +1,150 @@
+"""EngineFleet: follows the policy versions of a run, and keeps the inference engines of others on the newest one.
+
+A version is fetched, checked against its digests and written whole before any engine pauses for it. An engine that
+fails holds up no other.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.consumers.files.safetensors_files import CheckpointRefused
+from rollstream.consumers.serving.checkpoints import CheckpointDirectory
+from rollstream.consumers.serving.config import ServingConfig
+from rollstream.consumers.serving.engines import EngineHttp, engine_named
+from rollstream.consumers.serving.replica_updater import ReplicaState, ReplicaUpdater
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.version_source import VersionSource, WholeVersion, check_topics
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_POLL_S = 0.2
+_LOOK_S = 0.05
+
+
+class EngineFleet:
+    """The engines of `serving.urls`, one event loop, and one thread that fetches."""
+
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        config: ServingConfig,
+        *,
+        directory: Path,
+        weights: WeightsConfig | None = None,
+        tokenizer: str = "",
+    ) -> None:
+        """`directory` takes the checkpoints; `tokenizer` is a checkpoint whose tokenizer is copied into them.
+
+        Raises ConfigurationError if no engine is named.
+        """
+        if not config.urls:
+            raise ConfigurationError("no engine is named; give --url http://HOST:PORT, or set serving.urls")
+        self._kafka, self._run, self._config = kafka, run, config
+        self._directory, self._weights, self._tokenizer = directory, weights, tokenizer
+        self._engine = engine_named(config.engine)
+        self._updaters: list[ReplicaUpdater] = []
+        self._newest = -1
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the state of the engines, and totals since the start."""
+        states = [updater.state for updater in self._updaters]
+        versions = [updater.version for updater in self._updaters if updater.state is ReplicaState.SERVING]
+        return {
+            "replicas": len(states),
+            "serving_replicas": states.count(ReplicaState.SERVING),
+            "drained_replicas": states.count(ReplicaState.DRAINED),
+            "unreachable_replicas": states.count(ReplicaState.UNREACHABLE),
+            "policy_version": min(versions, default=-1),
+            "newest_version": self._newest,
+            "weight_swaps_total": sum(updater.swaps for updater in self._updaters),
+            "failed_updates_total": sum(updater.failures for updater in self._updaters),
+            "paused_seconds_total": sum(updater.paused_s for updater in self._updaters),
+        }
+
+    async def serve_until(
+        self, stop: asyncio.Event, *, on_ready: Callable[[], object], on_wait: Callable[[str], object] = lambda _: None
+    ) -> None:
+        """Follow until `stop` is set; updates in progress are finished then.
+
+        `on_ready` is called once the first engine samples with a version of the run, `on_wait` now and then before.
+        Raises TopicError, BrokerUnavailable, StoreError if another process writes the directory, ConfigurationError or
+        CheckpointRefused if the first version cannot be written as a checkpoint.
+        """
+        await asyncio.to_thread(check_topics, self._kafka, self._run)
+        async with AsyncExitStack() as stack:
+            checkpoints = stack.enter_context(
+                CheckpointDirectory(
+                    self._directory,
+                    keep_versions=self._config.keep_versions,
+                    template=self._config.template,
+                    tokenizer=self._tokenizer,
+                    dtype=self._config.dtype,
+                )
+            )
+            for url in dict.fromkeys(self._config.urls):
+                http = await stack.enter_async_context(EngineHttp(url, self._config))
+                self._updaters.append(ReplicaUpdater(http.url, self._engine(http), checkpoints, self._config))
+            following = asyncio.create_task(self._follow(checkpoints, stop))
+            updating = [asyncio.create_task(updater.run()) for updater in self._updaters]
+            announcing = asyncio.create_task(self._announce(on_ready, on_wait))
+            try:
+                ended, _ = await asyncio.wait([following, *updating], return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    await task  # raises its error
+            finally:
+                tasks = [following, *updating, announcing]
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _announce(self, on_ready: Callable[[], object], on_wait: Callable[[str], object]) -> None:
+        said_at = time.monotonic()
+        while not any(updater.swaps for updater in self._updaters):
+            await asyncio.sleep(_LOOK_S)
+            if time.monotonic() - said_at > 10.0:
+                said_at = time.monotonic()
+                on_wait("waiting for a policy version" if self._newest < 0 else "waiting for an engine")
+        on_ready()
+
+    async def _follow(self, checkpoints: CheckpointDirectory, stop: asyncio.Event) -> None:
+        stopping = threading.Event()
+        source = VersionSource(self._kafka, self._run, config=self._weights, stop=stopping)
+        ending = asyncio.ensure_future(stop.wait())
+        ending.add_done_callback(lambda _: stopping.set())
+        try:
+            while not stop.is_set():
+                whole = await asyncio.to_thread(source.poll, _POLL_S)
+                if whole is not None:
+                    await self._write(checkpoints, whole)
+        finally:
+            ending.cancel()
+            source.close()
+
+    async def _write(self, checkpoints: CheckpointDirectory, whole: WholeVersion) -> None:
+        manifest, arrays = whole
+        began = time.monotonic()
+        try:
+            checkpoint = await checkpoints.add(manifest, arrays)
+        except (StoreError, CheckpointRefused, ConfigurationError) as error:
+            if self._newest < 0:
+                raise
+            event(logger, "checkpoint_failed", level=logging.ERROR, version=manifest.version, error=str(error))
+            return
+        self._newest = manifest.version
+        event(
+            logger,
+            "checkpoint_written",
+            version=manifest.version,
+            directory=str(checkpoint.directory),
+            size_bytes=sum(array.nbytes for array in arrays.values()),
+            seconds=round(time.monotonic() - began, 3),
+        )

@@ -1,0 +1,210 @@
+"""ReplicaUpdater: keeps one inference engine on the newest checkpoint, and never lets it sample with torn weights.
+
+An update pauses the engine, loads, and resumes it. If loading fails, the newest version that is known to be good is
+loaded before the engine resumes; if that fails too, the engine stays paused, drained, and is tried again.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable
+from contextlib import suppress
+from enum import StrEnum
+from typing import TypeVar
+
+from rollstream.consumers.serving.checkpoints import CheckpointDirectory, ServedCheckpoint
+from rollstream.consumers.serving.config import ServingConfig
+from rollstream.consumers.serving.engines import EngineFailed, ServingEngine
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_MOST_DOUBLINGS = 4
+UNKNOWN = -1
+T = TypeVar("T")
+
+
+class ReplicaState(StrEnum):
+    """What is known of an engine."""
+
+    UNKNOWN = "unknown"
+    """It has not been updated yet."""
+    SERVING = "serving"
+    """It samples with a version of the run."""
+    DRAINED = "drained"
+    """It is paused, because its weights may be torn."""
+    UNREACHABLE = "unreachable"
+    """It does not answer."""
+
+
+class ReplicaUpdater:
+    """Updates one engine; the engines of a run share their checkpoints, and wait for nothing else of each other."""
+
+    def __init__(
+        self, url: str, engine: ServingEngine, checkpoints: CheckpointDirectory, config: ServingConfig
+    ) -> None:
+        self.url = url
+        self.state = ReplicaState.UNKNOWN
+        self.version = UNKNOWN
+        """Policy version that it samples with; -1 if that is not known."""
+        self.swaps = self.failures = 0
+        """Versions loaded, and attempts to load one that failed."""
+        self.paused_s = 0.0
+        """Time for which it was paused by updates."""
+        self._engine = engine
+        self._checkpoints = checkpoints
+        self._config = config
+        self._failed: Counter[int] = Counter()
+        """Failed attempts by version."""
+        self._drains = 0
+        """How often it was drained since it last sampled."""
+
+    async def run(self) -> None:
+        """Update until cancelled; an update in progress is finished first."""
+        while True:
+            target = self._checkpoints.newest
+            if target is not None and self._is_due(target):
+                update = asyncio.ensure_future(self._update(target))
+                try:
+                    await asyncio.shield(update)
+                except asyncio.CancelledError:
+                    await update
+                    raise
+            elif self.state is not ReplicaState.UNKNOWN:
+                await self._check()
+            newest = self._checkpoints.newest
+            await self._checkpoints.wait_newer(UNKNOWN if newest is None else newest.version, self._pause_s())
+
+    def _is_due(self, target: ServedCheckpoint) -> bool:
+        if self.state is not ReplicaState.SERVING:
+            return True
+        return self.version != target.version and self._failed[target.version] < self._config.attempts
+
+    def _pause_s(self) -> float:
+        """Time to wait for a newer version before the engine is looked after again, longer while it is drained."""
+        return float(self._config.retry_s * 2 ** min(self._drains, _MOST_DOUBLINGS))
+
+    async def _check(self) -> None:
+        """Ask for the version: an engine that was started again has weights of its own."""
+        try:
+            label = await _ask(self._engine.label())
+        except EngineFailed as error:
+            self._unreachable(error)
+            return
+        if label != str(self.version):
+            event(
+                logger,
+                "replica_changed",
+                level=logging.WARNING,
+                url=self.url,
+                version=self.version,
+                label=label,
+                remedy="it is updated again",
+            )
+            self.state, self.version = ReplicaState.UNKNOWN, UNKNOWN
+
+    async def _update(self, target: ServedCheckpoint) -> None:
+        """Bring the engine to a version, or back to one that is known to be good."""
+        with self._checkpoints.using(target):
+            began = time.monotonic()
+            try:
+                await _ask(self._engine.pause())
+            except EngineFailed as error:
+                # Its weights are untouched. It may have paused all the same, too late for its answer.
+                await self._resume_unchanged()
+                self._unreachable(error)
+                return
+            try:
+                if await self._load(target) or await self._restore(target.version):
+                    await self._resume(began)
+            finally:
+                self.paused_s += time.monotonic() - began
+
+    async def _load(self, checkpoint: ServedCheckpoint) -> bool:
+        """Load a checkpoint into the paused engine; return whether it did."""
+        began = time.monotonic()
+        try:
+            await _ask(self._engine.load(checkpoint.directory, str(checkpoint.version)))
+        except EngineFailed as error:
+            self.failures += 1
+            self._failed[checkpoint.version] += 1
+            event(
+                logger,
+                "replica_update_failed",
+                level=logging.ERROR,
+                url=self.url,
+                version=checkpoint.version,
+                attempt=self._failed[checkpoint.version],
+                error=str(error),
+            )
+            return False
+        self.version = checkpoint.version
+        self._checkpoints.note_good(checkpoint.version)
+        event(
+            logger,
+            "replica_loaded",
+            level=logging.DEBUG,
+            url=self.url,
+            version=self.version,
+            load_s=round(time.monotonic() - began, 3),
+        )
+        return True
+
+    async def _restore(self, failed: int) -> bool:
+        """Load the newest version that is known to be good; if there is none, or it fails, the engine is drained."""
+        self.version = UNKNOWN
+        fallback = self._checkpoints.fallback(failed)
+        if fallback is not None:
+            with self._checkpoints.using(fallback):
+                if await self._load(fallback):
+                    event(logger, "replica_restored", level=logging.WARNING, url=self.url, version=fallback.version)
+                    return True
+        self._drained(f"version {failed} could not be loaded, and no version that is known to be good")
+        return False
+
+    async def _resume(self, began: float) -> None:
+        """Let the engine sample with the weights just loaded."""
+        try:
+            await _ask(self._engine.resume())
+        except EngineFailed as error:
+            self.failures += 1
+            self._drained(f"it did not resume: {error}")
+            return
+        self.swaps += 1
+        self._drains = 0
+        self.state = ReplicaState.SERVING
+        paused_s = round(time.monotonic() - began, 3)
+        event(logger, "replica_updated", url=self.url, version=self.version, paused_s=paused_s)
+
+    async def _resume_unchanged(self) -> None:
+        if self.state is ReplicaState.SERVING:
+            with suppress(EngineFailed):  # The next attempt pauses, loads and resumes it.
+                await _ask(self._engine.resume())
+
+    def _drained(self, reason: str) -> None:
+        self._drains += 1
+        self.state, self.version = ReplicaState.DRAINED, UNKNOWN
+        event(
+            logger,
+            "replica_drained",
+            level=logging.ERROR,
+            url=self.url,
+            reason=reason,
+            remedy="it stays paused and is tried again; look at its log, or start it again",
+        )
+
+    def _unreachable(self, error: EngineFailed) -> None:
+        if self.state is not ReplicaState.UNREACHABLE:
+            event(logger, "replica_unreachable", level=logging.WARNING, url=self.url, error=str(error))
+        # A drained engine that does not answer may come back with torn weights; it is updated before it resumes.
+        self.state, self.version = ReplicaState.UNREACHABLE, UNKNOWN
+
+
+async def _ask(call: Awaitable[T]) -> T:
+    """Await a call of an engine. Users' engines may raise any error; it becomes EngineFailed, and others go on."""
+    try:
+        return await call
+    except EngineFailed:
+        raise
+    except Exception as error:
+        raise EngineFailed(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,153 @@
+"""Stand-ins for inference engines: they load checkpoints by the routes of vLLM or SGLang, and fail as told.
+
+As in the engines, loading replaces weights in place: one that fails leaves them torn until another succeeds.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from rollstream.consumers.models import huggingface
+from rollstream.consumers.models.config import DecoderConfig
+from rollstream.topics.params_digest import params_digest
+from rollstream.topics.records import PolicyManifest
+from tests.support.checkpoints import random_parameters
+
+MODEL = DecoderConfig(
+    vocab_size=11,
+    hidden_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    intermediate_size=12,
+)
+"""A model of a few hundred parameters."""
+ARRAYS = random_parameters(MODEL)
+MODEL_JSON = json.dumps(asdict(MODEL))
+
+
+def manifest(version: int, model: str = MODEL_JSON) -> PolicyManifest:
+    """The manifest of a version of that model; it names no chunks."""
+    return PolicyManifest(
+        version=version, learner="l", step=version, epoch="e", tensors=(), chunks=(), digest="", model=model
+    )
+
+
+class EngineStandIn:
+    """Weights of one engine, and what was asked of it."""
+
+    def __init__(self, label: str = "default") -> None:
+        self.reported = label
+        """Label of its weights."""
+        self.digest = ""
+        """Digest of the parameters loaded last."""
+        self.paused = False
+        self.torn = False
+        self.sampled_torn = False
+        """Whether it ever sampled while its weights were torn."""
+        self.calls: list[str] = []
+        """What it was asked for: pause, load 17, resume; looks at its label are left out."""
+        self.refuses: Counter[str] = Counter()
+        """How often it still refuses each of those."""
+        self.hangs: set[str] = set()
+        """Those that it never answers."""
+        self.loads = 0
+
+    async def pause(self) -> None:
+        await self.call("pause")
+        self.paused = True
+
+    async def load(self, directory: Path, label: str) -> None:
+        assert self.paused, "weights are replaced while it samples"
+        self.loads += 1
+        self.torn = True
+        await self.call(f"load {label}")
+        parameters = huggingface.load(directory)
+        assert int(directory.name.removeprefix("version-")) == int(label)
+        self.digest, self.torn, self.reported = params_digest(parameters), False, label
+
+    async def resume(self) -> None:
+        await self.call("resume")
+        self.sampled_torn |= self.torn
+        self.paused = False
+
+    async def label(self) -> str:
+        if "label" in self.hangs:
+            await asyncio.Event().wait()
+        return self.reported
+
+    def restart(self) -> None:
+        """Lose everything, as a process that is started again."""
+        self.reported, self.digest, self.paused, self.torn = "default", "", False, False
+
+    async def call(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.hangs:
+            await asyncio.Event().wait()
+        if self.refuses[name]:
+            self.refuses[name] -= 1
+            raise RuntimeError(f"{name} is refused, as told")
+
+
+class VllmStandIn(EngineStandIn):
+    """Routes of vLLM's development mode. `reload_weights` and the label of the weights are two requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reloaded = Path()
+
+    async def answer(self, request: web.Request) -> web.Response:
+        try:
+            match request.method, request.path:
+                case "POST", "/pause":
+                    assert request.query["mode"] == "keep", "requests in flight would be aborted"
+                    await self.pause()
+                    return web.json_response({"status": "paused"})
+                case "POST", "/collective_rpc":
+                    body = await request.json()
+                    assert body["method"] == "reload_weights"
+                    self.reloaded = Path(body["kwargs"]["weights_path"])
+                    await self.load(self.reloaded, self.reloaded.name.removeprefix("version-"))
+                    return web.json_response({"results": [None]})
+                case "POST", "/update_weight_version":
+                    self.reported = (await request.json())["new_version"]
+                    return web.json_response({"success": True, "new_version": self.reported})
+                case "POST", "/resume":
+                    await self.resume()
+                    return web.json_response({"status": "resumed"})
+                case "GET", "/weight_info":
+                    return web.json_response({"weight_version": await self.label()})
+        except RuntimeError as error:
+            return web.json_response({"error": str(error)}, status=500)
+        return web.Response(status=404)
+
+
+class SglangStandIn(EngineStandIn):
+    """Routes of SGLang. A load that fails is an answer of status 200 without success."""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        body: Any = await request.json() if request.can_read_body else {}
+        try:
+            match request.method, request.path:
+                case "POST", "/pause_generation":
+                    assert body == {"mode": "in_place"}, "requests in flight would be aborted"
+                    await self.pause()
+                case "POST", "/update_weights_from_disk":
+                    assert (body["abort_all_requests"], body["flush_cache"]) == (False, True)
+                    await self.load(Path(body["model_path"]), body["weight_version"])
+                    return web.json_response({"success": True, "message": "done", "num_paused_requests": 0})
+                case "POST", "/continue_generation":
+                    await self.resume()
+                case "GET", "/model_info":
+                    return web.json_response({"model_path": "m", "weight_version": await self.label()})
+                case _:
+                    return web.Response(status=404)
+            return web.json_response({"status": "ok"})
+        except RuntimeError as error:
+            return web.json_response({"success": False, "message": str(error), "num_paused_requests": 0})

@@ -1,0 +1,120 @@
+"""Checkpoints of versions on disk: whole or not there, few, and written by one process."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.consumers.files.safetensors_files import CheckpointRefused
+from rollstream.consumers.models import huggingface
+from rollstream.consumers.serving.checkpoints import CheckpointDirectory
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.params_digest import params_digest
+from tests.support.checkpoints import random_parameters, write_checkpoint, write_tokenizer
+from tests.support.serving_engines import ARRAYS, MODEL, manifest
+
+Test = Callable[[CheckpointDirectory], Coroutine[Any, Any, None]]
+
+
+def versions(directory: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("version-")) for path in directory.glob("version-*"))
+
+
+def run(directory: Path, test: Test, **settings: Any) -> None:
+    async def main() -> None:
+        with CheckpointDirectory(directory, **({"keep_versions": 2} | settings)) as checkpoints:
+            await test(checkpoints)
+
+    asyncio.run(main())
+
+
+def test_a_version_is_a_checkpoint_with_its_tokenizer_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "pretrained").mkdir()
+    write_tokenizer(tmp_path / "pretrained", ["1 + 1 = 2"])
+
+    async def test(checkpoints: CheckpointDirectory) -> None:
+        written = await checkpoints.add(manifest(17), ARRAYS)
+        assert written.directory == tmp_path / "served" / "version-17"
+        assert huggingface.load_config(written.directory) == MODEL
+        loaded = huggingface.load(written.directory)
+        assert params_digest(loaded) == params_digest({n: a.astype(ml_dtypes.bfloat16) for n, a in ARRAYS.items()})
+        assert (written.directory / "tokenizer.json").exists()
+
+    run(tmp_path / "served", test, tokenizer=str(tmp_path / "pretrained"), dtype="bfloat16")
+
+
+def test_the_newest_two_are_kept_and_those_that_are_needed(tmp_path: Path) -> None:
+    async def test(checkpoints: CheckpointDirectory) -> None:
+        first = await checkpoints.add(manifest(1), ARRAYS)
+        checkpoints.note_good(1)
+        second = await checkpoints.add(manifest(2), ARRAYS)
+        with checkpoints.using(second):
+            for version in (3, 4, 5):
+                await checkpoints.add(manifest(version), ARRAYS)
+            assert versions(tmp_path) == [1, 2, 4, 5], "1 is known to be good, 2 is being loaded"
+        assert checkpoints.fallback(5) == first
+        assert checkpoints.fallback(1) is None
+        for version in (4, 5):
+            checkpoints.note_good(version)
+        assert checkpoints.fallback(5) is not None
+        await checkpoints.add(manifest(6), ARRAYS)
+        assert versions(tmp_path) == [5, 6]
+
+    run(tmp_path, test)
+
+
+def test_the_directory_begins_empty_and_other_files_in_it_stay(tmp_path: Path) -> None:
+    (tmp_path / "version-9").mkdir()
+    (tmp_path / "version-9.1-abc.unfinished").mkdir()
+    (tmp_path / "version-notes").mkdir()
+
+    async def test(checkpoints: CheckpointDirectory) -> None:
+        assert checkpoints.newest is None
+        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["version-notes"]
+        with pytest.raises(StoreError, match="being written"):
+            CheckpointDirectory(tmp_path, keep_versions=2)
+
+    run(tmp_path, test)
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    async def test(checkpoints: CheckpointDirectory) -> None:
+        with pytest.raises(ConfigurationError, match=r"names no model of ours.*serving.template"):
+            await checkpoints.add(manifest(0, model="{}"), ARRAYS)
+        with pytest.raises(CheckpointRefused, match=r"model\.norm\.weight is missing"):
+            await checkpoints.add(manifest(0), {n: a for n, a in ARRAYS.items() if n != "model.norm.weight"})
+        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+        assert checkpoints.newest is None
+
+    run(tmp_path, test)
+
+
+def test_parameters_of_another_trainer_are_written_like_a_checkpoint_of_its_model(tmp_path: Path) -> None:
+    template = tmp_path / "template"
+    template.mkdir()
+    config = write_checkpoint(template, "qwen3-untied")
+    write_tokenizer(template, ["1 + 1 = 2"], 300)
+    settings = json.loads((template / "config.json").read_text())
+    (template / "config.json").write_text(json.dumps({**settings, "model_type": "of_another_architecture"}))
+    arrays: dict[str, NDArray[Any]] = {name: array + 1 for name, array in random_parameters(config).items()}
+
+    async def test(checkpoints: CheckpointDirectory) -> None:
+        written = await checkpoints.add(manifest(3, model="{}"), arrays)
+        assert json.loads((written.directory / "config.json").read_text())["model_type"] == "of_another_architecture"
+        assert (written.directory / "tokenizer.json").read_bytes() == (template / "tokenizer.json").read_bytes()
+        assert params_digest(huggingface.load(written.directory, config)) == params_digest(arrays)
+        # An engine only warns of a tensor that is missing, and goes on with the old one.
+        name = next(iter(arrays))
+        with pytest.raises(CheckpointRefused, match=f"{name} is missing"):
+            await checkpoints.add(manifest(4), {n: a for n, a in arrays.items() if n != name})
+        with pytest.raises(CheckpointRefused, match="extra is none of its tensors"):
+            await checkpoints.add(manifest(4), {**arrays, "extra": np.zeros(1)})
+
+    run(tmp_path / "served", test, template=str(template))

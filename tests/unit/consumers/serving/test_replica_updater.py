@@ -1,0 +1,211 @@
+"""Updates of an engine: it samples with whole weights of a known version, or it is paused and named."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollstream.consumers.serving.checkpoints import CheckpointDirectory
+from rollstream.consumers.serving.config import ServingConfig
+from rollstream.consumers.serving.replica_updater import ReplicaState, ReplicaUpdater
+from tests.support.serving_engines import ARRAYS, EngineStandIn, manifest
+
+CONFIG = ServingConfig(retry_s=0.01, attempts=2)
+
+
+class Fleet:
+    """Engines whose updaters run, and the checkpoints they share."""
+
+    def __init__(self, checkpoints: CheckpointDirectory, engines: int) -> None:
+        self.checkpoints = checkpoints
+        self.engines = [EngineStandIn() for _ in range(engines)]
+        self.updaters = [
+            ReplicaUpdater(f"http://engine-{number}", engine, checkpoints, CONFIG)
+            for number, engine in enumerate(self.engines)
+        ]
+
+    async def publish(self, version: int) -> None:
+        await self.checkpoints.add(manifest(version), ARRAYS)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(300):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+    async def serves(self, version: int, number: int = 0) -> None:
+        updater = self.updaters[number]
+        await self.until(lambda: (updater.state, updater.version) == (ReplicaState.SERVING, version))
+
+    async def is_in(self, state: ReplicaState, number: int = 0) -> None:
+        await self.until(lambda: self.updaters[number].state is state)
+
+
+def run(directory: Path, test: Callable[[Fleet], Coroutine[Any, Any, None]], engines: int = 1) -> Fleet:
+    async def main() -> Fleet:
+        with CheckpointDirectory(directory, keep_versions=2) as checkpoints:
+            fleet = Fleet(checkpoints, engines)
+            tasks = [asyncio.create_task(updater.run()) for updater in fleet.updaters]
+            try:
+                await test(fleet)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            return fleet
+
+    fleet = asyncio.run(main())
+    assert not any(engine.sampled_torn for engine in fleet.engines)
+    return fleet
+
+
+def test_each_version_is_loaded_while_the_engine_is_paused_and_old_ones_are_passed_over(tmp_path: Path) -> None:
+    async def test(fleet: Fleet) -> None:
+        await fleet.publish(0)
+        await fleet.serves(0)
+        assert not fleet.engines[0].paused
+        await fleet.publish(1)
+        await fleet.serves(1)
+
+    [engine] = run(tmp_path, test).engines
+    assert engine.calls == ["pause", "load 0", "resume", "pause", "load 1", "resume"]
+
+
+def test_a_load_that_fails_is_followed_by_the_last_good_version_before_the_engine_resumes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(fleet: Fleet) -> None:
+        [engine] = fleet.engines
+        await fleet.publish(0)
+        await fleet.serves(0)
+        engine.refuses["load 1"] = 1
+        await fleet.publish(1)
+        await fleet.serves(1)
+
+    with caplog.at_level(logging.INFO, "rollstream"):
+        fleet = run(tmp_path, test)
+    [engine] = fleet.engines
+    assert engine.calls[3:] == ["pause", "load 1", "load 0", "resume", "pause", "load 1", "resume"]
+    assert fleet.updaters[0].failures == 1
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "replica_update_failed",
+        "replica_restored",
+    ]
+
+
+def test_a_version_that_keeps_failing_is_left_and_the_next_one_is_taken(tmp_path: Path) -> None:
+    async def test(fleet: Fleet) -> None:
+        [engine] = fleet.engines
+        await fleet.publish(0)
+        await fleet.serves(0)
+        engine.refuses["load 1"] = 99
+        await fleet.publish(1)
+        await fleet.until(lambda: engine.calls.count("load 1") == CONFIG.attempts)
+        await fleet.serves(0)
+        # The updater has looked at the engine again and left it alone.
+        await asyncio.sleep(20 * CONFIG.retry_s)
+        assert engine.calls.count("load 1") == CONFIG.attempts
+        await fleet.publish(2)
+        await fleet.serves(2)
+
+    run(tmp_path, test)
+
+
+def test_an_engine_that_loads_nothing_stays_paused_is_named_and_holds_up_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(fleet: Fleet) -> None:
+        healthy, broken = fleet.engines
+        await fleet.publish(0)
+        await fleet.serves(0, 0)
+        await fleet.serves(0, 1)
+        broken.refuses["load 0"] = broken.refuses["load 1"] = 99
+        await fleet.publish(1)
+        await fleet.serves(1, 0)
+        await fleet.is_in(ReplicaState.DRAINED, 1)
+        assert (healthy.paused, broken.paused) == (False, True)
+        assert "resume" not in broken.calls[3:]
+        assert fleet.updaters[1].version == -1
+        # Once it loads again, it comes back.
+        broken.refuses.clear()
+        await fleet.serves(1, 1)
+        assert not broken.paused
+
+    run(tmp_path, test, engines=2)
+    [drained] = {record.rollstream_fields["url"] for record in caplog.records if record.message == "replica_drained"}
+    assert drained == "http://engine-1"
+
+
+def test_an_engine_that_fails_at_its_first_version_is_not_left_with_torn_weights(tmp_path: Path) -> None:
+    async def test(fleet: Fleet) -> None:
+        [engine] = fleet.engines
+        engine.refuses["load 0"] = 1
+        await fleet.publish(0)
+        await fleet.serves(0)
+        assert engine.calls == ["pause", "load 0", "pause", "load 0", "resume"]
+
+    run(tmp_path, test)
+
+
+def test_an_engine_that_was_started_again_gets_the_version_again(tmp_path: Path) -> None:
+    async def test(fleet: Fleet) -> None:
+        [engine] = fleet.engines
+        await fleet.publish(4)
+        await fleet.serves(4)
+        engine.restart()
+        await fleet.until(lambda: engine.reported == "4" and not engine.paused)
+
+    run(tmp_path, test)
+
+
+def test_an_engine_that_does_not_pause_keeps_its_weights_and_is_asked_again(tmp_path: Path) -> None:
+    async def test(fleet: Fleet) -> None:
+        [engine] = fleet.engines
+        await fleet.publish(0)
+        await fleet.serves(0)
+        engine.refuses["pause"] = 2
+        await fleet.publish(1)
+        await fleet.serves(1)
+        # It may have paused although its answer did not arrive.
+        assert engine.calls[3:5] == ["pause", "resume"]
+        assert engine.loads == 2
+
+    run(tmp_path, test)
+
+
+def test_an_engine_that_does_not_resume_is_updated_again(tmp_path: Path) -> None:
+    async def test(fleet: Fleet) -> None:
+        [engine] = fleet.engines
+        engine.refuses["resume"] = 1
+        await fleet.publish(0)
+        await fleet.serves(0)
+        assert engine.calls == ["pause", "load 0", "resume"] * 2
+
+    run(tmp_path, test)
+
+
+def test_an_update_in_progress_is_finished_before_the_updater_ends(tmp_path: Path) -> None:
+    async def main() -> None:
+        with CheckpointDirectory(tmp_path, keep_versions=2) as checkpoints:
+            engine, loading, go_on = EngineStandIn(), asyncio.Event(), asyncio.Event()
+            call = engine.call
+
+            async def slow(name: str) -> None:
+                await call(name)
+                if name == "load 0":
+                    loading.set()
+                    await go_on.wait()
+
+            engine.call = slow  # type: ignore[method-assign]
+            await checkpoints.add(manifest(0), ARRAYS)
+            task = asyncio.create_task(ReplicaUpdater("http://engine", engine, checkpoints, CONFIG).run())
+            await loading.wait()
+            task.cancel()
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert (engine.calls, engine.paused) == (["pause", "load 0", "resume"], False)
+
+    asyncio.run(main())
