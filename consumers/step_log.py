@@ -118,8 +118,8 @@ class StepLog:
         """Topic, key and value of the record of a step."""
         return self._steps_topic, encode_key(step.learner, step.step), encode(step)
 
-    def commit(self, records: Sequence[TopicRecord]) -> None:
-        """Write records in one transaction; repeat it if the broker aborts it.
+    def commit(self, records: Sequence[TopicRecord], headers: Mapping[str, str] | None = None) -> None:
+        """Write records, each with these headers, in one transaction; repeat it if the broker aborts it.
 
         Raises Fenced if another publisher of the run took over, BrokerUnavailable if it does not succeed in time.
         """
@@ -128,7 +128,7 @@ class StepLog:
             try:
                 with self._producer.transaction() as transaction:
                     for topic, key, value in records:
-                        transaction.send(topic, value, key)
+                        transaction.send(topic, value, key, headers=headers)
                 return
             except (TransactionFailed, Stalled) as failed:
                 passing = isinstance(failed, TransactionFailed) and not failed.fatal

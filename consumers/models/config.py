@@ -3,6 +3,7 @@
 The defaults are the model of the demo: 105 thousand parameters over a character vocabulary.
 """
 
+import json
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,3 +79,14 @@ class DecoderConfig:
                 f"rope_scaling_factor {self.rope_scaling_factor} must be at least 1, and rope_low_freq_factor "
                 f"{self.rope_low_freq_factor} below rope_high_freq_factor {self.rope_high_freq_factor}"
             )
+
+
+def decoder_config(text: str) -> DecoderConfig:
+    """Return the decoder that a manifest names in JSON. Raises ConfigurationError if it names none of ours."""
+    try:
+        settings = json.loads(text)
+        if not settings:
+            raise ValueError("it is empty")
+        return DecoderConfig(**settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{text[:100]!r} names no model of ours: {error}") from error

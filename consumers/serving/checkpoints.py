@@ -4,7 +4,6 @@ Only one process at a time writes a directory of checkpoints. It begins with non
 """
 
 import asyncio
-import json
 import os
 import re
 import shutil
@@ -26,7 +25,7 @@ from rollstream.consumers.files.atomic_files import (
     sync_directory,
 )
 from rollstream.consumers.models import huggingface
-from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.config import DecoderConfig, decoder_config
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import PolicyManifest
@@ -145,12 +144,9 @@ class CheckpointDirectory(Closing):
 
 def _model_of(manifest: PolicyManifest) -> DecoderConfig:
     try:
-        settings = json.loads(manifest.model)
-        if not settings:
-            raise ValueError("it is empty")
-        return DecoderConfig(**settings)
-    except (TypeError, ValueError) as error:
+        return decoder_config(manifest.model)
+    except ConfigurationError as error:
         raise ConfigurationError(
-            f"the manifest of policy version {manifest.version} names no model of ours ({error}); set serving.template "
-            "to a checkpoint of the same model"
+            f"the manifest of policy version {manifest.version}: {error}; set serving.template to a checkpoint of the "
+            "same model"
         ) from error

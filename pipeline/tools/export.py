@@ -14,7 +14,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from rollstream.consumers.models import huggingface
-from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.config import DecoderConfig, decoder_config
 from rollstream.consumers.weights.chains import ChainBroken
 from rollstream.consumers.weights.content import WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher, ChunksGone, ChunksLate
@@ -69,12 +69,10 @@ def _newest(config: RunConfig) -> tuple[int, DecoderConfig, dict[str, NDArray[An
             manifest = published[max(untried)]
             tried.add(manifest.version)
             try:
-                if manifest.kind == "external":
-                    raise WeightsRefused("its weights are not on the log")
-                model = DecoderConfig(**json.loads(manifest.model))
+                model = decoder_config(manifest.model)
                 timeout_s = config.learner.weights.fetch_timeout_s
                 return manifest.version, model, load_version(fetcher, published, manifest.version, timeout_s=timeout_s)
-            except (ChainBroken, ChunksGone, ChunksLate, WeightsRefused, TypeError, ValueError) as error:
+            except (ChainBroken, ChunksGone, ChunksLate, WeightsRefused, ConfigurationError) as error:
                 print(f"passed over policy version {manifest.version}: {error}", file=sys.stderr)
     if not tried:
         raise ConfigurationError(f"run {config.run} has no policy version yet; is the learner running?")

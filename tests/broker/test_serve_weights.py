@@ -18,11 +18,18 @@ from rollstream.topics.codec import encode
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.keys import encode_key
-from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import Metrics
 from tests.support.producing import serving_http
 from tests.support.runs import RealRun
-from tests.support.serving_engines import ARRAYS, MODEL_JSON, EngineStandIn, SglangStandIn, VllmStandIn
+from tests.support.serving_engines import (
+    ARRAYS,
+    MODEL_JSON,
+    EngineStandIn,
+    SglangStandIn,
+    VllmStandIn,
+    published_exactly,
+    values_digest,
+)
 from tests.support.waiting import eventually
 
 QUICK = {"serving__retry_s": 0.2, "serving__metrics_interval_s": 0.2}
@@ -42,11 +49,11 @@ def trainer(run: RealRun) -> Iterator[StepWriter]:
 
 
 def parameters(version: int) -> dict[str, NDArray[np.float32]]:
-    return {name: array + np.float32(version) for name, array in ARRAYS.items()}
+    return published_exactly({name: array + np.float32(version) for name, array in ARRAYS.items()})
 
 
 def serves(engine: EngineStandIn, version: int) -> bool:
-    return not engine.paused and (engine.reported, engine.digest) == (str(version), params_digest(parameters(version)))
+    return not engine.paused and (engine.reported, engine.digest) == (str(version), values_digest(parameters(version)))
 
 
 def events(log: str, name: str) -> list[dict[str, Any]]:

@@ -26,11 +26,12 @@ from rollstream.consumers.serving.replica_updater import ReplicaState, ReplicaUp
 from rollstream.consumers.step_writer import StepWriter
 from rollstream.producers.inference.client import Completion, CompletionsClient
 from rollstream.producers.inference.requests import SampleRequest
-from rollstream.topics.config import TopicsConfig
+from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.records import PolicyManifest
 from tests.engines.conftest import Vllm
 from tests.support.runs import RealRun
+from tests.support.serving_engines import published_exactly
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -39,7 +40,7 @@ Parameters = dict[str, NDArray[np.float32]]
 
 
 def original(vllm: Vllm) -> Parameters:
-    return {name: np.array(array) for name, array in load(vllm.directory).items()}
+    return published_exactly(load(vllm.directory))
 
 
 def version_of(parameters: Parameters, version: int) -> Parameters:
@@ -61,6 +62,13 @@ def served(vllm: Vllm) -> Iterator[Vllm]:
     """The vLLM of the session; other tests find it with the weights they know."""
     yield vllm
     asyncio.run(update(vllm, vllm.directory, "default"))
+
+
+@pytest.fixture
+def run(broker: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:
+    run = RealRun(KafkaConfig(bootstrap_servers=broker), run_name, tmp_path)
+    yield run
+    run.stop()
 
 
 def sample(vllm: Vllm) -> Completion:
@@ -108,10 +116,9 @@ class LongRequest(threading.Thread):
         return running >= 1
 
 
-def test_vllm_samples_with_each_version_and_a_request_in_flight_survives(real_run: RealRun, served: Vllm) -> None:
-    run, config, parameters = real_run, load_config(served.directory), original(served)
-    run.topics = TopicsConfig(partitions=1, weights_partitions=2)
-    provisioning.apply(run.kafka, run.topics, run.name)
+def test_vllm_samples_with_each_version_and_a_request_in_flight_survives(run: RealRun, served: Vllm) -> None:
+    config, parameters = load_config(served.directory), original(served)
+    provisioning.apply(run.kafka, TopicsConfig(partitions=1, weights_partitions=2), run.name)
     with StepWriter(run.kafka, run.name, model=json.dumps(asdict(config))) as trainer:
         trainer.publish_version(version_of(parameters, 0))
         process = run.start("serve-weights", "--url", served.url, serving__dtype="float32")

@@ -6,11 +6,15 @@ As in the engines, loading replaces weights in place: one that fails leaves them
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
 
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.config import DecoderConfig
@@ -30,6 +34,16 @@ MODEL = DecoderConfig(
 """A model of a few hundred parameters."""
 ARRAYS = random_parameters(MODEL)
 MODEL_JSON = json.dumps(asdict(MODEL))
+
+
+def values_digest(arrays: Mapping[str, NDArray[Any]]) -> str:
+    """Digest of the values of parameters, whatever dtype they are published in."""
+    return params_digest({name: array.astype(np.float32) for name, array in arrays.items()})
+
+
+def published_exactly(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.float32]]:
+    """The arrays with values that bfloat16 holds, too."""
+    return {name: array.astype(ml_dtypes.bfloat16).astype(np.float32) for name, array in arrays.items()}
 
 
 def manifest(version: int, model: str = MODEL_JSON) -> PolicyManifest:
@@ -70,7 +84,7 @@ class EngineStandIn:
         await self.call(f"load {label}")
         parameters = huggingface.load(directory)
         assert int(directory.name.removeprefix("version-")) == int(label)
-        self.digest, self.torn, self.reported = params_digest(parameters), False, label
+        self.digest, self.torn, self.reported = values_digest(parameters), False, label
 
     async def resume(self) -> None:
         await self.call("resume")
