@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class ReplicaState(StrEnum):
-    """What is known of an engine."""
+    """State of an engine, as its updater knows it."""
 
     UNKNOWN = "unknown"
     """It has not been updated yet."""

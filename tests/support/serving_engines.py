@@ -66,7 +66,7 @@ class EngineStandIn:
         self.sampled_torn = False
         """Whether it ever sampled while its weights were torn."""
         self.calls: list[str] = []
-        """What it was asked for: pause, load 17, resume; looks at its label are left out."""
+        """Its calls: pause, load 17, resume; questions for its label are left out."""
         self.refuses: Counter[str] = Counter()
         """How often it still refuses each of those."""
         self.hangs: set[str] = set()
