@@ -96,20 +96,21 @@ def up_to(last: int) -> dict[int, dict[str, np.ndarray]]:
 
 
 def moments_of_death(run: RealRun) -> list[str]:
-    """Each number of chunks that a version of this run may have been sent up to, and the moment before its commit."""
+    """Each number of chunks of a full version and of the delta after it, and the moment before a commit."""
     longest = max(len(manifest.chunks) for manifest in read_manifests(run.kafka, run.name).values())
-    return [*map(str, range(1, longest + 1)), "commit"]
+    return [*map(str, range(1, longest + 4)), "commit"]
 
 
 def die_at(run: RealRun, moments: list[str]) -> None:
-    """A version is tried once for each moment, then published; followers get every committed version whole."""
+    """For each moment a publisher dies on its way to two versions; followers get every committed version whole."""
     last = max(read_manifests(run.kafka, run.name))
-    with watching(run, up_to(last + len(moments))) as follower:
+    with watching(run, up_to(last + 2 * len(moments))) as follower:
         for moment in moments:
-            assert published(run, last + 1, moment) == -9, f"it was to die at {moment}"
-            assert max(read_manifests(run.kafka, run.name)) == last, "nothing was committed"
-            assert published(run, last + 1) == 0
-            last += 1
+            assert published(run, last + 2, moment) == -9, f"it was to die at {moment}"
+            committed = max(read_manifests(run.kafka, run.name))
+            assert committed <= last + 1, "the second version was not committed"
+            assert published(run, committed + 1) == 0
+            last = committed + 1
         eventually(lambda: follower.versions[-1:] == [last], 120, f"version {last} is followed")
     assert published(run, last) == 0, "a publisher that has nothing to publish removes what the last one left"
     named = {
@@ -125,7 +126,7 @@ def die_at(run: RealRun, moments: list[str]) -> None:
 
 def test_a_publisher_killed_amid_its_chunks_or_before_its_manifest_leaves_nothing_torn(run: RealRun) -> None:
     assert published(run, 0) == 0
-    die_at(run, ["1", "commit"])
+    die_at(run, ["13", "commit"])
 
 
 @pytest.mark.long
@@ -170,6 +171,7 @@ def churn(run: RealRun, versions: int, followers: int) -> None:
         child.kill()
         child.communicate()
     assert [fault for watcher in visits for fault in watcher.faults] == []
+    assert {manifest.kind for manifest in read_manifests(run.kafka, run.name).values()} == {"full", "delta"}
     assert sum(len(watcher.versions) for watcher in visits) > versions, "versions between the first and last were held"
 
 
