@@ -336,7 +336,11 @@ class InferenceConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the parameters, activations and cached keys and values."""
     devices: int = 1
-    """Local devices to use; each holds the parameters and an equal share of the sequences. 0 uses all."""
+    """Local devices to use; each group of inference.tensor_parallel devices holds the parameters and an equal share of
+    the sequences. 0 uses all."""
+    tensor_parallel: int = 1
+    """Devices over which each matrix product, and so the parameters and the cache, are split: for models that do not
+    fit on one. It divides inference.devices and the model's num_key_value_heads."""
     max_cache_mib: int = 4096
     """Most memory of the cache of keys and values; the server does not start if max_rows sequences of max_model_len
     tokens need more."""
@@ -369,6 +373,7 @@ class InferenceConfig:
             ("max_rows", 1),
             ("decode_steps", 1),
             ("devices", 0),
+            ("tensor_parallel", 1),
             ("max_waiting_requests", 1),
             ("max_body_bytes", 1),
         ):

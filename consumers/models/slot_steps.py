@@ -1,6 +1,7 @@
 """Decoding in slots, compiled: prompts are put into slots of a cache, and all slots decode some steps together.
 
-Each of D devices holds the parameters and its own slots, and computes without the others.
+Each of D groups of devices holds the parameters and its own slots, and computes without the others. Within a group the
+compiler splits matrix products and the cache's heads over the axis `tensor`.
 """
 
 from functools import partial
@@ -15,7 +16,8 @@ from rollstream.consumers.models.decoder import KeyValueCache, Params, decode_st
 from rollstream.consumers.models.token_choice import Array, SamplingArrays, choose
 
 AXIS = "slots"
-"""The axis of the mesh."""
+TENSOR = "tensor"
+"""The axes of the mesh."""
 REPLICATED = PartitionSpec()  # type: ignore[no-untyped-call]
 SPLIT = PartitionSpec(AXIS)  # type: ignore[no-untyped-call]
 
@@ -49,14 +51,22 @@ class SlotTokens(NamedTuple):
 
 @partial(jax.jit, static_argnames=("config", "mesh", "slots", "length", "dtype"))
 def empty_slots(config: DecoderConfig, mesh: Mesh, slots: int, length: int, dtype: str) -> KeyValueCache:
-    """A cache of `slots` slots on each device, for `length` positions each."""
+    """A cache of `slots` slots on each group of devices, for `length` positions each."""
 
     def local() -> KeyValueCache:
-        return empty_cache(config, slots, length, jnp.dtype(dtype))
+        return _split_heads(empty_cache(config, slots, length, jnp.dtype(dtype)))
 
     # Made like the caches that the other functions return, for they are compiled for its sharding.
-    empty: KeyValueCache = jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=SPLIT, check_vma=False)()
+    split = jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=SPLIT, axis_names={AXIS}, check_vma=False)
+    empty: KeyValueCache = split()
     return empty
+
+
+def _split_heads(cache: KeyValueCache) -> KeyValueCache:
+    """Split the heads over `tensor`, in arguments and results alike: another sharding would be compiled again."""
+    heads = PartitionSpec(None, None, TENSOR, None)  # type: ignore[no-untyped-call]
+    split: KeyValueCache = jax.lax.with_sharding_constraint(cache, heads)  # type: ignore[no-untyped-call]
+    return split
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("cache",))
@@ -73,7 +83,8 @@ def fill_slots(
 ) -> KeyValueCache:
     """Prefill prompts, and copy the keys and values of prompt `sources[i]` to slot `targets[i]` for i below `counts`.
 
-    With D devices, `tokens` are int32 [D * prompts, P], `sources` and `targets` int32 [D * slots], `counts` int32 [D].
+    With D groups of devices, `tokens` are int32 [D * prompts, P], `sources` and `targets` int32 [D * slots], `counts`
+    int32 [D].
     """
 
     def local(
@@ -94,14 +105,14 @@ def fill_slots(
             copied: KeyValueCache = jax.tree.map(into_slot, cache, prompts)
             return copied
 
-        filled: KeyValueCache = jax.lax.fori_loop(0, counts[0], copy, cache)
-        return filled
+        return _split_heads(jax.lax.fori_loop(0, counts[0], copy, cache))
 
     split = jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(REPLICATED, SPLIT, SPLIT, SPLIT, SPLIT, SPLIT),
         out_specs=SPLIT,
+        axis_names={AXIS},
         check_vma=False,
     )
     filled: KeyValueCache = split(params, cache, tokens, sources, targets, counts)
@@ -134,14 +145,16 @@ def decode_slots(
 ) -> tuple[KeyValueCache, SlotTokens]:
     """Decode up to `steps` tokens of each row, all within the first `context` positions.
 
-    `table` is of the first slots of each device. `filtering` says whether any row has top_p, top_k or min_p.
+    `table` is of the first slots of each group of devices. `filtering` says whether any row has top_p, top_k or min_p.
     """
 
     def local(params: Params, cache: KeyValueCache, table: SlotTable[jax.Array]) -> tuple[KeyValueCache, SlotTokens]:
         rows = table.tokens.shape[0]
 
         def unfinished(carry: tuple[_Decoding, KeyValueCache]) -> jax.Array:
-            return (carry[0].step < steps) & jnp.any(carry[0].active)
+            # Devices that exchange activations must never disagree on the end of the loop: they make every step.
+            every_step: bool = mesh.shape[TENSOR] > 1
+            return (carry[0].step < steps) & (jnp.any(carry[0].active) | every_step)
 
         def advance(carry: tuple[_Decoding, KeyValueCache]) -> tuple[_Decoding, KeyValueCache]:
             state, window = carry
@@ -175,10 +188,16 @@ def decode_slots(
         )
         window = jax.tree.map(lambda slots: slots[:rows, :context], cache)
         final, window = jax.lax.while_loop(unfinished, advance, (start, window))
-        return jax.tree.map(lambda slots, part: slots.at[:rows, :context].set(part), cache, window), final.sampled
+        written = jax.tree.map(lambda slots, part: slots.at[:rows, :context].set(part), cache, window)
+        return _split_heads(written), final.sampled
 
     split = jax.shard_map(
-        local, mesh=mesh, in_specs=(REPLICATED, SPLIT, SPLIT), out_specs=(SPLIT, SPLIT), check_vma=False
+        local,
+        mesh=mesh,
+        in_specs=(REPLICATED, SPLIT, SPLIT),
+        out_specs=(SPLIT, SPLIT),
+        axis_names={AXIS},
+        check_vma=False,
     )
     decoded: tuple[KeyValueCache, SlotTokens] = split(params, cache, table)
     return decoded

@@ -17,11 +17,11 @@ from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from rollstream.consumers.models.config import DecoderConfig
-from rollstream.consumers.models.decoder import Params
+from rollstream.consumers.models.decoder import Params, pspecs
 from rollstream.consumers.models.errors import PromptRefused
 from rollstream.consumers.models.slot_steps import (
     AXIS,
-    REPLICATED,
+    TENSOR,
     SlotTable,
     SlotTokens,
     decode_slots,
@@ -33,7 +33,7 @@ from rollstream.topics.errors import ConfigurationError
 
 MAX_STOP_IDS = 40
 _PROMPTS = 8
-"""Prompts of one prefill on each device."""
+"""Prompts of one prefill on each group of devices."""
 _SMALLEST_BUCKET = 16
 """Least slots, prompt tokens and positions that are compiled for."""
 
@@ -80,9 +80,10 @@ def cache_bytes(config: DecoderConfig, slots: int, max_model_len: int, dtype: st
 class SlotDecoder:
     """Decodes up to `slots` rows side by side. Not thread-safe.
 
-    Rows with the same prompt share one prefill. Each device holds the parameters and an equal share of the slots. A
-    fixed seed gives the same tokens whatever the other rows are: random bits come from threefry with the row's seed
-    and the position in the answer. In another shape the arithmetic may round the last bit differently.
+    Rows with the same prompt share one prefill. Each group of `tensor_parallel` devices holds the parameters, split
+    among its devices, and an equal share of the slots. A fixed seed gives the same tokens whatever the other rows are:
+    random bits come from threefry with the row's seed and the position in the answer. In another shape, or split over
+    other devices, the arithmetic may round the last bit differently.
     """
 
     def __init__(
@@ -93,27 +94,26 @@ class SlotDecoder:
         max_model_len: int,
         dtype: str = "float32",
         devices: int = 1,
+        tensor_parallel: int = 1,
         steps: int = 8,
     ) -> None:
         """A call of `decode` samples up to `steps` tokens of each row. `devices` of this process are used; 0: all.
 
-        Raises ConfigurationError if there are fewer devices, or if they cannot share the slots equally.
+        Raises ConfigurationError if there are fewer devices, or if they cannot share the model or the slots equally.
         """
         local = jax.local_devices()
         devices = devices or len(local)
-        if devices > len(local) or slots % devices:
-            raise ConfigurationError(
-                f"{slots} slots cannot be shared equally by {devices} devices, of which {len(local)} are here: set "
-                "inference.max_rows to a multiple of inference.devices"
-            )
+        check_devices(config, slots=slots, devices=devices, tensor_parallel=tensor_parallel, local=len(local))
         self.config = config
         self.slots = slots
         self.max_model_len = max_model_len
         self.cache_bytes = cache_bytes(config, slots, max_model_len, dtype)
         self._steps = steps
         self._dtype = jnp.dtype(dtype)
-        self._mesh = Mesh(np.array(local[:devices]), (AXIS,))
-        self._slots_each = slots // devices
+        self._groups = devices // tensor_parallel
+        # Neighbours in JAX's order are the closest; the devices of a group exchange activations in every layer.
+        self._mesh = Mesh(np.array(local[:devices]).reshape(self._groups, tensor_parallel), (AXIS, TENSOR))
+        self._slots_each = slots // self._groups
         self._row_buckets = _buckets(self._slots_each)
         self._length_buckets = _buckets(max_model_len)
         self.reset()
@@ -121,7 +121,7 @@ class SlotDecoder:
     def reset(self) -> None:
         """Remove all rows."""
         self._cache = empty_slots(self.config, self._mesh, self._slots_each, self.max_model_len, self._dtype.name)
-        self._free = [list(range(self._slots_each)) for _ in range(self._mesh.size)]
+        self._free = [list(range(self._slots_each)) for _ in range(self._groups)]
         self._table: SlotTable[NDArray[Any]] = SlotTable(
             tokens=np.zeros(self.slots, np.int32),
             positions=np.zeros(self.slots, np.int32),
@@ -144,13 +144,16 @@ class SlotDecoder:
 
     def place(self, arrays: Mapping[str, NDArray[np.generic] | jax.Array]) -> Params:
         """Put the tensors of a version on the devices once, in the decoder's dtype."""
-        sharding = NamedSharding(self._mesh, REPLICATED)
-        return {name: jax.device_put(array.astype(self._dtype, copy=False), sharding) for name, array in arrays.items()}
+        specs = pspecs(arrays, {TENSOR: self._mesh.shape[TENSOR]})
+        return {
+            name: jax.device_put(array.astype(self._dtype, copy=False), NamedSharding(self._mesh, specs[name]))
+            for name, array in arrays.items()
+        }
 
     def warm_up(self, params: Params) -> None:
         """Compile every shape now, instead of at the first request that has it; filters are compiled when asked for."""
         for length in self._length_buckets:
-            self._prefill(params, length, [[((0,), [])] for _ in range(self._mesh.size)])
+            self._prefill(params, length, [[((0,), [])] for _ in range(self._groups)])
             for rows in self._row_buckets:
                 self._decode(params, rows, length, filtering=False)
 
@@ -164,17 +167,17 @@ class SlotDecoder:
         slots = []
         shared: list[dict[tuple[int, ...], list[int]]] = [defaultdict(list) for _ in self._free]
         for row in rows:
-            device = max(range(len(self._free)), key=lambda device: len(self._free[device]))
-            place = heapq.heappop(self._free[device])
-            slots.append(device * self._slots_each + place)
+            group = max(range(len(self._free)), key=lambda group: len(self._free[group]))
+            place = heapq.heappop(self._free[group])
+            slots.append(group * self._slots_each + place)
             # `decode` begins with the last token of the prompt.
             if len(row.prompt) > 1:
-                shared[device][tuple(row.prompt[:-1])].append(place)
+                shared[group][tuple(row.prompt[:-1])].append(place)
         self._enter(rows, slots)
         by_length: dict[int, list[_Prompts]] = defaultdict(lambda: [[] for _ in self._free])
-        for device, prompts in enumerate(shared):
+        for group, prompts in enumerate(shared):
             for prompt, places in prompts.items():
-                by_length[_fitting(self._length_buckets, len(prompt))][device].append((prompt, places))
+                by_length[_fitting(self._length_buckets, len(prompt))][group].append((prompt, places))
         for length, each in by_length.items():
             for first in range(0, max(map(len, each)), _PROMPTS):
                 self._prefill(params, length, [prompts[first : first + _PROMPTS] for prompts in each])
@@ -261,19 +264,19 @@ class SlotDecoder:
         sampling.min_p[slots] = [row.min_p for row in rows]
 
     def _prefill(self, params: Params, length: int, prompts: Sequence[_Prompts]) -> None:
-        """Run some prompts of each device, and copy their keys and values to the slots of their rows."""
-        devices = len(prompts)
-        tokens = np.zeros((devices, _PROMPTS, length), np.int32)
-        sources = np.zeros((devices, self._slots_each), np.int32)
-        targets = np.zeros((devices, self._slots_each), np.int32)
-        counts = np.zeros(devices, np.int32)
-        for device, each in enumerate(prompts):
+        """Run some prompts of each group of devices, and copy their keys and values to the slots of their rows."""
+        groups = len(prompts)
+        tokens = np.zeros((groups, _PROMPTS, length), np.int32)
+        sources = np.zeros((groups, self._slots_each), np.int32)
+        targets = np.zeros((groups, self._slots_each), np.int32)
+        counts = np.zeros(groups, np.int32)
+        for group, each in enumerate(prompts):
             copies = [(source, place) for source, (_prompt, places) in enumerate(each) for place in places]
-            counts[device] = len(copies)
+            counts[group] = len(copies)
             for source, (prompt, _places) in enumerate(each):
-                tokens[device, source, : len(prompt)] = prompt
+                tokens[group, source, : len(prompt)] = prompt
             if copies:
-                sources[device, : len(copies)], targets[device, : len(copies)] = zip(*copies, strict=True)
+                sources[group, : len(copies)], targets[group, : len(copies)] = zip(*copies, strict=True)
         self._cache = fill_slots(
             params,
             self._cache,
@@ -286,10 +289,10 @@ class SlotDecoder:
         )
 
     def _decode(self, params: Params, rows: int, context: int, *, filtering: bool) -> SlotTokens:
-        """Decode in the first `rows` slots of each device."""
+        """Decode in the first `rows` slots of each group of devices."""
 
         def first(array: NDArray[np.generic]) -> NDArray[np.generic]:
-            each = array.reshape(self._mesh.size, self._slots_each, *array.shape[1:])[:, :rows]
+            each = array.reshape(self._groups, self._slots_each, *array.shape[1:])[:, :rows]
             return each.reshape(-1, *array.shape[1:])
 
         self._cache, sampled = decode_slots(
@@ -304,6 +307,25 @@ class SlotDecoder:
         )
         decoded: SlotTokens = sampled
         return decoded
+
+
+def check_devices(config: DecoderConfig, *, slots: int, devices: int, tensor_parallel: int, local: int) -> None:
+    """Raise ConfigurationError if `devices` of the `local` ones cannot share the model, or the slots equally."""
+    if config.num_key_value_heads % tensor_parallel:
+        raise ConfigurationError(
+            f"{config.num_key_value_heads} key and value heads of the model cannot be split over {tensor_parallel} "
+            "devices: set inference.tensor_parallel to a divisor of the heads (num_key_value_heads)"
+        )
+    if devices > local or devices % tensor_parallel:
+        raise ConfigurationError(
+            f"inference.devices {devices} of {local} here cannot form groups of inference.tensor_parallel "
+            f"{tensor_parallel}: set inference.devices to a multiple of it, and to no more than there are"
+        )
+    if slots % (devices // tensor_parallel):
+        raise ConfigurationError(
+            f"{slots} slots cannot be shared equally by {devices // tensor_parallel} groups of devices: set "
+            "inference.max_rows to a multiple of inference.devices / inference.tensor_parallel"
+        )
 
 
 def _buckets(largest: int) -> list[int]:

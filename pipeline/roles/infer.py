@@ -192,6 +192,7 @@ def _prepare(config: RunConfig, tokenizer: Tokenizer, follower: WeightsFollower)
         max_model_len=inference.max_model_len,
         dtype=inference.dtype,
         devices=inference.devices,
+        tensor_parallel=inference.tensor_parallel,
         steps=inference.decode_steps,
     )
     policy = FollowedPolicy(follower, decoder, tokenizer.eos_ids)

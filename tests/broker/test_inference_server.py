@@ -5,17 +5,21 @@ must come through all the same.
 """
 
 import json
+import os
 import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from rollstream.consumers.models import huggingface
+from rollstream.consumers.models.config import DecoderConfig
 from rollstream.consumers.models.tokenizer_file import TokenizerFile, load_tokenizer
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.config import WeightsConfig
@@ -41,16 +45,22 @@ def run(broker: str, compiled: Path, tmp_path_factory: pytest.TempPathFactory) -
     model = write_model(run.directory / "model", **SMALL)
     config = {"chat_template": QWEN, "eos_token": "<|im_end|>"}
     (run.directory / "model" / "tokenizer_config.json").write_text(json.dumps(config))
-    log = StepLog(run.kafka, run.name, "default")
-    publisher = WeightsPublisher(run.kafka, run.name, "default", json.dumps(asdict(model)), WeightsConfig())
-    manifest = publisher.stage(0, random_parameters(model))
-    log.commit([publisher.record(manifest)])
-    publisher.committed(manifest)
-    log.close()
+    publish(run, model, 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled))
         yield run
     run.stop()
+
+
+def publish(run: RealRun, model: DecoderConfig, step: int) -> None:
+    """Publish the weights of a step, each step's unlike the others'."""
+    log = StepLog(run.kafka, run.name, "default")
+    publisher = WeightsPublisher(run.kafka, run.name, "default", json.dumps(asdict(model)), WeightsConfig())
+    parameters = {name: array * 0.8**step for name, array in random_parameters(model).items()}
+    manifest = publisher.stage(step, parameters)
+    log.commit([publisher.record(manifest)])
+    publisher.committed(manifest)
+    log.close()
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +150,39 @@ def test_sigterm_lets_it_answer_what_it_has_begun(run: RealRun) -> None:
         answers = [ask.result(300) for ask in asks]
     assert process.wait(300) == 0, run.log_of(process)
     assert all(len(answer.choices) == 2 for answer in answers)
+
+
+def test_a_server_that_splits_the_model_over_devices_answers_as_one_device_does_before_and_after_a_swap(
+    run: RealRun, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A sum over devices occupies a thread of each; by default there are as many as processors.
+    monkeypatch.setenv("NPROC", "16")
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4")
+    _, url = started(
+        run,
+        inference__devices=4,
+        inference__tensor_parallel=2,
+        inference__max_rows=16,
+        inference__replica_id="split",
+    )
+
+    def answers(of: openai.OpenAI) -> list[Any]:
+        answer = of.completions.create(model="policy", prompt=[5, 6, 7], max_tokens=40, n=8, seed=3, logprobs=1)
+        return answer.choices
+
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as split:
+
+        def has(of: openai.OpenAI, version: int) -> bool:
+            return bool(of.models.list().data[0].to_dict()["policy_version"] == version)
+
+        for number in range(2):
+            if number:
+                publish(run, huggingface.load_config(run.directory / "model"), number)
+            for each in (split, client):
+                eventually(partial(has, each, number), 120, f"policy version {number}")
+            ours, theirs = answers(split), answers(client)
+            assert [choice.token_ids for choice in ours] == [choice.token_ids for choice in theirs]
+            assert {span["version"] for choice in ours for span in choice.weight_versions} == {str(number)}
+            for choice, other in zip(ours, theirs, strict=True):
+                pairs = zip(choice.logprobs.token_logprobs, other.logprobs.token_logprobs, strict=True)
+                assert max(abs(a - b) for a, b in pairs) < 1e-4

@@ -13,7 +13,7 @@ from rollstream.consumers.models import decoder
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.consumers.models.errors import PromptRefused
 from rollstream.consumers.models.slot_steps import decode_slots, fill_slots
-from rollstream.consumers.models.slots import Row, RowTokens, SlotDecoder, cache_bytes
+from rollstream.consumers.models.slots import Row, RowTokens, SlotDecoder, cache_bytes, check_devices
 from rollstream.topics.errors import ConfigurationError
 
 CONFIG = DecoderConfig(num_hidden_layers=1)
@@ -292,8 +292,19 @@ def test_the_cache_has_the_size_it_reports(slots: SlotDecoder) -> None:
 
 
 def test_more_devices_than_there_are_or_than_share_the_slots_equally_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"20 slots .* 64 devices.*inference\.devices"):
-        SlotDecoder(CONFIG, slots=20, max_model_len=LENGTH, devices=64)
+    with pytest.raises(ConfigurationError, match=r"inference\.devices 64 of 1 here .*no more than there are"):
+        SlotDecoder(CONFIG, slots=64, max_model_len=LENGTH, devices=64)
+    with pytest.raises(ConfigurationError, match=r"20 slots .* 8 groups .*inference\.max_rows to a multiple"):
+        check_devices(CONFIG, slots=20, devices=8, tensor_parallel=1, local=8)
+
+
+def test_devices_that_cannot_share_the_model_are_refused() -> None:
+    two_heads = DecoderConfig(num_attention_heads=4, num_key_value_heads=2)
+    with pytest.raises(ConfigurationError, match=r"2 key and value heads .* 4 devices: set inference\.tensor_parallel"):
+        check_devices(two_heads, slots=16, devices=4, tensor_parallel=4, local=4)
+    with pytest.raises(ConfigurationError, match=r"inference\.devices 3 of 4 here .*tensor_parallel 2"):
+        check_devices(two_heads, slots=18, devices=3, tensor_parallel=2, local=4)
+    check_devices(two_heads, slots=16, devices=4, tensor_parallel=2, local=4)
 
 
 @pytest.mark.parametrize(
