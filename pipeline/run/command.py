@@ -111,7 +111,10 @@ def watch(config: RunConfig, supervisor: Supervisor, interrupts: Interrupts) -> 
         log_to(supervisor.log_dir / "run.log", config.log_level)
     stall = StallWatch(config)
     with ExitStack() as stack:
-        observer: RunObserver | None = stack.enter_context(closing(RunObserver(config.kafka, config.run, keep=NEWEST)))
+        group = config.labeling.group_id(config.run)
+        observer: RunObserver | None = stack.enter_context(
+            closing(RunObserver(config.kafka, config.run, keep=NEWEST, labeling_group=group))
+        )
         stack.enter_context(display.live())
         while not supervisor.finished(LEARN):
             supervisor.poll(0.25)

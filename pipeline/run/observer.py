@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.consumers.grouping.selection_bias import SelectionWatch, selections
 from rollstream.pipeline.run.component_metrics import NewestMetrics
+from rollstream.pipeline.run.labeling_watch import LabelingState, LabelingWatch
 from rollstream.pipeline.run.run_statistics import RunSnapshot, RunStatistics
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import decode
@@ -61,9 +62,18 @@ class RunObserver:
     """Follows `rollouts`, `batch-index`, `steps`, `policies` and `journal` of a run from the beginning, and the newest
     records of `metrics`."""
 
-    def __init__(self, kafka: KafkaConfig, run: str, *, keep: int | None = None, logged: bool = True) -> None:
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        *,
+        keep: int | None = None,
+        logged: bool = True,
+        labeling_group: str = "",
+    ) -> None:
         """`keep` bounds how many of the newest rollouts are remembered, for observers that run for days. `logged` is
-        whether each skipped record is logged."""
+        whether each skipped record is logged. `labeling_group` is the full name of the labelers' consumer group, for
+        counts of what waits for labels."""
         self._rollouts, self._index, self._steps, self._policies, self._journal = (
             topic_name(run, topic) for topic in ("rollouts", "batch-index", "steps", "policies", "journal")
         )
@@ -98,6 +108,7 @@ class RunObserver:
         self._watch = SelectionWatch()
         self._statistics = RunStatistics(run)
         self._components = NewestMetrics()
+        self._labeling = LabelingWatch(kafka, run, labeling_group) if labeling_group else None
 
     def poll(self, timeout_s: float = 0.0) -> int:
         """Process the records that arrived, waiting at most `timeout_s` for the first; return how many there were."""
@@ -155,7 +166,15 @@ class RunObserver:
         snapshot = self._statistics.snapshot(now_ms, recent.reward, recent.exact, records_skipped=self.skipped.total)
         history = sum(end - low for low, end in self._history.values())
         components = self._components.at(now_ms / 1000)
-        return replace(snapshot, history=history, history_left=self.history_left, components=components)
+        labeling = self._labeling.state if self._labeling else LabelingState()
+        return replace(
+            snapshot,
+            history=history,
+            history_left=self.history_left,
+            components=components,
+            waiting_for_labels=labeling.waiting,
+            read_by_labelers=labeling.read,
+        )
 
     @property
     def batches(self) -> int:
@@ -179,6 +198,8 @@ class RunObserver:
 
     def close(self) -> None:
         self._follower.close()
+        if self._labeling:
+            self._labeling.close()
 
     def _count(self, message: KafkaRecord) -> None:
         topic, at_ms = message.topic, message.timestamp_ms

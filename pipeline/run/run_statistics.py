@@ -62,6 +62,10 @@ class RunSnapshot(RecordCounts):
     """Offsets that all topics held when reading began."""
     history_left: int = 0
     """Number of these offsets still to be read; until it is 0, the other fields describe the past."""
+    waiting_for_labels: int = 0
+    """Records of `unlabelled` that no labeler has read."""
+    read_by_labelers: int = 0
+    """Records of `unlabelled` that labelers have read."""
     components: tuple[ComponentMetrics, ...] = ()
     """Newest metrics of workers, servers and evaluators."""
 

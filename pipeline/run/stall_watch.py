@@ -3,6 +3,8 @@
 Pure: it takes snapshots of the run one after the other, with the time of a monotonic clock.
 """
 
+import math
+
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.run_statistics import RunSnapshot
 
@@ -19,10 +21,14 @@ class StallWatch:
         self._config = config
         self._since: dict[str, tuple[float, RunSnapshot]] = {}
         self._warned_s: dict[str, float] = {}
+        self._labeled = -math.inf, 0
+        """Time when labelers last read a record, and how many they had read then."""
 
     def look(self, now: RunSnapshot, time_s: float) -> list[str]:
         """Return the warnings that are due now: one for each count that has stalled."""
         warnings = []
+        if now.read_by_labelers != self._labeled[1]:
+            self._labeled = time_s, now.read_by_labelers
         for count in ("batches", "step"):
             since_s, then = self._since.setdefault(count, (time_s, now))
             if getattr(now, count) != getattr(then, count):
@@ -30,12 +36,14 @@ class StallWatch:
                 self._warned_s.pop(count, None)
             elif time_s - since_s >= STILL_S and time_s - self._warned_s.get(count, -AGAIN_S) >= AGAIN_S:
                 self._warned_s[count] = time_s
-                why = self._why_not_batched(then, now) if count == "batches" else self._why_not_trained(then, now)
+                why = (
+                    self._why_not_batched(then, now, time_s) if count == "batches" else self._why_not_trained(then, now)
+                )
                 done = "batched" if count == "batches" else "trained"
                 warnings.append(f"warning: nothing was {done} for {time_s - since_s:.0f} s: {why}")
         return warnings
 
-    def _why_not_batched(self, then: RunSnapshot, now: RunSnapshot) -> str:
+    def _why_not_batched(self, then: RunSnapshot, now: RunSnapshot, time_s: float) -> str:
         dropped = {reason: count - then.dropped.get(reason, 0) for reason, count in now.dropped.items()}
         if any(dropped.values()):
             reason = max(dropped, key=lambda reason: dropped[reason])
@@ -49,6 +57,11 @@ class StallWatch:
             return (
                 f"look at unread, {now.unread:,}: grouping reads nothing; its logs are group-*.log, and "
                 f"`rollstream broker mend --run {now.run}` says whether a transaction holds it back for ever"
+            )
+        if now.waiting_for_labels and time_s - self._labeled[0] >= STILL_S:
+            return (
+                f"look at waiting for labels, {now.waiting_for_labels:,} rollouts on `unlabelled`: no labeler reads "
+                f"them; labelers' logs are label-*.log, and `rollstream label --run {now.run}` starts another"
             )
         if now.rollouts > then.rollouts or now.in_flight > then.in_flight:
             size = self._config.grouping.batch_rollouts

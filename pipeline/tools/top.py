@@ -51,7 +51,8 @@ def register(parser: argparse.ArgumentParser) -> None:
 def top(config: RunConfig, args: argparse.Namespace) -> int:
     """Show the run until interrupted, or once."""
     clients.check_broker(config.kafka)
-    with closing(RunObserver(config.kafka, config.run, logged=False)) as observer:
+    group = config.labeling.group_id(config.run)
+    with closing(RunObserver(config.kafka, config.run, logged=False, labeling_group=group)) as observer:
         if args.json or args.once:
             observer.catch_up(
                 _history_progress(observer, lambda s: print(_history(s), file=sys.stderr, flush=True), LINE_S)
@@ -125,6 +126,7 @@ def line(s: RunSnapshot) -> str:
         + f"step {s.step}  version {s.policy_version}  rollouts {s.rollouts:,} ({_rate(s.rollouts_per_s)})  "
         f"reward {s.reward:.3f}  exact {s.exact:.3f}  batches {s.batches:,} ({s.waiting:,} waiting)  "
         f"in flight {s.in_flight:,}  unread {s.unread:,}  dropped {sum(s.dropped.values()):,}"
+        + (f"  {s.waiting_for_labels:,} wait for labels" if s.waiting_for_labels else "")
         + (f"  quiet for {_duration(s.quiet_s)}" if s.quiet else "")
         + (f"  {s.records_skipped:,} records unreadable" if s.records_skipped else "")
     )
@@ -194,7 +196,18 @@ def _flow(s: RunSnapshot, width: int) -> list[str]:
     return [
         forward,
         _put(width, zip([*columns[1:3], width], (produced, held, _count(s.batches)), strict=True)),
-        _put(width, ((columns[0] + 1, "▲"), (width, f"{_count(s.waiting)} waiting, {_rate(s.steps_per_s)} steps ▼"))),
+        _put(
+            width,
+            (
+                (columns[0] + 1, "▲"),
+                *(
+                    [(columns[0] + 4, f"{_count(s.waiting_for_labels)} wait for labels")]
+                    if s.waiting_for_labels
+                    else []
+                ),
+                (width, f"{_count(s.waiting)} waiting, {_rate(s.steps_per_s)} steps ▼"),
+            ),
+        ),
         back,
         _put(width, zip([*below[:2], width], (served, version + age, f"step {_count(s.step)}"), strict=True)),
     ]

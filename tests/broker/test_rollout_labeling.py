@@ -14,6 +14,7 @@ from aiohttp import web
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.labeling.recovery import recover
 from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.run.labeling_watch import LabelingWatch
 from rollstream.producers.config import CapacityConfig, EnvironmentConfig, WorkerConfig
 from rollstream.producers.environment_loading import with_settings
 from rollstream.producers.rollout_producer import RolloutProducer
@@ -185,9 +186,11 @@ def test_a_worker_sends_no_more_than_its_share_until_the_labeler_has_read_it(rea
             try:
                 await asyncio.to_thread(eventually, held_back, 60, "the worker to wait for its labels")
                 assert (len(run.read("unlabelled")), rewarded(run)) == (4, [])
+                await asyncio.to_thread(eventually, lambda: watching.state == (4, 0), 60, "the watch to count them")
                 run.start("group")
                 run.start("label", f"{__file__}:score_by_member")
                 await asyncio.to_thread(eventually, lambda: len(rewarded(run)) >= 24, 90, "the worker to go on")
+                await asyncio.to_thread(eventually, lambda: watching.state.read >= 24, 60, "the watch to say so")
             finally:
                 stop.set()
                 report = await playing
@@ -197,7 +200,9 @@ def test_a_worker_sends_no_more_than_its_share_until_the_labeler_has_read_it(rea
         newest = [record.values for record in run.read("metrics") if getattr(record, "component", "") == "w"][-1:]
         return any(values["waiting_for_capacity"] and values["waiting_for_labels"] == 4 for values in newest)
 
-    report = asyncio.run(play_until_labeled())
+    with LabelingWatch(run.kafka, run.name, LabelingConfig().group_id(run.name)) as watching:
+        assert watching.state == (0, 0)
+        report = asyncio.run(play_until_labeled())
     assert report.rollouts + report.cancelled <= capacity.limit
     assert (report.reward, report.components) == (0.0, {}), "the worker knows no rewards"
     assert {r.uid[-1]: r.reward for r in rewarded(run)} == {"0": 0.0, "1": 0.1, "2": 0.2, "3": 0.3}

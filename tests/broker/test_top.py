@@ -17,6 +17,7 @@ from rollstream.pipeline.run.display import Display
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.tools import top
 from rollstream.pipeline.tools.top import NEWEST, line
+from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.topics.config import KafkaConfig
 from tests.support.runs import RealRun, rollout
 
@@ -84,6 +85,18 @@ def test_programs_are_told_on_stderr_and_in_figures(
     assert said[0] == 0
     assert said == sorted(said)
     assert len(set(said)) > 1
+
+
+def test_rollouts_that_wait_for_labels_are_counted(run: RealRun, capfd: pytest.CaptureFixture[str]) -> None:
+    with RolloutProducer(run.kafka, run.name, topic="unlabelled") as producer:
+        for member in range(3):
+            producer.send(rollout("unlabelled", member))
+    flags = ["--run", run.name, "-b", run.kafka.bootstrap_servers]
+    assert main(["top", "--json", *flags]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert (answer["waiting_for_labels"], answer["read_by_labelers"]) == (3, 0)
+    assert main(["top", "--once", *flags]) == 0
+    assert "3 wait for labels" in capfd.readouterr().out
 
 
 def test_the_display_of_a_run_says_it_too(run: RealRun, capfd: pytest.CaptureFixture[str]) -> None:

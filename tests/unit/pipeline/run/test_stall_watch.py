@@ -42,6 +42,12 @@ def warnings(now: RunSnapshot, then: RunSnapshot = THEN) -> list[str]:
             "in flight, 54: groups wait for members (worker.group_size 8), or there are too few for a batch "
             "(grouping.batch_rollouts 48)",
         ),
+        (
+            {"unread": 0, "in_flight": 9, "waiting_for_labels": 1200},
+            "waiting for labels, 1,200 rollouts on `unlabelled`: no labeler reads them; labelers' logs are "
+            "label-*.log, and `rollstream label --run r` starts another",
+        ),
+        ({"unread": 0, "waiting": 9, "waiting_for_labels": 5, "read_by_labelers": 1}, "waiting, 9 batches"),
         ({"unread": 0, "waiting": 9}, "waiting, 9 batches: workers produce no more"),
         ({"unread": 0, "waiting": 0}, "rollouts, 90: none are produced"),
     ],
@@ -64,6 +70,18 @@ def test_a_stall_of_steps_names_the_number_that_explains_it(change: dict[str, ob
     [trained] = warnings(replace(THEN, batches=9, **change))  # type: ignore[arg-type]
     assert trained.startswith("warning: nothing was trained for 60 s: look at ")
     assert number in trained
+
+
+def test_labelers_that_read_and_then_stop_are_named_once_they_have_read_nothing_for_a_minute() -> None:
+    watch = StallWatch(CONFIG)
+    then = replace(THEN, waiting_for_labels=40, unread=0)
+    now = replace(then, read_by_labelers=8, waiting_for_labels=32, in_flight=12)
+    assert watch.look(then, 100.0) == []
+    assert watch.look(now, 120.0) == []
+    [first, _trained] = watch.look(now, 100.0 + STILL_S)
+    assert "look at in flight, 12" in first
+    [second, _trained] = watch.look(now, 100.0 + STILL_S + AGAIN_S)
+    assert "look at waiting for labels, 32 rollouts" in second
 
 
 def test_a_run_that_progresses_gives_no_warning() -> None:

@@ -88,6 +88,7 @@ LARGE = replace(
     policy_version=10**7,
     policy_age_s=9e6,
     sampled_version=3,
+    waiting_for_labels=10**12,
     rollouts_per_s=123_456.0,
     read_per_s=123_456.0,
     batches_per_s=99_999.0,
@@ -105,6 +106,13 @@ def shown(snapshot: RunSnapshot, width: int = 80) -> list[str]:
 
 def test_a_frame_shows_everything_on_one_screen() -> None:
     assert [text.rstrip() for text in shown(MIDDLE)] == SHOWN.splitlines()
+
+
+def test_rollouts_that_wait_for_labels_are_shown_between_environments_and_rollouts() -> None:
+    waiting = replace(MIDDLE, waiting_for_labels=1200)
+    [label_line] = [text for text in shown(waiting) if "▲" in text]
+    assert label_line == "│  ▲  1,200 wait for labels                           3 waiting, 3.5/s steps ▼ │"
+    assert "dropped 20,658  1,200 wait for labels" in line(waiting)
 
 
 @pytest.mark.parametrize("snapshot", [MIDDLE, LARGE, RunSnapshot(run="x")], ids=["middle", "large", "nothing"])
