@@ -47,6 +47,7 @@ COMMANDS = {
     ),
     "fork": ("tools.fork", "start another learner where one stood, with other settings, on the same batches"),
     "export": ("tools.export", "write the newest policy version as a Hugging Face checkpoint"),
+    "weights": ("tools.weights", "policy versions: list, show, pull, verify, compare, roll back"),
     "fit": ("tools.fit", "compile the training step for TPUs that are elsewhere, and show what memory it takes"),
     "migrate": (
         "tools.migrate",

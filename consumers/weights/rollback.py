@@ -1,0 +1,95 @@
+"""Rollback: publishes the parameters of an earlier policy version under the next number, on the record.
+
+Numbers are never used again, so every follower swaps forward to it. Who did it, and why, stands in the headers of the
+manifest's record.
+"""
+
+import getpass
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from typing import NamedTuple
+
+from rollstream.consumers.step_log import StepLog
+from rollstream.consumers.weights.chains import ChainBroken
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.content import WeightsRefused
+from rollstream.consumers.weights.fetcher import ChunkFetcher, ChunksGone, ChunksLate
+from rollstream.consumers.weights.loading import load_version
+from rollstream.consumers.weights.publisher import WeightsPublisher, params_digest_of, read_manifests
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError, TopicError
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.records import PolicyManifest
+
+PUBLISHER = "rollback"
+"""Name under which a rollback asks for the right to publish; the version keeps the name of its learner."""
+_OF, _BY, _REASON = "rollstream.rollback.of", "rollstream.rollback.by", "rollstream.rollback.reason"
+
+
+class RollbackNote(NamedTuple):
+    """What the record of a version says of the rollback that published it."""
+
+    of: int
+    """Version whose parameters it has."""
+    by: str
+    reason: str
+
+
+def note_of(record: KafkaRecord) -> RollbackNote | None:
+    """Return what the record of a manifest says of a rollback; None if a learner published it."""
+    of = record.header(_OF)
+    if of is None or not (of.isascii() and of.isdecimal()):
+        return None
+    return RollbackNote(int(of), record.header(_BY) or "", record.header(_REASON) or "")
+
+
+def roll_back(
+    kafka: KafkaConfig,
+    run: str,
+    version: int,
+    *,
+    reason: str,
+    by: str = "",
+    take_over: bool = False,
+    config: WeightsConfig | None = None,
+) -> PolicyManifest:
+    """Publish the parameters of `version` as the next version, and return its manifest.
+
+    `by` is the user and host of this process by default. `take_over` fences the learner that publishes into the run;
+    without it a rollback is refused unless that learner is retired. Raises ConfigurationError if there is no such
+    version, TopicError if it cannot be fetched whole, StateRefused, Fenced, DeliveryError and BrokerUnavailable.
+    """
+    config = config or WeightsConfig()
+    manifests = read_manifests(kafka, run)
+    if version not in manifests:
+        raise ConfigurationError(f"run {run} has no policy version {version}; `rollstream weights ls` lists them")
+    source = manifests[version]
+    # Fetched before anybody is fenced.
+    with ChunkFetcher(kafka, run) as fetcher:
+        try:
+            arrays = load_version(fetcher, manifests, version, timeout_s=config.fetch_timeout_s)
+        except (ChainBroken, ChunksGone, ChunksLate, WeightsRefused) as error:
+            raise TopicError(f"policy version {version} cannot be published again: {error}") from error
+    with ExitStack() as stack:
+        # In this order: building the log fences the learner.
+        log = stack.enter_context(closing(StepLog(kafka, run, PUBLISHER, take_over=take_over)))
+        publisher = WeightsPublisher(kafka, run, source.learner, source.model, config)
+        stack.enter_context(closing(publisher))
+        digest = params_digest_of(source)
+        manifest = publisher.stage(source.step, arrays, params_digest=digest, dtype=source.dtype)
+        log.commit([publisher.record(manifest)], headers=_headers(version, by or _user(), reason))
+        publisher.committed(manifest)
+    return manifest
+
+
+def _headers(version: int, by: str, reason: str) -> Mapping[str, str]:
+    return {_OF: str(version), _BY: by, _REASON: reason}
+
+
+def _user() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, as in containers
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"

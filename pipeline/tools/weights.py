@@ -1,0 +1,394 @@
+"""`rollstream weights`: lists, shows, pulls, verifies and compares policy versions, and publishes an earlier one again.
+
+It reads the log as every follower does: a version is whole and matches its digests, or it is named with the reason.
+"""
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollstream.consumers.files import safetensors_files
+from rollstream.consumers.files.atomic_files import replacing
+from rollstream.consumers.models import huggingface
+from rollstream.consumers.models.config import DecoderConfig, decoder_config
+from rollstream.consumers.weights.chains import ChainBroken, needed
+from rollstream.consumers.weights.content import Arrays, WeightsRefused
+from rollstream.consumers.weights.fetcher import ChunkFetcher, ChunksGone, ChunksLate
+from rollstream.consumers.weights.loading import load_version
+from rollstream.consumers.weights.rollback import RollbackNote, note_of, roll_back
+from rollstream.pipeline.command_parser import add_command, set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.text_tables import bytes_text, clipped, printable, table
+from rollstream.pipeline.tools.plain_values import compact, plain, tell, time_text
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.errors import ConfigurationError, TopicError
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import PolicyManifest
+
+_DAY_S = 86400
+_NOTE_WIDTH = 40
+
+
+@dataclass(frozen=True)
+class PublishedVersion:
+    """A version on record."""
+
+    manifest: PolicyManifest
+    rollback: RollbackNote | None
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of `rollstream weights`."""
+    actions = parser.add_subparsers(dest="action", metavar="COMMAND", required=True)
+    listing = add_command(actions, "ls", "list policy versions, and whether their chunks are still on the log")
+    set_handler(listing, list_versions, example="rollstream weights ls --run main", json=True)
+    show = add_command(actions, "show", "show the manifest of a version")
+    set_handler(show, show_version, example="rollstream weights show 17 --run main", json=True)
+    pull = add_command(actions, "pull", "fetch a version, check it, and write it to files")
+    set_handler(pull, pull_version, example="rollstream weights pull 17 -o trained --run main", json=True)
+    pull.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="directory to write into")
+    pull.add_argument(
+        "--format",
+        choices=("safetensors", "npz"),
+        default="safetensors",
+        help="safetensors, with config.json where the model is known, or npz, bfloat16 as float32",
+    )
+    verify = add_command(actions, "verify", "check every version that is on the log against its digests")
+    set_handler(verify, verify_versions, example="rollstream weights verify --run main", json=True)
+    diff = add_command(actions, "diff", "compare two versions: share of changed values and largest difference")
+    set_handler(diff, compare_versions, example="rollstream weights diff 16 17 --run main", json=True)
+    rollback = add_command(actions, "rollback", "publish a version's parameters again, under the next number")
+    set_handler(
+        rollback,
+        roll_back_to,
+        example="rollstream weights rollback 17 --run main --reason 'reward hacking' --take-over",
+        json=True,
+    )
+    rollback.add_argument("--reason", required=True, metavar="TEXT", help="why; it stands on the record")
+    rollback.add_argument("--by", default="", metavar="NAME", help="who; by default user and host")
+    rollback.add_argument(
+        "--take-over", action="store_true", help="fence the learner that publishes into the run; else it is refused"
+    )
+    for action in (show, pull, rollback):
+        action.add_argument("version", type=int, metavar="V", help="number of the version")
+    verify.add_argument("version", type=int, nargs="*", metavar="V", help="versions to check (default: all)")
+    for name in ("before", "after"):
+        diff.add_argument(name, type=int, metavar="V", help=f"the version {name}")
+
+
+def list_versions(config: RunConfig, args: argparse.Namespace) -> int:
+    """List every version."""
+    versions = _published(config)
+    places = _chunk_states(config, versions)
+    now_s = time.time()
+    rows, entries = [], []
+    for number, version in sorted(versions.items()):
+        manifest, size = version.manifest, sum(chunk.size_bytes for chunk in version.manifest.chunks)
+        dtypes = "+".join(sorted({tensor.dtype for tensor in manifest.tensors})) or "-"
+        age_s = max(0.0, now_s - manifest.created)
+        note = "" if version.rollback is None else _note_text(version.rollback)
+        step = f"{manifest.learner}/{manifest.step}"
+        chunks = f"{len(manifest.chunks)} {places[number]}" if manifest.chunks else "-"
+        kind = f"delta of {manifest.base}" if manifest.kind == "delta" else manifest.kind
+        row = (number, step, kind, bytes_text(size), dtypes, _age_text(age_s), chunks)
+        rows.append((*row, clipped(note, _NOTE_WIDTH)))
+        entries.append(
+            {
+                "version": number,
+                "learner": manifest.learner,
+                "step": manifest.step,
+                "kind": manifest.kind,
+                "base": manifest.base,
+                "size_bytes": size,
+                "dtypes": dtypes,
+                "age_s": round(age_s, 1),
+                "chunks": len(manifest.chunks),
+                "chunks_state": places[number],
+                "digest": manifest.digest,
+                "rollback": None if version.rollback is None else version.rollback._asdict(),
+            }
+        )
+    if args.json:
+        print(compact(entries))
+    elif rows:
+        print(table(("version", "step", "kind", "size", "dtype", "age", "chunks", ""), rows))
+    else:
+        print(f"run {config.run} has no policy version yet")
+    return 0
+
+
+def show_version(config: RunConfig, args: argparse.Namespace) -> int:
+    """Print one manifest."""
+    [version] = _chosen(config, _published(config), args.version)
+    manifest = version.manifest
+    if args.json:
+        note = None if version.rollback is None else version.rollback._asdict()
+        print(compact({**plain(manifest, full=True), "rollback": note}))
+        return 0
+    print(printable(f"policy version {manifest.version} of run {config.run}: {manifest.kind}, of {manifest.learner}"))
+    print(printable(f"step: {manifest.step}, published {time_text(int(manifest.created * 1000))}"))
+    print(f"digest: {manifest.digest}")
+    print(printable(f"model: {manifest.model}"))
+    if version.rollback is not None:
+        print(printable(_note_text(version.rollback)))
+    by_partition = Counter(chunk.partition for chunk in manifest.chunks)
+    size = sum(chunk.size_bytes for chunk in manifest.chunks)
+    where = ", ".join(f"{count} in partition {number}" for number, count in sorted(by_partition.items()))
+    print(f"chunks: {len(manifest.chunks)} of {bytes_text(size)} together{f', {where}' if where else ''}\n")
+    rows = [
+        (
+            tensor.name,
+            tensor.dtype,
+            "x".join(map(str, tensor.shape)) or "scalar",
+            "all" if tensor.changed < 0 else f"{tensor.changed:,}",
+            tensor.size_bytes,
+            tensor.digest[:12],
+        )
+        for tensor in manifest.tensors
+    ]
+    print(table(("tensor", "dtype", "shape", "changed", "bytes", "digest"), rows))
+    return 0
+
+
+def pull_version(config: RunConfig, args: argparse.Namespace) -> int:
+    """Fetch a version, check it, and write it."""
+    versions = _published(config)
+    [version] = _chosen(config, versions, args.version)
+    manifest = version.manifest
+    [arrays] = _fetch(config, versions, args.version)
+    if args.format == "npz":
+        path = args.output / f"version-{manifest.version}.npz"
+        _write_npz(path, arrays)
+    elif (model := _model_of(manifest)) is not None:
+        path = args.output
+        huggingface.save(path, model, arrays)
+        if config.learner.pretrained:
+            huggingface.copy_companions(config.learner.pretrained, path)
+    else:
+        path = args.output / f"version-{manifest.version}.safetensors"
+        safetensors_files.write(path, arrays)
+    answer = {"run": config.run, "policy_version": manifest.version, "path": str(path), "digest": manifest.digest}
+    print(compact(answer) if args.json else f"policy version {manifest.version} of run {config.run}: {path}")
+    return 0
+
+
+def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
+    """Check versions; return 1 if one is damaged, or should be on the log and is not."""
+    versions = _published(config)
+    chosen = _chosen(config, versions, *sorted(args.version or versions))
+    states = _chunk_states(config, versions)
+    manifests = _manifests(versions)
+    needed_versions = needed(manifests, config.learner.weights.keep_versions)
+    answers: dict[int, str] = {}
+    failed = False
+    with ChunkFetcher(config.kafka, config.run) as fetcher:
+        verifier = _Verifier(fetcher, manifests, config.learner.weights.fetch_timeout_s)
+        for version in chosen:
+            manifest = version.manifest
+            number, kept = manifest.version, manifest.version in needed_versions
+            if manifest.kind == "external":
+                answers[number] = "not on the log"
+            elif states[number] == "gone" and not kept:
+                answers[number] = "no longer kept"
+            else:
+                answers[number] = verifier.check(number)
+                failed |= answers[number] != "whole" and (kept or not answers[number].startswith("missing"))
+    if args.json:
+        print(compact([{"version": number, "result": result} for number, result in answers.items()]))
+    else:
+        print(table(("version", "result"), list(answers.items())))
+        whole = sum(result == "whole" for result in answers.values())
+        print(f"{whole} of {len(answers)} versions are on the log and match their digests")
+    return 1 if failed else 0
+
+
+def compare_versions(config: RunConfig, args: argparse.Namespace) -> int:
+    """Compare the tensors of two versions."""
+    before, after = _fetch(config, _published(config), args.before, args.after)
+    names = [name for name in before if name in after and before[name].shape == after[name].shape]
+    rows = [(name, *_difference(before[name], after[name])) for name in names]
+    values = sum(row[2] for row in rows)
+    changed = sum(row[3] for row in rows)
+    largest = max((row[4] for row in rows), default=0.0)
+    others = sorted((before.keys() | after.keys()) - set(names))
+    if args.json:
+        keys = ("tensor", "dtype", "values", "changed", "max_abs_difference")
+        tensors = [dict(zip(keys, row, strict=True)) for row in rows]
+        print(compact(plain({"values": values, "changed": changed, "tensors": tensors, "not_compared": others})))
+        return 0
+    print(
+        table(
+            ("tensor", "dtype", "values", "changed", "largest difference"),
+            [(name, dtype, count, _share(differ, count), f"{most:.3g}") for name, dtype, count, differ, most in rows],
+        )
+    )
+    print(f"together: {_share(changed, values)} of {values:,} values changed, by {largest:.3g} at most")
+    for name in others:
+        print(printable(f"not compared: {name}, which only one version has, or in another shape"))
+    return 0
+
+
+def roll_back_to(config: RunConfig, args: argparse.Namespace) -> int:
+    """Publish a version again."""
+    clients.check_broker(config.kafka)
+    manifest = roll_back(
+        config.kafka,
+        config.run,
+        args.version,
+        reason=args.reason,
+        by=args.by,
+        take_over=args.take_over,
+        config=config.learner.weights,
+    )
+    answer = {"run": config.run, "policy_version": manifest.version, "rollback_of": args.version}
+    text = f"policy version {manifest.version} of run {config.run} has the parameters of version {args.version}"
+    print(compact(answer) if args.json else text)
+    return 0
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def _published(config: RunConfig) -> dict[int, PublishedVersion]:
+    """Return the versions on record by number."""
+    clients.check_broker(config.kafka)
+    skipped = SkippedRecords(logged=False)
+    messages = read_to_end(config.kafka, topic_name(config.run, "policies"))
+    records = skipped.records(PolicyManifest, messages)
+    versions = {manifest.version: PublishedVersion(manifest, note_of(message)) for message, manifest in records}
+    tell(skipped)
+    return versions
+
+
+def _chosen(config: RunConfig, versions: Mapping[int, PublishedVersion], *wanted: int) -> list[PublishedVersion]:
+    """Return the versions wanted, in that order. Raises ConfigurationError if there is none of such a number."""
+    for number in wanted:
+        if number not in versions:
+            raise ConfigurationError(
+                f"run {config.run} has no policy version {number}; `rollstream weights ls --run {config.run}` shows "
+                "those it has"
+            )
+    return [versions[number] for number in wanted]
+
+
+def _chunk_states(config: RunConfig, versions: Mapping[int, PublishedVersion]) -> dict[int, str]:
+    """Return the state of each version's chunks: there, expiring (tombstoned, but there), gone, or how many are gone.
+
+    Reads `weights` once, and keeps no values.
+    """
+    places: dict[tuple[int, int], tuple[int, bytes]] = {}
+    for number, version in versions.items():
+        for chunk in version.manifest.chunks:
+            key = encode_key(number, version.manifest.epoch, chunk.index)
+            places[chunk.partition, chunk.offset] = number, key
+    there: Counter[int] = Counter()
+    numbers = {key: number for number, key in places.values()}
+    expiring: set[int] = set()
+    topic = topic_name(config.run, "weights")
+    for record in read_to_end(config.kafka, topic, isolation="read_uncommitted"):
+        if record.value is None and record.key in numbers:
+            expiring.add(numbers[record.key])
+        elif record.key is not None and (place := places.get((record.partition, record.offset))) is not None:
+            there[place[0]] += place[1] == record.key
+    states = {}
+    for number, version in versions.items():
+        chunks = len(version.manifest.chunks)
+        gone = chunks - there[number]
+        whole = "expiring" if number in expiring else "there"
+        states[number] = whole if not gone else "gone" if gone == chunks else f"{gone} gone"
+    return states
+
+
+class _Verifier:
+    """Checks versions in ascending order; it holds the last whole one, which the next may build on."""
+
+    def __init__(self, fetcher: ChunkFetcher, manifests: Mapping[int, PolicyManifest], timeout_s: float) -> None:
+        self._fetcher, self._manifests, self._timeout_s = fetcher, manifests, timeout_s
+        self._held: tuple[int, Arrays] = (-1, {})
+
+    def check(self, version: int) -> str:
+        """Return whole, or what is wrong and why."""
+        try:
+            arrays = load_version(self._fetcher, self._manifests, version, held=self._held, timeout_s=self._timeout_s)
+        except (ChainBroken, ChunksGone) as error:
+            return f"missing: {error}"
+        except ChunksLate as error:
+            return f"unread: {error}"
+        except WeightsRefused as error:
+            return f"damaged: {error}"
+        self._held = version, arrays
+        return "whole"
+
+
+def _manifests(versions: Mapping[int, PublishedVersion]) -> dict[int, PolicyManifest]:
+    return {number: version.manifest for number, version in versions.items()}
+
+
+def _fetch(config: RunConfig, versions: Mapping[int, PublishedVersion], *wanted: int) -> list[dict[str, NDArray[Any]]]:
+    """Fetch the arrays of versions. Raises TopicError, with the reason, if one cannot be fetched whole."""
+    timeout_s = config.learner.weights.fetch_timeout_s
+    manifests = _manifests(versions)
+    fetched = []
+    with ChunkFetcher(config.kafka, config.run) as fetcher:
+        for version in _chosen(config, versions, *wanted):
+            number = version.manifest.version
+            try:
+                fetched.append(load_version(fetcher, manifests, number, timeout_s=timeout_s))
+            except (ChainBroken, ChunksGone, ChunksLate, WeightsRefused) as error:
+                raise TopicError(
+                    f"policy version {number} of run {config.run} cannot be fetched: {error}; "
+                    f"`rollstream weights ls --run {config.run}` shows those that are there"
+                ) from error
+    return fetched
+
+
+# ---------------------------------------------------------------------- values
+
+
+def _difference(before: NDArray[Any], after: NDArray[Any]) -> tuple[str, int, int, float]:
+    """Return the dtypes, the number of values, how many differ (a NaN equals itself), and the largest difference."""
+    name = before.dtype.name if before.dtype == after.dtype else f"{before.dtype.name}, {after.dtype.name}"
+    differ = (before != after) & ~((before != before) & (after != after))
+    with np.errstate(invalid="ignore"):
+        differences = np.abs(after[differ].astype(np.float64) - before[differ].astype(np.float64))
+    return name, before.size, int(differ.sum()), float(differences.max(initial=0.0))
+
+
+def _write_npz(path: Path, arrays: Arrays) -> None:
+    """Write arrays by name. Dtypes that numpy's files cannot name are written as float32, which holds their values."""
+    plain_arrays = {name: a.astype(np.float32) if a.dtype.kind == "V" else a for name, a in arrays.items()}
+    with replacing(path) as file:
+        np.savez(file, allow_pickle=False, **plain_arrays)
+
+
+def _model_of(manifest: PolicyManifest) -> DecoderConfig | None:
+    """Return the model in a manifest; None if it is none of ours."""
+    try:
+        return decoder_config(manifest.model)
+    except ConfigurationError:
+        return None
+
+
+def _note_text(note: RollbackNote) -> str:
+    return f"rollback to {note.of} by {note.by}: {note.reason}"
+
+
+def _age_text(age_s: float) -> str:
+    for size_s, unit in ((_DAY_S, "d"), (3600, "h"), (60, "min")):
+        if age_s >= size_s:
+            return f"{age_s / size_s:.1f} {unit}"
+    return f"{age_s:.0f} s"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.2f} %" if whole else "-"

@@ -1,0 +1,175 @@
+"""`rollstream weights` on a real broker: what is listed is there, what is pulled is whole, a rollback is on record."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from rollstream.consumers.files import safetensors_files
+from rollstream.consumers.models import huggingface
+from rollstream.consumers.step_log import StepLog
+from rollstream.consumers.step_writer import StepWriter
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.follower import WeightsFollower
+from rollstream.consumers.weights.publisher import WeightsPublisher
+from rollstream.topics.config import TopicsConfig
+from rollstream.topics.errors import Fenced
+from rollstream.topics.kafka import provisioning
+from rollstream.topics.records import PolicyManifest
+from tests.support.command_line import answer_of
+from tests.support.runs import RealRun
+from tests.support.serving_engines import ARRAYS, MODEL_JSON, published_exactly, values_digest
+
+NORM = "model.norm.weight"
+
+
+@pytest.fixture
+def run(real_run: RealRun) -> RealRun:
+    real_run.topics = TopicsConfig(partitions=1, weights_partitions=2)
+    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
+    return real_run
+
+
+@pytest.fixture
+def trainer(run: RealRun) -> Iterator[StepWriter]:
+    with StepWriter(run.kafka, run.name, model=MODEL_JSON) as writer:
+        yield writer
+
+
+def parameters(version: int) -> dict[str, NDArray[np.float32]]:
+    """Versions differ in the first `version` values of one tensor."""
+    arrays = published_exactly(ARRAYS)
+    arrays[NORM][:version] += np.float32(0.5)
+    return published_exactly(arrays)
+
+
+def weights(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
+    where = ("--run", run.name, "-b", run.kafka.bootstrap_servers, "--json")
+    return answer_of(run.directory, "weights", *words, *where)
+
+
+def answer(run: RealRun, *words: str) -> Any:
+    completed = weights(run, *words)
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout)
+
+
+def test_versions_are_listed_shown_pulled_and_compared(run: RealRun, trainer: StepWriter, tmp_path: Path) -> None:
+    assert answer(run, "ls") == []
+    for version in range(3):
+        trainer.publish_version(parameters(version))
+    listed = answer(run, "ls")
+    assert [(entry["version"], entry["chunks_state"], entry["rollback"]) for entry in listed] == [
+        (version, "there", None) for version in range(3)
+    ]
+    assert [entry["learner"] for entry in listed] == ["trainer"] * 3
+
+    shown = answer(run, "show", "1")
+    assert {tensor["name"] for tensor in shown["tensors"]} == ARRAYS.keys()
+    assert shown["digest"] == listed[1]["digest"]
+    assert weights(run, "show", "7").returncode == 2
+
+    pulled = answer(run, "pull", "2", "-o", str(tmp_path / "model"))
+    assert values_digest(huggingface.load(pulled["path"])) == values_digest(parameters(2))
+    assert huggingface.load_config(pulled["path"]).hidden_size == 8
+    pulled = answer(run, "pull", "0", "-o", str(tmp_path / "arrays"), "--format", "npz")
+    with np.load(pulled["path"], allow_pickle=False) as stored:
+        assert values_digest(dict(stored)) == values_digest(parameters(0))
+
+    compared = answer(run, "diff", "0", "2")
+    assert compared["changed"] == 2
+    assert compared["values"] == sum(array.size for array in ARRAYS.values())
+    changed = {tensor["tensor"]: tensor for tensor in compared["tensors"] if tensor["changed"]}
+    assert changed.keys() == {NORM}
+    assert changed[NORM]["max_abs_difference"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_parameters_of_no_model_are_pulled_as_tensors(run: RealRun, tmp_path: Path) -> None:
+    with StepWriter(run.kafka, run.name) as trainer:
+        trainer.publish_version({"dense": {"kernel": np.ones((2, 3), np.float32)}})
+    pulled = answer(run, "pull", "0", "-o", str(tmp_path))
+    [(name, array)] = safetensors_files.read(Path(pulled["path"])).items()
+    assert (name, array.astype(np.float32).tolist()) == ("dense/kernel", [[1.0] * 3] * 2)
+
+
+@pytest.mark.parametrize("anchor_every", [1, 10])
+def test_verify_names_what_is_damaged_and_what_is_missing_and_fails(run: RealRun, anchor_every: int) -> None:
+    log = StepLog(run.kafka, run.name, "trainer")
+    config = WeightsConfig(chunk_bytes=1000, keep_versions=9, anchor_every=anchor_every)
+    publisher = WeightsPublisher(run.kafka, run.name, "trainer", MODEL_JSON, config)
+
+    def commit(manifest: PolicyManifest) -> None:
+        log.commit([publisher.record(manifest)])
+        publisher.committed(manifest)
+
+    for step in range(2):
+        commit(publisher.stage(step, parameters(step)))
+    assert [entry["result"] for entry in answer(run, "verify")] == ["whole", "whole"]
+
+    commit(replace(publisher.stage(2, parameters(2)), digest="0" * 64))
+    lost = publisher.stage(3, parameters(3))
+    first = publisher.manifest(0)
+    assert first is not None
+    elsewhere = replace(lost.chunks[-1], partition=first.chunks[0].partition, offset=first.chunks[0].offset)
+    commit(replace(lost, chunks=(*lost.chunks[:-1], elsewhere)))
+    commit(publisher.stage_external(4, "d"))
+    log.close()
+    publisher.close()
+
+    completed = weights(run, "verify")
+    assert completed.returncode == 1
+    results = [entry["result"].split(":")[0] for entry in json.loads(completed.stdout)]
+    assert results == ["whole", "whole", "damaged", "missing", "not on the log"]
+    assert weights(run, "verify", "0", "1").returncode == 0
+    unfetched = weights(run, "pull", "2", "-o", "out")
+    assert unfetched.returncode == 2
+    assert "differs from its manifest" in unfetched.stderr
+    assert not (run.directory / "out").exists()
+
+
+def test_versions_no_longer_kept_are_no_fault(run: RealRun) -> None:
+    log = StepLog(run.kafka, run.name, "trainer")
+    config = WeightsConfig(keep_versions=1, anchor_every=1)
+    publisher = WeightsPublisher(run.kafka, run.name, "trainer", MODEL_JSON, config)
+    for step in range(2):
+        manifest = publisher.stage(step, parameters(step))
+        log.commit([publisher.record(manifest)])
+        publisher.committed(manifest)
+    publisher.close()
+    log.close()
+    first, second = answer(run, "ls")
+    assert first["chunks_state"] in ("expiring", "gone")
+    assert second["chunks_state"] == "there"
+    results = answer(run, "verify", "--set=learner.weights.keep_versions=1")
+    assert results[0]["result"] in ("whole", "no longer kept")
+    assert results[1]["result"] == "whole"
+
+
+def test_a_rollback_is_refused_while_a_learner_publishes_and_fences_it_if_told_to(
+    run: RealRun, trainer: StepWriter
+) -> None:
+    for version in range(3):
+        trainer.publish_version(parameters(version))
+    refused = weights(run, "rollback", "0", "--reason", "reward hacking")
+    assert refused.returncode == 2
+    assert "learner 'trainer' publishes into run" in refused.stderr
+    assert len(answer(run, "ls")) == 3
+
+    words = ("rollback", "0", "--reason", "reward hacking", "--by", "somebody", "--take-over")
+    assert answer(run, *words) == {"run": run.name, "policy_version": 3, "rollback_of": 0}
+    newest = answer(run, "ls")[-1]
+    assert newest["rollback"] == {"of": 0, "by": "somebody", "reason": "reward hacking"}
+    with WeightsFollower(run.kafka, run.name) as follower:
+        version, arrays = follower.wait_for(3, 300)
+        assert (version, values_digest(arrays)) == (3, values_digest(parameters(0)))
+    with pytest.raises(Fenced):
+        trainer.publish_version(parameters(5))
+    # Whoever starts the trainer again goes on from what it restores; no number is used twice.
+    with StepWriter(run.kafka, run.name, model=MODEL_JSON) as again:
+        assert again.publish_version(parameters(6)) == 4
