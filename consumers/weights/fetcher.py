@@ -3,9 +3,11 @@
 It reads uncommitted records: chunks are sent outside transactions, and the committed manifest vouches for them.
 """
 
+import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
@@ -15,7 +17,10 @@ from rollstream.topics.kafka.client_errors import OffsetGone
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.keys import encode_key
-from rollstream.topics.records import PolicyManifest
+from rollstream.topics.logs import event
+from rollstream.topics.records import Chunk, PolicyManifest
+
+logger = logging.getLogger(__name__)
 
 
 class ChunksGone(RollstreamError):
@@ -27,6 +32,7 @@ class ChunksLate(RollstreamError):
 
 
 _WAIT_S = 0.05
+_SAY_EVERY_S = 5.0
 
 
 class ChunkFetcher(Closing):
@@ -43,44 +49,66 @@ class ChunkFetcher(Closing):
     def fetch(
         self, manifest: PolicyManifest, *, timeout_s: float = 60.0, stop: threading.Event | None = None
     ) -> list[bytes]:
-        """Return the chunks in order, read from the offsets in the manifest. The caller checks their digests.
+        """Return the chunks in order. Takes the arguments, and raises the errors, of `stream`."""
+        chunks: dict[int, bytes] = {}
+        self.stream(manifest, lambda chunk, data: chunks.__setitem__(chunk.index, data), timeout_s=timeout_s, stop=stop)
+        return [chunks[chunk.index] for chunk in manifest.chunks]
+
+    def stream(
+        self,
+        manifest: PolicyManifest,
+        take: Callable[[Chunk, bytes], object],
+        *,
+        timeout_s: float = 60.0,
+        stop: threading.Event | None = None,
+    ) -> None:
+        """Pass each chunk to `take` as it arrives, in any order, and keep none. The caller checks their digests.
 
         Raises ChunksGone if a chunk no longer exists, ChunksLate if no chunk arrived for `timeout_s`, no broker
-        answered, or `stop` was set.
+        answered, or `stop` was set; what `take` raises ends it, too.
         """
-        wanted = {(chunk.partition, chunk.offset): chunk.index for chunk in manifest.chunks}
-        chunks: dict[int, bytes] = {}
-        deadline = time.monotonic() + timeout_s
+        missing = _by_partition(manifest.chunks)
+        left, size_bytes = len(manifest.chunks), 0
+        deadline, said_at = time.monotonic() + timeout_s, time.monotonic()
         try:
-            self._read_from(_lowest(wanted))
-            while len(chunks) < len(wanted):
+            self._read_from(_lowest(missing))
+            while left:
                 if time.monotonic() > deadline or (stop is not None and stop.is_set()):
                     raise ChunksLate(
-                        f"{len(wanted) - len(chunks)} of {len(wanted)} chunks of version {manifest.version} are "
-                        f"missing, and none came for {timeout_s:g} s"
+                        f"{left} of {len(manifest.chunks)} chunks of version {manifest.version} are missing, and none "
+                        f"came for {timeout_s:g} s"
                     )
                 try:
                     records = self._reader.poll(1, _WAIT_S).records
                 except OffsetGone as gone:
-                    missing = _lowest(place for place, index in wanted.items() if index not in chunks)
-                    self._check_begins(missing, gone)
-                    self._read_from(missing)
+                    self._check_begins(_lowest(missing), gone)
+                    self._read_from(_lowest(missing))
                     continue
                 for record in records:
-                    partition, offset = record.partition, record.offset
-                    passed = [o for (p, o), i in wanted.items() if p == partition and o < offset and i not in chunks]
-                    if passed:
-                        raise ChunksGone(f"{self._topic}[{partition}] has no record at offset {passed[0]} any more")
-                    if (partition, offset) in wanted:
-                        index = wanted[partition, offset]
-                        chunks[index] = _value(record, encode_key(manifest.version, manifest.epoch, index))
+                    chunk = self._next_chunk(missing, record)
+                    if chunk is not None:
+                        data = _value(record, encode_key(manifest.version, manifest.epoch, chunk.index))
+                        take(chunk, data)
+                        left, size_bytes = left - 1, size_bytes + len(data)
                         # As long as chunks arrive, the version has no time limit.
                         deadline = time.monotonic() + timeout_s
+                if time.monotonic() - said_at > _SAY_EVERY_S:
+                    said_at = time.monotonic()
+                    chunks = {"fetched": len(manifest.chunks) - left, "of": len(manifest.chunks)}
+                    event(logger, "policy_fetching", version=manifest.version, **chunks, size_bytes=size_bytes)
         except BrokerUnavailable as unavailable:
             raise ChunksLate(str(unavailable)) from unavailable
         finally:
             self._reader.unassign()
-        return [chunks[chunk.index] for chunk in manifest.chunks]
+
+    def _next_chunk(self, missing: Mapping[int, deque[Chunk]], record: KafkaRecord) -> Chunk | None:
+        """Return the chunk that a record is, now no longer missing, or None. Raises ChunksGone if one was passed."""
+        chunks = missing.get(record.partition)
+        if not chunks or record.offset < chunks[0].offset:
+            return None
+        if record.offset > chunks[0].offset:
+            raise ChunksGone(f"{self._topic}[{record.partition}] has no record at offset {chunks[0].offset} any more")
+        return chunks.popleft()
 
     def _read_from(self, offsets: dict[int, int]) -> None:
         self._reader.assign({(self._topic, partition): offset for partition, offset in offsets.items()})
@@ -95,12 +123,17 @@ class ChunkFetcher(Closing):
                 raise ChunksGone(f"{self._topic}[{partition}] no longer reaches back to the chunks: {gone}")
 
 
-def _lowest(places: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """The lowest offset of each partition."""
-    lowest: dict[int, int] = {}
-    for partition, offset in places:
-        lowest[partition] = min(offset, lowest.get(partition, offset))
-    return lowest
+def _by_partition(chunks: Iterable[Chunk]) -> dict[int, deque[Chunk]]:
+    """The chunks of each partition in the order of their offsets."""
+    queues: dict[int, deque[Chunk]] = {}
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offset):
+        queues.setdefault(chunk.partition, deque()).append(chunk)
+    return queues
+
+
+def _lowest(missing: Mapping[int, deque[Chunk]]) -> dict[int, int]:
+    """The lowest offset in each partition with missing chunks."""
+    return {partition: chunks[0].offset for partition, chunks in missing.items() if chunks}
 
 
 def _value(record: KafkaRecord, key: bytes) -> bytes:

@@ -63,11 +63,45 @@ def assemble(
     `base` are the arrays of the version that a delta applies to. Raises WeightsRefused unless every tensor and the
     whole match the manifest's digests, which is left to a later version of the chain if not `checked`.
     """
-    content = content_of(manifest, chunks)
-    arrays = {tensor.name: _tensor(manifest, tensor, content, base or {}) for tensor in manifest.tensors}
-    if checked:
-        check(manifest, arrays)
-    return arrays
+    buffer = ContentBuffer(manifest)
+    for chunk, data in zip(manifest.chunks, chunks, strict=True):
+        buffer.put(chunk, data)
+    return buffer.arrays(base, checked=checked)
+
+
+class ContentBuffer:
+    """The content of one version, filled as its chunks arrive: no chunk is held beside it."""
+
+    def __init__(self, manifest: PolicyManifest) -> None:
+        """Raises WeightsRefused if memory cannot hold the content."""
+        self._manifest = manifest
+        self._starts: dict[Chunk, int] = {}
+        end = 0
+        for chunk in manifest.chunks:
+            self._starts[chunk] = end
+            end += max(0, chunk.content_bytes if chunk.codec else chunk.size_bytes)
+        try:
+            self._data = bytearray(end)
+        except (MemoryError, OverflowError) as error:
+            raise WeightsRefused(f"policy version {manifest.version} needs {end} bytes of memory") from error
+
+    def put(self, chunk: Chunk, data: bytes) -> None:
+        """Add a stored chunk. Raises WeightsRefused if it is not that of the manifest."""
+        content = _content(self._manifest, chunk, data)
+        start = self._starts[chunk]
+        self._data[start : start + len(content)] = content
+
+    def arrays(
+        self, base: Mapping[str, NDArray[Any]] | None = None, *, checked: bool = True
+    ) -> dict[str, NDArray[Any]]:
+        """Return the arrays once all chunks are there, read-only views of the content. As `assemble` otherwise."""
+        content = memoryview(self._data).toreadonly()
+        arrays = {
+            tensor.name: _tensor(self._manifest, tensor, content, base or {}) for tensor in self._manifest.tensors
+        }
+        if checked:
+            check(self._manifest, arrays)
+        return arrays
 
 
 def _tensor(
@@ -85,12 +119,6 @@ def _tensor(
     if tensor.size_bytes != dtype.itemsize * math.prod(tensor.shape):
         raise WeightsRefused(f"{name} has no room for its shape")
     return np.frombuffer(view, dtype).reshape(tensor.shape)
-
-
-def content_of(manifest: PolicyManifest, chunks: Sequence[bytes]) -> memoryview:
-    """Return the content of a version's stored chunks. Raises WeightsRefused if they are not those of the manifest."""
-    contents = (_content(manifest, chunk, data) for chunk, data in zip(manifest.chunks, chunks, strict=True))
-    return memoryview(b"".join(contents))
 
 
 def _content(manifest: PolicyManifest, chunk: Chunk, data: bytes) -> bytes:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from rollstream.consumers.weights.chains import links
 from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.fetcher import ChunkFetcher
-from rollstream.consumers.weights.layout import assemble
+from rollstream.consumers.weights.layout import ContentBuffer
 from rollstream.topics.records import PolicyManifest
 
 
@@ -29,7 +29,8 @@ def load_version(
     """
     arrays: dict[str, NDArray[Any]] = dict(held[1])
     for link in links(manifests, version, held[0]):
-        chunks = fetcher.fetch(link, timeout_s=timeout_s, stop=stop)
+        buffer = ContentBuffer(link)
+        fetcher.stream(link, buffer.put, timeout_s=timeout_s, stop=stop)
         # The digests of a version prove all that it builds on.
-        arrays = assemble(link, chunks, arrays, checked=link.version == version)
+        arrays = buffer.arrays(arrays, checked=link.version == version)
     return arrays

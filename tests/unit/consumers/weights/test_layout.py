@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis.extra import numpy as npst
 
 from rollstream.consumers.weights.compression import compress
 from rollstream.consumers.weights.content import WeightsRefused
-from rollstream.consumers.weights.layout import assemble, full_content, split
+from rollstream.consumers.weights.layout import ContentBuffer, assemble, full_content, split
 from rollstream.topics.codec import decode, encode
 from rollstream.topics.params_digest import params_digest, tensor_digests, whole_digest
 from rollstream.topics.records import Chunk, PolicyManifest
@@ -166,3 +167,26 @@ def test_the_digest_does_not_depend_on_order_or_memory_layout() -> None:
     fortran = {"b": PARAMS["b"], "a": np.asfortranarray(PARAMS["a"])}
     assert params_digest(fortran) == params_digest(PARAMS)
     assert params_digest({name: value.astype(">f4") for name, value in PARAMS.items()}) == params_digest(PARAMS)
+
+
+def test_a_version_is_assembled_in_the_memory_that_it_takes_and_no_more() -> None:
+    manifest, stored = published({"w": np.zeros(4_000_000, np.float32)}, 1_000_000)
+    tracemalloc.start()
+    try:
+        buffer = ContentBuffer(manifest)
+        # In any order, as partitions give them; each chunk is another object, as a reader gets it.
+        for chunk, data in reversed(list(zip(manifest.chunks, stored, strict=True))):
+            buffer.put(chunk, bytes(bytearray(data)))
+        found = buffer.arrays()
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found["w"].nbytes == 16_000_000
+    assert not found["w"].flags.writeable
+    assert peak_bytes < 20_000_000
+
+
+def test_a_version_that_no_memory_holds_is_refused() -> None:
+    manifest, _stored = published({"w": np.zeros(4, np.float32)}, 100)
+    with pytest.raises(WeightsRefused, match="needs 1125899906842624 bytes of memory"):
+        ContentBuffer(replace(manifest, chunks=(replace(manifest.chunks[0], size_bytes=2**50),)))
