@@ -1,7 +1,7 @@
 """Rollback: publishes the parameters of an earlier policy version under the next number, on the record.
 
-Numbers are never used again, so every follower swaps forward to it. Who did it, and why, stands in the headers of the
-manifest's record.
+Numbers are never used again, so every follower swaps forward to it. The headers of the manifest's record say who did
+it, and why.
 """
 
 import getpass
@@ -28,9 +28,9 @@ _OF, _BY, _REASON = "rollstream.rollback.of", "rollstream.rollback.by", "rollstr
 
 
 class RollbackNote(NamedTuple):
-    """What the record of a version says of the rollback that published it."""
+    """The note of a rollback on the record of the version that it published."""
 
-    of: int
+    source: int
     """Version whose parameters it has."""
     by: str
     reason: str
@@ -38,10 +38,10 @@ class RollbackNote(NamedTuple):
 
 def note_of(record: KafkaRecord) -> RollbackNote | None:
     """Return what the record of a manifest says of a rollback; None if a learner published it."""
-    of = record.header(_OF)
-    if of is None or not (of.isascii() and of.isdecimal()):
+    source = record.header(_OF)
+    if source is None or not (source.isascii() and source.isdecimal()):
         return None
-    return RollbackNote(int(of), record.header(_BY) or "", record.header(_REASON) or "")
+    return RollbackNote(int(source), record.header(_BY) or "", record.header(_REASON) or "")
 
 
 def roll_back(

@@ -380,7 +380,7 @@ def _model_of(manifest: PolicyManifest) -> DecoderConfig | None:
 
 
 def _note_text(note: RollbackNote) -> str:
-    return f"rollback to {note.of} by {note.by}: {note.reason}"
+    return f"rollback to {note.source} by {note.by}: {note.reason}"
 
 
 def _age_text(age_s: float) -> str:

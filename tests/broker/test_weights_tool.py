@@ -164,12 +164,12 @@ def test_a_rollback_is_refused_while_a_learner_publishes_and_fences_it_if_told_t
     words = ("rollback", "0", "--reason", "reward hacking", "--by", "somebody", "--take-over")
     assert answer(run, *words) == {"run": run.name, "policy_version": 3, "rollback_of": 0}
     newest = answer(run, "ls")[-1]
-    assert newest["rollback"] == {"of": 0, "by": "somebody", "reason": "reward hacking"}
+    assert newest["rollback"] == {"source": 0, "by": "somebody", "reason": "reward hacking"}
     with WeightsFollower(run.kafka, run.name) as follower:
         version, arrays = follower.wait_for(3, 300)
         assert (version, values_digest(arrays)) == (3, values_digest(parameters(0)))
     with pytest.raises(Fenced):
         trainer.publish_version(parameters(5))
-    # Whoever starts the trainer again goes on from what it restores; no number is used twice.
+    # A trainer that starts again goes on from its own state; no number is used twice.
     with StepWriter(run.kafka, run.name, model=MODEL_JSON) as again:
         assert again.publish_version(parameters(6)) == 4
