@@ -25,7 +25,7 @@ def demo(task: str, compiled: Path, directory: Path, broker: str) -> dict[str, A
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["passed"]
-    assert report["exact_last"] - report["exact_first"] >= report["needed_gain"] >= 0.4
+    assert report["exact_last"] - report["exact_first"] >= report["needed_gain"] >= 0.3
     assert report["reward_last"] > report["reward_first"]
     assert report["heldout_prompts_last"] > 0
     assert report["ledger"]["balanced"]
