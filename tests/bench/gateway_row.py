@@ -85,8 +85,8 @@ def measure(settings: Settings) -> LatencyRow:
     raw: list[tuple[float, ...]] = []
     rates: list[float] = []
     raw_rates: list[float] = []
-    # All of what the capacity rule admits is open at once.
-    room = {"learner.max_policy_lag": 1000, "topics.partitions": settings.partitions}
+    # No session ends, so all that a repetition starts count as open.
+    room = {"learner.max_policy_lag": 1000, "worker.concurrency": 1000, "topics.partitions": settings.partitions}
     with (
         prepared(settings, "gateway") as run,
         serving_http(_answer) as url,
