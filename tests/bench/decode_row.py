@@ -42,7 +42,8 @@ def row(name: str, what: str, *, mixed: bool, interval_s: float = 0.0) -> Callab
     """A measurement of 256 requests, 64 of which decode side by side."""
 
     def measure(settings: Settings) -> Row:
-        prepare_environment(LearnerConfig())
+        # As the rows of the learner, which may follow in this process: JAX's threads cannot be changed later.
+        prepare_environment(LearnerConfig(threads=1))
         import jax
 
         from rollstream.consumers.models import decoder
