@@ -20,6 +20,14 @@ def real_run(broker: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:
 
 
 @pytest.fixture
+def run(real_run: RealRun) -> RealRun:
+    """A run whose weights lie in two partitions."""
+    real_run.topics = TopicsConfig(partitions=1, weights_partitions=2)
+    apply(real_run.kafka, real_run.topics, real_run.name)
+    return real_run
+
+
+@pytest.fixture
 def kafka(broker: str, run_name: str) -> KafkaConfig:
     """A broker with the topics of the test's run."""
     config = KafkaConfig(bootstrap_servers=broker)

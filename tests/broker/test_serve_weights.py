@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from rollstream.consumers.step_writer import StepWriter, publish_version
 from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.topics.codec import encode
-from rollstream.topics.config import TopicsConfig
-from rollstream.topics.kafka import provisioning
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Metrics
 from tests.support.producing import serving_http
@@ -33,13 +31,6 @@ from tests.support.serving_engines import (
 from tests.support.waiting import eventually
 
 QUICK = {"serving__retry_s": 0.2, "serving__metrics_interval_s": 0.2}
-
-
-@pytest.fixture
-def run(real_run: RealRun) -> RealRun:
-    real_run.topics = TopicsConfig(partitions=1, weights_partitions=2)
-    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
-    return real_run
 
 
 @pytest.fixture

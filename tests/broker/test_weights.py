@@ -17,7 +17,6 @@ from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.layout import full_content, split
 from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests
 from rollstream.topics.codec import encode
-from rollstream.topics.config import TopicsConfig
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, Fenced, StateRefused, TopicError
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
@@ -30,13 +29,6 @@ from tests.support.waiting import eventually
 
 # Small chunks over two partitions: a version is a dozen records.
 SMALL = WeightsConfig(chunk_bytes=1000, keep_versions=2)
-
-
-@pytest.fixture
-def run(real_run: RealRun) -> RealRun:
-    real_run.topics = TopicsConfig(partitions=1, weights_partitions=2)
-    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
-    return real_run
 
 
 @pytest.fixture

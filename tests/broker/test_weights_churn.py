@@ -12,8 +12,7 @@ import pytest
 
 from rollstream.consumers.weights.follower import State, WeightsFollower
 from rollstream.consumers.weights.publisher import read_manifests
-from rollstream.topics.config import TopicsConfig
-from rollstream.topics.kafka import provisioning, topic_admin
+from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
 from tests.support.paths import ROOT
@@ -23,13 +22,6 @@ from tests.support.waiting import eventually
 from tests.support.weights_child import params_of
 
 SEED = 20
-
-
-@pytest.fixture
-def run(real_run: RealRun) -> RealRun:
-    real_run.topics = TopicsConfig(partitions=1, weights_partitions=2)
-    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
-    return real_run
 
 
 def publisher(run: RealRun, last: int, moment: str = "") -> subprocess.Popen[str]:

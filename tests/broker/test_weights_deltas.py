@@ -12,8 +12,6 @@ from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.loading import load_version
 from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests
 from rollstream.consumers.weights.state_manager import StateManager
-from rollstream.topics.config import TopicsConfig
-from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import decode_key
 from rollstream.topics.params_digest import params_digest
@@ -21,13 +19,6 @@ from rollstream.topics.records import PolicyManifest
 from tests.support.runs import RealRun
 
 CONFIG = WeightsConfig(chunk_bytes=1000, keep_versions=2, anchor_every=4)
-
-
-@pytest.fixture
-def run(real_run: RealRun) -> RealRun:
-    real_run.topics = TopicsConfig(partitions=1, weights_partitions=2)
-    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
-    return real_run
 
 
 @pytest.fixture

@@ -18,22 +18,13 @@ from rollstream.consumers.step_writer import StepWriter
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.publisher import WeightsPublisher
-from rollstream.topics.config import TopicsConfig
 from rollstream.topics.errors import Fenced
-from rollstream.topics.kafka import provisioning
 from rollstream.topics.records import PolicyManifest
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun
 from tests.support.serving_engines import ARRAYS, MODEL_JSON, published_exactly, values_digest
 
 NORM = "model.norm.weight"
-
-
-@pytest.fixture
-def run(real_run: RealRun) -> RealRun:
-    real_run.topics = TopicsConfig(partitions=1, weights_partitions=2)
-    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
-    return real_run
 
 
 @pytest.fixture
