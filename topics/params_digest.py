@@ -1,8 +1,8 @@
-"""The digest that identifies the parameters of a policy: in steps records, manifests and learners.
+"""The digest that identifies parameters in memory: in manifests, and in the steps of trainers that are not ours.
 
 It is a tree: shards of a tensor, tensors, the whole. So several threads read the bytes, once, and a change of a tensor
 leaves the digests of the others as they are. Earlier releases made digests in one pass over all bytes: these are
-recognised on record, and compared by that rule.
+recognised on record, and compared by that rule. The steps of our learner have the checksum of params_checksum.
 """
 
 import hashlib

@@ -102,20 +102,19 @@ class WeightsPublisher:
         step: int,
         arrays: Arrays,
         *,
-        digests: Sequence[TensorDigest] = (),
         params_digest: str = "",
         dtype: str = "",
         figures: Mapping[str, float] | None = None,
     ) -> PolicyManifest:
         """Send the chunks of a new version, wait until the broker has them, and return the manifest to commit.
 
-        `arrays` are numpy arrays by name, which must not change afterwards: the next version is compared with them.
-        `digests` are their digests if they are known. If they were converted to `dtype`, `params_digest` is the digest
-        of the parameters before. `figures` are those of earlier stages. Nobody reads the chunks before the manifest is
-        committed. Raises DeliveryError if the broker does not accept them.
+        `arrays` are numpy arrays by name, which must not change afterwards: the next version is compared with them. If
+        they were converted to `dtype`, `params_digest` is the digest of the parameters before. `figures` are those of
+        earlier stages. Nobody reads the chunks before the manifest is committed. Raises DeliveryError if the broker
+        does not accept them.
         """
         clock = _Stages(figures or {})
-        digests = digests or tensor_digests(arrays)
+        digests = tensor_digests(arrays)
         clock.ended("digest_s")
         delta = self._delta(arrays, digests)
         content = delta or full_content(arrays, digests)
