@@ -6,7 +6,7 @@ parameters and the weights, not on the rows beside it.
 
 import heapq
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -150,11 +150,16 @@ class SlotDecoder:
             for name, array in arrays.items()
         }
 
-    def warm_up(self, params: Params) -> None:
-        """Compile every shape now, instead of at the first request that has it; filters are compiled when asked for."""
+    def warm_up(self, params: Params, on_progress: Callable[[str], object] = lambda _progress: None) -> None:
+        """Compile every shape now, instead of at the first request that has it; filters are compiled when asked for.
+
+        `on_progress` is called before each length and number of rows, which take seconds each.
+        """
         for length in self._length_buckets:
+            on_progress(f"compiling prompts of {length} tokens")
             self._prefill(params, length, [[((0,), [])] for _ in range(self._groups)])
             for rows in self._row_buckets:
+                on_progress(f"compiling {rows} rows of {length} tokens")
                 self._decode(params, rows, length, filtering=False)
 
     def start(self, params: Params, rows: Sequence[Row]) -> list[int]:

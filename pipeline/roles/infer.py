@@ -115,8 +115,8 @@ class FollowedPolicy:
         self._decoder.reset()
 
     def warm_up(self) -> None:
-        """Compile every shape."""
-        self._decoder.warm_up(self._params)
+        """Compile every shape; each one is progress, so that the supervisor goes on waiting."""
+        self._decoder.warm_up(self._params, announce_progress)
 
 
 def register(parser: argparse.ArgumentParser) -> None:

@@ -261,7 +261,9 @@ def test_each_row_keeps_its_own_token_limit(slots: SlotDecoder, params: decoder.
 
 def test_nothing_compiles_again_after_the_warm_up(params: decoder.Params) -> None:
     slots = SlotDecoder(CONFIG, slots=20, max_model_len=24, steps=3)
-    slots.warm_up(slots.place(params))
+    progress: list[str] = []
+    slots.warm_up(slots.place(params), progress.append)
+    assert len(progress) == len(set(progress)) > 2, "each shape is announced once"
     compiled = decode_slots._cache_size(), fill_slots._cache_size()
     for count in (1, 2, 15, 20, 30):
         placed = slots.place({name: np.asarray(value) for name, value in params.items()})
