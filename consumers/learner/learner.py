@@ -1,7 +1,8 @@
 """The learner: trains on batches in index order and publishes policy versions.
 
-After any crash, a restarted learner ends with the bits of an uninterrupted one: the checkpoint holds the position, and
-steps executed again must have the digests on record.
+A step goes on record, with its version, while the next one trains. After any crash, a restarted learner ends with the
+bits of an uninterrupted one: the checkpoint holds the position, and steps executed again must have the digests on
+record.
 """
 
 import json
@@ -26,6 +27,7 @@ from rollstream.consumers.learner.records.checkpoints import Checkpoints
 from rollstream.consumers.learner.records.device_checksum import device_checksum
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.records.metric_sinks import MetricSinks, open_sinks
+from rollstream.consumers.learner.records.recording_thread import RecordingThread
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.learner.reproducibility import fingerprint
 from rollstream.consumers.learner.startup import Example, begin, load_reference
@@ -87,6 +89,7 @@ class _Learner:
         if team.process == 0:
             self._recorder = stack.enter_context(StepRecorder(config, kafka, run, json.dumps(asdict(config.model))))
         self._sinks: MetricSinks | None = None
+        self._recording: RecordingThread | None = None
         self._checkpoints = stack.enter_context(Checkpoints(config.checkpoint, run, config.name))
         self._train_step = TrainStep(config)
         self._fingerprint = fingerprint(config)
@@ -130,9 +133,11 @@ class _Learner:
         params = self._params_after(step)
         if self._recorder is not None:
             self._sinks = self._open_sinks(self._recorder)
+            self._recording = self._stack.enter_context(RecordingThread())
             recorded = self._recorder.recorded(step)
             if recorded is None:
                 self._record((), self._position.position, metrics, params)
+                self._recording.wait()
             else:
                 self._recorder.compare(step, params, recorded.uses)
             event(
@@ -177,8 +182,12 @@ class _Learner:
             if loaded is not None or loader.ended:
                 self._waited_s = time.monotonic() - began
                 return loaded
-            if self._recorder is not None and (skips := source.skips) is not None:
+            if self._recorder is None or self._recording is None:
+                continue
+            self._recording.check()
+            if (skips := source.skips) is not None:
                 source.skips = None
+                self._recording.wait()
                 self._recorder.record_skips(*skips, self._position)
 
     def _step(self, step: int, loaded: LoadedStep) -> None:
@@ -190,6 +199,7 @@ class _Learner:
         outcomes = self._add_up(step, loaded.outcomes)
         self._report_left_out(step, outcomes)
         self._refuse_empty(step, loaded, metrics, outcomes)
+        snapshot_began = time.monotonic()
         params = self._params_after(step)
         plan, ended = loaded.plan, time.monotonic()
         uses = without(plan.uses, outcomes.left_out)
@@ -201,6 +211,7 @@ class _Learner:
             "time/step": trained_s,
             "time/wait_for_batch": self._waited_s,
             "time/load": loaded.load_s,
+            "time/snapshot": ended - snapshot_began,
         }
         self._ended = ended
         self._record(uses, plan.position, metrics, params, plan.oldest, plan.stream_time_ms)
@@ -282,21 +293,31 @@ class _Learner:
         oldest: int = -1,
         stream_time_ms: int = -1,
     ) -> None:
-        """Put the step on record, in the lead, and advance the position."""
-        if self._recorder is None or self._sinks is None:
+        """Begin to put the step on record, in the lead, once the step before is on record.
+
+        The position is that after the step as soon as nothing is being recorded.
+        """
+        recorder, sinks, recording = self._recorder, self._sinks, self._recording
+        if recorder is None or sinks is None or recording is None:
             return
-        record = self._recorder.record(
-            int(self._state.step),
-            uses,
-            position,
-            metrics,
-            params,
-            self._position,
-            oldest=oldest,
-            stream_time_ms=stream_time_ms,
-        )
-        self._position = self._position.after(record)
-        self._sinks.write(record)
+        step = int(self._state.step)
+        waited_s = recording.wait()
+
+        def record() -> None:
+            made = recorder.record(
+                step,
+                uses,
+                position,
+                {**metrics, "time/wait_for_recording": waited_s},
+                params,
+                self._position,
+                oldest=oldest,
+                stream_time_ms=stream_time_ms,
+            )
+            self._position = self._position.after(made)
+            sinks.write(made)
+
+        recording.start(record)
 
     def _open_sinks(self, recorder: StepRecorder) -> MetricSinks:
         """Open the sinks and write the steps on record that they lack."""
@@ -320,6 +341,8 @@ class _Learner:
         return bool(changed) and "configuration" not in changed
 
     def _checkpoint(self) -> None:
-        """Start to save a checkpoint; recent steps count from it."""
+        """Start to save a checkpoint of what is on record; recent steps count from it."""
+        if self._recording is not None:
+            self._recording.wait()
         self._checkpoints.save(self._state, self._position, self._fingerprint)
         self._position = self._position.saved()

@@ -125,7 +125,8 @@ class StepRecorder(Closing):
         manifest = self._publisher.published(step, digest)
         staged: PolicyManifest | None = None
         if manifest is None and params.arrays is not None and step % self._config.publish_every_steps == 0:
-            manifest = staged = self._stage(step, params.arrays, digest)
+            figures = {"snapshot_s": metrics.get("time/snapshot", 0.0)}
+            manifest = staged = self._stage(step, params.arrays, digest, figures)
         record = LearnerStep(
             learner=self._config.name,
             step=step,
@@ -155,6 +156,8 @@ class StepRecorder(Closing):
             reward=round(metrics.get("trained/reward", 0.0), 4),
             step_s=round(metrics.get("time/step", 0.0), 4),
             wait_s=round(metrics.get("time/wait_for_batch", 0.0), 4),
+            snapshot_s=round(metrics.get("time/snapshot", 0.0), 4),
+            wait_for_recording_s=round(metrics.get("time/wait_for_recording", 0.0), 4),
         )
         return record
 
@@ -165,7 +168,7 @@ class StepRecorder(Closing):
             return params.digest
         return digest_as(recorded.params_digest, params.arrays)
 
-    def _stage(self, step: int, arrays: Arrays, digest: str) -> PolicyManifest:
+    def _stage(self, step: int, arrays: Arrays, digest: str, figures: Mapping[str, float]) -> PolicyManifest:
         """Stage a version of the parameters, in the published dtype."""
         began = time.monotonic()
         published = converted(arrays, self._dtype)
@@ -174,7 +177,7 @@ class StepRecorder(Closing):
             published,
             params_digest=digest,
             dtype=self._dtype,
-            figures={"convert_s": time.monotonic() - began},
+            figures={**figures, "convert_s": time.monotonic() - began},
         )
 
     def record_skips(self, step: int, uses: tuple[BatchUse, ...], before: LearnerPosition) -> None:
