@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
 
 from rollstream.consumers.archive.manifest import ArchiveManifest
-from rollstream.consumers.archive.store import Store
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import MOST_SMALL, ArchiveWriter, TopicPartitionKey
+from rollstream.consumers.files.stores import Store
 from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing

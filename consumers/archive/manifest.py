@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from rollstream.consumers.archive.store import Store
+from rollstream.consumers.files.stores import Store
 from rollstream.topics.errors import Fenced, StateRefused
 
 FORMAT = 1

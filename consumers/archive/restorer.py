@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from rollstream.consumers.archive.manifest import ArchiveManifest
-from rollstream.consumers.archive.store import Store
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import TopicPartitionKey, records
+from rollstream.consumers.files.stores import Store
 from rollstream.topics import codec
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig, TopicsConfig

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 
 from rollstream.consumers.archive import manifest as manifests
-from rollstream.consumers.archive.store import FsspecStore, LocalStore, Store
 from rollstream.consumers.archive.tables import SCHEMAS
+from rollstream.consumers.files.stores import FsspecStore, LocalStore, Store
 from rollstream.topics.errors import ConfigurationError
 
 VIEWS: Mapping[str, tuple[str, str]] = {

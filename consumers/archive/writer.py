@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 
 from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.manifest import LOG, ArchivedFile, ArchivedTopic, ArchiveManifest, folder_of
-from rollstream.consumers.archive.store import Store, checked
 from rollstream.consumers.archive.tables import (
     SCHEMAS,
     ArchivedRecord,
@@ -29,6 +28,7 @@ from rollstream.consumers.archive.tables import (
     rows_of,
     table_of,
 )
+from rollstream.consumers.files.stores import Store, checked
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords

@@ -12,8 +12,8 @@ from typing import Any
 from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.archiver import Archiver
 from rollstream.consumers.archive.manifest import ArchiveManifest
-from rollstream.consumers.archive.store import Store, open_store
 from rollstream.consumers.archive.writer import ArchiveWriter, check_files
+from rollstream.consumers.files.stores import Store, open_store
 from rollstream.pipeline.command_parser import set_handler, wait_seconds
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import bytes_text, table

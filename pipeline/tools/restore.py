@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollstream.consumers.archive.restorer import restore
-from rollstream.consumers.archive.store import open_store
+from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.progress_bar import progress

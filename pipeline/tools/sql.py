@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.consumers.archive.sql import VIEWS, QueryResult, query, times_of
-from rollstream.consumers.archive.store import open_store
 from rollstream.consumers.archive.tables import SCHEMAS
+from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import table

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.archiver import Archiver
 from rollstream.consumers.archive.restorer import restore
-from rollstream.consumers.archive.store import LocalStore
 from rollstream.consumers.archive.writer import read_table
+from rollstream.consumers.files.stores import LocalStore
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka import clients, provisioning

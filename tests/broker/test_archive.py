@@ -12,9 +12,9 @@ from confluent_kafka import Producer, TopicPartition
 from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.archiver import TOPICS, Archiver
 from rollstream.consumers.archive.restorer import restore
-from rollstream.consumers.archive.store import LocalStore, Store, open_store
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import records
+from rollstream.consumers.files.stores import LocalStore, Store, open_store
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import recover
 from rollstream.pipeline.audit.ledger import Ledger, ledger

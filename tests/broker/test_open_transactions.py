@@ -8,7 +8,7 @@ from confluent_kafka.admin import NewTopic
 
 from rollstream.consumers.archive.archiver import Archiver
 from rollstream.consumers.archive.restorer import restore
-from rollstream.consumers.archive.store import open_store
+from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.tools.dlq import read
 from rollstream.topics.codec import encode

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.archiver import TOPICS
 from rollstream.consumers.archive.manifest import LOG, ArchivedFile, ArchivedTopic, ArchiveManifest
-from rollstream.consumers.archive.store import FsspecStore, LocalStore, Store, open_store
 from rollstream.consumers.archive.tables import SCHEMAS, ArchivedRecord, date_at
 from rollstream.consumers.archive.writer import ArchiveWriter, check_files, read_table, records
 from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.consumers.files.stores import FsspecStore, LocalStore, Store, open_store
 from rollstream.topics.catalogue import CATALOGUE
 from rollstream.topics.codec import encode
 from rollstream.topics.errors import ConfigurationError, Fenced, StateRefused

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from rollstream.consumers.archive.sql import VIEWS, query
-from rollstream.consumers.archive.store import Store, open_store
 from rollstream.consumers.archive.tables import SCHEMAS, ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
+from rollstream.consumers.files.stores import Store, open_store
 from rollstream.pipeline.cli import main
 from rollstream.topics.codec import encode
 from rollstream.topics.errors import ConfigurationError

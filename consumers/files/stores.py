@@ -1,17 +1,31 @@
-"""Stores of archives: a local directory, or any object store whose URL fsspec supports.
+"""Stores of archives and weights: a local directory, or any object store whose URL fsspec supports.
 
 Objects are written completely and never changed. `create` writes only new objects; commits use it because object stores
 have no rename. Accepted objects survive a crash of this machine.
 """
 
 import os
+import re
 import uuid
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from rollstream.consumers.files.atomic_files import UNFINISHED, StoreError, sync_directory, write_bytes
 from rollstream.topics.errors import ConfigurationError, StateRefused
+
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*@")
+_QUERY = re.compile(r"(://[^\s?]*)\?[^\s'\"),;]*")
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
+
+
+class StoredFile(NamedTuple):
+    """What a store says of an object."""
+
+    size_bytes: int
+    modified: float | None
+    """Seconds since the Unix epoch; None if the store does not say."""
 
 
 class Store(Protocol):
@@ -21,6 +35,12 @@ class Store(Protocol):
 
     def names(self, under: str) -> list[str]:
         """Names of all objects below a folder, sorted."""
+
+    def listing(self, under: str) -> dict[str, StoredFile]:
+        """All objects below a folder, by name."""
+
+    def size_bytes(self, name: str) -> int:
+        """Size of an object. Raises FileNotFoundError if there is none."""
 
     def read(self, name: str) -> bytes:
         """Read an object. Raises FileNotFoundError if there is none."""
@@ -56,6 +76,19 @@ class LocalStore:
         folder = self.root / under
         names = (path.relative_to(self.root) for path in folder.rglob("*") if path.is_file())
         return sorted(path.as_posix() for path in names)
+
+    def listing(self, under: str) -> dict[str, StoredFile]:
+        listed = {}
+        for name in self.names(under):
+            try:
+                status = (self.root / name).stat()
+            except FileNotFoundError:  # Deleted since.
+                continue
+            listed[name] = StoredFile(status.st_size, status.st_mtime)
+        return listed
+
+    def size_bytes(self, name: str) -> int:
+        return (self.root / name).stat().st_size
 
     def read(self, name: str) -> bytes:
         return (self.root / name).read_bytes()
@@ -102,14 +135,12 @@ class FsspecStore:
         try:
             import fsspec
         except ImportError as error:
-            raise ConfigurationError(
-                f'{url}: archives at URLs need fsspec: pip install "rollstream[archive]"'
-            ) from error
+            raise ConfigurationError(f'{shown(url)}: URLs need fsspec: pip install "rollstream[archive]"') from error
         try:
             # Another process may write: no caching of listings.
             self.files, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ValueError, ImportError, TypeError) as error:
-            raise ConfigurationError(f"{url}: fsspec cannot open it: {error}") from error
+            raise ConfigurationError(f"{shown(url)}: fsspec cannot open it: {shown(str(error))}") from error
         self.url = url.rstrip("/")
 
     def path(self, name: str) -> str:
@@ -123,6 +154,18 @@ class FsspecStore:
             return sorted(path[before:] for path in self.files.find(self.path(under)))
         except FileNotFoundError:
             return []
+
+    def listing(self, under: str) -> dict[str, StoredFile]:
+        self.files.invalidate_cache()
+        before = len(self.path(""))
+        try:
+            listed = self.files.find(self.path(under), detail=True)
+        except FileNotFoundError:
+            return {}
+        return {path[before:]: StoredFile(int(said.get("size") or 0), _modified(said)) for path, said in listed.items()}
+
+    def size_bytes(self, name: str) -> int:
+        return int(self.files.size(self.path(name)) or 0)
 
     def read(self, name: str) -> bytes:
         data: bytes = self.files.cat_file(self.path(name))
@@ -155,7 +198,30 @@ class FsspecStore:
         except FileExistsError:
             raise
         except OSError as error:
-            raise StoreError(f"{self.url}/{name} cannot be written ({error}); nothing of it is stored") from error
+            raise StoreError(
+                f"{shown(self.url)}/{name} cannot be written ({shown(str(error))}); nothing of it is stored"
+            ) from error
+
+
+def _modified(said: dict[str, Any]) -> float | None:
+    """When an object was written; every file system of fsspec's has a name of its own for that."""
+    for key in _TIMES:
+        match said.get(key):
+            case datetime() as time:
+                return time.timestamp()
+            case int() | float() as seconds:
+                return float(seconds)
+            case str() as text:
+                try:
+                    return datetime.fromisoformat(text).timestamp()
+                except ValueError:
+                    continue
+    return None
+
+
+def shown(text: str) -> str:
+    """A text without the passwords and the queries of the URLs in it, which may be secrets."""
+    return _QUERY.sub(r"\1", _CREDENTIALS.sub("", text))
 
 
 def checked(store: Store, name: str, sha256: str) -> bytes:
