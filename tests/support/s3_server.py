@@ -1,0 +1,34 @@
+"""An S3 server for tests: moto's, which answers on a port as AWS does and keeps objects in memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+BUCKET = "weights"
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """Serve a bucket; this process and those it starts find server and credentials in the environment."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        settings = {"ACCESS_KEY_ID": "nobody", "SECRET_ACCESS_KEY": "nothing", "DEFAULT_REGION": "us-east-1"}
+        for name, value in {**settings, "ENDPOINT_URL": f"http://{host}:{port}"}.items():
+            patch.setenv(f"AWS_{name}", value)
+        patch.delenv("AWS_PROFILE", raising=False)
+        boto3.client("s3").create_bucket(Bucket=BUCKET)
+        try:
+            yield f"s3://{BUCKET}"
+        finally:
+            server.stop()
+
+
+def objects() -> dict[str, int]:
+    """Sizes of the bucket's objects by key, as the server says."""
+    pages = boto3.client("s3").get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
+    return {found["Key"]: found["Size"] for page in pages for found in page.get("Contents", ())}
