@@ -21,7 +21,7 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
 
 class StoredFile(NamedTuple):
-    """What a store says of an object."""
+    """Size and time of an object, from its store."""
 
     size_bytes: int
     modified: float | None
@@ -162,7 +162,10 @@ class FsspecStore:
             listed = self.files.find(self.path(under), detail=True)
         except FileNotFoundError:
             return {}
-        return {path[before:]: StoredFile(int(said.get("size") or 0), _modified(said)) for path, said in listed.items()}
+        return {
+            path[before:]: StoredFile(int(details.get("size") or 0), _modified(details))
+            for path, details in listed.items()
+        }
 
     def size_bytes(self, name: str) -> int:
         return int(self.files.size(self.path(name)) or 0)
@@ -203,10 +206,10 @@ class FsspecStore:
             ) from error
 
 
-def _modified(said: dict[str, Any]) -> float | None:
+def _modified(details: dict[str, Any]) -> float | None:
     """When an object was written; every file system of fsspec's has a name of its own for that."""
     for key in _TIMES:
-        match said.get(key):
+        match details.get(key):
             case datetime() as time:
                 return time.timestamp()
             case int() | float() as seconds:

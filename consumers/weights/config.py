@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
+from rollstream.consumers.files.stores import shown
 from rollstream.topics.errors import ConfigurationError
 
 
@@ -22,7 +24,24 @@ class WeightsConfig:
     """Versions from one full version to the next; those between are deltas of the version before, if these are at most
     half as large. 1 publishes every version in full."""
     fetch_timeout_s: float = 60.0
-    """Longest wait of a follower for the next chunk of a version; afterwards it retries with growing delays."""
+    """Longest wait of a follower for the next chunk of a version, with all retries of a store of files; afterwards it
+    retries the version with growing delays."""
+    transport: Literal["auto", "log", "files"] = "auto"
+    """Place of the bytes of a version: the topic, files at url, or either, by its size: files if url is set and it has
+    more than files_above_bytes."""
+    url: str = ""
+    """Directory, or URL of fsspec's, for the bytes of versions: the publisher and all readers must reach it under this
+    name. Credentials come from the environment."""
+    files_above_bytes: int = 64 * 1024 * 1024
+    """Largest version, or delta, that transport "auto" leaves on the topic if url is set; bytes before compression."""
+    file_bytes: int = 16 * 1024 * 1024
+    """Largest chunk in a file, before compression."""
+    files_at_once: int = 8
+    """Files that a publisher writes, or a reader reads, at a time; each is in memory meanwhile."""
+    store_timeout_s: float = 120.0
+    """Longest time in which a publisher tries to write the next file; afterwards it ends with an error."""
+    orphan_hours: float = 24.0
+    """Age at which files that no manifest names are removed by `rollstream prune`."""
 
     def __post_init__(self) -> None:
         if min(self.chunk_bytes, self.keep_versions, self.anchor_every) < 1:
@@ -30,5 +49,26 @@ class WeightsConfig:
                 f"chunk_bytes {self.chunk_bytes}, keep_versions {self.keep_versions} and anchor_every "
                 f"{self.anchor_every} must be at least 1"
             )
-        if not self.fetch_timeout_s > 0:
-            raise ConfigurationError(f"fetch_timeout_s is {self.fetch_timeout_s}; it must be above 0")
+        if min(self.file_bytes, self.files_at_once) < 1 or self.files_above_bytes < 0:
+            raise ConfigurationError(
+                f"file_bytes {self.file_bytes} and files_at_once {self.files_at_once} must be at least 1, and "
+                f"files_above_bytes {self.files_above_bytes} at least 0"
+            )
+        for name in ("fetch_timeout_s", "store_timeout_s", "orphan_hours"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.transport == "files" and not self.url:
+            raise ConfigurationError(
+                'learner.weights.transport is "files", and no learner.weights.url says where they go: set it to a '
+                "directory or a URL such as s3://bucket/weights"
+            )
+        if _holds_secret(self.url):
+            raise ConfigurationError(
+                f"learner.weights.url {shown(self.url)} holds a password or a query, which everybody who reads the log "
+                "would see: give credentials in the environment, as the file system of fsspec's wants them"
+            )
+
+
+def _holds_secret(url: str) -> bool:
+    parts = urlsplit(url)
+    return len(parts.scheme) > 1 and bool(parts.password or parts.query)

@@ -15,6 +15,14 @@ class WeightsRefused(RollstreamError):
     """Bytes of a policy version do not match its manifest."""
 
 
+class ChunksGone(RollstreamError):
+    """Chunks that a manifest names are no longer where it says, and will not come back."""
+
+
+class ChunksLate(RollstreamError):
+    """Chunks that a manifest names did not arrive in time; they still may."""
+
+
 class Content(NamedTuple):
     """The bytes of a version, and the place of each tensor in them."""
 

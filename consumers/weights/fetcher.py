@@ -1,4 +1,4 @@
-"""Fetches the chunks of a policy version from the offsets in its manifest, or reports that they are gone.
+"""Fetches the chunks of a policy version from the offsets and files in its manifest, or reports that they are gone.
 
 It reads uncommitted records: chunks are sent outside transactions, and the committed manifest vouches for them.
 """
@@ -7,12 +7,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from rollstream.consumers.weights.content import ChunksGone, ChunksLate
+from rollstream.consumers.weights.file_fetcher import fetch_files
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import BrokerUnavailable, RollstreamError
+from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.kafka.client_errors import OffsetGone
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import KafkaRecord
@@ -23,14 +25,6 @@ from rollstream.topics.records import Chunk, PolicyManifest
 logger = logging.getLogger(__name__)
 
 
-class ChunksGone(RollstreamError):
-    """Chunks that a manifest names are no longer in the log, and will not come back."""
-
-
-class ChunksLate(RollstreamError):
-    """Chunks that a manifest names did not arrive in time; they still may."""
-
-
 _WAIT_S = 0.05
 _SAY_EVERY_S = 5.0
 
@@ -38,9 +32,11 @@ _SAY_EVERY_S = 5.0
 class ChunkFetcher(Closing):
     """Fetches chunks named by manifests, with one consumer for all versions."""
 
-    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+    def __init__(self, kafka: KafkaConfig, run: str, *, files_at_once: int = 8) -> None:
+        """`files_at_once` is the number of files read at a time."""
         self._topic = topic_name(run, "weights")
         self._reader = Reader(kafka, isolation="read_uncommitted", doing="fetching chunks from")
+        self._files_at_once = files_at_once
 
     def close(self) -> None:
         """Close the consumer."""
@@ -64,19 +60,44 @@ class ChunkFetcher(Closing):
     ) -> None:
         """Pass each chunk to `take` as it arrives, in any order, and keep none. The caller checks their digests.
 
-        Raises ChunksGone if a chunk no longer exists, ChunksLate if no chunk arrived for `timeout_s`, no broker
-        answered, or `stop` was set; what `take` raises ends it, too.
+        `take` is called by several threads at a time for chunks in files. Raises ChunksGone if a chunk no longer
+        exists, WeightsRefused if a file is damaged, ChunksLate if no chunk arrived for `timeout_s`, no broker answered,
+        or `stop` was set; what `take` raises ends it, too.
         """
-        missing = _by_partition(manifest.chunks)
-        left, size_bytes = len(manifest.chunks), 0
-        deadline, said_at = time.monotonic() + timeout_s, time.monotonic()
+        progress = _Progress(manifest)
+        logged = [chunk for chunk in manifest.chunks if not chunk.url]
+        if logged:
+            self._stream_log(manifest, logged, take, progress, timeout_s, stop)
+        filed = [chunk for chunk in manifest.chunks if chunk.url]
+        if filed:
+            fetch_files(
+                manifest,
+                filed,
+                take,
+                at_once=self._files_at_once,
+                timeout_s=timeout_s,
+                stop=stop,
+                on_chunk=progress.fetched,
+            )
+
+    def _stream_log(
+        self,
+        manifest: PolicyManifest,
+        chunks: Sequence[Chunk],
+        take: Callable[[Chunk, bytes], object],
+        progress: "_Progress",
+        timeout_s: float,
+        stop: threading.Event | None,
+    ) -> None:
+        missing, left = _by_partition(chunks), len(chunks)
+        deadline = time.monotonic() + timeout_s
         try:
             self._read_from(_lowest(missing))
             while left:
                 if time.monotonic() > deadline or (stop is not None and stop.is_set()):
                     raise ChunksLate(
-                        f"{left} of {len(manifest.chunks)} chunks of version {manifest.version} are missing, and none "
-                        f"came for {timeout_s:g} s"
+                        f"{left} of {len(chunks)} chunks of version {manifest.version} are missing, and none came for "
+                        f"{timeout_s:g} s"
                     )
                 try:
                     records = self._reader.poll(1, _WAIT_S).records
@@ -87,15 +108,12 @@ class ChunkFetcher(Closing):
                 for record in records:
                     chunk = self._next_chunk(missing, record)
                     if chunk is not None:
-                        data = _value(record, encode_key(manifest.version, manifest.epoch, chunk.index))
-                        take(chunk, data)
-                        left, size_bytes = left - 1, size_bytes + len(data)
+                        take(chunk, _value(record, encode_key(manifest.version, manifest.epoch, chunk.index)))
+                        left -= 1
+                        progress.fetched(chunk)
                         # As long as chunks arrive, the version has no time limit.
                         deadline = time.monotonic() + timeout_s
-                if time.monotonic() - said_at > _SAY_EVERY_S:
-                    said_at = time.monotonic()
-                    chunks = {"fetched": len(manifest.chunks) - left, "of": len(manifest.chunks)}
-                    event(logger, "policy_fetching", version=manifest.version, **chunks, size_bytes=size_bytes)
+                progress.report()
         except BrokerUnavailable as unavailable:
             raise ChunksLate(str(unavailable)) from unavailable
         finally:
@@ -121,6 +139,27 @@ class ChunkFetcher(Closing):
         for partition, (begin, _end) in self._reader.bounds(self._topic, missing, timeout_s=0.0).items():
             if missing[partition] < begin:
                 raise ChunksGone(f"{self._topic}[{partition}] no longer reaches back to the chunks: {gone}")
+
+
+class _Progress:
+    """Says every few seconds how much of a version has come."""
+
+    def __init__(self, manifest: PolicyManifest) -> None:
+        self._manifest, self._said_at = manifest, time.monotonic()
+        self._chunks = self._size_bytes = 0
+
+    def fetched(self, chunk: Chunk) -> None:
+        """Count a chunk."""
+        self._chunks += 1
+        self._size_bytes += chunk.size_bytes
+        self.report()
+
+    def report(self) -> None:
+        """Log the progress, if it is time to."""
+        if time.monotonic() - self._said_at > _SAY_EVERY_S:
+            self._said_at = time.monotonic()
+            chunks = {"fetched": self._chunks, "of": len(self._manifest.chunks)}
+            event(logger, "policy_fetching", version=self._manifest.version, **chunks, size_bytes=self._size_bytes)
 
 
 def _by_partition(chunks: Iterable[Chunk]) -> dict[int, deque[Chunk]]:

@@ -1,7 +1,7 @@
 """WeightsPublisher: sends chunks outside transactions, then the manifest, which is the commit point of the version.
 
 The manifest commits in the transaction of its step. A version number is never reused; chunks left by a crash are
-tombstoned at the next start.
+tombstoned at the next start, and files used again or removed.
 """
 
 import logging
@@ -16,6 +16,9 @@ from rollstream.consumers.weights.compression import ZSTD, compress, pays
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import Arrays, Content
 from rollstream.consumers.weights.delta import delta_content
+from rollstream.consumers.weights.file_names import in_files
+from rollstream.consumers.weights.file_publisher import FilePublisher
+from rollstream.consumers.weights.file_retention import remove_expired
 from rollstream.consumers.weights.layout import full_content, split
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
@@ -73,6 +76,7 @@ class WeightsPublisher:
         self._base: tuple[PolicyManifest, Arrays] | None = None
         """The latest version, if this publisher made it."""
         self._tombstone_unnamed(kafka)
+        self._files = FilePublisher(run, config, self._manifests) if config.url else None
 
     @property
     def versions(self) -> dict[int, int]:
@@ -106,12 +110,12 @@ class WeightsPublisher:
         dtype: str = "",
         figures: Mapping[str, float] | None = None,
     ) -> PolicyManifest:
-        """Send the chunks of a new version, wait until the broker has them, and return the manifest to commit.
+        """Send the chunks of a new version, wait until broker or store has them, and return the manifest to commit.
 
         `arrays` are numpy arrays by name, which must not change afterwards: the next version is compared with them. If
         they were converted to `dtype`, `params_digest` is the digest of the parameters before. `figures` are those of
         earlier stages. Nobody reads the chunks before the manifest is committed. Raises DeliveryError if the broker
-        does not accept them.
+        or the store does not accept them.
         """
         clock = _Stages(figures or {})
         digests = tensor_digests(arrays)
@@ -119,7 +123,10 @@ class WeightsPublisher:
         delta = self._delta(arrays, digests)
         content = delta or full_content(arrays, digests)
         clock.ended("compare_s")
-        chunks = self._send_content(content)
+        if self._files is not None and in_files(self._config, content.size_bytes):
+            chunks = self._files.write(self.latest_version + 1, content)
+        else:
+            chunks = self._send_content(content)
         clock.ended("send_s")
         digest = tree_digest(digests)
         manifest = self._manifest(
@@ -195,19 +202,26 @@ class WeightsPublisher:
         return self._policies_topic, encode_key(manifest.version), encode(manifest)
 
     def committed(self, manifest: PolicyManifest) -> None:
-        """Note that the manifest is committed, and tombstone the chunks of versions that no kept one builds on."""
+        """Note that the manifest is committed, and remove the chunks of versions that no kept one builds on."""
         self._manifests[manifest.version] = manifest
         self._live.add(manifest.version)
         staged, self._staged = self._staged, None
         keeps = self._config.anchor_every > 1 and staged is not None and staged[0] is manifest
         self._base = staged if keeps else None
+        files: list[str] = []
         for version in sorted(self._live - needed(self._manifests, self._config.keep_versions)):
             expired = self._manifests[version]
             for chunk in expired.chunks:
-                self._send(encode_key(expired.version, expired.epoch, chunk.index), None, chunk.partition)
+                if chunk.url:
+                    files.append(chunk.url)
+                else:
+                    self._send(encode_key(expired.version, expired.epoch, chunk.index), None, chunk.partition)
             self._live.remove(version)
             # Nobody asks for its tensors and chunks any more, and of a large model they are many.
             self._manifests[version] = replace(expired, tensors=(), chunks=())
+        if self._files is not None:
+            self._files.committed(manifest)
+        remove_expired(files, self._config)
 
     def close(self) -> None:
         """Wait until the broker has every tombstone."""

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.chains import ChainBroken
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.content import WeightsRefused
-from rollstream.consumers.weights.fetcher import ChunkFetcher, ChunksGone, ChunksLate
+from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
+from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.loading import load_version
 from rollstream.consumers.weights.publisher import WeightsPublisher, params_digest_of, read_manifests
 from rollstream.topics.config import KafkaConfig
@@ -66,7 +66,7 @@ def roll_back(
         raise ConfigurationError(f"run {run} has no policy version {version}; `rollstream weights ls` lists them")
     source = manifests[version]
     # Fetched before anybody is fenced.
-    with ChunkFetcher(kafka, run) as fetcher:
+    with ChunkFetcher(kafka, run, files_at_once=config.files_at_once) as fetcher:
         try:
             arrays = load_version(fetcher, manifests, version, timeout_s=config.fetch_timeout_s)
         except (ChainBroken, ChunksGone, ChunksLate, WeightsRefused) as error:

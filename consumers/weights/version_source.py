@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from rollstream.consumers.weights.candidates import VersionCandidates
 from rollstream.consumers.weights.chains import ChainBroken, forget
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.content import WeightsRefused
-from rollstream.consumers.weights.fetcher import ChunkFetcher, ChunksGone, ChunksLate
+from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
+from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.loading import load_version
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
@@ -57,7 +57,8 @@ class VersionSource(Closing):
         Raises TopicError or BrokerUnavailable.
         """
         policies = topic_name(run, "policies")
-        self._fetch_timeout_s = (config or WeightsConfig()).fetch_timeout_s
+        config = config or WeightsConfig()
+        self._fetch_timeout_s = config.fetch_timeout_s
         self._skipped = skipped or SkippedRecords("weights-follower")
         self._stop = stop or threading.Event()
         self._candidates = VersionCandidates()
@@ -66,7 +67,7 @@ class VersionSource(Closing):
         self._held: tuple[int, dict[str, NDArray[Any]]] = (-1, {})
         with ExitStack() as stack:
             self._policies = stack.enter_context(TopicFollower(kafka, {(policies, 0): BEGINNING}))
-            self._fetcher = stack.enter_context(ChunkFetcher(kafka, run))
+            self._fetcher = stack.enter_context(ChunkFetcher(kafka, run, files_at_once=config.files_at_once))
             self._stack = stack.pop_all()
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ Newer versions that cannot be fetched are named on standard error. Tokenizer and
 import argparse
 import json
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from numpy.typing import NDArray
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.config import DecoderConfig, decoder_config
 from rollstream.consumers.weights.chains import ChainBroken
-from rollstream.consumers.weights.content import WeightsRefused
-from rollstream.consumers.weights.fetcher import ChunkFetcher, ChunksGone, ChunksLate
+from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
+from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.loading import load_version
 from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.pipeline.command_parser import set_handler
@@ -63,7 +62,7 @@ def export(config: RunConfig, directory: Path, dtype: str | None) -> int:
 
 def _newest(config: RunConfig) -> tuple[int, DecoderConfig, dict[str, NDArray[Any]]]:
     tried: set[int] = set()
-    with closing(ChunkFetcher(config.kafka, config.run)) as fetcher:
+    with ChunkFetcher(config.kafka, config.run, files_at_once=config.learner.weights.files_at_once) as fetcher:
         # Manifests are read again each time: a learner may replace a version while it is fetched.
         while untried := (published := read_manifests(config.kafka, config.run)).keys() - tried:
             manifest = published[max(untried)]

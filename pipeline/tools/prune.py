@@ -18,6 +18,9 @@ from rollstream.consumers.buffers.trajectories.filler import FILLER_GROUPS
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.learner.records.checkpoint_paths import META, checkpoint_steps, directory_of
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.file_retention import FilesToPrune, listed_files, prunable, remove_files, roots
+from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.pipeline.audit.prunable_sessions import read_session_groups
 from rollstream.pipeline.audit.pruning_plan import (
     ACCOUNT,
@@ -42,7 +45,7 @@ from rollstream.pipeline.audit.refold import beginnings, ends_snapshot
 from rollstream.pipeline.audit.topic_reading import read_journal
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.text_tables import clipped, table
+from rollstream.pipeline.text_tables import bytes_text, clipped, printable, table
 from rollstream.pipeline.tools.plain_values import compact, time_text
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.commit_metadata import CommitMetadata
@@ -53,7 +56,7 @@ from rollstream.topics.kafka.groups import group_names, group_positions
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.topic_admin import delete_records, topic_names
-from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerStep, batch_numbers
+from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerStep, PolicyManifest, batch_numbers
 from rollstream.topics.retired_learners import retired_learners
 from rollstream.topics.validation import entry_problems
 
@@ -109,15 +112,50 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
     keep = KEEP_BATCHES if args.keep_batches is None and args.keep_hours is None else args.keep_batches or 0
     keep_from_ms = None if args.keep_hours is None else int((time.time() - args.keep_hours * 3600) * 1000)
     deletions = plan(positions, keep_batches=keep, keep_from_ms=keep_from_ms)
+    weight_files = files_to_prune(config)
     if not args.dry_run:
         delete(config.kafka, config.run, deletions)
+        weight_files = [_without(files, config.learner.weights) for files in weight_files]
     rows, skipped = rows_of(deletions), positions.skipped
     if args.json:
         learners = {name: asdict(last) for name, last in positions.last_steps.items()}
-        print(compact({"deleted": not args.dry_run, "plan": rows, "learners": learners, "skipped": skipped}))
+        files = [{**there._asdict(), "removable": len(there.removable)} for there in weight_files]
+        answer = {"deleted": not args.dry_run, "plan": rows, "learners": learners, "skipped": skipped}
+        print(compact({**answer, "weight_files": files}))
     else:
         print(plan_text(rows, args.dry_run, positions.last_steps, skipped))
+        for there in weight_files:
+            print(files_text(there, args.dry_run))
     return 0
+
+
+def files_to_prune(config: RunConfig) -> list[FilesToPrune]:
+    """Files of policy versions that no kept version needs, at each URL that holds files of the run."""
+    urls = roots(config.run, config.learner.weights, read_manifests(config.kafka, config.run).values())
+    if not urls:
+        return []
+    listed = listed_files(config.run, urls, timeout_s=config.learner.weights.store_timeout_s)
+    # After the lists: a file that was listed and is not named then was not published meanwhile.
+    skipped = SkippedRecords(logged=False)
+    records = skipped.records(PolicyManifest, read_to_end(config.kafka, topic_name(config.run, "policies")))
+    manifests = {manifest.version: manifest for _message, manifest in records}
+    return prunable(config.run, listed, manifests, config.learner.weights, unreadable=skipped.total)
+
+
+def _without(there: FilesToPrune, config: WeightsConfig) -> FilesToPrune:
+    """Delete the files that may go."""
+    removed, problem = remove_files(there.removable, at_once=config.files_at_once, timeout_s=config.store_timeout_s)
+    if not problem:
+        return there
+    left = f"{len(there.removable) - removed} files could not be deleted ({problem}); repeat `rollstream prune`"
+    return there._replace(removable=there.removable[:removed], problem=left)
+
+
+def files_text(there: FilesToPrune, dry_run: bool) -> str:
+    """One line on the files of policy versions at one URL."""
+    gone = f"{len(there.removable):,} of {there.files:,} files of policy versions, {bytes_text(there.size_bytes)},"
+    line = f"{there.url}: {gone} {'would be' if dry_run else 'were'} deleted"
+    return printable(f"{line}; {there.problem}" if there.problem else line)
 
 
 def rows_of(deletions: Sequence[Deletion]) -> list[dict[str, Any]]:

@@ -16,11 +16,14 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.files import safetensors_files
 from rollstream.consumers.files.atomic_files import replacing
+from rollstream.consumers.files.stores import shown
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.config import DecoderConfig, decoder_config
 from rollstream.consumers.weights.chains import ChainBroken, needed
-from rollstream.consumers.weights.content import Arrays, WeightsRefused
-from rollstream.consumers.weights.fetcher import ChunkFetcher, ChunksGone, ChunksLate
+from rollstream.consumers.weights.content import Arrays, ChunksGone, ChunksLate, WeightsRefused
+from rollstream.consumers.weights.fetcher import ChunkFetcher
+from rollstream.consumers.weights.file_names import place_of
+from rollstream.consumers.weights.file_retention import listed_files, roots
 from rollstream.consumers.weights.loading import load_version
 from rollstream.consumers.weights.rollback import RollbackNote, note_of, roll_back
 from rollstream.pipeline.command_parser import add_command, set_handler
@@ -50,7 +53,7 @@ class PublishedVersion:
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `rollstream weights`."""
     actions = parser.add_subparsers(dest="action", metavar="COMMAND", required=True)
-    listing = add_command(actions, "ls", "list policy versions, and whether their chunks are still on the log")
+    listing = add_command(actions, "ls", "list policy versions, and whether their chunks are still there")
     set_handler(listing, list_versions, example="rollstream weights ls --run main", json=True)
     show = add_command(actions, "show", "show the manifest of a version")
     set_handler(show, show_version, example="rollstream weights show 17 --run main", json=True)
@@ -141,9 +144,11 @@ def show_version(config: RunConfig, args: argparse.Namespace) -> int:
     print(printable(f"model: {manifest.model}"))
     if version.rollback is not None:
         print(printable(_note_text(version.rollback)))
-    by_partition = Counter(chunk.partition for chunk in manifest.chunks)
+    by_place = Counter(
+        f"at {place_of(chunk.url)[0]}" if chunk.url else f"in partition {chunk.partition}" for chunk in manifest.chunks
+    )
     size = sum(chunk.size_bytes for chunk in manifest.chunks)
-    where = ", ".join(f"{count} in partition {number}" for number, count in sorted(by_partition.items()))
+    where = printable(shown(", ".join(f"{count} {place}" for place, count in sorted(by_place.items()))))
     print(f"chunks: {len(manifest.chunks)} of {bytes_text(size)} together{f', {where}' if where else ''}\n")
     rows = [
         (
@@ -191,7 +196,7 @@ def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
     needed_versions = needed(manifests, config.learner.weights.keep_versions)
     answers: dict[int, str] = {}
     failed = False
-    with ChunkFetcher(config.kafka, config.run) as fetcher:
+    with ChunkFetcher(config.kafka, config.run, files_at_once=config.learner.weights.files_at_once) as fetcher:
         verifier = _Verifier(fetcher, manifests, config.learner.weights.fetch_timeout_s)
         for version in chosen:
             manifest = version.manifest
@@ -284,11 +289,27 @@ def _chosen(config: RunConfig, versions: Mapping[int, PublishedVersion], *wanted
 def _chunk_states(config: RunConfig, versions: Mapping[int, PublishedVersion]) -> dict[int, str]:
     """Return the state of each version's chunks: there, expiring (tombstoned, but there), gone, or how many are gone.
 
-    Reads `weights` once, and keeps no values.
+    Reads `weights` once, and keeps no values. It asks stores with files for their lists; versions in a store that does
+    not answer are unlisted.
     """
+    manifests = _manifests(versions)
+    stores = listed_files(
+        config.run,
+        roots(config.run, config.learner.weights, manifests.values()),
+        timeout_s=config.learner.weights.store_timeout_s,
+    )
+    unlisted = {url for url, files in stores.items() if isinstance(files, str)}
+    files = {
+        f"{url}/{name}": file.size_bytes
+        for url, listed in stores.items()
+        if not isinstance(listed, str)
+        for name, file in listed.items()
+    }
     places: dict[tuple[int, int], tuple[int, bytes]] = {}
     for number, version in versions.items():
         for chunk in version.manifest.chunks:
+            if chunk.url:
+                continue
             key = encode_key(number, version.manifest.epoch, chunk.index)
             places[chunk.partition, chunk.offset] = number, key
     there: Counter[int] = Counter()
@@ -302,8 +323,12 @@ def _chunk_states(config: RunConfig, versions: Mapping[int, PublishedVersion]) -
             there[place[0]] += place[1] == record.key
     states = {}
     for number, version in versions.items():
-        chunks = len(version.manifest.chunks)
-        gone = chunks - there[number]
+        named = version.manifest.chunks
+        if any(place_of(chunk.url)[0] in unlisted for chunk in named if chunk.url):
+            states[number] = "unlisted"
+            continue
+        chunks = len(named)
+        gone = chunks - there[number] - sum(files.get(chunk.url) == chunk.size_bytes for chunk in named if chunk.url)
         whole = "expiring" if number in expiring else "there"
         states[number] = whole if not gone else "gone" if gone == chunks else f"{gone} gone"
     return states
@@ -339,7 +364,7 @@ def _fetch(config: RunConfig, versions: Mapping[int, PublishedVersion], *wanted:
     timeout_s = config.learner.weights.fetch_timeout_s
     manifests = _manifests(versions)
     fetched = []
-    with ChunkFetcher(config.kafka, config.run) as fetcher:
+    with ChunkFetcher(config.kafka, config.run, files_at_once=config.learner.weights.files_at_once) as fetcher:
         for version in _chosen(config, versions, *wanted):
             number = version.manifest.version
             try:

@@ -12,7 +12,8 @@ from confluent_kafka import OFFSET_END, KafkaException, TopicPartition
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.compression import compress
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.fetcher import ChunkFetcher, ChunksGone
+from rollstream.consumers.weights.content import ChunksGone
+from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.layout import full_content, split
 from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests

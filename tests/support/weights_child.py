@@ -6,6 +6,7 @@ The parameters of a version are a function of its number, so whoever follows can
 import os
 import signal
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,10 +59,14 @@ def kill_before_commit() -> None:
     StepLog.commit = die  # type: ignore[method-assign]
 
 
-def main(bootstrap_servers: str, run: str, last: str, moment: str) -> None:
-    """Publish up to version `last`, a line for each; die at `moment`, if given: a number of chunks, or `commit`."""
+def main(bootstrap_servers: str, run: str, last: str, moment: str, url: str = "") -> None:
+    """Publish up to version `last`, a line for each; die at `moment`, if given: a number of chunks, or `commit`.
+
+    With a URL the bytes go to files there.
+    """
     kafka = KafkaConfig(bootstrap_servers=bootstrap_servers)
-    with StepWriter(kafka, run, config=SMALL) as writer:
+    config = replace(SMALL, transport="files", url=url, file_bytes=SMALL.chunk_bytes) if url else SMALL
+    with StepWriter(kafka, run, config=config) as writer:
         if moment == "commit":
             kill_before_commit()
         elif moment:

@@ -1,0 +1,128 @@
+"""Fetches chunks that lie in files, several at a time, with patience for a store that fails for a while.
+
+A file is read again, later and later, until it comes or nothing came for the time limit. One that is missing, or whose
+size or digest is wrong in the store, is not: no reading mends it.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from rollstream.consumers.files.stores import LocalStore, Store, open_store, shown
+from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
+from rollstream.consumers.weights.file_names import place_of
+from rollstream.consumers.weights.parallel import in_parallel
+from rollstream.topics.errors import ConfigurationError, brief
+from rollstream.topics.records import Chunk, PolicyManifest
+
+FIRST_DELAY_S = 0.1
+LONGEST_DELAY_S = 5.0
+_HEALED = (
+    "the next full version replaces it (every learner.weights.anchor_every versions, and at the start of a learner); "
+    "`rollstream weights rollback` publishes an earlier one at once"
+)
+_AGAIN = (
+    "look at the store, and at the credentials in this process's environment; raise learner.weights.fetch_timeout_s if "
+    "it is slow"
+)
+
+
+def fetch_files(
+    manifest: PolicyManifest,
+    chunks: Sequence[Chunk],
+    take: Callable[[Chunk, bytes], object],
+    *,
+    at_once: int,
+    timeout_s: float,
+    stop: threading.Event | None = None,
+    on_chunk: Callable[[Chunk], object] = lambda _chunk: None,
+) -> None:
+    """Pass each chunk to `take`, on the thread that read it, in any order; it checks the digest.
+
+    Raises ChunksGone if a file is missing, WeightsRefused if it is damaged, ChunksLate if none came for `timeout_s` or
+    `stop` was set; what `take` raises ends it, too. Each names the URL.
+    """
+    reading = _Reading(manifest, take, _stores(chunks), threading.Event(), {})
+    left, deadline = len(chunks), time.monotonic() + timeout_s
+
+    def check() -> None:
+        stopped = stop is not None and stop.is_set()
+        if stopped or time.monotonic() > deadline:
+            problem = next(iter(list(reading.problems.values())), f"{shown(chunks[0].url)}: no answer")
+            raise ChunksLate(
+                f"{left} of {len(chunks)} files of policy version {manifest.version} are missing, and none came for "
+                f"{timeout_s:g} s; {problem}; {_AGAIN}"
+            )
+
+    for chunk in in_parallel(chunks, reading.fetch, min(at_once, left), check=check, ended=reading.ended):
+        left, deadline = left - 1, time.monotonic() + timeout_s
+        on_chunk(chunk)
+        if stop is not None and stop.is_set():
+            check()
+
+
+def _stores(chunks: Sequence[Chunk]) -> Mapping[str, Store]:
+    """Open the store of every chunk, in the caller's thread: file systems keep connections for each thread."""
+    try:
+        return {root: open_store(root) for root in {place_of(chunk.url)[0] for chunk in chunks}}
+    except ConfigurationError as error:
+        # The fault is this process's, not the version's: with the package installed it can be read.
+        raise ChunksLate(str(error)) from error
+
+
+class _Reading(NamedTuple):
+    """The files of one version that are being read."""
+
+    manifest: PolicyManifest
+    take: Callable[[Chunk, bytes], object]
+    stores: Mapping[str, Store]
+    ended: threading.Event
+    problems: dict[str, str]
+    """The last fault of each file, by URL."""
+
+    def fetch(self, chunk: Chunk) -> Chunk:
+        """Read a file until it is whole, and pass it on."""
+        delay_s, mismatched = FIRST_DELAY_S, False
+        while not self.ended.is_set():
+            try:
+                data = self._read(chunk)
+            except (ChunksGone, WeightsRefused):
+                raise
+            except Exception as error:  # Each file system has errors of its own.
+                self.problems[chunk.url] = shown(f"{chunk.url}: {brief(error)}")
+            else:
+                try:
+                    self.take(chunk, data)
+                    self.problems.pop(chunk.url, None)
+                    return chunk
+                except WeightsRefused as refused:
+                    if mismatched:
+                        raise WeightsRefused(f"{shown(chunk.url)} is damaged: {refused}; {_HEALED}") from refused
+                    # Once more: the bytes may have changed on their way.
+                    mismatched = True
+            self.ended.wait(delay_s)
+            delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+        return chunk
+
+    def _read(self, chunk: Chunk) -> bytes:
+        """Raises ChunksGone, WeightsRefused, or any error of the file system."""
+        root, name = place_of(chunk.url)
+        store, version = self.stores[root], self.manifest.version
+        try:
+            data = store.read(name)
+            if len(data) == chunk.size_bytes:
+                return data
+            stored = store.size_bytes(name)
+        except FileNotFoundError as error:
+            if isinstance(store, LocalStore) and not store.root.is_dir():
+                raise OSError(f"{root} is not on this machine; is it mounted?") from error
+            raise ChunksGone(
+                f"{shown(chunk.url)}, chunk {chunk.index} of policy version {version}, is missing; {_HEALED}"
+            ) from error
+        if stored != chunk.size_bytes:
+            raise WeightsRefused(
+                f"{shown(chunk.url)}, chunk {chunk.index} of policy version {version}, has {stored} bytes "
+                f"instead of {chunk.size_bytes}; {_HEALED}"
+            )
+        raise OSError(f"{len(data)} of {chunk.size_bytes} bytes came")

@@ -1,0 +1,160 @@
+"""FilePublisher: writes the chunks of policy versions to files, and removes the files that nobody needs any more.
+
+A file counts once a committed manifest names it. A file that a killed publisher left without one is used again if the
+next publisher has the same bytes to write, and removed if not.
+"""
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.consumers.files.stores import StoredFile, open_store, shown
+from rollstream.consumers.weights.compression import ZSTD, compress, pays
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.content import Content
+from rollstream.consumers.weights.file_fetcher import FIRST_DELAY_S, LONGEST_DELAY_S
+from rollstream.consumers.weights.file_names import file_name, parsed
+from rollstream.consumers.weights.file_retention import left_behind, listed_files, remove_expired
+from rollstream.consumers.weights.layout import split
+from rollstream.consumers.weights.parallel import in_parallel
+from rollstream.topics.errors import ConfigurationError, DeliveryError, brief
+from rollstream.topics.logs import event
+from rollstream.topics.records import Chunk, PolicyManifest
+
+logger = logging.getLogger(__name__)
+
+
+class FilePublisher:
+    """The files of one publisher of a run, below its URL. Build it once no other publisher can commit."""
+
+    def __init__(self, run: str, config: WeightsConfig, manifests: Mapping[int, PolicyManifest]) -> None:
+        """Look for files that earlier publishers left. Raises ConfigurationError if the URL cannot be opened."""
+        self._run, self._config = run, config
+        self._store = open_store(config.url)
+        self._latest = max(manifests, default=-1)
+        self._reusable: dict[str, StoredFile] = {}
+        """Files of a version that was never committed, by name."""
+        self._find_left_behind(manifests)
+
+    def write(self, version: int, content: Content) -> tuple[Chunk, ...]:
+        """Write the content in chunks, compressed if that pays, and return them once all are stored.
+
+        Raises DeliveryError if the store does not take a file in time.
+        """
+        codec, config = ZSTD if pays(content.views) else "", self._config
+        writing = _Writing(self, version, codec, threading.Event(), {})
+        deadline = time.monotonic() + config.store_timeout_s
+
+        def check() -> None:
+            if time.monotonic() > deadline:
+                problem = next(iter(list(writing.problems.values())), "no answer")
+                raise DeliveryError(
+                    f"policy version {version} was not written to {shown(self._store.url)} within "
+                    f"learner.weights.store_timeout_s {config.store_timeout_s:g}: {problem}; look at the store, the "
+                    "space and the credentials in this process's environment, then start the learner again: it "
+                    "publishes the version anew"
+                )
+
+        chunks = []
+        pieces = enumerate(split(content.views, config.file_bytes))
+        for chunk in in_parallel(pieces, writing.chunk, config.files_at_once, check=check, ended=writing.ended):
+            chunks.append(chunk)
+            deadline = time.monotonic() + config.store_timeout_s
+        return tuple(sorted(chunks, key=lambda chunk: chunk.index))
+
+    def committed(self, manifest: PolicyManifest) -> None:
+        """Note that a version is committed: files left behind for its number, which it does not name, are removed."""
+        named = {chunk.url for chunk in manifest.chunks}
+        self._latest = max(self._latest, manifest.version)
+        over = [name for name in self._reusable if self._version(name) <= manifest.version]
+        remove_expired((url for name in over if (url := self.url(name)) not in named), self._config)
+        for name in over:
+            del self._reusable[name]
+
+    def url(self, name: str) -> str:
+        """URL of a file, as in manifests."""
+        return f"{self._store.url.rstrip('/')}/{name}"
+
+    def store(self, name: str, data: bytes, digest: str) -> None:
+        """Store a file, unless it is there already with these bytes. Raises any error of the file system."""
+        before = self._reusable.get(name)
+        if before is not None and before.size_bytes == len(data) and self._holds(name, digest):
+            return
+        self._store.write(name, data)
+        if (stored := self._store.size_bytes(name)) != len(data):
+            raise StoreError(f"{stored} of {len(data)} bytes are stored")
+
+    def _holds(self, name: str, digest: str) -> bool:
+        try:
+            return hashlib.sha256(self._store.read(name)).hexdigest() == digest
+        except Exception:  # Each file system has errors of its own; then it is written.
+            return False
+
+    @property
+    def run(self) -> str:
+        """Run whose versions it publishes."""
+        return self._run
+
+    def _find_left_behind(self, manifests: Mapping[int, PolicyManifest]) -> None:
+        """Remove what earlier publishers left, but files that this one may use again."""
+        url, timeout_s = self._store.url, self._config.store_timeout_s
+        listed = listed_files(self._run, [url], timeout_s=timeout_s)[url]
+        if isinstance(listed, str):
+            event(logger, "weight_files_left", level=logging.WARNING, reason=f"{shown(url)}: not listed: {listed}")
+            return
+        left = left_behind(self._run, listed, manifests, self._config.keep_versions, url)
+        # Young enough that `rollstream prune` will not take it away before it is used.
+        youngest = time.time() - self._config.orphan_hours * 3600 / 2
+        for name in left:
+            file, written = parsed(self._run, name), listed[name].modified
+            if file is not None and file.whole and file.version > self._latest and (written or 0.0) > youngest:
+                self._reusable[name] = listed[name]
+        remove_expired((self.url(name) for name in left if name not in self._reusable), self._config)
+
+    def _version(self, name: str) -> int:
+        file = parsed(self._run, name)
+        return -1 if file is None else file.version
+
+
+class _Writing(NamedTuple):
+    """One version that is being written."""
+
+    publisher: FilePublisher
+    version: int
+    codec: str
+    ended: threading.Event
+    problems: dict[int, str]
+    """The last fault of each chunk, by its number."""
+
+    def chunk(self, numbered: tuple[int, bytes]) -> Chunk:
+        """Write a piece of the content until the store has it."""
+        index, piece = numbered
+        data = compress(piece) if self.codec else piece
+        digest = hashlib.sha256(data).hexdigest()
+        name = file_name(self.publisher.run, self.version, index, digest)
+        delay_s = FIRST_DELAY_S
+        while not self.ended.is_set():
+            try:
+                self.publisher.store(name, data, digest)
+                self.problems.pop(index, None)
+                break
+            except ConfigurationError:
+                raise
+            except Exception as error:  # Each file system has errors of its own.
+                self.problems[index] = shown(f"chunk {index}: {brief(error)}")
+            self.ended.wait(delay_s)
+            delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+        return Chunk(
+            index=index,
+            partition=-1,
+            offset=-1,
+            size_bytes=len(data),
+            digest=digest,
+            codec=self.codec,
+            content_bytes=len(piece),
+            url=self.publisher.url(name),
+        )

@@ -1,0 +1,158 @@
+"""Retention of files of policy versions: those stay that a kept version or one it builds on names.
+
+Files that no manifest names may belong to a version that is being published. Only age tells, or the right to publish.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.consumers.files.stores import StoredFile, open_store, shown
+from rollstream.consumers.weights.chains import needed
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.file_names import parsed, place_of, root_of
+from rollstream.consumers.weights.parallel import in_parallel
+from rollstream.topics.errors import ConfigurationError, brief
+from rollstream.topics.logs import event
+from rollstream.topics.records import PolicyManifest
+
+logger = logging.getLogger(__name__)
+
+
+class FilesToPrune(NamedTuple):
+    """The files of a run at one URL, and what may go."""
+
+    url: str
+    files: int
+    """All files of the run there."""
+    removable: tuple[str, ...]
+    """URLs."""
+    size_bytes: int
+    """Bytes of those that may go."""
+    problem: str = ""
+    """Why nothing may go."""
+
+
+def left_behind(
+    run: str, listed: Iterable[str], manifests: Mapping[int, PolicyManifest], keep_versions: int, url: str
+) -> list[str]:
+    """Return the listed files of a run that no kept version needs; `url` is where they lie.
+
+    Files with other names are not ours, and files of a version whose manifest is missing among others may be those of
+    a manifest that this release cannot read: neither is returned.
+    """
+    latest = max(manifests, default=-1)
+    named = {
+        chunk.url
+        for version in needed(manifests, keep_versions)
+        for manifest in (manifests.get(version),)
+        if manifest is not None
+        for chunk in manifest.chunks
+    }
+    left = []
+    for name in listed:
+        file = parsed(run, name)
+        if file is None or (file.version <= latest and file.version not in manifests):
+            continue
+        if f"{url.rstrip('/')}/{name}" not in named:
+            left.append(name)
+    return left
+
+
+def roots(run: str, config: WeightsConfig, manifests: Iterable[PolicyManifest]) -> list[str]:
+    """URLs below which files of a run lie: that of the settings, and those in manifests."""
+    urls = {config.url: None} if config.url else {}
+    for manifest in manifests:
+        for chunk in manifest.chunks:
+            if chunk.url and (root := root_of(run, chunk.url)) is not None:
+                urls[root] = None
+    return list({open_store(url).url.rstrip("/") or "/": None for url in urls})
+
+
+def listed_files(run: str, urls: Iterable[str], *, timeout_s: float) -> dict[str, Mapping[str, StoredFile] | str]:
+    """Files of a run at each URL, or why they cannot be listed within `timeout_s` each."""
+    return {url: _listed(run, url, timeout_s) for url in urls}
+
+
+def _listed(run: str, url: str, timeout_s: float) -> Mapping[str, StoredFile] | str:
+    deadline = time.monotonic() + timeout_s
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise StoreError(f"no answer within {timeout_s:g} s")
+
+    try:
+        store = open_store(url)
+        [files] = in_parallel([run], store.listing, 1, check=check, ended=threading.Event())
+        return files
+    except Exception as error:  # Each file system has errors of its own.
+        return shown(brief(error))
+
+
+def prunable(
+    run: str,
+    listed: Mapping[str, Mapping[str, StoredFile] | str],
+    manifests: Mapping[int, PolicyManifest],
+    config: WeightsConfig,
+    *,
+    unreadable: int = 0,
+    now_s: float | None = None,
+) -> list[FilesToPrune]:
+    """Return which of the files may go: no kept version needs them, and they are older than `orphan_hours`.
+
+    The files must be listed before the manifests are read. None may go if a manifest is unreadable: it may name them.
+    """
+    oldest = (time.time() if now_s is None else now_s) - config.orphan_hours * 3600
+    plans = []
+    for url, files in listed.items():
+        if isinstance(files, str):
+            plans.append(FilesToPrune(shown(url), 0, (), 0, f"not listed: {files}"))
+        elif unreadable:
+            reason = f"{unreadable} records of policies cannot be read, and may name them"
+            plans.append(FilesToPrune(shown(url), len(files), (), 0, reason))
+        else:
+            left = left_behind(run, files, manifests, config.keep_versions, url)
+            old = [name for name in left if (written := files[name].modified) is not None and written < oldest]
+            urls = tuple(f"{url.rstrip('/')}/{name}" for name in old)
+            ours = sum(parsed(run, name) is not None for name in files)
+            plans.append(FilesToPrune(shown(url), ours, urls, sum(files[name].size_bytes for name in old)))
+    return plans
+
+
+def remove_files(urls: Iterable[str], *, at_once: int, timeout_s: float) -> tuple[int, str]:
+    """Delete files; return how many are gone, and what was wrong with the first of the others, if any."""
+    chosen, problems = list(urls), dict[str, str]()
+    if not chosen:
+        return 0, ""
+    deadline = time.monotonic() + timeout_s
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise StoreError(f"{shown(chosen[0])}: the store did not answer within {timeout_s:g} s")
+
+    def remove(url: str) -> None:
+        root, name = place_of(url)
+        try:
+            stores[root].delete(name)
+        except Exception as error:
+            problems[url] = shown(f"{url}: {brief(error)}")
+
+    try:
+        stores = {root: open_store(root) for root in {place_of(url)[0] for url in chosen}}
+        for _ in in_parallel(chosen, remove, min(at_once, len(chosen)), check=check, ended=threading.Event()):
+            deadline = time.monotonic() + timeout_s
+    except (StoreError, ConfigurationError) as error:
+        return 0, str(error)
+    return len(chosen) - len(problems), next(iter(problems.values()), "")
+
+
+def remove_expired(urls: Iterable[str], config: WeightsConfig) -> None:
+    """Delete files of a publisher; those that cannot be are logged, and left to `rollstream prune`."""
+    removed, problem = remove_files(urls, at_once=config.files_at_once, timeout_s=config.store_timeout_s)
+    if removed:
+        event(logger, "weight_files_removed", files=removed)
+    if problem:
+        event(logger, "weight_files_left", level=logging.WARNING, reason=problem)

@@ -1,0 +1,57 @@
+"""Work on many items at a time, on threads that a call which never returns cannot keep alive.
+
+Stores of others may hang. Their calls run on daemon threads, and whoever waits for them can give up.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+_WAIT_S = 0.05
+_NONE_LEFT = object()
+
+
+def in_parallel(
+    items: Iterable[T], work: Callable[[T], R], threads: int, *, check: Callable[[], None], ended: threading.Event
+) -> Iterator[R]:
+    """Yield the results of `work` as they come; at most `threads` items are in work, and none is taken before its turn.
+
+    Errors of `work` and of the items are raised here. `check` is called while no result comes, and its error ends the
+    iteration. `ended` is set at the end, whatever its reason: work that lasts looks at it.
+    """
+    source, taking = iter(items), threading.Lock()
+    results: queue.SimpleQueue[tuple[R | None, BaseException | None, bool]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            while not ended.is_set():
+                with taking:
+                    item = next(source, _NONE_LEFT)
+                if item is _NONE_LEFT:
+                    break
+                results.put((work(item), None, False))  # type: ignore[arg-type]
+            results.put((None, None, True))
+        except BaseException as error:
+            results.put((None, error, True))
+
+    for number in range(threads):
+        threading.Thread(target=run, name=f"weights-{number}", daemon=True).start()
+    running = threads
+    try:
+        while running:
+            try:
+                result, error, over = results.get(timeout=_WAIT_S)
+            except queue.Empty:
+                check()
+                continue
+            if error is not None:
+                raise error
+            if over:
+                running -= 1
+            else:
+                yield result  # type: ignore[misc]
+    finally:
+        ended.set()

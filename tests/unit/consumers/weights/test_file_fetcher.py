@@ -1,0 +1,142 @@
+"""Chunks in files, over a file system of somebody else's: faults that pass are waited out, others are named."""
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
+from rollstream.consumers.weights.file_fetcher import fetch_files
+from rollstream.consumers.weights.file_names import file_name
+from rollstream.topics.records import Chunk, PolicyManifest
+from tests.support.faulty_store import HANG, OTHER_BYTES, SHORT, SLOW_DOWN, FaultyFiles, faulty_store
+
+FILES = 5
+
+
+@pytest.fixture
+def store() -> Iterator[type[FaultyFiles]]:
+    with faulty_store() as files:
+        yield files
+
+
+def manifest(root: str = "faulty://bucket/w") -> PolicyManifest:
+    """A version of five files, whose contents are stored if the root is faulty://."""
+    chunks = []
+    for index in range(FILES):
+        data = bytes([index]) * 100
+        digest = hashlib.sha256(data).hexdigest()
+        url = f"{root}/{file_name('main', 3, index, digest)}"
+        FaultyFiles.objects[url.removeprefix("faulty://")] = data, time.time()
+        chunks.append(Chunk(index=index, partition=-1, offset=-1, size_bytes=100, digest=digest, url=url))
+    return PolicyManifest(
+        version=3, learner="default", step=3, epoch="e", tensors=(), chunks=tuple(chunks), digest=""
+    )  # fmt: skip
+
+
+def fetched(of: PolicyManifest, *, timeout_s: float = 60.0, stop: threading.Event | None = None) -> dict[int, bytes]:
+    taken: dict[int, bytes] = {}
+
+    def take(chunk: Chunk, data: bytes) -> None:
+        if hashlib.sha256(data).hexdigest() != chunk.digest:
+            raise WeightsRefused("it has another digest")
+        taken[chunk.index] = data
+
+    fetch_files(of, of.chunks, take, at_once=3, timeout_s=timeout_s, stop=stop)
+    return taken
+
+
+def test_every_file_is_fetched_though_some_are_slow_or_short_or_altered_for_a_while(store: type[FaultyFiles]) -> None:
+    version = manifest()
+    store.faults["000001-"].extend([SLOW_DOWN, SLOW_DOWN])
+    store.faults["000003-"].extend([SHORT, OTHER_BYTES])
+    assert fetched(version) == {index: bytes([index]) * 100 for index in range(FILES)}
+    reads = [path for call, path in store.calls if call == "read"]
+    assert [sum(f"{index:06d}-" in path for path in reads) for index in range(FILES)] == [1, 3, 1, 3, 1]
+
+
+def test_files_are_read_at_once_and_no_more_than_allowed(store: type[FaultyFiles]) -> None:
+    store.always["w/"] = HANG
+    version, reading = manifest(), threading.Thread()
+
+    def read() -> None:
+        fetched(version, timeout_s=600)
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    deadline = time.monotonic() + 60
+    while len(store.calls) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(store.calls) == 3
+    store.always.clear()
+    store.released.set()
+    reading.join(60)
+    assert not reading.is_alive()
+    assert len(store.calls) == FILES
+
+
+def damaged(store: type[FaultyFiles], change: Callable[[bytes], bytes]) -> None:
+    [path] = [path for path in store.objects if "000002-" in path]
+    store.objects[path] = change(store.objects[path][0]), 0.0
+
+
+def test_a_missing_file_is_named_at_once(store: type[FaultyFiles]) -> None:
+    version = manifest()
+    [path] = [path for path in store.objects if "000002-" in path]
+    del store.objects[path]
+    with pytest.raises(ChunksGone, match=r"faulty://bucket/w/main/00000003/000002-.*chunk 2 of .* is missing"):
+        fetched(version)
+
+
+def test_a_file_that_is_cut_short_in_the_store_is_named_at_once(store: type[FaultyFiles]) -> None:
+    version = manifest()
+    damaged(store, lambda data: data[:60])
+    with pytest.raises(WeightsRefused, match=r"faulty://.*000002-.* has 60 bytes instead of 100; the next"):
+        fetched(version)
+
+
+def test_a_file_with_other_bytes_is_named_after_a_second_look(store: type[FaultyFiles]) -> None:
+    version = manifest()
+    damaged(store, lambda data: b"x" + data[1:])
+    with pytest.raises(WeightsRefused, match=r"faulty://.*000002-\w+ is damaged: it has another digest; the next full"):
+        fetched(version)
+    assert sum("000002-" in path for call, path in store.calls if call == "read") == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [(SLOW_DOWN, "503 Slow Down"), (SHORT, "50 of 100 bytes came"), (HANG, "no answer")]
+)
+def test_a_store_that_stays_unable_is_named_with_what_was_wrong_and_the_remedy(
+    store: type[FaultyFiles], fault: str, said: str
+) -> None:
+    version = manifest()
+    store.always["w/"] = fault
+    with pytest.raises(ChunksLate, match="5 of 5 files of policy version 3 are missing") as late:
+        fetched(version, timeout_s=0.5)
+    text = str(late.value)
+    assert said in text
+    assert "faulty://bucket/w/main/" in text
+    assert "look at the store, and at the credentials" in text
+    assert "\n" not in text
+    assert "password" not in text
+    assert "secret" not in text
+
+
+def test_a_fetch_ends_when_it_is_told_to(store: type[FaultyFiles]) -> None:
+    stop = threading.Event()
+    store.always["w/"] = SLOW_DOWN
+    threading.Timer(0.2, stop.set).start()
+    with pytest.raises(ChunksLate):
+        fetched(manifest(), timeout_s=600, stop=stop)
+
+
+def test_a_directory_that_is_not_there_may_come_and_a_protocol_nobody_knows_too(
+    store: type[FaultyFiles], tmp_path: Path
+) -> None:
+    with pytest.raises(ChunksLate, match="is it mounted"):
+        fetched(manifest(str(tmp_path / "unmounted")), timeout_s=0.3)
+    with pytest.raises(ChunksLate, match=r"nosuch://.*fsspec cannot open it"):
+        fetched(manifest("nosuch://bucket"), timeout_s=60)

@@ -1,0 +1,86 @@
+"""Files of versions that may go: none that a kept version builds on, none that is young, none that is not ours."""
+
+from collections.abc import Mapping
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.consumers.files.stores import StoredFile
+from rollstream.consumers.weights.chains import needed
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.file_names import file_name
+from rollstream.consumers.weights.file_retention import left_behind, prunable, roots
+from rollstream.topics.records import Chunk, PolicyManifest
+
+NOW, HOUR_S = 1e9, 3600.0
+
+
+def name(version: int, attempt: int = 0) -> str:
+    return file_name("main", version, 0, f"{attempt:064x}")
+
+
+def manifest(version: int, base: int = -1, url: str = "/w") -> PolicyManifest:
+    """A version in one file; version 0 and those without a base are full."""
+    chunk = Chunk(index=0, partition=-1, offset=-1, size_bytes=5, digest="", url=f"{url}/{name(version)}")
+    return PolicyManifest(
+        version=version,
+        learner="default",
+        step=version,
+        epoch="e",
+        tensors=(),
+        chunks=(chunk,),
+        digest="",
+        kind="full" if base < 0 else "delta",
+        base=base,
+    )
+
+
+def published(anchors: set[int], versions: int) -> dict[int, PolicyManifest]:
+    return {v: manifest(v, -1 if v == 0 or v in anchors else v - 1) for v in range(versions)}
+
+
+def listed(ages_h: Mapping[str, float]) -> dict[str, Mapping[str, StoredFile] | str]:
+    return {"/w": {name: StoredFile(5, NOW - age * HOUR_S) for name, age in ages_h.items()}}
+
+
+@given(anchors=st.sets(st.integers(0, 12)), versions=st.integers(1, 12), keep=st.integers(1, 5), hours=st.floats(0, 50))
+def test_prune_removes_exactly_what_no_kept_version_builds_on_and_is_old_enough(
+    anchors: set[int], versions: int, keep: int, hours: float
+) -> None:
+    manifests = published(anchors, versions)
+    files = {name(v, attempt): hours for v in range(versions + 1) for attempt in (0, 1)}
+    [found] = prunable("main", listed(files), manifests, WeightsConfig(url="/w", keep_versions=keep), now_s=NOW)
+    kept = {f"/w/{name(v)}" for v in needed(manifests, keep)}
+    old = {f"/w/{file}" for file in files} if hours > 24 else set()
+    assert set(found.removable) == old - kept
+    assert found.files == len(files)
+    assert found.size_bytes == 5 * len(found.removable)
+
+
+def test_files_of_others_and_of_versions_that_cannot_be_told_stay() -> None:
+    manifests = published(set(), 4)
+    del manifests[1]
+    strangers = ["main/notes.txt", "main/00000002/readme", name(1)]
+    assert left_behind("main", strangers, manifests, 1, "/w") == []
+    assert left_behind("main", [name(3), name(4)], {}, 1, "/w") == [name(3), name(4)]
+
+
+def test_nothing_goes_while_a_manifest_is_unreadable_or_a_store_gives_no_list() -> None:
+    manifests, config = published({3}, 4), WeightsConfig(url="/w", keep_versions=1)
+    files = listed({name(v): 100.0 for v in range(4)})
+    assert len(prunable("main", files, manifests, config, now_s=NOW)[0].removable) == 3
+    [found] = prunable("main", files, manifests, config, unreadable=1, now_s=NOW)
+    assert (found.removable, found.problem) == ((), "1 records of policies cannot be read, and may name them")
+    [found] = prunable("main", {"/w": "503 Slow Down"}, manifests, config, now_s=NOW)
+    assert (found.removable, found.problem) == ((), "not listed: 503 Slow Down")
+
+
+def test_files_without_a_time_stay() -> None:
+    files: dict[str, Mapping[str, StoredFile] | str] = {"/w": {name(7): StoredFile(5, None)}}
+    assert prunable("main", files, {}, WeightsConfig(url="/w"), now_s=NOW)[0].removable == ()
+
+
+def test_files_are_looked_for_at_the_url_of_the_settings_and_at_those_in_manifests() -> None:
+    manifests = [manifest(0), manifest(1, url="/old"), manifest(2, url="memory://b")]
+    assert sorted(roots("main", WeightsConfig(url="/w/"), manifests)) == ["/old", "/w", "memory://b"]
+    assert roots("main", WeightsConfig(), []) == []
