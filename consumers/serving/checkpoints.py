@@ -8,10 +8,7 @@ import os
 import re
 import shutil
 import uuid
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from rollstream.consumers.files.atomic_files import (
 )
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.config import DecoderConfig, decoder_config
+from rollstream.consumers.serving.served_versions import ServedCheckpoint, ServedVersions
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import PolicyManifest
@@ -34,15 +32,7 @@ _NAME = re.compile(r"version-\d+")
 _LOCK = ".serving.lock"
 
 
-@dataclass(frozen=True)
-class ServedCheckpoint:
-    """A policy version as a directory in Hugging Face's layout."""
-
-    version: int
-    directory: Path
-
-
-class CheckpointDirectory(Closing):
+class CheckpointDirectory(ServedVersions, Closing):
     """The checkpoints of a run that engines load; for one event loop."""
 
     def __init__(
@@ -52,23 +42,14 @@ class CheckpointDirectory(Closing):
 
         Raises StoreError if the directory cannot be written, or another process writes it.
         """
+        super().__init__(keep_versions=keep_versions)
         self._directory = directory.resolve()
-        self._keep_versions = keep_versions
         self._template, self._tokenizer, self._dtype = template, tokenizer, dtype or None
         self._lock = lock_directory(self._directory, _LOCK)
         remove_unfinished(self._directory)
         for path in self._directory.iterdir():
             if _NAME.fullmatch(path.name):
                 shutil.rmtree(path)
-        self._checkpoints: dict[int, ServedCheckpoint] = {}
-        self._uses: Counter[int] = Counter()
-        self._good: set[int] = set()
-        self._changed = asyncio.Condition()
-
-    @property
-    def newest(self) -> ServedCheckpoint | None:
-        """The newest checkpoint; None before the first."""
-        return self._checkpoints[max(self._checkpoints)] if self._checkpoints else None
 
     def close(self) -> None:
         """Let another process write; the checkpoints stay."""
@@ -81,45 +62,12 @@ class CheckpointDirectory(Closing):
         written, CheckpointRefused if the parameters are not the model's.
         """
         checkpoint = await asyncio.to_thread(self._write, manifest, arrays)
-        async with self._changed:
-            self._checkpoints[checkpoint.version] = checkpoint
-            self._changed.notify_all()
-        await self._tidy()
+        await self.announce(checkpoint)
         return checkpoint
 
-    async def wait_newer(self, version: int, timeout_s: float) -> None:
-        """Wait until there is a newer checkpoint than `version`, at most that long."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self.newest is not None and self.newest.version > version)
-
-    def note_good(self, version: int) -> None:
-        """Note that an engine has loaded a version."""
-        self._good.add(version)
-
-    def fallback(self, failed: int) -> ServedCheckpoint | None:
-        """Return the newest version, other than the failed one, that an engine has loaded; None if there is none."""
-        return next((self._checkpoints[version] for version in self._good_ones() if version != failed), None)
-
-    @contextmanager
-    def using(self, checkpoint: ServedCheckpoint) -> Iterator[Path]:
-        """Keep a checkpoint on disk within this context."""
-        self._uses[checkpoint.version] += 1
-        try:
-            yield checkpoint.directory
-        finally:
-            self._uses[checkpoint.version] -= 1
-
-    def _good_ones(self) -> list[int]:
-        """Versions on disk that an engine has loaded, newest first."""
-        return sorted(self._good & self._checkpoints.keys(), reverse=True)
-
-    async def _tidy(self) -> None:
-        """Remove all checkpoints but the newest, those in use, and one that is known to be good."""
-        newest = sorted(self._checkpoints)[-self._keep_versions :]
-        for version in self._checkpoints.keys() - {*newest, *self._good_ones()[:1], *(+self._uses)}:
-            directory = self._checkpoints.pop(version).directory
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+    async def remove(self, checkpoint: ServedCheckpoint) -> None:
+        """See ServedVersions."""
+        await asyncio.to_thread(shutil.rmtree, checkpoint.directory, ignore_errors=True)
 
     def _write(self, manifest: PolicyManifest, arrays: Mapping[str, NDArray[Any]]) -> ServedCheckpoint:
         directory = self._directory / f"version-{manifest.version}"

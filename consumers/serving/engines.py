@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import aiohttp
 
@@ -22,6 +22,10 @@ _QUOTED = 300
 
 class EngineFailed(RollstreamError):
     """An engine did not do what it was asked for, or did not answer."""
+
+
+class VersionUnfit(EngineFailed):
+    """An engine cannot get a version. It goes on with the version that it has."""
 
 
 class EngineHttp:
@@ -91,6 +95,14 @@ class ServingEngine(Protocol):
 
     async def label(self) -> str:
         """Return the label of the weights in use."""
+
+
+@runtime_checkable
+class PreparedEngine(Protocol):
+    """An engine that fetches versions itself, and samples meanwhile."""
+
+    async def prepare(self, label: str) -> None:
+        """Return once the version of this label can be loaded. Raises VersionUnfit if it cannot be had."""
 
 
 class VllmEngine:
@@ -166,7 +178,7 @@ def engine_named(name: str) -> Callable[[EngineHttp], ServingEngine]:
         return ENGINES[name]
     if ":" not in name:
         raise ConfigurationError(
-            f"serving.engine is {name!r}; it is {', '.join(ENGINES)}, or a class: package.module:Class"
+            f"serving.engine is {name!r}; it is {', '.join(ENGINES)}, vllm-plugin, or a class: package.module:Class"
         )
     engine: Callable[[EngineHttp], ServingEngine] = load_object(
         name, "serving.engine names", "an engine is named package.module:Class"

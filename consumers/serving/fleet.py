@@ -1,7 +1,7 @@
 """EngineFleet: follows the policy versions of a run, and keeps the inference engines of others on the newest one.
 
-A version is fetched, checked against its digests and written whole before any engine pauses for it. An engine that
-fails holds up no other.
+A version is fetched, checked against its digests and written whole before any engine pauses for it; engines with our
+plug-in fetch and check it themselves, and nothing is written. An engine that fails holds up no other.
 """
 
 import asyncio
@@ -9,15 +9,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
+from functools import partial
 from pathlib import Path
 
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.safetensors_files import CheckpointRefused
+from rollstream.consumers.serving.announced_versions import VersionAnnouncer
 from rollstream.consumers.serving.checkpoints import CheckpointDirectory
 from rollstream.consumers.serving.config import ServingConfig
-from rollstream.consumers.serving.engines import EngineHttp, engine_named
+from rollstream.consumers.serving.engines import EngineHttp, ServingEngine, engine_named
 from rollstream.consumers.serving.replica_updater import ReplicaState, ReplicaUpdater
+from rollstream.consumers.serving.served_versions import ServedVersions
+from rollstream.consumers.serving.vllm_plugin_engine import NAME as PLUGIN
+from rollstream.consumers.serving.vllm_plugin_engine import VllmPluginEngine
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.version_source import VersionSource, WholeVersion, check_topics
 from rollstream.topics.config import KafkaConfig
@@ -50,7 +55,11 @@ class EngineFleet:
             raise ConfigurationError("no engine is named; give --url http://HOST:PORT, or set serving.urls")
         self._kafka, self._run, self._config = kafka, run, config
         self._directory, self._weights, self._tokenizer = directory, weights, tokenizer
-        self._engine = engine_named(config.engine)
+        self._engine: Callable[[EngineHttp], ServingEngine]
+        if config.engine == PLUGIN:
+            self._engine = partial(VllmPluginEngine, kafka=kafka, run=run, config=config)
+        else:
+            self._engine = engine_named(config.engine)
         self._updaters: list[ReplicaUpdater] = []
         self._newest = -1
 
@@ -81,19 +90,17 @@ class EngineFleet:
         """
         await asyncio.to_thread(check_topics, self._kafka, self._run)
         async with AsyncExitStack() as stack:
-            checkpoints = stack.enter_context(
-                CheckpointDirectory(
-                    self._directory,
-                    keep_versions=self._config.keep_versions,
-                    template=self._config.template,
-                    tokenizer=self._tokenizer,
-                    dtype=self._config.dtype,
-                )
-            )
+            versions: ServedVersions
+            if self._config.engine == PLUGIN:
+                versions = ServedVersions(keep_versions=self._config.keep_versions)
+                follow = self._announce_versions(versions, stop)
+            else:
+                versions = checkpoints = stack.enter_context(self._open_directory())
+                follow = self._follow(checkpoints, stop)
             for url in dict.fromkeys(self._config.urls):
                 http = await stack.enter_async_context(EngineHttp(url, self._config))
-                self._updaters.append(ReplicaUpdater(http.url, self._engine(http), checkpoints, self._config))
-            following = asyncio.create_task(self._follow(checkpoints, stop))
+                self._updaters.append(ReplicaUpdater(http.url, self._engine(http), versions, self._config))
+            following = asyncio.create_task(follow)
             updating = [asyncio.create_task(updater.run()) for updater in self._updaters]
             announcing = asyncio.create_task(self._announce(on_ready, on_wait))
             try:
@@ -105,6 +112,15 @@ class EngineFleet:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _open_directory(self) -> CheckpointDirectory:
+        return CheckpointDirectory(
+            self._directory,
+            keep_versions=self._config.keep_versions,
+            template=self._config.template,
+            tokenizer=self._tokenizer,
+            dtype=self._config.dtype,
+        )
 
     async def _announce(self, on_ready: Callable[[], object], on_wait: Callable[[str], object]) -> None:
         said_at = time.monotonic()
@@ -128,6 +144,12 @@ class EngineFleet:
         finally:
             ending.cancel()
             source.close()
+
+    async def _announce_versions(self, versions: ServedVersions, stop: asyncio.Event) -> None:
+        with closing(VersionAnnouncer(self._kafka, self._run)) as announcer:
+            while not stop.is_set():
+                newest = await announcer.poll(versions, _POLL_S)
+                self._newest = self._newest if newest is None else newest
 
     async def _write(self, checkpoints: CheckpointDirectory, whole: WholeVersion) -> None:
         manifest, arrays = whole

@@ -13,9 +13,9 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import TypeVar
 
-from rollstream.consumers.serving.checkpoints import CheckpointDirectory, ServedCheckpoint
 from rollstream.consumers.serving.config import ServingConfig
-from rollstream.consumers.serving.engines import EngineFailed, ServingEngine
+from rollstream.consumers.serving.engines import EngineFailed, PreparedEngine, ServingEngine, VersionUnfit
+from rollstream.consumers.serving.served_versions import ServedCheckpoint, ServedVersions
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,7 @@ class ReplicaState(StrEnum):
 class ReplicaUpdater:
     """Updates one engine; the engines of a run share their checkpoints, and wait for nothing else of each other."""
 
-    def __init__(
-        self, url: str, engine: ServingEngine, checkpoints: CheckpointDirectory, config: ServingConfig
-    ) -> None:
+    def __init__(self, url: str, engine: ServingEngine, checkpoints: ServedVersions, config: ServingConfig) -> None:
         self.url = url
         self.state = ReplicaState.UNKNOWN
         self.version = UNKNOWN
@@ -106,6 +104,8 @@ class ReplicaUpdater:
     async def _update(self, target: ServedCheckpoint) -> None:
         """Bring the engine to a version, or back to one that is known to be good."""
         with self._checkpoints.using(target):
+            if not await self._prepare(target):
+                return
             began = time.monotonic()
             try:
                 await _ask(self._engine.pause())
@@ -120,23 +120,41 @@ class ReplicaUpdater:
             finally:
                 self.paused_s += time.monotonic() - began
 
+    async def _prepare(self, target: ServedCheckpoint) -> bool:
+        """Have the engine fetch a version, if it does that itself, while it samples; return whether it can load it."""
+        if not isinstance(self._engine, PreparedEngine):
+            return True
+        try:
+            await _ask(self._engine.prepare(str(target.version)))
+        except VersionUnfit as error:
+            self._failure(target, error)
+            return False
+        except EngineFailed as error:
+            self._unreachable(error)
+            return False
+        return True
+
+    def _failure(self, checkpoint: ServedCheckpoint, error: EngineFailed) -> None:
+        """Count and log a failed attempt to bring the engine to a version."""
+        self.failures += 1
+        self._failed[checkpoint.version] += 1
+        event(
+            logger,
+            "replica_update_failed",
+            level=logging.ERROR,
+            url=self.url,
+            version=checkpoint.version,
+            attempt=self._failed[checkpoint.version],
+            error=str(error),
+        )
+
     async def _load(self, checkpoint: ServedCheckpoint) -> bool:
         """Load a checkpoint into the paused engine; return whether it did."""
         began = time.monotonic()
         try:
             await _ask(self._engine.load(checkpoint.directory, str(checkpoint.version)))
         except EngineFailed as error:
-            self.failures += 1
-            self._failed[checkpoint.version] += 1
-            event(
-                logger,
-                "replica_update_failed",
-                level=logging.ERROR,
-                url=self.url,
-                version=checkpoint.version,
-                attempt=self._failed[checkpoint.version],
-                error=str(error),
-            )
+            self._failure(checkpoint, error)
             return False
         self.version = checkpoint.version
         self._checkpoints.note_good(checkpoint.version)

@@ -1,5 +1,6 @@
 """A vLLM that serves a small random checkpoint, for the session; its environment is installed by `make test-all`."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -16,9 +17,15 @@ from tokenizers import Tokenizer
 
 from rollstream.consumers.files import safetensors_files
 from rollstream.consumers.models.huggingface import CONFIG, SINGLE, load_config
+from rollstream.consumers.serving.config import ServingConfig
+from rollstream.consumers.serving.engines import EngineHttp, VllmEngine
+from rollstream.consumers.serving.vllm_plugin.registration import BACKEND
+from rollstream.consumers.serving.vllm_plugin_engine import EXTENSION
 from rollstream.infra.ports import free_port
+from rollstream.topics.config import KafkaConfig
 from tests.support.checkpoints import SPECIAL_TOKENS, random_parameters, write_tokenizer
 from tests.support.paths import ROOT
+from tests.support.runs import RealRun
 from tests.support.waiting import eventually
 
 ENVIRONMENT = ROOT / ".venv" / "vllm"
@@ -102,7 +109,7 @@ def follow(parameters: dict[str, NDArray[np.float32]], before: int, after: Seque
 
 @pytest.fixture(scope="session")
 def vllm(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
-    """A vLLM in development mode, with the routes that replace weights."""
+    """A vLLM in development mode, with the routes that replace weights and with our plug-in."""
     if not (ENVIRONMENT / "bin" / "vllm").exists():
         pytest.fail("vLLM is not installed: run make .venv/vllm/.installed (6 GB)", pytrace=False)
     port = free_port("127.0.0.1")
@@ -113,6 +120,7 @@ def vllm(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
                 *(ENVIRONMENT / "bin" / "vllm", "serve", checkpoint, "--served-model-name", "policy"),
                 *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--dtype", "float32"),
                 *("--enforce-eager", "--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+                *("--weight-transfer-config", json.dumps({"backend": BACKEND}), "--worker-extension-cls", EXTENSION),
             ],
             stdout=output,
             stderr=output,
@@ -146,3 +154,25 @@ def healthy(url: str) -> bool:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False
+
+
+async def update(vllm: Vllm, directory: Path, label: str) -> None:
+    async with EngineHttp(vllm.url, ServingConfig()) as http:
+        engine = VllmEngine(http)
+        await engine.pause()
+        await engine.load(directory, label)
+        await engine.resume()
+
+
+@pytest.fixture
+def served(vllm: Vllm) -> Iterator[Vllm]:
+    """The vLLM of the session; other tests find it with the weights they know."""
+    yield vllm
+    asyncio.run(update(vllm, vllm.directory, "default"))
+
+
+@pytest.fixture
+def run(broker: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:
+    run = RealRun(KafkaConfig(bootstrap_servers=broker), run_name, tmp_path)
+    yield run
+    run.stop()

@@ -3,117 +3,26 @@
 import asyncio
 import json
 import signal
-import threading
-import urllib.request
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from rollstream.consumers.models.config import DecoderConfig
-from rollstream.consumers.models.decoder import logits
-from rollstream.consumers.models.huggingface import SINGLE, load, load_config
+from rollstream.consumers.models.huggingface import SINGLE, load_config
 from rollstream.consumers.serving.checkpoints import CheckpointDirectory
 from rollstream.consumers.serving.config import ServingConfig
 from rollstream.consumers.serving.engines import EngineHttp, VllmEngine
 from rollstream.consumers.serving.replica_updater import ReplicaState, ReplicaUpdater
 from rollstream.consumers.step_writer import StepWriter
-from rollstream.producers.inference.client import Completion, CompletionsClient
-from rollstream.producers.inference.requests import SampleRequest
-from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.records import PolicyManifest
 from tests.engines.conftest import Vllm
+from tests.engines.vllm_answers import LongRequest, assert_sampled_by, original, sample, version_of
 from tests.support.runs import RealRun
-from tests.support.serving_engines import published_exactly
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
-PROMPT = [40, 41, 42]
-Parameters = dict[str, NDArray[np.float32]]
-
-
-def original(vllm: Vllm) -> Parameters:
-    return published_exactly(load(vllm.directory))
-
-
-def version_of(parameters: Parameters, version: int) -> Parameters:
-    """Parameters of which each version answers otherwise: its head is another permutation of the same rows."""
-    head = "lm_head.weight"
-    return {**parameters, head: np.roll(parameters[head], 7 * version, axis=0)}
-
-
-async def update(vllm: Vllm, directory: Path, label: str) -> None:
-    async with EngineHttp(vllm.url, ServingConfig()) as http:
-        engine = VllmEngine(http)
-        await engine.pause()
-        await engine.load(directory, label)
-        await engine.resume()
-
-
-@pytest.fixture
-def served(vllm: Vllm) -> Iterator[Vllm]:
-    """The vLLM of the session; other tests find it with the weights they know."""
-    yield vllm
-    asyncio.run(update(vllm, vllm.directory, "default"))
-
-
-@pytest.fixture
-def run(broker: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:
-    run = RealRun(KafkaConfig(bootstrap_servers=broker), run_name, tmp_path)
-    yield run
-    run.stop()
-
-
-def sample(vllm: Vllm) -> Completion:
-    """A greedy answer, as a worker asks for it."""
-
-    async def ask() -> Completion:
-        async with CompletionsClient([vllm.url], model=vllm.model, timeout_s=300.0) as client:
-            request = SampleRequest(prompt=PROMPT, n=1, max_tokens=16, temperature=0.0, seed=0)
-            [completion] = await client.complete(request)
-            return completion
-
-    return asyncio.run(ask())
-
-
-def assert_sampled_by(completion: Completion, config: DecoderConfig, parameters: Parameters) -> None:
-    row = jnp.asarray([PROMPT + completion.tokens.tolist()])
-    given = {name: jnp.asarray(array) for name, array in parameters.items()}
-    scores = jax.nn.log_softmax(logits(given, config, row, jnp.arange(row.shape[1])[None], jnp.ones_like(row)))
-    places = np.arange(len(PROMPT), row.shape[1]) - 1
-    np.testing.assert_allclose(np.asarray(scores)[0, places, completion.tokens], completion.logprobs, atol=2e-3)
-
-
-class LongRequest(threading.Thread):
-    """A greedy request for 900 tokens, in flight while versions change."""
-
-    def __init__(self, vllm: Vllm) -> None:
-        super().__init__(daemon=True)
-        self._vllm = vllm
-        self.answer: dict[str, Any] = {}
-
-    def run(self) -> None:
-        sampling = {"max_tokens": 900, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
-        body = {"model": self._vllm.model, "token_ids": PROMPT, "sampling_params": sampling}
-        request = urllib.request.Request(
-            f"{self._vllm.root}/inference/v1/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=1200) as answer:
-            self.answer = json.loads(answer.read())
-
-    def in_flight(self) -> bool:
-        """Whether the engine has sampled tokens of it."""
-        with urllib.request.urlopen(f"{self._vllm.root}/metrics", timeout=60) as answer:
-            lines = answer.read().decode().splitlines()
-        [running] = [float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{")]
-        return running >= 1
 
 
 def test_vllm_samples_with_each_version_and_a_request_in_flight_survives(run: RealRun, served: Vllm) -> None:
@@ -140,13 +49,7 @@ def test_vllm_samples_with_each_version_and_a_request_in_flight_survives(run: Re
         request.start()
         eventually(request.in_flight, 300, "a request in flight")
         trainer.publish_version(version_of(parameters, 3))
-        request.join(1200)
-        [choice] = request.answer["choices"]
-        assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", 900)
-        spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
-        assert [version for version, *_ in spans] == ["2", "3"], spans
-        assert (spans[0][1], spans[0][2], spans[1][2]) == (0, spans[1][1], 900)
-        assert spans[1][1] > 0
+        request.assert_changed(2, 3)
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 0, run.log_of(process)
 
@@ -191,7 +94,9 @@ def test_vllm_gets_the_last_good_version_back_before_it_samples_again(served: Vl
                 await until(updater, 4, 0)
                 await checkpoints.add(manifest(5), version_of(parameters, 5))
                 await until(updater, 4, 1)
+                # An update in progress is finished: the engine resumes.
                 running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(main())
     completion = sample(served)

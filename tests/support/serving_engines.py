@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.serving.vllm_plugin.requested_versions import HeldVersion, RequestedVersions
+from rollstream.topics.config import KafkaConfig
 from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import PolicyManifest
 from tests.support.checkpoints import random_parameters
@@ -140,6 +142,78 @@ class VllmStandIn(EngineStandIn):
         except RuntimeError as error:
             return web.json_response({"error": str(error)}, status=500)
         return web.Response(status=404)
+
+
+class VllmPluginStandIn(EngineStandIn):
+    """Routes of a vLLM with our plug-in. It fetches versions from the log as the plug-in does, and has no model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.versions: RequestedVersions | None = None
+        self.loaded: HeldVersion | None = None
+        self.updating = False
+        """Whether an update was started and not finished."""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        body: Any = await request.json() if request.can_read_body else {}
+        try:
+            match request.method, request.path:
+                case "POST", "/init_weight_transfer_engine":
+                    info = body["init_info"]
+                    self.versions = self.versions or RequestedVersions(KafkaConfig(**info["kafka"]), info["run"])
+                case "POST", "/collective_rpc":
+                    return web.json_response({"results": [self.worker(body["method"], *body["args"])]})
+                case "POST", "/pause":
+                    assert request.query["mode"] == "keep", "requests in flight would be aborted"
+                    await self.pause()
+                case "POST", "/start_weight_update":
+                    if self.updating:
+                        raise RuntimeError("start_weight_update called while a weight update is already active")
+                    self.updating = True
+                case "POST", "/update_weights":
+                    await self.load_held(body["update_info"]["version"])
+                case "POST", "/finish_weight_update":
+                    self.updating = False
+                    self.reported = body.get("weight_version", self.reported)
+                case "POST", "/resume":
+                    await self.resume()
+                case "GET", "/weight_info":
+                    return web.json_response({"weight_version": await self.label()})
+                case _:
+                    return web.Response(status=404)
+            return web.json_response({"message": "done"})
+        except RuntimeError as error:
+            return web.json_response({"error": str(error)}, status=500)
+
+    def worker(self, method: str, version: str) -> dict[str, Any] | None:
+        assert self.versions is not None
+        if method == "rollstream_fetch":
+            return self.versions.request(int(version))
+        assert method == "rollstream_status"
+        status = self.versions.status()
+        held = int(version) in (status.held, self.loaded.version if self.loaded else None)
+        return {"held": held, "error": status.error, "updates": {}}
+
+    async def load_held(self, version: int) -> None:
+        assert self.paused, "weights are replaced while it samples"
+        assert self.versions is not None
+        assert self.updating
+        self.loads += 1
+        self.torn, self.updating = True, False
+        await self.call(f"load {version}")
+        same = self.loaded is not None and self.loaded.version == version
+        self.loaded = self.loaded if same and self.loaded else self.versions.take(version)
+        self.digest, self.torn, self.updating = values_digest(self.loaded.arrays), False, True
+
+    def restart(self) -> None:
+        super().restart()
+        self.close()
+        self.loaded, self.updating = None, False
+
+    def close(self) -> None:
+        if self.versions is not None:
+            self.versions.close()
+        self.versions = None
 
 
 class SglangStandIn(EngineStandIn):

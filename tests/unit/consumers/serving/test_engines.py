@@ -135,7 +135,7 @@ def test_an_engine_of_your_own_is_named_by_its_import_path(tmp_path: Path) -> No
     assert engine_named("vllm") is VllmEngine
     with pytest.raises(ConfigurationError, match="has no method load, resume, label"):
         engine_named(f"{tmp_path}/my_engine.py:Half")
-    with pytest.raises(ConfigurationError, match=re.escape("'vlm'; it is vllm, sglang, or a class")):
+    with pytest.raises(ConfigurationError, match=re.escape("'vlm'; it is vllm, sglang, vllm-plugin, or a class")):
         engine_named("vlm")
 
 

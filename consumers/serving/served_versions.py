@@ -1,0 +1,76 @@
+"""Versions that engines can be brought to: the newest, one that is known to be good, and those in use.
+
+For one event loop. A version that no engine needs any more is removed.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ServedCheckpoint:
+    """A policy version that engines load."""
+
+    version: int
+    directory: Path
+    """It in Hugging Face's layout; the current directory, which nobody reads, if engines fetch versions themselves."""
+
+
+class ServedVersions:
+    """The versions of a run that engines load, and what is known of them."""
+
+    def __init__(self, *, keep_versions: int) -> None:
+        """`keep_versions` is that of ServingConfig."""
+        self._keep_versions = keep_versions
+        self._checkpoints: dict[int, ServedCheckpoint] = {}
+        self._uses: Counter[int] = Counter()
+        self._good: set[int] = set()
+        self._changed = asyncio.Condition()
+
+    @property
+    def newest(self) -> ServedCheckpoint | None:
+        """The newest version; None before the first."""
+        return self._checkpoints[max(self._checkpoints)] if self._checkpoints else None
+
+    async def announce(self, checkpoint: ServedCheckpoint) -> None:
+        """Offer a version to the engines, and remove what is no longer needed."""
+        async with self._changed:
+            self._checkpoints[checkpoint.version] = checkpoint
+            self._changed.notify_all()
+        newest = sorted(self._checkpoints)[-self._keep_versions :]
+        for version in self._checkpoints.keys() - {*newest, *self._good_ones()[:1], *(+self._uses)}:
+            await self.remove(self._checkpoints.pop(version))
+
+    async def remove(self, checkpoint: ServedCheckpoint) -> None:
+        """Give up what a version takes, once nobody needs it; subclasses define it."""
+
+    async def wait_newer(self, version: int, timeout_s: float) -> None:
+        """Wait until there is a newer version than `version`, at most that long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: self.newest is not None and self.newest.version > version)
+
+    def note_good(self, version: int) -> None:
+        """Note that an engine has loaded a version."""
+        self._good.add(version)
+
+    def fallback(self, failed: int) -> ServedCheckpoint | None:
+        """Return the newest version, other than the failed one, that an engine has loaded; None if there is none."""
+        return next((self._checkpoints[version] for version in self._good_ones() if version != failed), None)
+
+    @contextmanager
+    def using(self, checkpoint: ServedCheckpoint) -> Iterator[Path]:
+        """Keep a version within this context."""
+        self._uses[checkpoint.version] += 1
+        try:
+            yield checkpoint.directory
+        finally:
+            self._uses[checkpoint.version] -= 1
+
+    def _good_ones(self) -> list[int]:
+        """Versions, still there, that an engine has loaded, newest first."""
+        return sorted(self._good & self._checkpoints.keys(), reverse=True)

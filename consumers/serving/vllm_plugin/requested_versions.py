@@ -1,0 +1,146 @@
+"""RequestedVersions: fetches the policy versions that it is asked for, in a thread, and holds the newest one fetched.
+
+Every version is compared with the digests in its manifest. If deltas lead from the version held to the one asked for,
+only those are fetched. A request returns at once, so that an engine goes on sampling while its next version arrives.
+"""
+
+import logging
+import threading
+import time
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from rollstream.consumers.weights.chains import forget
+from rollstream.consumers.weights.content import Arrays
+from rollstream.consumers.weights.fetcher import ChunkFetcher
+from rollstream.consumers.weights.loading import load_version
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.closing import Closing
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RollstreamError
+from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.records import BEGINNING
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.logs import event
+from rollstream.topics.records import PolicyManifest
+
+logger = logging.getLogger(__name__)
+_POLL_S = 0.05
+NONE = -1
+
+
+class VersionNotHeld(RollstreamError):
+    """A policy version that is wanted has not been fetched."""
+
+
+class FetchStatus(NamedTuple):
+    """How far the latest request is."""
+
+    requested: int
+    """Version of the latest request; -1 before the first."""
+    held: int
+    """Version held whole; -1 before the first."""
+    error: str
+    """Why the requested version cannot be had; empty while it is fetched, and once it is held."""
+
+
+class HeldVersion(NamedTuple):
+    """A policy version whose digests match its manifest."""
+
+    version: int
+    arrays: Arrays
+    """Arrays by name, read-only."""
+
+
+class RequestedVersions(Closing):
+    """Policy versions of a run, fetched on request. Its methods may be called from any thread."""
+
+    def __init__(self, kafka: KafkaConfig, run: str, *, fetch_timeout_s: float = 60.0) -> None:
+        """`fetch_timeout_s` limits the wait for the manifest of a version, and for each of its next chunks."""
+        self._kafka, self._run, self._fetch_timeout_s = kafka, run, fetch_timeout_s
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._requested, self._pending, self._error = NONE, False, ""
+        self._held = HeldVersion(NONE, {})
+        self._manifests: dict[int, PolicyManifest] = {}
+        self._skipped = SkippedRecords("vllm-plugin")
+        self._thread = threading.Thread(target=self._work, name="rollstream-versions", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and the consumers with it."""
+        self._stop.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join()
+
+    def request(self, version: int) -> None:
+        """Begin to fetch a version, unless it is held or being fetched; one that failed is tried again."""
+        with self._changed:
+            again = version == self._requested and not self._error
+            self._requested, self._error = version, ""
+            if version != self._held.version and not again:
+                self._pending = True
+                self._changed.notify_all()
+
+    def status(self) -> FetchStatus:
+        """Return how far the latest request is."""
+        with self._changed:
+            return FetchStatus(self._requested, self._held.version, self._error)
+
+    def take(self, version: int) -> HeldVersion:
+        """Return a version. Raises VersionNotHeld unless it is the one held."""
+        with self._changed:
+            if self._held.version != version:
+                reason = self._error or "request it first, and wait until it is held"
+                raise VersionNotHeld(f"policy version {version} of run {self._run} is not held: {reason}")
+            return self._held
+
+    def _work(self) -> None:
+        with ExitStack() as stack:
+            readers: tuple[TopicFollower, ChunkFetcher] | None = None
+            while (version := self._next()) is not None:
+                error = ""
+                try:
+                    if readers is None:
+                        place = (topic_name(self._run, "policies"), 0)
+                        policies = stack.enter_context(TopicFollower(self._kafka, {place: BEGINNING}))
+                        readers = policies, stack.enter_context(ChunkFetcher(self._kafka, self._run))
+                    arrays = self._fetch(version, *readers)
+                except Exception as failure:  # The engine must go on, and say why it has no newer version.
+                    named = isinstance(failure, RollstreamError)
+                    error = str(failure) if named else f"{type(failure).__name__}: {failure}"
+                    event(logger, "version_not_fetched", level=logging.ERROR, version=version, error=error)
+                with self._changed:
+                    if not error:
+                        self._held = HeldVersion(version, arrays)
+                    if version == self._requested:
+                        self._error = error
+
+    def _next(self) -> int | None:
+        """Wait for a request; return its version, or None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending or self._stop.is_set())
+            self._pending = False
+            return None if self._stop.is_set() else self._requested
+
+    def _fetch(self, version: int, policies: TopicFollower, fetcher: ChunkFetcher) -> Arrays:
+        deadline = time.monotonic() + self._fetch_timeout_s
+        while version not in self._manifests:
+            for _record, manifest in self._skipped.records(PolicyManifest, policies.poll(500, _POLL_S)):
+                self._manifests[manifest.version] = manifest
+            if self._stop.is_set() or time.monotonic() > deadline:
+                topic = topic_name(self._run, "policies")
+                raise VersionNotHeld(f"policy version {version} did not appear on {topic}")
+        began = time.monotonic()
+        arrays = load_version(
+            fetcher,
+            self._manifests,
+            version,
+            held=self._held,
+            timeout_s=self._fetch_timeout_s,
+            stop=self._stop,
+        )
+        forget(self._manifests, version)
+        event(logger, "version_fetched", version=version, seconds=round(time.monotonic() - began, 3))
+        return arrays

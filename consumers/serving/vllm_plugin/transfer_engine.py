@@ -1,0 +1,274 @@
+"""LogTransferEngine: vLLM's weight transfer engine that loads policy versions which this process fetched from the log.
+
+vLLM makes one for each worker, and calls it by the methods of its own class WeightTransferEngine. A version goes into
+the model in place, as the elements that changed where vLLM keeps the parameters as they are in a checkpoint, else whole
+from memory. An update that fails may leave the model torn: then the next one loads every tensor of its version.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollstream.consumers.serving.vllm_plugin.requested_versions import (
+    NONE,
+    FetchStatus,
+    HeldVersion,
+    RequestedVersions,
+)
+from rollstream.consumers.weights.content import Arrays
+from rollstream.topics.arrays import little_endian_view
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RollstreamError
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class UpdateFailed(RollstreamError):
+    """A policy version could not be loaded into the model, whose weights may be torn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitInfo:
+    """The body of /init_weight_transfer_engine."""
+
+    run: str
+    kafka: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of KafkaConfig; secrets are references, which this process resolves."""
+    fetch_timeout_s: float = 60.0
+    in_place: bool | None = None
+    """Whether only the elements that changed are written; None: where vLLM keeps parameters as in a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateInfo:
+    """The body of /update_weights."""
+
+    version: int
+    onto: int = NONE
+    """Version in force by the engine's label; unless this model got it here, every tensor is loaded."""
+
+
+class LogTransferEngine:
+    """The policy versions of a run, and the model of one worker that they are loaded into."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+    defers_processing = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        """Takes what vLLM's factory of engines gives: its configurations, the device and the model of this worker."""
+        self.config, self.vllm_config, self.device = config, vllm_config, device
+        self.model, self.model_config = model, vllm_config.model_config
+        self.updates: Counter[str] = Counter()
+        """How many versions were loaded "in place", and how many "whole"."""
+        self._default = self.model, self.model_config
+        self._in_place = False
+        self._info: InitInfo | None = None
+        self._versions: RequestedVersions | None = None
+        self._loaded: HeldVersion | None = None
+        """Version loaded last; the model has it unless it is torn."""
+        self._torn = False
+        self._unusable = ""
+        """Why no version can be loaded into the model any more."""
+
+    def parse_init_info(self, values: Mapping[str, Any]) -> InitInfo:
+        """Return the body of /init_weight_transfer_engine. Raises ValueError."""
+        return _parsed(InitInfo, values)
+
+    def parse_update_info(self, values: Mapping[str, Any]) -> UpdateInfo:
+        """Return the body of /update_weights. Raises ValueError."""
+        return _parsed(UpdateInfo, values)
+
+    def init_transfer_engine(self, info: InitInfo) -> None:
+        """Begin to read a run. Repeated calls with the same settings change nothing."""
+        if info == self._info:
+            return
+        self.shutdown()
+        self._versions = RequestedVersions(
+            _parsed(KafkaConfig, info.kafka), info.run, fetch_timeout_s=info.fetch_timeout_s
+        )
+        self._info, self._loaded = info, None
+        # On other devices, and where it quantizes, vLLM computes with copies that it packs after loading.
+        self._in_place = self.device.type == "cuda" and self.model_config.quantization is None
+        if info.in_place is not None:
+            self._in_place = info.in_place
+
+    def fetch(self, version: int) -> None:
+        """Begin to fetch a version, while the engine goes on sampling."""
+        if self._loaded is None or self._loaded.version != version:
+            self._source().request(version)
+
+    def status(self) -> FetchStatus:
+        """Return how far the latest fetch is."""
+        return self._source().status()
+
+    def holds(self, version: int) -> bool:
+        """Whether a version can be loaded without fetching."""
+        return version == (self._loaded.version if self._loaded else None) or version == self.status().held
+
+    def start_weight_update(self) -> None:
+        """Do nothing: each update is whole in itself."""
+
+    def update_weights(self, values: Mapping[str, Any]) -> None:
+        """Load a version that was fetched. Raises VersionNotHeld, which changes nothing, or UpdateFailed."""
+        update = self.parse_update_info(values)
+        version = update.version
+        if self._unusable:
+            raise UpdateFailed(f"{self._unusable}; start this engine again")
+        same = self._loaded is not None and self._loaded.version == version
+        held = self._loaded if same and self._loaded else self._source().take(version)
+        known = self._loaded is not None and self._loaded.version == update.onto
+        base = self._loaded if known and not same and not self._torn else None
+        began = time.monotonic()
+        self._torn = True
+        try:
+            how = self._load(held.arrays, base)
+        except Exception as error:
+            event(logger, "version_not_loaded", level=logging.ERROR, version=version, error=str(error))
+            raise UpdateFailed(
+                f"policy version {version} could not be loaded ({error}); weights may be torn"
+            ) from error
+        self._loaded, self._torn = held, False
+        self.updates[how] += 1
+        event(logger, "version_loaded", version=version, how=how, seconds=round(time.monotonic() - began, 3))
+
+    def finish_weight_update(self) -> None:
+        """Do nothing: each update is whole in itself."""
+
+    def drain_pending(self) -> None:
+        """Do nothing: no update is deferred."""
+
+    def set_weight_update_target(self, model: Any, model_config: Any) -> None:
+        """Load into another model from now on."""
+        self.model, self.model_config = model, model_config
+
+    def reset_weight_update_target(self) -> None:
+        """Load into this worker's own model again."""
+        self.model, self.model_config = self._default
+
+    def shutdown(self) -> None:
+        """Stop reading the run."""
+        if self._versions is not None:
+            self._versions.close()
+            self._versions = self._info = None
+
+    def _source(self) -> RequestedVersions:
+        if self._versions is None:
+            raise UpdateFailed("no run is named; call /init_weight_transfer_engine first")
+        return self._versions
+
+    def _load(self, arrays: Arrays, base: HeldVersion | None) -> str:
+        """Load the changes since `base` if that can be, else everything; return which."""
+        if base is not None and self._in_place:
+            changes = changed_elements(base.arrays, arrays)
+            if changes is not None:
+                try:
+                    self._patch(changes, arrays)
+                    return "in place"
+                except Exception as error:  # The model's loader does not go with patches; no later one would either.
+                    self._in_place = False
+                    event(logger, "no_updates_in_place", level=logging.WARNING, error=str(error))
+        self._load_whole(arrays)
+        return "whole"
+
+    def _patch(self, changes: Mapping[str, NDArray[np.int64]], arrays: Arrays) -> None:
+        import torch
+        from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+            CheckpointWeightPatch,
+            load_checkpoint_weight_patches,
+        )
+
+        patches = []
+        for name, places in changes.items():
+            values = tensor_of(arrays[name].reshape(-1)[places]).to(self.device)
+            indices = torch.from_numpy(places).to(self.device)
+            patches.append(CheckpointWeightPatch(name, arrays[name].shape, values.dtype, values, indices))
+        load_checkpoint_weight_patches(self.model, patches, validate_unique_indices=False)
+        _finish_on_device()
+
+    def _load_whole(self, arrays: Arrays) -> None:
+        import torch
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        parameters = {name for name, _ in self.model.named_parameters()}
+        with torch.no_grad():
+            initialize_layerwise_reload(self.model)
+            try:
+                loaded = self.model.load_weights(_tensors(arrays))
+            finally:
+                try:
+                    # After an error, too: what was buffered of this version must not mix with the next.
+                    finalize_layerwise_reload(self.model, self.model_config)
+                except Exception as error:
+                    self._unusable = f"a failed update left the model without its layers ({error})"
+                    raise
+        missing = sorted(parameters - loaded) if loaded is not None and self.model_config.quantization is None else []
+        if missing:
+            raise UpdateFailed(f"the version has nothing for {', '.join(missing[:3])} of {len(missing)} parameters")
+        _finish_on_device()
+
+
+def _finish_on_device() -> None:
+    """Wait until the device has what was written; the next step computes with it."""
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def changed_elements(before: Arrays, after: Arrays) -> dict[str, NDArray[np.int64]] | None:
+    """Places, in C order, of the elements of each array that differ in bits; None if vLLM cannot take them as patches.
+
+    It takes floating-point tensors of the same names, shapes and dtypes, and no new values that are NaN.
+    """
+    if before.keys() != after.keys():
+        return None
+    changes = {}
+    for name, new in after.items():
+        old = before[name]
+        if old is new:
+            continue
+        if (old.dtype, old.shape) != (new.dtype, new.shape) or new.dtype.itemsize not in (2, 4, 8):
+            return None
+        bits = f"<u{new.dtype.itemsize}"
+        unlike = np.frombuffer(little_endian_view(old), bits) != np.frombuffer(little_endian_view(new), bits)
+        places = np.flatnonzero(unlike)
+        if not len(places):
+            continue
+        if new.dtype.kind not in "fV" or np.isnan(new.reshape(-1)[places].astype(np.float64)).any():
+            return None
+        changes[name] = places
+    return changes
+
+
+def tensor_of(array: NDArray[Any]) -> Any:
+    """Return a copy of an array as a torch tensor."""
+    import torch
+
+    copy = np.array(array, order="C")
+    if copy.dtype.kind != "V":
+        return torch.from_numpy(copy)
+    # Extension types, such as bfloat16, have the same name in torch; numpy hands over their bits.
+    bits = torch.from_numpy(copy.view({1: np.uint8, 2: np.int16}[copy.dtype.itemsize]))
+    return bits.view(getattr(torch, copy.dtype.name))
+
+
+def _tensors(arrays: Arrays) -> Iterator[tuple[str, Any]]:
+    for name, array in arrays.items():
+        yield name, tensor_of(array)
+
+
+def _parsed(cls: type[T], values: Mapping[str, Any]) -> T:
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise ValueError(f"{cls.__name__} is not made of {sorted(values)}: {error}") from error

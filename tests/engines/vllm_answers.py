@@ -1,0 +1,96 @@
+"""Answers that a vLLM gives with known parameters, and requests that show which parameters answered."""
+
+import asyncio
+import json
+import threading
+import urllib.request
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.decoder import logits
+from rollstream.consumers.models.huggingface import load
+from rollstream.producers.inference.client import Completion, CompletionsClient
+from rollstream.producers.inference.requests import SampleRequest
+from tests.engines.conftest import Vllm
+from tests.support.serving_engines import published_exactly
+
+PROMPT = [40, 41, 42]
+HEAD = "lm_head.weight"
+Parameters = dict[str, NDArray[np.float32]]
+
+
+def original(vllm: Vllm) -> Parameters:
+    return published_exactly(load(vllm.directory))
+
+
+def version_of(parameters: Parameters, version: int) -> Parameters:
+    """Parameters of which each version answers otherwise: its head is another permutation of the same rows."""
+    return {**parameters, HEAD: np.roll(parameters[HEAD], 7 * version, axis=0)}
+
+
+def few_changed(parameters: Parameters, version: int) -> Parameters:
+    """Parameters of which each version answers otherwise, and differs from any other in few elements: it prefers
+    another eight tokens."""
+    head = parameters[HEAD].copy()
+    head[100 + 8 * version : 108 + 8 * version] *= 64
+    return {**parameters, HEAD: head}
+
+
+def sample(vllm: Vllm) -> Completion:
+    """A greedy answer, as a worker asks for it."""
+
+    async def ask() -> Completion:
+        async with CompletionsClient([vllm.url], model=vllm.model, timeout_s=300.0) as client:
+            request = SampleRequest(prompt=PROMPT, n=1, max_tokens=16, temperature=0.0, seed=0)
+            [completion] = await client.complete(request)
+            return completion
+
+    return asyncio.run(ask())
+
+
+def assert_sampled_by(completion: Completion, config: DecoderConfig, parameters: Parameters) -> None:
+    row = jnp.asarray([PROMPT + completion.tokens.tolist()])
+    given = {name: jnp.asarray(array) for name, array in parameters.items()}
+    scores = jax.nn.log_softmax(logits(given, config, row, jnp.arange(row.shape[1])[None], jnp.ones_like(row)))
+    places = np.arange(len(PROMPT), row.shape[1]) - 1
+    np.testing.assert_allclose(np.asarray(scores)[0, places, completion.tokens], completion.logprobs, atol=2e-3)
+
+
+class LongRequest(threading.Thread):
+    """A greedy request for 900 tokens, in flight while versions change."""
+
+    def __init__(self, vllm: Vllm) -> None:
+        super().__init__(daemon=True)
+        self._vllm = vllm
+        self.answer: dict[str, Any] = {}
+
+    def run(self) -> None:
+        sampling = {"max_tokens": 900, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
+        body = {"model": self._vllm.model, "token_ids": PROMPT, "sampling_params": sampling}
+        request = urllib.request.Request(
+            f"{self._vllm.root}/inference/v1/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=1200) as answer:
+            self.answer = json.loads(answer.read())
+
+    def in_flight(self) -> bool:
+        """Whether the engine has sampled tokens of it."""
+        with urllib.request.urlopen(f"{self._vllm.root}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        [running] = [float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{")]
+        return running >= 1
+
+    def assert_changed(self, before: int, after: int) -> None:
+        """Assert that it is answered in full, and that its tokens carry the one version and then the other."""
+        self.join(1200)
+        [choice] = self.answer["choices"]
+        assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", 900)
+        spans = [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"]]
+        assert [version for version, *_ in spans] == [str(before), str(after)], spans
+        assert (spans[0][1], spans[0][2], spans[1][2]) == (0, spans[1][1], 900)
+        assert spans[1][1] > 0

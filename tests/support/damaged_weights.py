@@ -1,0 +1,24 @@
+"""Policy versions on the log whose bytes are not those of their manifests."""
+
+from dataclasses import replace
+
+from rollstream.consumers.weights.fetcher import ChunkFetcher
+from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.topics.codec import encode
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.keys import encode_key
+from tests.support.runs import RealRun
+
+
+def damaged_delta(run: RealRun, version: int) -> None:
+    """Put a delta of the version before on the log, in which one bit is not that of the manifest."""
+    before = read_manifests(run.kafka, run.name)[version - 1]
+    assert before.kind == "delta"
+    [chunk] = before.chunks
+    with ChunkFetcher(run.kafka, run.name) as fetcher:
+        [data] = fetcher.fetch(before, timeout_s=300.0)
+    [(partition, (_, end))] = topic_admin.bounds(run.kafka, run.topic("weights"), [chunk.partition]).items()
+    flipped = data[:-1] + bytes([data[-1] ^ 1])
+    run.send_bytes("weights", flipped, encode_key(version, before.epoch, 0), partition)
+    manifest = replace(before, version=version, base=version - 1, chunks=(replace(chunk, offset=end),))
+    run.send_bytes("policies", encode(manifest), encode_key(version))
