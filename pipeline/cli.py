@@ -27,6 +27,7 @@ COMMANDS = {
     "group": ("roles.group", "group rollouts into training batches, exactly once"),
     "learn": ("roles.learn", "train on the batches and publish policy versions"),
     "serve-weights": ("roles.serve_weights", "keep engines such as vLLM and SGLang on the newest policy version"),
+    "engine": ("roles.engine", "run a vLLM of another environment with the newest policy version"),
     "label": (
         "roles.label",
         "label trajectories that wait for their rewards, exactly once",

@@ -24,6 +24,7 @@ from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.roles.jax_runtime import require_jax
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run import workspace
+from rollstream.pipeline.run.demo_engine import add_flags, engine_use, with_engine
 from rollstream.pipeline.run.demo_faults import Fault, FaultInjector, plan_faults
 from rollstream.pipeline.run.demo_report import DemoReport, HeldOutScore
 from rollstream.pipeline.run.display import Display
@@ -90,6 +91,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where its data lies (default: .rollstream/demo)",
     )
+    add_flags(parser)
     parser.add_argument("--keep", action="store_true", help="keep the broker's data, to ask it more afterwards")
     parser.add_argument("--no-faults", action="store_true", help="kill nothing on the way")
     parser.add_argument(
@@ -114,6 +116,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
             "use `rollstream run`"
         )
     check_lengths(config, environments_of(config))
+    config = with_engine(config, args)
     interrupts = Interrupts()
     interrupts.install()
     base = config.data_dir
@@ -189,7 +192,8 @@ def train(
 
     interrupts.kill_now = kill_now
     observer = stack.enter_context(closing(RunObserver(config.kafka, config.run)))
-    say("starting the learner (a short format warm start makes version 0), the inference server, the groupers")
+    server = "a vLLM, which takes minutes" if roles.engines else "the inference server"
+    say(f"starting the learner (a short format warm start makes version 0), {server}, the groupers")
     supervisor.start(*roles.consumers)
     supervisor.wait_ready(spec.name for spec in roles.consumers)
     first = evaluate(config, 0, "first")
@@ -250,6 +254,7 @@ def examine(config: RunConfig, training: TrainingOutcome, *, kept: bool, began: 
         seed=config.seed,
         window=config.demo.window,
         needed_gain=config.demo.gain,
+        engine=engine_use(config),
         outcome=training.outcome,
         reward_first=first.reward,
         reward_last=last.reward,

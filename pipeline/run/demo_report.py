@@ -13,6 +13,7 @@ from rollstream.pipeline.run.demo_faults import Fault, faults_text, plain_faults
 from rollstream.pipeline.text_tables import bytes_text, clipped, command_text, table
 
 if TYPE_CHECKING:
+    from rollstream.pipeline.run.demo_engine import EngineUse
     from rollstream.pipeline.run.one_process import Comparison
     from rollstream.pipeline.tools.lineage import LineageNode
     from rollstream.pipeline.tools.replay import ReplayComparison
@@ -60,6 +61,8 @@ class DemoReport:
     """Rollouts in the means at the start and at the end."""
     needed_gain: float = 0.5
     """Least rise of exact match, over the rollouts produced, that passes."""
+    engine: "EngineUse | None" = None
+    """Use of an engine of others, which then decides instead of exact match; None if our server sampled."""
     topic_bytes: Mapping[str, int]
     """Bytes of keys and values that went through each topic."""
     ledger: Mapping[str, Any]
@@ -81,9 +84,11 @@ class DemoReport:
     @property
     def failures(self) -> tuple[str, ...]:
         """Promises that did not hold; empty if the demo passed."""
-        failures = []
+        failures: list[str] = []
         gain = self.exact_last - self.exact_first
-        if gain < self.needed_gain:
+        if self.engine is not None:
+            failures += self.engine.failures
+        elif gain < self.needed_gain:
             failures.append(f"exact match rose by {gain:.3f}, at least {self.needed_gain} was expected")
         if not self.ledger["balanced"]:
             failures.append("the ledger does not balance")
@@ -127,7 +132,7 @@ class DemoReport:
         first, last = self.heldout_first, self.heldout_last
         rows = [
             ("reward, rollouts produced", self.reward_first, self.reward_last),
-            (f"{_DECISIVE} (decides)", self.exact_first, self.exact_last),
+            (_DECISIVE if self.engine else f"{_DECISIVE} (decides)", self.exact_first, self.exact_last),
             (f"exact match, {first.prompts} held-out prompts (greedy)", first.exact, last.exact),
         ]
         start = f"first {self.window:,}, version {first.version}"
@@ -152,6 +157,8 @@ class DemoReport:
 
     def _decision(self) -> str:
         """Text that explains which accuracy decides, and why."""
+        if self.engine is not None:
+            return self.engine.as_text()
         prompts = self.heldout_last.prompts
         return (
             f"PASSED depends on {_DECISIVE}: it rose by {self.exact_last - self.exact_first:.3f}, and "

@@ -31,6 +31,8 @@ class RunPlan:
     workers: tuple[RoleSpec, ...]
     evaluators: tuple[RoleSpec, ...] = ()
     """One if versions are evaluated, else none."""
+    engines: tuple[RoleSpec, ...] = ()
+    """One if a vLLM is started, else none."""
     weight_servers: tuple[RoleSpec, ...] = ()
     """One if engines of others are kept on the newest version, else none."""
     gateways: tuple[RoleSpec, ...] = ()
@@ -43,7 +45,8 @@ class RunPlan:
     @property
     def consumers(self) -> tuple[RoleSpec, ...]:
         """Roles that must be ready before a rollout is produced."""
-        return (self.learn, *self.followers, *self.servers, *self.weight_servers, *self.groupers, *self.labelers)
+        servers = (*self.servers, *self.engines, *self.weight_servers)
+        return (self.learn, *self.followers, *servers, *self.groupers, *self.labelers)
 
 
 @dataclass(frozen=True)
@@ -85,11 +88,24 @@ def settle(config: RunConfig) -> RunConfig:
     if config.learner.processes > 1 and not config.learner.coordinator:
         coordinator = f"127.0.0.1:{free_port('127.0.0.1')}"
         config = replace(config, learner=replace(config.learner, coordinator=coordinator))
+    if config.serving.python:
+        config = _with_engine(config)
     if config.inference.port or not config.inference.replicas:
         return config
     port = free_port_row(config.inference.host, config.inference.replicas)
     inference = replace(config.inference, port=port)
     return replace(config, inference=inference, worker=replace(config.worker, inference_urls=inference_urls(inference)))
+
+
+def _with_engine(config: RunConfig) -> RunConfig:
+    """Return the configuration with the place of the vLLM that is started, which alone answers the workers."""
+    urls = config.serving.urls or (f"http://127.0.0.1:{free_port('127.0.0.1')}",)
+    return replace(
+        config,
+        serving=replace(config.serving, urls=urls),
+        inference=replace(config.inference, replicas=0),
+        worker=replace(config.worker, inference_urls=tuple(f"{url.removesuffix('/v1')}/v1" for url in urls)),
+    )
 
 
 def write(config: RunConfig) -> Path:
@@ -121,6 +137,7 @@ def plan(config: RunConfig, path: Path) -> RunPlan:
             replace(spec(f"env-{n}", "env", "--ordinal", str(n)), python=config.supervisor.worker_python)
             for n in range(config.supervisor.workers)
         ),
+        engines=(spec("engine", "engine"),) if config.serving.python else (),
         weight_servers=(spec("serve-weights", "serve-weights"),) if config.serving.urls else (),
         gateways=(spec("gateway", "gateway"),) if config.gateway.port else (),
         evaluators=(spec("eval", "eval"),) if config.evaluation.every_versions else (),

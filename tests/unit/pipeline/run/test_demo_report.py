@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollstream.pipeline.run.demo_engine import EngineUse
 from rollstream.pipeline.run.demo_faults import Fault
 from rollstream.pipeline.run.demo_report import DemoReport, HeldOutScore, ledger_text, verification_text
 from rollstream.pipeline.run.one_process import Comparison
@@ -178,3 +179,21 @@ def test_columns_are_as_wide_as_their_widest_cell() -> None:
 )
 def test_sizes_are_written_for_people(size: int, text: str) -> None:
     assert bytes_text(size) == text
+
+
+def test_with_an_engine_of_others_its_versions_decide_and_the_report_says_so() -> None:
+    use = EngineUse(engine="vllm", published=9, versions=8, rollouts_by_versions={1: 90, 2: 10}, unnamed=0)
+    report = dataclasses.replace(REPORT, exact_last=0.01, engine=use)
+    assert report.passed, "it need not have learned"
+    text = report.as_text()
+    assert "PASSED depends on the engine (vllm), and not on exact match" in text
+    assert "rollouts carry tokens of 8, and 3 are needed" in text
+    assert "10 rollouts carry several versions" in text
+    assert "(decides)" not in text
+    assert json.loads(json.dumps(report.as_dict()))["engine"]["versions"] == 8
+    few = dataclasses.replace(report, engine=dataclasses.replace(use, versions=2, unnamed=5))
+    assert few.failures == (
+        "rollouts carry 2 policy versions, at least 3 were expected",
+        "5 rollouts have tokens of no known version",
+    )
+    assert not dataclasses.replace(report, verify={**report.verify, "mismatches": 1}).passed

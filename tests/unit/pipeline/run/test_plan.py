@@ -57,3 +57,16 @@ def test_engines_of_others_are_updated_by_one_role_that_is_ready_before_rollouts
     assert spec.arguments[3] == "serve-weights"
     assert spec in roles.consumers
     assert plans.plan(load(), Path("run.toml")).weight_servers == ()
+
+
+def test_a_vllm_that_a_run_starts_alone_answers_its_workers_and_is_kept_on_the_newest_version() -> None:
+    config = plans.settle(load(flags=[f"serving.python={sys.executable}"]))
+    [url] = config.serving.urls
+    assert config.worker.inference_urls == (f"{url}/v1",)
+    roles = plans.plan(config, Path("run.toml"))
+    assert roles.servers == ()
+    assert [spec.name for spec in (*roles.engines, *roles.weight_servers)] == ["engine", "serve-weights"]
+    assert all(spec in roles.consumers for spec in (*roles.engines, *roles.weight_servers))
+    named = plans.settle(load(flags=[f"serving.python={sys.executable}", 'serving.urls=["http://127.0.0.1:8000"]']))
+    assert named.serving.urls == ("http://127.0.0.1:8000",)
+    assert plans.plan(plans.settle(load()), Path("run.toml")).engines == ()

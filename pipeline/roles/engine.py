@@ -1,0 +1,166 @@
+"""The role `engine`: a vLLM of another environment, started with the run's newest policy version and ended with it.
+
+vLLM is the program of `serving.python`. It serves at the first of `serving.urls`, and is ready once it answers there.
+"""
+
+import argparse
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from rollstream.consumers.learner.pretrained import tokenizer_of
+from rollstream.consumers.models.character_tokenizer_file import write_character_tokenizer
+from rollstream.consumers.models.tokenizer import CharacterTokenizer
+from rollstream.consumers.serving.config import ServingConfig
+from rollstream.consumers.serving.engines import EngineFailed, EngineHttp
+from rollstream.consumers.serving.vllm_plugin.registration import BACKEND
+from rollstream.consumers.serving.vllm_plugin_engine import EXTENSION
+from rollstream.consumers.serving.vllm_plugin_engine import NAME as PLUGIN
+from rollstream.consumers.weights.follower import WeightsFollower
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.roles.infer import wait_for_version
+from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
+from rollstream.pipeline.tools.export import export
+from rollstream.topics.errors import ConfigurationError, RollstreamError
+from rollstream.topics.kafka import clients
+
+_LOOK_S = 0.5
+_PROGRESS_S = 10.0
+_STOP_S = 15.0
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+"""Variables of vLLM where the role's own environment has none of that name: the routes that replace weights, nothing
+from outside, and a gigabyte for keys and values on a CPU."""
+
+
+class EngineEnded(RollstreamError):
+    """The engine's process ended by itself."""
+
+    exit_code = 1
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream engine`."""
+    set_handler(parser, run, example="rollstream engine --config run.toml", role=True)
+
+
+def run(config: RunConfig, _args: argparse.Namespace) -> int:
+    """Serve until stopped."""
+    check_engine_python(config.serving)
+    if not config.serving.urls:
+        raise ConfigurationError("serving.urls is empty; name where the engine serves, e.g. http://127.0.0.1:8000")
+    clients.check_broker(config.kafka)
+    with WeightsFollower(config.kafka, config.run, config=config.learner.weights) as follower:
+        wait_for_version(follower, config.supervisor.ready_timeout_s)
+    directory = config.run_dir / "engine"
+    shutil.rmtree(directory, ignore_errors=True)
+    version = export(config, directory, None)
+    tokenizer = tokenizer_of(config.learner)
+    if isinstance(tokenizer, CharacterTokenizer):
+        write_character_tokenizer(directory, tokenizer)
+    # In this role's group of processes, so that whatever ends the role ends the engine and what it started.
+    process = subprocess.Popen(command_of(config, directory), env=environment_of(config.serving), stdout=sys.stderr)
+    try:
+        run_until_stopped(lambda stop: _serve(config.serving, process, version, stop))
+    finally:
+        _end(process)
+    return 0
+
+
+def check_engine_python(serving: ServingConfig) -> None:
+    """Raise ConfigurationError if the engine's Python is no program, or has no vLLM."""
+    if not serving.python or shutil.which(serving.python) is None:
+        raise ConfigurationError(
+            f"serving.python is {serving.python!r}, which is no program here; name the python of an environment in "
+            "which vLLM is installed"
+        )
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    if subprocess.run([serving.python, "-P", "-c", look], capture_output=True).returncode:
+        raise ConfigurationError(f"serving.python, {serving.python}, has no vLLM; install it there: pip install vllm")
+
+
+def command_of(config: RunConfig, directory: Path) -> list[str]:
+    """Return the command line of the engine that serves a checkpoint."""
+    serving, address = config.serving, urlsplit(config.serving.urls[0])
+    flags = ["--host", str(address.hostname), "--port", str(address.port), "--enable-scale-out"]
+    flags += ["--served-model-name", config.worker.model, "--max-model-len", str(config.inference.max_model_len)]
+    if config.worker.logprobs_mode == "processed":
+        flags += ["--logprobs-mode", "processed_logprobs"]
+    if serving.engine == PLUGIN:
+        flags += ["--weight-transfer-config", f'{{"backend": "{BACKEND}"}}', "--worker-extension-cls", EXTENSION]
+    return [serving.python, "-m", "vllm.entrypoints.cli.main", "serve", str(directory), *flags, *serving.flags]
+
+
+def environment_of(serving: ServingConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables of the engine: its own environment's programs come first."""
+    programs = str(Path(shutil.which(serving.python) or serving.python).absolute().parent)
+    return {**ENVIRONMENT, **environment, "PATH": f"{programs}{os.pathsep}{environment.get('PATH', '')}"}
+
+
+async def _serve(serving: ServingConfig, process: subprocess.Popen[bytes], version: int, stop: asyncio.Event) -> None:
+    async with EngineHttp(serving.urls[0], serving) as http:
+        if not await _until_healthy(http.url, process, stop):
+            return
+        try:
+            # Its answers must name their version from the first one on.
+            await http.post("/update_weight_version", {"new_version": str(version)})
+        except EngineFailed as error:
+            raise EngineEnded(f"the engine serves, and takes no label of its weights: {error}") from error
+        announce_ready()
+        while not stop.is_set():
+            _check(process)
+            await _pause(stop)
+
+
+async def _until_healthy(url: str, process: subprocess.Popen[bytes], stop: asyncio.Event) -> bool:
+    """Wait until the engine answers, for as long as its process runs; return False if it is to stop before."""
+    began = said_at = time.monotonic()
+    timeout = aiohttp.ClientTimeout(total=_PROGRESS_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        while not stop.is_set():
+            _check(process)
+            try:
+                async with session.get(f"{url}/health") as answer:
+                    if answer.status == 200:
+                        return True
+            except (aiohttp.ClientError, TimeoutError):
+                pass
+            if time.monotonic() - said_at > _PROGRESS_S:
+                said_at = time.monotonic()
+                announce_progress(f"vLLM starts, for {said_at - began:.0f} s")
+            await _pause(stop)
+    return False
+
+
+async def _pause(stop: asyncio.Event) -> None:
+    try:
+        await asyncio.wait_for(stop.wait(), _LOOK_S)
+    except TimeoutError:
+        return
+
+
+def _check(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        raise EngineEnded(f"vLLM ended with exit code {process.returncode}; see the end of its log")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
