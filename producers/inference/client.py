@@ -40,6 +40,9 @@ _NO_SUCH_ROUTE = {403, 404, 405}
 _MISSING_S = 30.0
 """Time until a label that named no version on record is looked for again."""
 _LOOK_S = 5.0
+_LABEL_ROUTES = {"vllm": "/weight_info", "sglang": "/model_info"}
+"""Routes by which engines whose lists of models name no version tell the label of their weights; vLLM's is there in
+development mode."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -250,8 +253,21 @@ class CompletionsClient:
         entries = body.get("data") if isinstance(body.get("data"), list) else []
         versions = [entry.get("policy_version") for entry in entries or () if isinstance(entry, dict)]
         version = max((v for v in versions if isinstance(v, int)), default=UNKNOWN)
+        if version < 0 and replica.engine in _LABEL_ROUTES:
+            version = await self._labelled(replica, _LABEL_ROUTES[replica.engine])
         self._replicas.answered(replica, version)
         return version
+
+    async def _labelled(self, replica: Replica, route: str) -> int:
+        """Return the version that the label of an engine's weights names; -1 if it has no such route or version."""
+        try:
+            body = await self._json(replica, "GET", route, None)
+        except InferenceRefused:
+            return UNKNOWN
+        label = body.get("weight_version") if isinstance(body, dict) else None
+        if not isinstance(label, str):
+            return UNKNOWN
+        return (await self._known_versions({label})).version_of(label)
 
     def _look_around(self) -> None:
         """Look at servers that get no requests, so that they get some again once they are up and up to date."""

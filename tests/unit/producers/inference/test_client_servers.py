@@ -93,6 +93,28 @@ def test_the_kind_of_a_server_is_found_once_and_its_own_route_is_asked(owner: st
         assert (completion.text, completion.weight_step, completion.replica_id) == ("13", -1, base_url)
 
 
+@pytest.mark.parametrize(("owner", "route"), [("vllm", "/weight_info"), ("sglang", "/model_info")])
+def test_the_version_of_an_engine_that_lists_none_is_the_label_of_its_weights(owner: str, route: str) -> None:
+    server = Server(owner=owner, version=-1)
+    labels = {"17": 17, "default": -1, None: -1}
+    label: str | None = None
+
+    def refuse(path: str) -> web.Response | None:
+        if path != route:
+            return None
+        return web.json_response({"weight_version": label}) if label else web.Response(status=404)
+
+    server.refuse = refuse
+
+    async def version(base_url: str) -> int:
+        async with CompletionsClient([base_url]) as client:
+            return await client.version()
+
+    with serving_http(server) as base_url:
+        for label, number in labels.items():
+            assert asyncio.run(version(base_url)) == number, label
+
+
 def test_a_vllm_without_its_route_is_asked_for_completions_from_then_on() -> None:
     server = Server(owner="vllm")
     disabled = web.json_response
