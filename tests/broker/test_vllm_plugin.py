@@ -4,6 +4,7 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,17 @@ def test_an_engine_fetches_deltas_onto_what_it_holds_and_names_why_a_version_can
             versions.take(3)
         anchor = publish_version(run.kafka, run.name, parameters(4), model=MODEL_JSON)
         assert params_digest(await_held(versions, anchor)) == params_digest(parameters(4))
+
+
+def test_versions_in_files_are_fetched_like_those_on_the_log(run: RealRun, tmp_path: Path) -> None:
+    config = WeightsConfig(url=str(tmp_path / "weights"), transport="files")
+    with StepWriter(run.kafka, run.name, model=MODEL_JSON, config=config) as trainer:
+        for version in range(2):
+            trainer.publish_version(parameters(version))
+    assert all(chunk.url for chunk in read_manifests(run.kafka, run.name)[1].chunks)
+    with closing(RequestedVersions(run.kafka, run.name, fetch_timeout_s=300.0)) as versions:
+        for version in range(2):
+            assert params_digest(await_held(versions, version)) == params_digest(parameters(version))
 
 
 def test_a_version_that_never_appears_is_given_up(run: RealRun, trainer: StepWriter) -> None:
