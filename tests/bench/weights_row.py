@@ -1,11 +1,16 @@
 """Row `weights`: a policy version published and followed, against the same bytes sent in the same chunks and read back.
 
-A mebibyte of parameters counts as a rollout. Figures compare deltas of 1 % and 3 % of the values with the full version.
+A mebibyte of parameters counts as a rollout. Figures compare deltas of 1 % and 3 % of the values with the full version,
+and versions in files of a directory with the same bytes written to a file, synced and read back.
 """
 
+import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
+from statistics import median
 
 import ml_dtypes
 import numpy as np
@@ -27,6 +32,8 @@ TENSORS, SHAPE = 16, (1024, 1024)
 MIB = 1024 * 1024
 SIZE_MIB = 2 * TENSORS
 """Size of the parameters in bfloat16."""
+FILES_MIB = (128, 1024)
+"""Sizes of versions in files, up to as many MiB as a row has rollouts and as memory has room for."""
 _SPARE_S = 120.0
 
 
@@ -57,16 +64,17 @@ def measure(settings: Settings) -> Row:
         size_bytes=MIB,
         ours=published,
         raw=copied,
-        figures=_deltas(settings, arrays),
+        figures=_deltas(settings, arrays) | _files(settings),
     )
 
 
-def random_arrays(seed: int) -> Arrays:
+def random_arrays(seed: int, tensors: int = TENSORS) -> Arrays:
     """Parameters as those of a trained model: normal, in bfloat16."""
     random = np.random.default_rng(seed)
-    shape = (TENSORS, *SHAPE)
-    values = (0.02 * random.standard_normal(shape, dtype=np.float32)).astype(ml_dtypes.bfloat16)
-    return {f"layer.{number}": values[number] for number in range(TENSORS)}
+    return {
+        f"layer.{number}": (0.02 * random.standard_normal(SHAPE, dtype=np.float32)).astype(ml_dtypes.bfloat16)
+        for number in range(tensors)
+    }
 
 
 def changed(arrays: Arrays, share: float) -> Arrays:
@@ -93,6 +101,50 @@ def _deltas(settings: Settings, arrays: Arrays) -> dict[str, float]:
             figures[f"delta of {percent} %: bytes / full"] = delta.figures["stored_bytes"] / delta.figures["full_bytes"]
             figures[f"delta of {percent} %, s to publish"] = _seconds(delta)
     return figures
+
+
+def _files(settings: Settings) -> dict[str, float]:
+    """Seconds to publish and load versions in files, and how many times as long as the raw copy they take."""
+    figures = {}
+    free_mib = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // MIB
+    for size_mib in FILES_MIB:
+        # In memory are the arrays, those that are loaded, the bytes of the copy, and files on their way.
+        if size_mib > min(settings.rollouts, free_mib // 4):
+            continue
+        arrays = random_arrays(0, size_mib // 2)
+        with tempfile.TemporaryDirectory() as folder:
+            config = WeightsConfig(anchor_every=1, keep_versions=1, transport="files", url=f"{folder}/weights")
+            with prepared(settings, f"files-{size_mib}") as run, _publishing(settings, run, config) as (log, source):
+                ours, raw = [], []
+                for _ in range(settings.repetitions):
+                    began = time.perf_counter()
+                    manifest = _publish(source, log, arrays)
+                    with closing(ChunkFetcher(settings.kafka, run)) as fetcher:
+                        load_version(fetcher, {manifest.version: manifest}, manifest.version)
+                    ours.append(time.perf_counter() - began)
+                    raw.append(_copy_by_file(Path(folder) / "raw", arrays, config.file_bytes))
+        figures[f"files, {size_mib} MiB, s"] = median(ours)
+        figures[f"files, {size_mib} MiB / raw copy"] = median(ours) / median(raw)
+    return figures
+
+
+def _copy_by_file(path: Path, arrays: Arrays, piece_bytes: int) -> float:
+    """Seconds to write the bytes to a file, sync it, and read them back in pieces."""
+    views = [memoryview(array.view(np.uint8).reshape(-1)) for array in arrays.values()]
+    began = time.perf_counter()
+    with path.open("wb") as file:
+        for view in views:
+            file.write(view)
+        file.flush()
+        os.fsync(file.fileno())
+    left = bytearray(sum(map(len, views)))
+    with path.open("rb") as file:
+        at = 0
+        while piece := file.read(piece_bytes):
+            left[at : at + len(piece)] = piece
+            at += len(piece)
+    path.unlink()
+    return time.perf_counter() - began
 
 
 def _seconds(manifest: PolicyManifest) -> float:
