@@ -1,0 +1,38 @@
+"""Stores say how large and how old their objects are, and messages on them hold no secret."""
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.consumers.files.stores import open_store, shown
+
+WORDS = st.from_regex(r"[a-z0-9]{4,12}", fullmatch=True)
+
+
+@pytest.mark.parametrize("url", ["{}", "file://{}", "local://{}", "memory://{}"])
+def test_a_store_lists_sizes_and_times_below_a_folder(url: str, tmp_path: Path) -> None:
+    store = open_store(url.format(tmp_path / "store"))
+    assert store.listing("a") == {}
+    began = time.time()
+    for name in ("a/b/one", "a/two", "ab/three"):
+        store.write(name, name.encode())
+    listed = store.listing("a")
+    assert {name: file.size_bytes for name, file in listed.items()} == {"a/b/one": 7, "a/two": 5}
+    for name, file in listed.items():
+        assert file.modified is not None
+        assert abs(file.modified - began) < 600
+        assert store.size_bytes(name) == file.size_bytes
+    store.delete("a/two")
+    assert sorted(store.listing("a")) == ["a/b/one"]
+    with pytest.raises(FileNotFoundError):
+        store.size_bytes("a/two")
+
+
+@given(user=WORDS, host=WORDS, path=WORDS)
+def test_a_shown_text_keeps_urls_without_passwords_and_queries(user: str, host: str, path: str) -> None:
+    said = f"GET https://{user}:PASSWORD@{host}/{path}?X-Signature=SECRET, then s3://{host}/{path}: 503"
+    assert shown(said) == f"GET https://{host}/{path}, then s3://{host}/{path}: 503"
+    assert shown(f"sftp://{user}@{host}/{path} is it there?") == f"sftp://{user}@{host}/{path} is it there?"
