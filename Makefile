@@ -20,10 +20,10 @@ OR_NAMED = || $(if $(ARGS),[ $$? -eq 5 ] ||) test -s $(FAILED) || echo "a run of
 SAY_FAILED = $(if $(shell cat $(FAILED)),$(error FAILED $(shell cat $(FAILED))))
 # Tests of a file stay together, so that what they share is made once.
 BY_FILE = --dist loadfile --no-loadscope-reorder
-# Tests on a broker wait most of the time: two files at once, each on a broker of its own. What breaks things, and containers, one after the other.
+# Tests on a broker wait most of the time: three files at once, each on a broker of its own. Other engines take all cores: one after the other.
 UNIT = $(BIN)/python -m pytest tests/unit -n 2 $(BY_FILE)
-BROKER = $(BIN)/python -m pytest tests/broker -n 2 $(BY_FILE)
-OTHERS = $(BIN)/python -m pytest tests --ignore=tests/unit --ignore=tests/broker --ignore=tests/bench
+REAL = $(BIN)/python -m pytest tests --ignore=tests/unit --ignore=tests/engines --ignore=tests/bench -n 3 $(BY_FILE)
+ENGINES = $(BIN)/python -m pytest tests/engines
 export FAILED_TESTS = $(abspath $(FAILED))
 
 .DEFAULT_GOAL := help
@@ -83,14 +83,13 @@ run-unit: $(STAMP)
 
 run-real: $(STAMP)
 	@: >$(FAILED)
-	$(BROKER) -m "not long" $(ARGS) $(OR_NAMED)
-	$(OTHERS) -m "not long" $(ARGS) $(OR_NAMED)
+	$(REAL) -m "not long" $(ARGS) $(OR_NAMED)
 
 run-all: $(LONG_STAMP) $(VLLM_STAMP) $(VERIFIERS_STAMP)
 	@: >$(FAILED)
 	$(UNIT) $(ARGS) $(OR_NAMED)
-	$(BROKER) $(ARGS) $(OR_NAMED)
-	$(OTHERS) $(ARGS) $(OR_NAMED)
+	$(REAL) $(ARGS) $(OR_NAMED)
+	$(ENGINES) $(ARGS) $(OR_NAMED)
 
 bench: $(STAMP) ## Measure, each row as a ratio to a raw baseline of the same run
 	$(BIN)/python -m tests.bench $(ARGS)

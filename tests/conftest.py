@@ -21,12 +21,13 @@ MARKED_BY_LOCATION = ("unit", "broker", "containers", "faults", "browser", "benc
 FORKING = ("verifier_pool", "forking", "array_copies", "atomic_files")
 """Files whose tests fork: they begin before any test loads JAX, whose threads may deadlock a forked child."""
 LONGEST = (
-    *("demo", "environment_run", "interruption", "learner", "gateway_chat", "retrain", "replay", "slow_learner"),
-    *("agent_environment", "object_store", "commands", "foreign_trainer", "inference_server", "control_run"),
+    *("learner", "faults", "demo", "environment_run", "interruption", "gateway_chat", "retrain", "replay"),
+    *("ledger_losses", "slow_learner", "kafka_container", "commands", "foreign_trainer", "inference_server"),
+    *("control_run", "rollout_labeling", "grouping", "trajectories", "labeling", "archive", "bad_records", "tools"),
     *("train_step", "slots", "mesh", "recipe", "slot_devices", "distribution", "cli", "fold_cost", "batch_maker"),
     *("dialects", "supervisor", "sql", "environment_check", "fold_properties"),
 )
-"""Files whose tests begin first: two files run beside each other, and would else wait for the longest at the end."""
+"""Files whose tests begin first: files run beside each other, and would else wait for the longest at the end."""
 
 # On CI the same examples every time; at a developer's desk new ones, with the blob that repeats a failure.
 hypothesis.settings.register_profile("desk", deadline=None, print_blob=True)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.catalogue import topic_name
@@ -41,6 +43,7 @@ class Doubts:
 '''
 
 
+@pytest.mark.long
 def test_an_agent_that_knows_an_address_alone_is_trained_on_the_tokens_it_was_given(
     compiled: Path, tmp_path: Path, broker: str, run_name: str
 ) -> None:

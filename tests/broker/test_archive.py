@@ -157,6 +157,7 @@ def test_an_archive_survives_kill_9_answers_and_becomes_a_run_that_verifies(real
         restore(real_run.kafka, real_run.topics, store, current, again)
 
 
+@pytest.mark.long
 def test_a_restored_run_is_grouped_further_with_the_groups_that_were_open(real_run: RealRun) -> None:
     run = real_run
     run.grouping = GroupingConfig(batch_rollouts=8, max_batch_age_s=0.5, group_deadline_s=3600.0)

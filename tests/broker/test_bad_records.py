@@ -222,6 +222,7 @@ def assert_tools_never_fetch(run: RealRun, place: str) -> None:
     assert json.loads(answers["groups", "--json"])["environments"]["env"]["groups"] == 2
 
 
+@pytest.mark.long
 def test_a_bomb_that_lies_in_the_topic_as_it_came_is_skipped_and_never_fetched(run: RealRun) -> None:
     group(run, "before", 3)
     place = bomb(run)

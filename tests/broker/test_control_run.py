@@ -118,6 +118,7 @@ def test_a_run_of_a_control_task_collects_labels_fills_and_ends(run: RealRun) ->
         np.testing.assert_array_equal(np.unique(buffer.sample(500)["rewards"]), np.arange(100.0, 140.0))
 
 
+@pytest.mark.long
 def test_a_run_ends_when_its_players_have_returned_and_sends_their_last_steps(run: RealRun) -> None:
     running = start(run, collect__player="counting:play_for_a_while", collect__trajectories=0)
     assert running.wait(300) == 0, run.log_of(running)

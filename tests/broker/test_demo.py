@@ -194,6 +194,7 @@ def test_a_killed_demo_takes_its_processes_with_it(start: Start, tmp_path: Path)
     eventually(lambda: not any(map(runs, seen)), 60, "the end of all roles")
 
 
+@pytest.mark.long
 def test_a_run_goes_on_after_kill_9_of_its_parts_and_drains_when_told(
     start: Start, tmp_path: Path, broker: str, run_name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -148,6 +148,7 @@ def test_what_is_excluded_by_environment_worker_or_offset_leaves_and_stays_out(r
     assert (replayed["rollouts"], replayed["in_flight"]) == (16, 4)
 
 
+@pytest.mark.long
 def test_an_environment_that_no_rollout_is_of_is_said_at_once_and_nothing_is_written(real_run: RealRun) -> None:
     """Whether its rollouts were grouped already, or nobody has read them yet."""
     real_run.grouping = type(real_run.grouping)(batch_rollouts=16, max_batch_age_s=600.0)

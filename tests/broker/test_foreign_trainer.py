@@ -92,6 +92,7 @@ def test_the_page_followed_from_the_top_trains_on_every_rollout(reader: Reader) 
     assert "published after step trainer/4" in asked
 
 
+@pytest.mark.long
 def test_the_trainer_is_killed_again_and_again_and_trains_on_each_batch_once(reader: Reader) -> None:
     for language, body in BLOCKS[:3]:
         reader.follows(language, body)

@@ -152,6 +152,7 @@ def test_sigterm_lets_it_answer_what_it_has_begun(run: RealRun) -> None:
     assert all(len(answer.choices) == 2 for answer in answers)
 
 
+@pytest.mark.long
 def test_a_server_that_splits_the_model_over_devices_answers_as_one_device_does_before_and_after_a_swap(
     run: RealRun, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ def test_a_learner_killed_between_checkpoints_ends_with_the_bits_of_an_uninterru
     assert told == [(step, found[step].metrics["trained/reward"]) for step in range(1, 9)], "each step once"
 
 
+@pytest.mark.long
 def test_a_learner_that_begins_anew_begins_where_the_index_does(real_run: RealRun) -> None:
     run = with_batches(real_run, 12)
     entries = [message.offset for message in read_to_end(run.kafka, run.topic("batch-index"))]

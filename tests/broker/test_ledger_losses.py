@@ -167,6 +167,7 @@ def test_a_position_past_what_the_steps_name_is_told(run: RealRun) -> None:
     ]
 
 
+@pytest.mark.long
 def test_a_log_cut_off_and_written_again_is_named_and_refused(tmp_path: Path) -> None:
     with LocalBroker.start(config=BrokerConfig(data_dir=tmp_path / "broker"), bound_to_parent=True) as broker:
         run = RealRun(KafkaConfig(bootstrap_servers=broker.bootstrap_servers), "cut", tmp_path)
@@ -205,7 +206,14 @@ def cut_off(segment: Path, offset: int) -> int:
 # ---------------------------------------------------------------------- what is not decided yet
 
 
-@pytest.mark.parametrize("topics", [("dead-letters", "batch-index", "batches"), ("journal",), ("rollouts",)])
+@pytest.mark.parametrize(
+    "topics",
+    [
+        ("dead-letters", "batch-index", "batches"),
+        pytest.param(("journal",), marks=pytest.mark.long),
+        pytest.param(("rollouts",), marks=pytest.mark.long),
+    ],
+)
 def test_what_an_open_transaction_hides_is_undecided(
     broker: str, run_name: str, tmp_path: Path, topics: tuple[str, ...]
 ) -> None:

@@ -50,6 +50,7 @@ def answer(run: RealRun, script: str, *words: str) -> subprocess.CompletedProces
     return subprocess.run(command, cwd=run.directory, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.long
 def test_a_learner_saves_at_a_url_is_killed_resumes_from_there_and_is_forked(
     real_run: RealRun, script: str, tmp_path: Path
 ) -> None:

@@ -209,6 +209,7 @@ def test_a_fork_goes_on_from_a_step_with_other_settings_on_the_same_batches(
     assert "is the run itself" in refused(answers["fork into itself"])
 
 
+@pytest.mark.long
 def test_a_fork_that_is_started_becomes_the_learner(source: RealRun) -> None:
     recorded, into = steps_of(source), f"{source.name}-started"
     process = source.start("fork", "--from-step", "6", "--into", into, "--start", **SETTINGS)

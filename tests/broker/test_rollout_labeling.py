@@ -128,6 +128,7 @@ def test_a_judge_killed_and_started_again_rewards_every_rollout_once_and_cancels
     assert {decode(letter.value).uid for letter in letters} == lost
 
 
+@pytest.mark.long
 def test_lost_positions_are_found_again_from_the_rollouts_that_were_labeled(
     real_run: RealRun, judge: tuple[str, JudgeServer]
 ) -> None:

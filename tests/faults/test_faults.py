@@ -173,7 +173,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("protocol", ["classic", "consumer"])
+@pytest.mark.parametrize("protocol", ["classic", pytest.param("consumer", marks=pytest.mark.long)])
 def test_a_grouper_that_wakes_up_in_a_call_that_never_ends_leaves_its_replacement_alone(
     fault_run: RealRun, protocol: str
 ) -> None:

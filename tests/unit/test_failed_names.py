@@ -27,7 +27,7 @@ def test_that_cannot_begin(broken):
     pass
 """
 OF_MAKE = ("ARGS", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS")
-RUNS = {"UNIT": "test-unit", "BROKER": "test-real", "OTHERS": "test-real"}
+RUNS = {"UNIT": "test-unit", "REAL": "test-real"}
 
 
 def made(folder: Path, goal: str, **commands: str) -> subprocess.CompletedProcess[str]:
@@ -50,7 +50,7 @@ def pytest_of(folder: Path) -> str:
     return f"{sys.executable} -m pytest -c pyproject.toml --rootdir {folder} -p tests.conftest {folder}/test_planted.py"
 
 
-@pytest.mark.parametrize(("run", "workers"), [("UNIT", " -n 2"), ("BROKER", ""), ("OTHERS", "")])
+@pytest.mark.parametrize(("run", "workers"), [("UNIT", " -n 2"), ("REAL", "")])
 def test_make_ends_with_the_names_of_what_failed(tmp_path: Path, run: str, workers: str) -> None:
     done = made(tmp_path, RUNS[run], **{run: pytest_of(tmp_path) + workers})
     assert done.returncode == 2
@@ -78,5 +78,5 @@ def test_make_succeeds_where_all_passed_or_args_chose_nothing(tmp_path: Path) ->
 def test_a_file_that_cannot_be_collected_is_named(tmp_path: Path) -> None:
     run = pytest_of(tmp_path)
     (tmp_path / "test_planted.py").write_text("import nothing_of_this_name\n")
-    last = made(tmp_path, "test-real", OTHERS=run).stdout.splitlines()[-1]
+    last = made(tmp_path, "test-real", REAL=run).stdout.splitlines()[-1]
     assert "*** FAILED test_planted.py." in last

@@ -266,6 +266,7 @@ def test_a_journal_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(content.descriptions) <= 64 + 2 * 3
 
 
+@pytest.mark.long
 def test_a_million_trajectories_open_in_seconds_and_take_tens_of_bytes_each(tmp_path: Path) -> None:
     """The bounds are several times the measured values."""
     import time
