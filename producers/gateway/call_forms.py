@@ -75,7 +75,7 @@ def parse_request(route: str, body: Any, idempotency_key: str = "") -> AgentRequ
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             raise RecordError("messages must be a list of objects, and not empty")
-    elif isinstance(body.get("prompt"), list) and any(isinstance(part, str | list) for part in body["prompt"]):
+    elif isinstance(body.get("prompt"), list) and not {str, list}.isdisjoint(map(type, body["prompt"])):
         raise RecordError("prompt must be one text or one list of token ids: a call has one prompt")
     same = {key: value for key, value in body.items() if key not in _NOT_IN_DIGEST}
     text = json.dumps([route, idempotency_key, same], sort_keys=True, separators=(",", ":"))

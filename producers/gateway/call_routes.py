@@ -1,6 +1,5 @@
 """The HTTP of model calls, for the gateway's server and for the endpoint in a worker: routes, events, errors."""
 
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from rollstream.producers.gateway.errors import NoCapacity, NoSuchSession, NoVer
 from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.streamed_answers import framed
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused, InferenceUnavailable
+from rollstream.producers.json_text import decode, encode
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, RecordError, RollstreamError
 from rollstream.topics.logs import event
 
@@ -76,7 +76,7 @@ class CallRoutes:
                 if session.closed is None and not session.ended:
                     await self._on_failure(session, error)
                 raise
-            response = web.json_response(answer)
+            response = web.Response(body=encode(answer), content_type="application/json", charset="utf-8")
             await response.prepare(http)
             await response.write_eof()
             self._capture.delivered(session, call)
@@ -167,6 +167,6 @@ def _error(message: str, status: int, code: str) -> web.Response:
 async def json_body(http: web.Request) -> Any:
     """Return the JSON of a request, an empty object if it has no body. Raises RecordError."""
     try:
-        return json.loads(await http.read() or b"{}")
+        return decode(await http.read() or b"{}")
     except (ValueError, RecursionError) as error:
         raise RecordError(f"the body is not JSON: {error}") from error

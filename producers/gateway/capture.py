@@ -4,7 +4,6 @@ The gateway's server and the endpoint inside a worker share it. It speaks no HTT
 """
 
 import asyncio
-import json
 import time
 import uuid
 from collections import Counter
@@ -31,6 +30,7 @@ from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.inference.answers import samples_of
 from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import InferenceRefused
+from rollstream.producers.json_text import decode, encode
 from rollstream.producers.policy_versions import PolicySource
 from rollstream.topics.records import ModelCall, SessionEvent
 
@@ -97,7 +97,7 @@ class CallCapture:
     def answer_of(self, session: CapturedSession, request: AgentRequest, call: ModelCall) -> dict[str, Any]:
         """Return the answer of a recorded call as it was first given."""
         prompt = session.sequences.by_uid[call.uid].prompt
-        return with_prompt(request, json.loads(call.body), prompt.tolist())
+        return with_prompt(request, decode(call.body), prompt.tolist())
 
     async def answer(
         self, session: CapturedSession, request: AgentRequest, *, first_attempt: bool = False
@@ -165,7 +165,7 @@ class CallCapture:
                 url = source
                 if data == DONE:
                     break
-                part = json.loads(data)
+                part = decode(data)
                 whole.add(part)
                 if not part.get("choices") and not usage:
                     continue
@@ -262,7 +262,7 @@ class CallCapture:
                 messages_shared=delta.messages_shared,
                 messages=delta.messages,
                 answers=call_answers(samples, versions),
-                body=json.dumps(agent_answer(request, answer, uid), ensure_ascii=False, separators=(",", ":")),
+                body=encode(agent_answer(request, answer, uid)).decode(),
                 sampling=recorded_sampling(body),
                 replica_id=samples[0].replica_id or url,
                 author=self._rules.author,

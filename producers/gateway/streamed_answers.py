@@ -1,8 +1,9 @@
 """Streams of OpenAI's events: puts the parts of an answer together, and takes a whole answer apart. Pure."""
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from rollstream.producers.json_text import encode
 
 DONE = "[DONE]"
 _SUMMED = ("token_ids", "response_token_ids")
@@ -103,8 +104,7 @@ def events_of(answer: Mapping[str, Any], *, chat: bool, usage: bool) -> Iterator
 
 def framed(event: Mapping[str, Any] | str) -> bytes:
     """Return an event as bytes of a stream."""
-    text = event if isinstance(event, str) else json.dumps(event, separators=(",", ":"))
-    return b"data: " + text.encode() + b"\n\n"
+    return b"data: " + (event.encode() if isinstance(event, str) else encode(event)) + b"\n\n"
 
 
 class EventLines:

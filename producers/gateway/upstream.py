@@ -19,6 +19,7 @@ from rollstream.producers.gateway.errors import UpstreamRefused
 from rollstream.producers.gateway.streamed_answers import EventLines
 from rollstream.producers.inference.answers import refusal_of
 from rollstream.producers.inference.errors import InferenceUnavailable
+from rollstream.producers.json_text import decode, encode
 from rollstream.topics.secrets import resolve
 
 _RETRIED_STATUS = {429, 502, 503, 504}
@@ -95,9 +96,9 @@ class Upstream:
 
     async def call(self, session: str, path: str, body: dict[str, Any]) -> UpstreamAnswer:
         """Return the answer to a request. Raises InferenceUnavailable after the deadline, UpstreamRefused."""
-        async with self._response(session, "POST", path, body) as (url, response):
+        async with self._response(session, path, body) as (url, response):
             try:
-                answer = await response.json(content_type=None)
+                answer = decode(await response.read())
             except (aiohttp.ClientError, ValueError) as error:
                 raise InferenceUnavailable(f"{url} broke off its answer: {error!r}") from error
         if not isinstance(answer, dict):
@@ -106,7 +107,7 @@ class Upstream:
 
     async def stream(self, session: str, path: str, body: dict[str, Any]) -> AsyncIterator[tuple[str, str]]:
         """Yield the server's URL and the data of each event of a streamed answer. Raises as `call` does."""
-        async with self._response(session, "POST", path, body) as (url, response):
+        async with self._response(session, path, body) as (url, response):
             lines = EventLines()
             try:
                 async for data in response.content.iter_any():
@@ -117,19 +118,18 @@ class Upstream:
 
     @asynccontextmanager
     async def _response(
-        self, session: str, method: str, path: str, body: dict[str, Any] | None
+        self, session: str, path: str, body: dict[str, Any]
     ) -> AsyncIterator[tuple[str, aiohttp.ClientResponse]]:
         assert self._http, "used outside its context manager"
+        data = encode(body)
+        headers = {"Content-Type": "application/json", **({"X-Session-ID": session} if session else {})}
         deadline = time.monotonic() + self._timeout_s
         pause_s, cause = _FIRST_PAUSE_S, "none was asked"
         while (left_s := deadline - time.monotonic()) > 0:
             url = self._ranked(session)[0]
             try:
-                headers = {"X-Session-ID": session} if session else None
                 timeout = aiohttp.ClientTimeout(total=left_s)
-                async with self._http.request(
-                    method, url + path, json=body, headers=headers, timeout=timeout
-                ) as answer:
+                async with self._http.post(url + path, data=data, headers=headers, timeout=timeout) as answer:
                     if answer.status == 200:
                         yield url, answer
                         return

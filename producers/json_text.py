@@ -1,0 +1,31 @@
+"""JSON of model calls, whose lists of tokens and log-probabilities cost the standard library the most time of a call.
+
+Values that only the standard library takes (NaN, lone surrogates, integers beyond 64 bits) go to it.
+"""
+
+import json
+from typing import Any
+
+import msgspec
+
+_decoder = msgspec.json.Decoder()
+_encoder = msgspec.json.Encoder()
+
+
+def decode(text: bytes | str) -> Any:
+    """Return the value of a JSON text. Raises ValueError or RecursionError as `json.loads` does."""
+    try:
+        return _decoder.decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return json.loads(text)
+
+
+def encode(value: Any) -> bytes:
+    """Return the JSON text of a value, in UTF-8. Raises TypeError or ValueError as `json.dumps` does.
+
+    NaN and infinities become null where nothing else in the value is beyond msgspec.
+    """
+    try:
+        return _encoder.encode(value)
+    except (msgspec.EncodeError, TypeError, ValueError, OverflowError, RecursionError):
+        return json.dumps(value, separators=(",", ":")).encode()
