@@ -1,6 +1,6 @@
 """Chains of policy versions: a full version and the deltas after it, which a reader applies in order. No I/O."""
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.records import PolicyManifest
@@ -10,10 +10,12 @@ class ChainBroken(RollstreamError):
     """No chain of versions on the log leads to a policy version."""
 
 
-def links(manifests: Mapping[int, PolicyManifest], version: int, held: int = -1) -> list[PolicyManifest]:
+def links(
+    manifests: Mapping[int, PolicyManifest], version: int, held: int = -1, refused: Collection[int] = ()
+) -> list[PolicyManifest]:
     """Versions to fetch, in order, to hold `version`: deltas after `held` if they lead there, else from a full version.
 
-    Raises ChainBroken if there is no such chain.
+    Raises ChainBroken if there is no such chain, or if one of its versions is `refused`.
     """
     chain: list[PolicyManifest] = []
     wanted = version
@@ -21,6 +23,8 @@ def links(manifests: Mapping[int, PolicyManifest], version: int, held: int = -1)
         manifest = manifests.get(wanted)
         if manifest is None or manifest.kind == "external" or (chain and wanted >= chain[-1].version):
             raise ChainBroken(f"policy version {version} builds on version {wanted}, which is not on the log")
+        if wanted in refused:
+            raise ChainBroken(f"policy version {version} builds on version {wanted}, which was refused")
         chain.append(manifest)
         if manifest.kind == "full" or manifest.base == held >= 0:
             return chain[::-1]

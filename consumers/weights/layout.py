@@ -4,6 +4,7 @@ Bytes that do not match their digests are refused. Needs numpy; knows neither Ka
 """
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,9 @@ from rollstream.consumers.weights.delta import apply_delta
 from rollstream.topics.arrays import dtype_of, little_endian_view
 from rollstream.topics.params_digest import TREE, TensorDigest, tensor_digests, tree_digest, whole_digest
 from rollstream.topics.records import Chunk, PolicyManifest, Tensor
+
+_MOST_NAMED = 4
+"""Chunks that a message names."""
 
 
 def full_content(arrays: Arrays, digests: Sequence[TensorDigest]) -> Content:
@@ -107,14 +111,17 @@ class ContentBuffer:
 def _tensor(
     manifest: PolicyManifest, tensor: Tensor, content: memoryview, base: Mapping[str, NDArray[Any]]
 ) -> NDArray[Any]:
-    name = f"tensor {tensor.name} of policy version {manifest.version}"
+    name = _named(manifest, tensor)
     view = content[tensor.start : tensor.start + tensor.size_bytes]
     if len(view) != tensor.size_bytes:
         raise WeightsRefused(f"{name} has too few bytes")
     if tensor.changed >= 0:
         if tensor.name not in base:
             raise WeightsRefused(f"{name} is a change of version {manifest.base}, which is not held")
-        return apply_delta(manifest, tensor, view, base[tensor.name])
+        try:
+            return apply_delta(manifest, tensor, view, base[tensor.name])
+        except WeightsRefused as error:
+            raise WeightsRefused(f"{error}; {_lies(manifest, tensor)}") from error
     dtype = dtype_of(tensor.dtype)
     if tensor.size_bytes != dtype.itemsize * math.prod(tensor.shape):
         raise WeightsRefused(f"{name} has no room for its shape")
@@ -122,7 +129,10 @@ def _tensor(
 
 
 def _content(manifest: PolicyManifest, chunk: Chunk, data: bytes) -> bytes:
-    differs = f"chunk {chunk.index} of policy version {manifest.version} differs from its manifest"
+    differs = (
+        f"chunk {chunk.index} of policy version {manifest.version}, {_place(chunk)}, differs from its manifest: "
+        f"{len(data)} bytes of {chunk.size_bytes}"
+    )
     if len(data) != chunk.size_bytes or (chunk.digest and hashlib.sha256(data).hexdigest() != chunk.digest):
         raise WeightsRefused(differs)
     if not chunk.codec:
@@ -149,6 +159,29 @@ def check(manifest: PolicyManifest, arrays: Arrays) -> None:
         actual = {name: hashlib.sha256(little_endian_view(array)).hexdigest() for name, array in arrays.items()}
     for tensor in manifest.tensors:
         if actual[tensor.name] != tensor.digest:
-            raise WeightsRefused(f"tensor {tensor.name} of policy version {manifest.version} differs from its manifest")
+            raise WeightsRefused(f"{_named(manifest, tensor)} differs from its manifest; {_lies(manifest, tensor)}")
     if whole != manifest.digest:
         raise WeightsRefused(f"policy version {manifest.version} as a whole differs from its manifest")
+
+
+def _named(manifest: PolicyManifest, tensor: Tensor) -> str:
+    return f"tensor {tensor.name} of policy version {manifest.version}"
+
+
+def _place(chunk: Chunk) -> str:
+    return chunk.url or f"offset {chunk.offset} of partition {chunk.partition}"
+
+
+def _lies(manifest: PolicyManifest, tensor: Tensor) -> str:
+    """Name the chunks that hold the bytes of a tensor, or those of its changes."""
+    ends = itertools.accumulate(chunk.content_bytes if chunk.codec else chunk.size_bytes for chunk in manifest.chunks)
+    begin, end = tensor.start, tensor.start + tensor.size_bytes
+    chunks = [
+        chunk
+        for chunk, stop in zip(manifest.chunks, ends, strict=True)
+        if begin < stop and stop - (chunk.content_bytes if chunk.codec else chunk.size_bytes) < end
+    ]
+    what = "its bytes are" if tensor.changed < 0 else f"its changes since version {manifest.base} are"
+    places = [f"chunk {chunk.index} ({_place(chunk)})" for chunk in chunks[:_MOST_NAMED]]
+    more = [f"{len(chunks) - _MOST_NAMED} more"] if len(chunks) > _MOST_NAMED else []
+    return f"{what} in {', '.join(places + more)}" if places else "it has no bytes"

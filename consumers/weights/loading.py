@@ -1,7 +1,7 @@
 """Loads policy versions from the log: fetches a chain, applies it, and checks the result against its manifest."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from numpy.typing import NDArray
@@ -19,16 +19,18 @@ def load_version(
     version: int,
     *,
     held: tuple[int, Arrays] = (-1, {}),
+    refused: Collection[int] = (),
     timeout_s: float = 60.0,
     stop: threading.Event | None = None,
 ) -> dict[str, NDArray[Any]]:
     """Return the arrays of a version. If deltas lead to it from the version `held`, only those are fetched.
 
+    Nothing is fetched if one of the versions it builds on is `refused`: the digests would not match again.
     `timeout_s` and `stop` apply to each version of the chain. Raises ChainBroken, ChunksGone, ChunksLate or
     WeightsRefused.
     """
     arrays: dict[str, NDArray[Any]] = dict(held[1])
-    for link in links(manifests, version, held[0]):
+    for link in links(manifests, version, held[0], refused):
         buffer = ContentBuffer(link)
         fetcher.stream(link, buffer.put, timeout_s=timeout_s, stop=stop)
         # The digests of a version prove all that it builds on.

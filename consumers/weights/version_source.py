@@ -64,6 +64,8 @@ class VersionSource(Closing):
         self._candidates = VersionCandidates()
         self._published: dict[int, PolicyManifest] = {}
         """Manifests that a version to come may build on."""
+        self._refused: set[int] = set()
+        """Versions that do not match their manifests: what builds on them is skipped, up to the next full one."""
         self._held: tuple[int, dict[str, NDArray[Any]]] = (-1, {})
         with ExitStack() as stack:
             self._policies = stack.enter_context(TopicFollower(kafka, {(policies, 0): BEGINNING}))
@@ -92,7 +94,9 @@ class VersionSource(Closing):
             elif manifest.version > held:
                 self._candidates.add(manifest)
                 self._published[manifest.version] = manifest
+                self._refused.discard(manifest.version)
         forget(self._published, held if held >= 0 else self._candidates.oldest)
+        self._refused.intersection_update(self._published)
 
     def _fetch(self, manifest: PolicyManifest) -> WholeVersion | None:
         """Fetch a version; return None if it cannot be fetched whole."""
@@ -103,6 +107,7 @@ class VersionSource(Closing):
                 self._published,
                 manifest.version,
                 held=self._held,
+                refused=self._refused,
                 timeout_s=self._fetch_timeout_s,
                 stop=self._stop,
             )
@@ -122,6 +127,8 @@ class VersionSource(Closing):
             # Another attempt would read the same log, and fail again.
             self._candidates.drop(manifest.version)
             refused = isinstance(error, WeightsRefused)
+            if refused:
+                self._refused.add(manifest.version)
             event(
                 logger,
                 "policy_refused" if refused else "policy_skipped",

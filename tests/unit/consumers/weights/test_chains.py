@@ -46,6 +46,14 @@ def test_a_chain_without_a_full_version_on_the_log_is_broken(kinds: str, version
         links(manifests(kinds), version)
 
 
+def test_what_builds_on_a_refused_version_is_broken_up_to_the_next_full_one() -> None:
+    known = manifests("fdddfd")
+    for version in (1, 2, 3):
+        with pytest.raises(ChainBroken, match=f"version {version} builds on version 1, which was refused"):
+            links(known, version, 0, refused={1})
+    assert [link.version for link in links(known, 5, 0, refused={1})] == [4, 5]
+
+
 @pytest.mark.parametrize(
     ("kinds", "versions", "kept"),
     [

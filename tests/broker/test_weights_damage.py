@@ -1,0 +1,180 @@
+"""Faults of weights on a real broker: damage is refused by name and place, never held, and healed by the next full
+version; a broker that is killed amid a publication costs time only.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollstream.consumers.step_log import StepLog, read_steps
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.fetcher import ChunkFetcher
+from rollstream.consumers.weights.follower import WeightsFollower
+from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests
+from rollstream.infra.broker import LocalBroker
+from rollstream.infra.config import BrokerConfig
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import decode_key, encode_key
+from rollstream.topics.logs import JsonFormatter
+from rollstream.topics.params_digest import params_digest
+from rollstream.topics.records import PolicyManifest
+from tests.broker.test_learner import SETTINGS
+from tests.support.runs import RealRun, with_batches
+from tests.support.waiting import eventually
+
+CONFIG = WeightsConfig(chunk_bytes=1000, keep_versions=8, anchor_every=4)
+DAMAGED = 1
+"""Index of the chunk that is damaged: the middle of `table`."""
+
+
+@pytest.fixture
+def log(run: RealRun) -> Iterator[StepLog]:
+    log = StepLog(run.kafka, run.name, "default")
+    yield log
+    log.close()
+
+
+def params(version: int) -> dict[str, np.ndarray]:
+    """Noise, which is not compressed, and a few rows that each version moves."""
+    table = np.random.default_rng(0).standard_normal((40, 50)).astype("<f4")
+    table[: 2 * (version % 4)] += 1.0 + version
+    return {"table": table, "version": np.int64(version)[None]}
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:500] + bytes([data[500] ^ 1]) + data[501:]
+
+
+def cut(data: bytes) -> bytes:
+    return data[:-1]
+
+
+def publish(source: WeightsPublisher, log: StepLog, step: int) -> PolicyManifest:
+    manifest = source.stage(step, params(step))
+    log.commit([source.record(manifest)])
+    source.committed(manifest)
+    return manifest
+
+
+def publish_damaged(
+    run: RealRun, source: WeightsPublisher, log: StepLog, step: int, damage: Callable[[bytes], bytes], index: int
+) -> str:
+    """Publish a version one of whose chunks is another record of the same key; return the place of that record."""
+    manifest = source.stage(step, params(step))
+    fetcher = ChunkFetcher(run.kafka, run.name)
+    data = fetcher.fetch(manifest, timeout_s=300)[index]
+    fetcher.close()
+    chunk = manifest.chunks[index]
+    _begin, offset = topic_admin.bounds(run.kafka, run.topic("weights"))[chunk.partition]
+    run.send_bytes("weights", damage(data), encode_key(step, manifest.epoch, index), chunk.partition)
+    moved = replace(chunk, offset=offset)
+    chunks = (*manifest.chunks[:index], moved, *manifest.chunks[index + 1 :])
+    log.commit([source.record(replace(manifest, chunks=chunks))])
+    # The publisher does not know, so its next version is a delta of this one.
+    source.committed(manifest)
+    return f"offset {offset} of partition {chunk.partition}"
+
+
+def reasons(caplog: pytest.LogCaptureFixture, name: str) -> dict[int, str]:
+    """Reasons of the logged events of a name, by version."""
+    lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records if record.getMessage() == name]
+    return {line["version"]: line["reason"] for line in lines}
+
+
+@pytest.mark.parametrize("damage", [flipped, cut])
+def test_a_damaged_full_version_is_refused_by_its_place_and_the_next_version_is_held(
+    run: RealRun, log: StepLog, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
+) -> None:
+    caplog.set_level(logging.INFO)
+    source = WeightsPublisher(run.kafka, run.name, "default", "{}", replace(CONFIG, anchor_every=1))
+    publish(source, log, 0)
+    with WeightsFollower(run.kafka, run.name) as follower:
+        follower.wait_for(0, 300)
+        place = publish_damaged(run, source, log, 1, damage, DAMAGED)
+        eventually(lambda: reasons(caplog, "policy_refused"), 120, "the damage is found")
+        assert follower.version == 0
+        publish(source, log, 2)
+        version, held = follower.wait_for(1, 300)
+    assert (version, params_digest(held)) == (2, params_digest(params(2)))
+    [(refused, reason)] = reasons(caplog, "policy_refused").items()
+    assert refused == 1
+    assert f"chunk {DAMAGED} " in reason
+    assert place in reason
+    assert ("tensor table of policy version 1" if damage is flipped else "999 bytes of 1000") in reason
+
+
+def test_what_builds_on_a_damaged_delta_is_skipped_unread_until_the_next_full_version(
+    run: RealRun, log: StepLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    source = WeightsPublisher(run.kafka, run.name, "default", "{}", CONFIG)
+    publish(source, log, 0)
+    with WeightsFollower(run.kafka, run.name) as stays:
+        stays.wait_for(0, 300)
+        place = publish_damaged(run, source, log, 1, lambda data: bytes(len(data)), 0)
+        eventually(lambda: 1 in reasons(caplog, "policy_refused"), 120, "the damage is found")
+        assert [publish(source, log, step).kind for step in (2, 3)] == ["delta", "delta"]
+        eventually(lambda: {2, 3} <= reasons(caplog, "policy_skipped").keys(), 120, "both are skipped")
+        assert stays.version == 0
+        refused, skipped = reasons(caplog, "policy_refused"), reasons(caplog, "policy_skipped")
+        with WeightsFollower(run.kafka, run.name) as joins:
+            assert joins.wait_for(0, 300)[0] == 0, "the newest version before the damage"
+        assert publish(source, log, 4).kind == "full"
+        assert publish(source, log, 5).kind == "delta"
+        version, held = stays.wait_for(5, 300)
+    assert (version, params_digest(held)) == (5, params_digest(params(5)))
+    assert refused.keys() == {1}
+    assert place in refused[1]
+    assert [reason.rpartition(" builds on ")[0] for reason in skipped.values()] == [
+        "policy version 2",
+        "policy version 3",
+    ]
+    assert all(reason.endswith(", which was refused") for reason in skipped.values())
+
+
+@pytest.mark.long
+def test_a_broker_killed_amid_a_publication_costs_the_learner_time_only(tmp_path: Path) -> None:
+    with LocalBroker.start(config=BrokerConfig(data_dir=tmp_path / "broker"), bound_to_parent=True) as broker:
+        run = with_batches(RealRun(KafkaConfig(bootstrap_servers=broker.bootstrap_servers), "amid", tmp_path), 8)
+        # Thousands of chunks a version, so that publishing takes longer than a step.
+        slow = {
+            "learner__model__hidden_size": 128,
+            "learner__weights__chunk_bytes": 32,
+            "learner__weights__anchor_every": 1,
+        }
+        learner = run.start("learn", **{**SETTINGS, **slow, "learner__max_steps": 4})
+        try:
+            for kill in (broker.kill, broker.stop):
+                before = len(read_manifests(run.kafka, run.name))
+                eventually(
+                    lambda before=before: under_way(run) >= before, 300, "chunks of a version without a manifest"
+                )
+                kill()
+                broker.restart()
+            assert learner.wait(600) == 0, run.log_of(learner)[-3000:]
+        finally:
+            run.stop()
+        committed = read_to_end(run.kafka, run.topic("policies"), isolation="read_committed")
+        assert [decode_key(message.key) for message in committed] == [(version,) for version in range(5)], "each once"
+        steps = read_steps(run.kafka, run.name, "default")
+        assert {step: record.policy_version for step, record in steps.items()} == {step: step for step in range(5)}
+        with WeightsFollower(run.kafka, run.name) as follower:
+            assert follower.wait_for(4, 300)[0] == 4
+            assert follower.manifest is not None
+            assert follower.manifest.params_digest == steps[4].params_digest
+
+
+def under_way(run: RealRun) -> int:
+    """The version of the newest chunk if it has no manifest yet, else -1."""
+    topic, newest = run.topic("weights"), -1
+    for partition, (_begin, end) in topic_admin.bounds(run.kafka, topic).items():
+        last = read_to_end(run.kafka, topic, start={partition: max(0, end - 1)}, isolation="read_uncommitted")
+        newest = max([newest, *(decode_key(message.key)[0] for message in last if message.key)])
+    return -1 if newest in read_manifests(run.kafka, run.name) else newest
