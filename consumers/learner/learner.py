@@ -21,13 +21,14 @@ from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.batch_selection import StepTotals
 from rollstream.consumers.learner.input.source_registry import open_source
 from rollstream.consumers.learner.input.step_loader import LoadedStep, StepLoader, StepSource
-from rollstream.consumers.learner.parallel.team import Alone, Team, host_copies, raising_team_lost
-from rollstream.consumers.learner.pretrained import resolved
+from rollstream.consumers.learner.parallel.team import Alone, Team, raising_team_lost
+from rollstream.consumers.learner.pretrained import published_dtype, resolved
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
 from rollstream.consumers.learner.records.device_checksum import device_checksum
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.records.metric_sinks import MetricSinks, open_sinks
 from rollstream.consumers.learner.records.recording_thread import RecordingThread
+from rollstream.consumers.learner.records.snapshot import snapshot
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.learner.reproducibility import fingerprint
 from rollstream.consumers.learner.startup import Example, begin, load_reference
@@ -92,6 +93,7 @@ class _Learner:
         self._recording: RecordingThread | None = None
         self._checkpoints = stack.enter_context(Checkpoints(config.checkpoint, run, config.name))
         self._train_step = TrainStep(config)
+        self._dtype = published_dtype(config)
         self._fingerprint = fingerprint(config)
         self._state = self._train_step.abstract_state()
         self._reference: Params | None = None
@@ -199,6 +201,8 @@ class _Learner:
         outcomes = self._add_up(step, loaded.outcomes)
         self._report_left_out(step, outcomes)
         self._refuse_empty(step, loaded, metrics, outcomes)
+        # Before the snapshot, so that the host has two versions at most: this one, and the one it is compared with.
+        waited_s = 0.0 if self._recording is None else self._recording.wait()
         snapshot_began = time.monotonic()
         params = self._params_after(step)
         plan, ended = loaded.plan, time.monotonic()
@@ -211,6 +215,7 @@ class _Learner:
             "time/step": trained_s,
             "time/wait_for_batch": self._waited_s,
             "time/load": loaded.load_s,
+            "time/wait_for_recording": waited_s,
             "time/snapshot": ended - snapshot_began,
         }
         self._ended = ended
@@ -229,8 +234,11 @@ class _Learner:
     def _params_after(self, step: int) -> StepParams:
         """Digest of the parameters after a step, with copies if that step publishes them or is compared by copies."""
         params = self._state.params
-        copies = step % self._config.publish_every_steps == 0 or step <= self._compares_arrays_until
-        return StepParams(device_checksum(params), host_copies(params) if copies else None)
+        compares = step <= self._compares_arrays_until
+        if not compares and step % self._config.publish_every_steps:
+            return StepParams(device_checksum(params), None)
+        copies = snapshot(params, "" if compares else self._dtype, keep=self._recorder is not None)
+        return StepParams(device_checksum(params), copies)
 
     def _report_left_out(self, step: int, outcomes: StepTotals) -> None:
         """Log which rollouts could not be trained on."""
@@ -301,14 +309,13 @@ class _Learner:
         if recorder is None or sinks is None or recording is None:
             return
         step = int(self._state.step)
-        waited_s = recording.wait()
 
         def record() -> None:
             made = recorder.record(
                 step,
                 uses,
                 position,
-                {**metrics, "time/wait_for_recording": waited_s},
+                metrics,
                 params,
                 self._position,
                 oldest=oldest,

@@ -4,13 +4,11 @@ Messages go through JAX's coordination service, which the lead runs; a process t
 Arrays are exchanged within the step itself.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.topics.errors import ConfigurationError, RollstreamError
@@ -141,12 +139,3 @@ def raising_team_lost(team: Team) -> Iterator[None]:
             f"process {team.process} of the learner lost another one ({reason}); start all {team.processes} again: "
             "they resume from the checkpoint"
         ) from error
-
-
-def host_copies(params: Mapping[str, jax.Array]) -> dict[str, np.ndarray[Any, Any]]:
-    """Copy whole arrays into the memory of every process, whatever their sharding; all processes call it together."""
-    whole = {
-        name: value if value.is_fully_addressable else multihost_utils.process_allgather(value, tiled=True)
-        for name, value in params.items()
-    }
-    return {name: np.array(value) for name, value in whole.items()}

@@ -13,11 +13,11 @@ from typing import Any
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.prefetch import Prefetcher
 from rollstream.consumers.learner.input.step_loader import LoadedStep, ShareLoader
-from rollstream.consumers.learner.parallel.team import host_copies
 from rollstream.consumers.learner.pretrained import resolved
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
 from rollstream.consumers.learner.records.device_checksum import device_checksum
 from rollstream.consumers.learner.records.past_steps import batches_of
+from rollstream.consumers.learner.records.snapshot import snapshot
 from rollstream.consumers.learner.reproducibility import fingerprint
 from rollstream.consumers.learner.startup import Example, begin, load_reference
 from rollstream.consumers.learner.training.train_step import Params, TrainState, TrainStep
@@ -192,7 +192,7 @@ def _begun(
         state, _metrics = begin(train_step, warm_start_examples())
         if config.reference == "initial":
             # Copies, because the next step reuses the buffers of the state.
-            return state, train_step.frozen(host_copies(state.params)), None
+            return state, train_step.frozen(snapshot(state.params)), None
         return state, load_reference(train_step, checkpoints), None
 
 
@@ -220,6 +220,6 @@ def _beside(record: LearnerStep, state: TrainState) -> RetrainedStep:
         again=(
             device_checksum(state.params)
             if record.params_digest.endswith(CHECKSUM)
-            else digest_as(record.params_digest, host_copies(state.params))
+            else digest_as(record.params_digest, snapshot(state.params))
         ),
     )

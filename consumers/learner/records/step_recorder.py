@@ -34,7 +34,8 @@ class StepParams(NamedTuple):
     digest: str
     """Their checksum, computed where they lie."""
     arrays: Arrays | None
-    """Copies of them; None if the step publishes no version and its record has a digest by the same rule."""
+    """Copies of them, in the published dtype unless the record of the step has a digest by another rule; None if the
+    step publishes no version and its record has a digest by the same rule."""
 
 
 class StepRecorder(Closing):

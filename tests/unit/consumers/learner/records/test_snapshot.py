@@ -1,0 +1,74 @@
+"""Snapshots hold the values of their moment, in the bits that conversion on the host gives, whatever the sharding."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rollstream.consumers.learner.records.snapshot import snapshot
+from rollstream.consumers.weights.conversion import converted
+from rollstream.topics.params_digest import params_digest
+from tests.support.paths import ROOT
+
+SHARDED = """
+import json
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from rollstream.consumers.learner.records.snapshot import snapshot
+from rollstream.topics.params_digest import params_digest
+
+mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
+array = np.random.default_rng(5).standard_normal((16, 24)).astype("<f4")
+specs = [P(), P("fsdp"), P(None, "fsdp"), P("data", "fsdp"), P(("data", "fsdp"))]
+params = {str(number): jax.device_put(array, NamedSharding(mesh, spec)) for number, spec in enumerate(specs)}
+print(json.dumps([params_digest({"w": array}) for array in snapshot(params, "bfloat16").values()]))
+"""
+
+
+def every_kind_of_float() -> np.ndarray:
+    """Ties, subnormal numbers, the largest ones, infinities, NaNs of several payloads, and random bits."""
+    ties = np.arange(1 << 12, dtype="<u4") << 15
+    edges = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0x7F7FFFFF, 0x7F7F8000, 0x7F800000, 0x7F800001, 0x7FC00000], "<u4")
+    random = np.random.default_rng(1).integers(2**32, size=1 << 16, dtype="<u4")
+    bits = np.concatenate([ties, edges, random])
+    return np.concatenate([bits, bits | np.uint32(1 << 31)]).view("<f4")
+
+
+def test_it_rounds_as_the_host_does_in_every_bit() -> None:
+    values = every_kind_of_float()
+    with np.errstate(invalid="ignore"):  # of signalling NaNs
+        expected = converted({"w": values}, "bfloat16")["w"]
+    found = snapshot({"w": jnp.asarray(values)}, "bfloat16")["w"]
+    assert found.dtype == expected.dtype
+    assert np.array_equal(found.view(np.uint16), expected.view(np.uint16))
+
+
+@pytest.mark.parametrize("dtype", ["", "bfloat16", "float32"])
+def test_it_keeps_its_values_when_the_next_step_reuses_the_buffers(dtype: str) -> None:
+    values = np.random.default_rng(3).standard_normal((64, 65)).astype("<f4")
+    update = jax.jit(lambda array: array * 2 + 1, donate_argnums=0)
+    params = {f"layer.{number}": jnp.asarray(values + number) for number in range(5)} | {"count": jnp.arange(7)}
+    expected = converted({name: np.array(value) for name, value in params.items()}, dtype or "float32")
+    held = snapshot(params, dtype)
+    for _ in range(3):
+        params = {name: update(value) for name, value in params.items()}
+    jax.block_until_ready(params)
+    assert list(held) == list(params)
+    assert params_digest(held) == params_digest(expected)
+
+
+def test_a_process_that_keeps_nothing_gets_nothing() -> None:
+    assert snapshot({f"w{number}": jnp.arange(3.0) for number in range(4)}, keep=False) == {}
+
+
+def test_it_does_not_depend_on_the_sharding() -> None:
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-P", "-c", SHARDED]
+    child = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True)
+    array = np.random.default_rng(5).standard_normal((16, 24)).astype("<f4")
+    assert set(json.loads(child.stdout)) == {params_digest(converted({"w": array}, "bfloat16"))}
