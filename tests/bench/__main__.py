@@ -30,6 +30,7 @@ from tests.bench import (
     produce_row,
     restore_row,
     slice_row,
+    stall_row,
     trajectory_row,
     weights_row,
     worker_row,
@@ -58,6 +59,8 @@ ROWS: dict[str, Callable[[Settings], Row | LatencyRow]] = {
     "decode-mixed": decode_row.mixed,
     "decode-arrivals": decode_row.arrivals,
     "weights": weights_row.measure,
+    "stall-256": stall_row.row("stall-256", 256),
+    "stall-1024": stall_row.row("stall-1024", 1024),
     "feed": learner_rows.measure_feed,
     "learn": learner_rows.measure_learn,
 }

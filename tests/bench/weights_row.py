@@ -53,7 +53,7 @@ def measure(settings: Settings) -> Row:
         def raw() -> Timing:
             data = b"".join(array.tobytes() for array in arrays.values())
             watch = Stopwatch()
-            _copy(settings, topic_name(run, "batches"), data, config.chunk_bytes)
+            copy_through_broker(settings, topic_name(run, "batches"), data, config.chunk_bytes)
             return watch.timing(SIZE_MIB)
 
         published, copied = interleaved(settings.repetitions, ours, raw)
@@ -167,7 +167,7 @@ def _publish(source: WeightsPublisher, log: StepLog, arrays: Arrays) -> PolicyMa
     return manifest
 
 
-def _copy(settings: Settings, topic: str, data: bytes, chunk_bytes: int) -> None:
+def copy_through_broker(settings: Settings, topic: str, data: bytes, chunk_bytes: int) -> None:
     """Send bytes to a partition without compression, wait until the broker has them, and read them."""
     begin: list[int] = []
     producer = clients.producer(settings.kafka, **{"compression.type": "none"})
