@@ -12,25 +12,16 @@ import pytest
 from rollstream.consumers.step_log import read_steps
 from tests.support.object_store import object_store
 from tests.support.paths import ROOT
-from tests.support.runs import RealRun, with_batches
+from tests.support.runs import SMALL_LEARNER, RealRun, with_batches
 from tests.support.waiting import eventually
 
 BUCKET = "gs://bucket/checkpoints"
 SETTINGS = {
+    **SMALL_LEARNER,
     "learner__checkpoint__directory": BUCKET,
     "learner__checkpoint__every_steps": 2,
     "learner__reference": "initial",
-    "learner__rollouts_per_step": 32,
     "learner__max_steps": 6,
-    "learner__max_policy_lag": 1000,
-    "learner__microbatch_rows": 8,
-    "learner__sequence_length": 32,
-    "learner__warm_start__steps": 0,
-    "learner__threads": 1,
-    "learner__model__num_hidden_layers": 1,
-    "learner__model__hidden_size": 32,
-    "grouping__batch_rollouts": 8,
-    "worker__group_size": 4,
 }
 
 

@@ -24,7 +24,7 @@ from tests.support.command_line import answer_of
 from tests.support.faulty_store import SHORT, SLOW_DOWN, FaultyFiles, faulty_store
 from tests.support.log_lines import log_lines
 from tests.support.paths import ROOT
-from tests.support.runs import RealRun, with_batches
+from tests.support.runs import SMALL_LEARNER, RealRun, with_batches
 from tests.support.s3_server import objects, s3_server
 from tests.support.waiting import eventually
 from tests.support.weights_child import params_of
@@ -245,20 +245,11 @@ def test_versions_pass_through_an_s3_server(run: RealRun) -> None:
 @pytest.mark.long
 def test_a_learner_publishes_to_files_and_an_inference_server_follows(real_run: RealRun, url: str) -> None:
     settings = {
+        **SMALL_LEARNER,
         "learner__weights__transport": "files",
         "learner__weights__url": url,
         "learner__weights__keep_versions": 2,
-        "learner__rollouts_per_step": 32,
         "learner__max_steps": 3,
-        "learner__max_policy_lag": 1000,
-        "learner__microbatch_rows": 8,
-        "learner__sequence_length": 32,
-        "learner__warm_start__steps": 0,
-        "learner__threads": 1,
-        "learner__model__num_hidden_layers": 1,
-        "learner__model__hidden_size": 32,
-        "grouping__batch_rollouts": 8,
-        "worker__group_size": 4,
     }
     run = with_batches(real_run, 12)
     learner = run.start("learn", **settings)

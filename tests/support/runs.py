@@ -164,6 +164,21 @@ class RealRun:
             print(f"--- {process.args[4]} (exit {process.returncode})", self.log_of(process)[-3000:], sep="\n")  # type: ignore[index]
 
 
+SMALL_LEARNER: dict[str, object] = {
+    "learner__rollouts_per_step": 32,
+    "learner__max_policy_lag": 1000,
+    "learner__microbatch_rows": 8,
+    "learner__sequence_length": 32,
+    "learner__warm_start__steps": 0,
+    "learner__threads": 1,
+    "learner__model__num_hidden_layers": 1,
+    "learner__model__hidden_size": 32,
+    "grouping__batch_rollouts": 8,
+    "worker__group_size": 4,
+}
+"""Settings of a learner that takes the batches of `with_batches`, with a model that compiles in seconds."""
+
+
 def with_batches(run: RealRun, batches: int) -> RealRun:
     """Topics with so many batches on two partitions in turn; the first policy version is the learner's to publish."""
     provisioning.apply(run.kafka, run.topics, run.name)
