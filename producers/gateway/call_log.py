@@ -39,7 +39,8 @@ _ALONE_AFTER_MS = 60_000
 """Append time without a record of another gateway after which there is none."""
 _SELDOM: dict[str, Any] = {"fetch.min.bytes": 1_000_000, "fetch.wait.max.ms": 100}
 """Client settings of a gateway that is alone: it reads its own records only, which it has applied, and a fetch for each
-of them took a third of a call's CPU time. It hears of another gateway's first record this much later."""
+of them competes with the acknowledgements its callers wait for. It hears of another gateway's first record this much
+later."""
 
 
 class AppendedRecord(NamedTuple):
