@@ -2,6 +2,10 @@
 
 Readers resolve older writers' schemas, which the package contains. Given any bytes, `decode` either returns a record or
 raises RecordError; decoded arrays are read-only views of the bytes.
+
+A frame may stand behind the five bytes of a schema registry (`framed_for_registry`), and every function here takes both
+forms. The id among them is for other programs: the fingerprint that follows tells readers the schema, so that a record
+means the same whether a registry runs or not.
 """
 
 import dataclasses
@@ -24,6 +28,9 @@ from rollstream.topics.skip_reasons import add_codes
 
 MAGIC = b"\xc3\x01"
 HEADER_SIZE = len(MAGIC) + 8
+REGISTRY_MAGIC = b"\x00"
+REGISTRY_PREFIX_SIZE = len(REGISTRY_MAGIC) + 4
+"""Bytes before a frame in the wire format of schema registries: a zero and the schema's id there, big-endian."""
 RECORD_TYPES: tuple[type, ...] = (
     records.Rollout,
     records.GroupCancelled,
@@ -183,10 +190,39 @@ def _flattener(cls: type) -> Callable[[Any], Any]:
     return flatten
 
 
-@cache
-def frames(name: str) -> tuple[bytes, ...]:
-    """Return the first bytes of an encoded record, for every version: they tell its type without decoding it."""
-    return tuple(MAGIC + schema.fingerprint for schema in schemas()[name])
+def _begin(value: bytes) -> int:
+    """Return where the frame begins: after the prefix of a schema registry, if there is one."""
+    prefixed = value.startswith(REGISTRY_MAGIC) and value.startswith(MAGIC, REGISTRY_PREFIX_SIZE)
+    return REGISTRY_PREFIX_SIZE if prefixed else 0
+
+
+def frame_of(value: bytes) -> bytes:
+    """Return a value without the prefix of a schema registry, if it has one: what `encode` returned."""
+    return value[_begin(value) :]
+
+
+def is_frame(value: bytes | None) -> bool:
+    """Whether a value begins like a record of rollstream, of this release or another, in either form."""
+    return value is not None and value.startswith(MAGIC, _begin(value))
+
+
+def schema_of(value: bytes | None) -> Schema | None:
+    """Return the schema that the first bytes of a value name, without decoding it; None if they name none."""
+    if value is None or not is_frame(value):
+        return None
+    begin = _begin(value)
+    return _by_fingerprint().get(value[begin + len(MAGIC) : begin + HEADER_SIZE])
+
+
+def kind_of(value: bytes | None) -> str | None:
+    """Return the name of a value's record type, told by its first bytes as by `schema_of`."""
+    schema = schema_of(value)
+    return None if schema is None else schema.record
+
+
+def framed_for_registry(value: bytes, schema_id: int) -> bytes:
+    """Return a frame, of either form, in the wire format of schema registries, with this id."""
+    return REGISTRY_MAGIC + schema_id.to_bytes(4, "big") + frame_of(value)
 
 
 def encode(record: object, *, version: int | None = None) -> bytes:
@@ -210,23 +246,22 @@ def encode(record: object, *, version: int | None = None) -> bytes:
 
 
 def decode(data: bytes | None) -> Any:
-    """Decode a frame into the newest dataclass of its record.
+    """Decode a frame of either form into the newest dataclass of its record.
 
     Raises RecordError for anything else: no frame, an unknown fingerprint, bytes that do not parse, trailing bytes.
     """
-    if data is None or len(data) < HEADER_SIZE or data[:2] != MAGIC:
-        start = data[:HEADER_SIZE].hex(" ") if data else repr(data)
-        raise RecordError(
-            f"not an Avro single-object frame (starts with {start}); producers frame with rollstream.topics.codec"
-        )
-    schema = _by_fingerprint().get(data[2:HEADER_SIZE])
+    body = 0 if data is None else _begin(data) + HEADER_SIZE
+    if data is None or not is_frame(data) or len(data) < body:
+        raise RecordError(_not_a_frame(data))
+    schema = schema_of(data)
     if schema is None:
+        fingerprint_text = data[body - HEADER_SIZE + len(MAGIC) : body].hex()
         raise RecordError(
-            f"unknown schema fingerprint {data[2:HEADER_SIZE].hex()}; upgrade the reader, or find the foreign writer"
+            f"unknown schema fingerprint {fingerprint_text}; upgrade the reader, or find the foreign writer"
         )
     newest = schemas()[schema.record][-1]
     stream = io.BytesIO(data)
-    stream.seek(HEADER_SIZE)
+    stream.seek(body)
     try:
         # The two-argument form skips resolution, which costs time when the writer is current.
         resolve = None if newest is schema else newest.parsed
@@ -240,6 +275,17 @@ def decode(data: bytes | None) -> Any:
         raise
     except Exception as error:  # bytes of unknown origin can fail anywhere in the parser; all of it means one thing
         raise RecordError(f"bytes do not parse as {schema.record} v{schema.version} ({brief(error)})") from error
+
+
+def _not_a_frame(data: bytes | None) -> str:
+    if data is not None and len(data) > REGISTRY_PREFIX_SIZE and data[:1] == REGISTRY_MAGIC:
+        number = int.from_bytes(data[1:REGISTRY_PREFIX_SIZE], "big")
+        return (
+            f"it begins like a record of a registry (schema {number}), and not like one of rollstream's schemas; "
+            "write it with the schema that `rollstream topics apply` registered, and the default of its first field"
+        )
+    start = data[:HEADER_SIZE].hex(" ") if data else repr(data)
+    return f"not an Avro single-object frame (starts with {start}); producers frame with rollstream.topics.codec"
 
 
 def values_of(record: object) -> dict[str, Any]:

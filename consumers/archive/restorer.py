@@ -93,10 +93,9 @@ def restore(
 
 def _renamed(run: str, into: str) -> Callable[[ArchivedRecord], ArchivedRecord]:
     """Return a function that replaces the archived run by the new one in the input run of steps."""
-    frames = codec.frames("LearnerStep")
 
     def entry_as(entry: ArchivedRecord) -> ArchivedRecord:
-        if run == into or entry.topic != "steps" or not (entry.value or b"").startswith(frames):
+        if run == into or entry.topic != "steps" or codec.kind_of(entry.value) != "LearnerStep":
             return entry
         try:
             step = codec.decode_as(LearnerStep, entry.value)

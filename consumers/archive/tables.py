@@ -195,21 +195,12 @@ def date_at(timestamp_ms: int) -> str:
 def log_row(entry: ArchivedRecord) -> Row:
     """The row of a record in `log`."""
     headers = None if entry.headers is None else [{"name": name, "value": value} for name, value in entry.headers]
-    return (*entry[:4], _kind(entry.value), entry.key, entry.value, headers)
-
-
-@cache
-def _kinds() -> dict[bytes, str]:
-    return {frame: name for name in codec.schemas() for frame in codec.frames(name)}
-
-
-def _kind(value: bytes | None) -> str | None:
-    return None if value is None else _kinds().get(value[: codec.HEADER_SIZE])
+    return (*entry[:4], codec.kind_of(entry.value), entry.key, entry.value, headers)
 
 
 def rows_of(entry: ArchivedRecord, *, arrays: bool) -> Rows:
     """Yield the rows of a record in the decoded tables, if any. Raises RecordError if it cannot be decoded."""
-    kind, bytes_belong = _kind(entry.value), not spec_of(entry.topic).values
+    kind, bytes_belong = codec.kind_of(entry.value), not spec_of(entry.topic).values
     if kind is None and entry.value is not None and not bytes_belong:
         raise RecordError("a record of no kind that is known here")
     make = _MAKERS.get(kind or "")

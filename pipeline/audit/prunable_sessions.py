@@ -65,9 +65,9 @@ class SessionGroups:
 
 def read_session_groups(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[PrunableSessions, ...]:
     """Read the groups of a run's sessions. Raises TopicError or BrokerUnavailable."""
-    groups, calls = SessionGroups(), codec.frames("ModelCall")
+    groups = SessionGroups()
     messages = read_to_end(kafka, topic_name(run, CALLS))
-    events = (message for message in messages if not (message.value or b"").startswith(calls))
+    events = (message for message in messages if codec.kind_of(message.value) != "ModelCall")
     for message, record in skipped.records(SessionEvent, events):
         groups.add(message.partition, message.offset, message.timestamp_ms, record)
     return groups.prunable(int(time.time() * 1000))

@@ -107,7 +107,7 @@ def _marks(
     """Yield the marks of a partition between two offsets, each with its offset."""
     for message in fetched(kafka, run, partition, begin, end, hopped):
         value = message.value
-        if value is not None and value.startswith(codec.frames("Mark")):
+        if codec.kind_of(value) == "Mark":
             try:
                 yield message.offset, decode_as(Mark, value)
             except RecordError:
@@ -186,7 +186,7 @@ def skips_in(journal: Iterable[JournalRecord]) -> dict[int, OffsetSkip]:
 
 def with_change(record: InputRecord, change: Change) -> InputRecord:
     """Return the record; a configuration mark with its configuration changed."""
-    if record.value is None or not record.value.startswith(codec.frames("Mark")):
+    if codec.kind_of(record.value) != "Mark":
         return record
     try:
         mark = decode_as(Mark, record.value)

@@ -111,11 +111,10 @@ def _read_left(kafka: KafkaConfig, run: str, config: WorkerConfig, author: str) 
 def _open_sessions(kafka: KafkaConfig, run: str) -> list[CapturedSession]:
     """Return the sessions of workers that are not finished, without their calls: those are most of the topic."""
     folds: dict[int, PartitionSessions] = {}
-    calls = codec.frames("ModelCall")
     for message in read_to_end(kafka, topic_name(run, "calls")):
         fold = folds.setdefault(message.partition, PartitionSessions(keep_finished=0))
         with contextlib.suppress(RecordError):  # gateways and the ledger report it
-            if (message.value or b"").startswith(calls):
+            if codec.kind_of(message.value) == "ModelCall":
                 if session := fold.sessions.get(str(*decode_key(message.key)[:1])):
                     session.last_ms = message.timestamp_ms
                 continue
@@ -156,7 +155,6 @@ def _expected_uids(session: CapturedSession) -> tuple[str, ...]:
 def _present(kafka: KafkaConfig, run: str, sessions: Iterable[CapturedSession], wanted: set[str]) -> set[str]:
     """Return those uids of sessions' rollouts that are on `rollouts`; they were appended after the sessions' ends."""
     topic, present = topic_name(run, "rollouts"), set[str]()
-    frames = codec.frames("Rollout")
     with closing(Reader(kafka, doing="looking for rollouts", isolation="read_uncommitted")) as reader:
         since_ms: dict[int, int] = {}
         partitions = reader.partitions_of(topic)
@@ -169,7 +167,7 @@ def _present(kafka: KafkaConfig, run: str, sessions: Iterable[CapturedSession], 
             if begin is None:
                 continue
             for message in read_to_end(kafka, topic, partitions=[partition], start={partition: begin}, reader=reader):
-                if (message.value or b"").startswith(frames):
+                if codec.kind_of(message.value) == "Rollout":
                     with contextlib.suppress(RecordError):  # grouping reports it
                         present |= wanted & {codec.decode_as(Rollout, message.value).uid}
     return present

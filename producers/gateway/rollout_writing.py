@@ -138,14 +138,13 @@ class RolloutWriter:
     def _present(self, partition: int, begin: int, uids: set[str]) -> set[str]:
         """Return the uids of rollouts, or of cancelled episodes, that are on a partition from an offset on."""
         present: set[str] = set()
-        frames = (*codec.frames("Rollout"), *codec.frames("GroupCancelled"))
         first = topic_admin.bounds(self._kafka, self._topic, [partition])[partition][0]
         start = {partition: max(begin, first)}
         # Ours are in no transaction; those of others must not hide them.
         for message in read_to_end(
             self._kafka, self._topic, partitions=[partition], start=start, isolation="read_uncommitted"
         ):
-            if (message.value or b"").startswith(frames):
+            if codec.kind_of(message.value) in ("Rollout", "GroupCancelled"):
                 try:
                     present |= uids & set(_uids(codec.decode(message.value)))
                 except RecordError:

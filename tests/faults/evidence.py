@@ -127,7 +127,9 @@ def _read(consumer: Consumer, topic: str, timeout_s: float) -> Iterator[Raw]:
 
 
 def decode(value: bytes | None) -> Decoded | None:
-    """The record in an Avro single-object frame; None for whatever is none."""
+    """The record in an Avro single-object frame, with or without a registry's prefix; None for whatever is none."""
+    if value is not None and value[:1] == b"\0" and value[5:7] == b"\xc3\x01":
+        value = value[5:]
     if value is None or value[:2] != b"\xc3\x01" or value[2:10] not in _schemas():
         return None
     source, parsed = _schemas()[value[2:10]]

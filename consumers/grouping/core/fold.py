@@ -158,7 +158,7 @@ class Fold:
             if record.offset not in self._tracker:
                 raise self._replay.finished_too_early(record.offset)
             return
-        if record.value is not None and record.value.startswith(codec.frames("Mark")):
+        if codec.kind_of(record.value) == "Mark":
             try:
                 mark = codec.decode_as(Mark, record.value)
             except RecordError:

@@ -27,6 +27,7 @@ from rollstream.consumers.grouping.core.offset_tracker import OffsetTracker
 from rollstream.consumers.grouping.core.replay import Replay
 from rollstream.consumers.grouping.core.task_state import TaskState
 from rollstream.consumers.grouping.makers.registry import MakerFactory
+from rollstream.topics.codec import frame_of
 from rollstream.topics.records import GroupCancelled, Rollout
 from rollstream.topics.rl_examples import Source
 
@@ -62,7 +63,7 @@ class GroupLifecycle:
         config = self.clocks.config
         rest = trimmed(rollout, config.token_arrays, stamped=config.core_version >= 5)
         bounded = self.clocks.config.core_version >= 3
-        size_bytes = memory_costs.member_cost(rest) if bounded else len(record.value or b"")
+        size_bytes = memory_costs.member_cost(rest) if bounded else len(frame_of(record.value or b""))
         group.add(Member(source, rest, size_bytes, self.clocks.stream_time_ms))
         self._live.hold(group, size_bytes)
         self._tracker.admit(record.offset, before)

@@ -14,7 +14,7 @@ from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.process.adoption import adopted, check_nothing_beyond
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import MAGIC, decode_as, encode
+from rollstream.topics.codec import decode_as, encode, is_frame
 from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, RecordError, StateRefused
@@ -152,7 +152,7 @@ def journal_record(message: KafkaRecord, skipped: SkippedRecords) -> JournalReco
 
     Raises StateRefused if the message may be a journal record that cannot be decoded: the state would be incomplete.
     """
-    if not (message.value or b"").startswith(MAGIC):
+    if not is_frame(message.value):
         return skipped.decode(JournalRecord, message)
     try:
         return decode_as(JournalRecord, message.value)

@@ -107,9 +107,8 @@ def _check_rollouts(kafka: KafkaConfig, run: str, wanted: dict[str, str], result
     topic = topic_name(run, "rollouts")
     if not wanted or any(begin for begin, _end in topic_admin.bounds(kafka, topic).values()):
         return  # of pruned rollouts only counts are left
-    frames = codec.frames("Rollout")
     for message in read_to_end(kafka, topic, isolation="read_uncommitted"):
-        if (message.value or b"").startswith(frames):
+        if codec.kind_of(message.value) == "Rollout":
             try:
                 wanted.pop(codec.decode_as(Rollout, message.value).uid, None)
             except RecordError:

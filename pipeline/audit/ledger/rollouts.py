@@ -53,7 +53,6 @@ def check_records(
     Returns the number of rollouts among the records in flight.
     """
     topic = topic_name(run, "rollouts")
-    frames = codec.frames("Rollout")
     # In a topic that was created anew, e.g. restored, epochs count from 0 again.
     topic_id = topic_admin.topic_ids(kafka, [topic])[topic]
     partitions = {
@@ -62,7 +61,7 @@ def check_records(
     }
     left_out = {number: partition.left_out for number, partition in partitions.items()}
     for message in records_around(kafka, topic, left_out):
-        rollout = (message.value or b"").startswith(frames)
+        rollout = codec.kind_of(message.value) == "Rollout"
         partitions[message.partition].add(message.offset, message.leader_epoch, rollout=rollout)
     bounds = topic_admin.bounds(kafka, topic)
     for number, partition in partitions.items():

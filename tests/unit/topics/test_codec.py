@@ -10,7 +10,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.topics.codec import HEADER_SIZE, MAGIC, RECORD_TYPES, decode, decode_as, encode, schemas
+from rollstream.topics.codec import (
+    HEADER_SIZE,
+    MAGIC,
+    RECORD_TYPES,
+    REGISTRY_MAGIC,
+    decode,
+    decode_as,
+    encode,
+    frame_of,
+    framed_for_registry,
+    is_frame,
+    kind_of,
+    schema_of,
+    schemas,
+)
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import Mark, NamedArray, Rollout, same
 from tests.strategies import any_record, rollouts
@@ -39,9 +53,26 @@ def same_bits(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("cls", RECORD_TYPES, ids=NAMES)
 @settings(max_examples=EXAMPLES)
+@given(data=st.data(), schema_id=st.integers(0, 2**32 - 1))
+def test_a_frame_with_any_id_of_a_registry_is_the_same_record(cls: type, data: st.DataObject, schema_id: int) -> None:
+    record = data.draw(any_record(cls))
+    value = encode(record)
+    framed = framed_for_registry(value, schema_id)
+    assert framed[0] == 0
+    assert int.from_bytes(framed[1:5], "big") == schema_id
+    assert same_bits(decode(framed), record)
+    assert frame_of(framed) == frame_of(value) == value
+    assert schema_of(framed) is schema_of(value) is schemas()[cls.__name__][-1]
+    assert framed_for_registry(framed, 7) == framed_for_registry(value, 7)
+
+
+@pytest.mark.parametrize("cls", RECORD_TYPES, ids=NAMES)
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_mutated_bytes_decode_to_a_record_or_raise_record_error(cls: type, data: st.DataObject) -> None:
     value = bytearray(encode(data.draw(any_record(cls))))
+    if data.draw(st.booleans()):
+        value = bytearray(framed_for_registry(bytes(value), 5))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(value)))
         match data.draw(st.integers(0, 2)):
@@ -64,10 +95,33 @@ def test_arbitrary_bytes_under_a_known_fingerprint_decode_or_raise_record_error(
     assert len(refusal(MAGIC + schemas()[cls.__name__][-1].fingerprint + tail)) < 500
 
 
-@given(value=st.one_of(st.none(), st.binary(max_size=30)))
-def test_arbitrary_bytes_raise_record_error(value: bytes | None) -> None:
-    with pytest.raises(RecordError, match=r"not an Avro single-object frame|unknown schema fingerprint"):
-        decode(value)
+_STARTS = st.sampled_from((b"", REGISTRY_MAGIC, REGISTRY_MAGIC + bytes(4) + MAGIC, MAGIC))
+
+
+@given(start=_STARTS, value=st.one_of(st.none(), st.binary(max_size=30)))
+def test_arbitrary_bytes_raise_record_error(start: bytes, value: bytes | None) -> None:
+    read = None if value is None else start + value
+    with pytest.raises(
+        RecordError, match=r"not an Avro single-object frame|unknown schema fingerprint|like a record of a registry"
+    ):
+        decode(read)
+    assert kind_of(read) is None
+
+
+def test_a_record_of_a_foreign_schema_of_a_registry_names_the_schema_and_the_remedy() -> None:
+    with pytest.raises(RecordError, match=r"schema 77\).*`rollstream topics apply`"):
+        decode(REGISTRY_MAGIC + (77).to_bytes(4, "big") + b"\x02a\x02b and the rest")
+
+
+def test_a_frame_of_an_unknown_release_is_told_from_foreign_bytes_in_either_form() -> None:
+    newer = MAGIC + b"12345678" + b"body"
+    for value in (newer, framed_for_registry(newer, 5)):
+        assert is_frame(value)
+        assert kind_of(value) is None
+        with pytest.raises(RecordError, match="unknown schema fingerprint 3132333435363738; upgrade the reader"):
+            decode(value)
+    for foreign in (None, b"", b"\x00", b"\x00\x00\x00\x00\x05", b"\x00\x00\x00\x00\x05\xc3", b"{}"):
+        assert not is_frame(foreign)
 
 
 def refusal(value: bytes) -> str:
