@@ -83,11 +83,18 @@ def add_command(commands: "Commands", name: str, summary: str, module: str = "")
 
 
 def set_handler(
-    parser: argparse.ArgumentParser, handler: "Handler", *, example: str = "", json: bool = False, role: bool = False
+    parser: argparse.ArgumentParser,
+    handler: "Handler",
+    *,
+    example: str = "",
+    json: bool = False,
+    role: bool = False,
+    serves: Callable[[argparse.Namespace], bool] = lambda _args: True,
 ) -> None:
     """Let a command call `handler`, and add the flags every such command takes.
 
-    `role` is true for commands that run for long: they log what they do, while tools log only warnings.
+    `role` is true for commands that run for long: they log what they do, while tools log only warnings. Such a command
+    has a service port, unless `serves` says that these arguments ask for something that is soon done.
     """
     parser.epilog = f"{_EXAMPLE}\n{command_text(example)}" if example else None
     common = parser.add_argument_group("configuration")
@@ -119,7 +126,12 @@ def set_handler(
 
         config = config_of(args)
         logs.setup("warning" if config.log_level == "info" and not role else config.log_level)
-        return handler(config, args)
+        if not (role and config.service.port and serves(args)):
+            return handler(config, args)
+        from rollstream.pipeline.run.service import ServiceServer
+
+        with ServiceServer(config.service):
+            return handler(config, args)
 
     parser.set_defaults(run=run)
 

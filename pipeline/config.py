@@ -72,6 +72,24 @@ class SupervisorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServiceConfig:
+    """The port at which a process tells probes and scrapers how it is: /livez, /readyz."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. The port has no key: let it be reached from a private network only."""
+    port: int = 0
+    """Port of a process; 0: none. `rollstream run` itself has this port and its processes the next ones."""
+    stall_s: float = 300.0
+    """How long a loop of a process may take for one turn, such as a compilation or a step, before /livez is 503."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigurationError(f"service.port is {self.port}; it must be a port, or 0 for none")
+        if not self.stall_s > 0:
+            raise ConfigurationError(f"service.stall_s is {self.stall_s:g}; it must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DemoConfig:
     """When `rollstream demo` ends, and how much a task must be learned for it to pass."""
 
@@ -126,6 +144,7 @@ class RunConfig:
     labeling: LabelingConfig = field(default_factory=LabelingConfig)
     fill: FillConfig = field(default_factory=FillConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+    service: ServiceConfig = field(default_factory=ServiceConfig)
     demo: DemoConfig = field(default_factory=DemoConfig)
 
     def __post_init__(self) -> None:

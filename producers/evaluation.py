@@ -27,6 +27,7 @@ from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.producers.sampling import GroupSampler, GroupSampling
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.heartbeats import beat
 from rollstream.topics.records import Rollout
 
 
@@ -122,6 +123,7 @@ async def evaluate(
             else:
                 assert capture, "an environment that calls the policy itself needs an endpoint"
                 rollouts = await _agent_rollouts(environment.agent, capture, prompt, stamp, episode_timeout_s)
+        beat("evaluating")
         marks = {"split": split, "phase": phase, "prompts": str(len(prompts))}
         return [replace(rollout, extra=marks) for rollout in rollouts]
 

@@ -23,6 +23,7 @@ from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
+from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
@@ -119,6 +120,7 @@ async def run_evaluator(
         ):
             on_ready()
             while True:
+                beat("evaluating")
                 stopping = stop.is_set()
                 complete = set.intersection(*settled.values())
                 published = await asyncio.to_thread(policies.read, _LOOK_EVERY_S)

@@ -32,6 +32,7 @@ from rollstream.producers.rollout_assembly import GroupStamp, rollout_of, uids_o
 from rollstream.producers.rollout_outlet import RolloutOutlet
 from rollstream.producers.sampling import GroupSampling
 from rollstream.topics.errors import DeadlineExceeded, RecordError, RollstreamError
+from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 from rollstream.topics.records import GroupCancelled, Rollout, RolloutMetadata
 
@@ -205,6 +206,7 @@ class Worker:
         return running
 
     async def _pause(self, tasks: set[asyncio.Task[None]]) -> None:
+        beat("playing")
         if tasks:
             await asyncio.wait(tasks, timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
         else:
@@ -226,6 +228,7 @@ class Worker:
                     f"{', '.join(self._config.inference_urls)} named no policy version within "
                     f"{self._config.request_timeout_s:g} s; is the learner publishing, or set worker.assume_version"
                 )
+            beat("playing")
             await asyncio.sleep(0.1)
 
     async def _group(self, number: int, environment: LoadedEnvironment, prompt: Prompt) -> None:

@@ -29,6 +29,7 @@ from rollstream.consumers.transactions import ExactlyOnce, OwnershipLost, Refuse
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, Fenced
+from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
 from rollstream.topics.kafka.records import UNREADABLE, GroupPosition, KafkaRecord
@@ -161,7 +162,9 @@ class LabelingProcess:
     def _label(self, records: Sequence[KafkaRecord]) -> None:
         """Label records and commit them, in several transactions if labeling takes long."""
         began, waiting = time.monotonic(), _UncommittedOutcomes()
+        beat("labeling")
         for source, outcome in self._outcomes(records):
+            beat("labeling")
             waiting.add(source, outcome)
             if time.monotonic() - began > self._config.commit_interval_s:
                 self._commit(waiting)
@@ -184,7 +187,9 @@ class LabelingProcess:
     async def _outcome(self, source: UnlabeledRecord, readable: bool) -> LabelOutcome:
         if not readable:
             return LabelOutcome(Refused(*source, UNREADABLE))
-        return await label(self._labeler, source, self._limit_bytes)
+        outcome = await label(self._labeler, source, self._limit_bytes)
+        beat("labeling")
+        return outcome
 
     def _commit(self, waiting: "_UncommittedOutcomes") -> None:
         parts = waiting.by_partition()

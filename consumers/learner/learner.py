@@ -37,6 +37,7 @@ from rollstream.consumers.learner.training.train_step import Metrics, Params, Tr
 from rollstream.topics.batch_uses import reused_share, without
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse
 
@@ -166,6 +167,7 @@ class _Learner:
         # Compiles while workers make the first rollouts of this version.
         self._train_step.warm_up(self._state)
         self._ended = time.monotonic()
+        beat("training")
         while (loaded := self._wait(loader, source)) is not None:
             step += 1
             self._step(step, loaded)
@@ -180,6 +182,7 @@ class _Learner:
         """Wait for the next step, None after the last; put skipped batches on record meanwhile."""
         began = time.monotonic()
         while True:
+            beat("training")
             loaded = loader.next(_POLL_S)
             if loaded is not None or loader.ended:
                 self._waited_s = time.monotonic() - began

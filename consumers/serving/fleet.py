@@ -27,6 +27,7 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.version_source import VersionSource, WholeVersion, check_topics
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
@@ -138,6 +139,7 @@ class EngineFleet:
         ending.add_done_callback(lambda _: stopping.set())
         try:
             while not stop.is_set():
+                beat("following")
                 whole = await asyncio.to_thread(source.poll, _POLL_S)
                 if whole is not None:
                     await self._write(checkpoints, whole)
@@ -148,6 +150,7 @@ class EngineFleet:
     async def _announce_versions(self, versions: ServedVersions, stop: asyncio.Event) -> None:
         with closing(VersionAnnouncer(self._kafka, self._run)) as announcer:
             while not stop.is_set():
+                beat("following")
                 newest = await announcer.poll(versions, _POLL_S)
                 self._newest = self._newest if newest is None else newest
 

@@ -31,6 +31,7 @@ from rollstream.pipeline.roles.infer import wait_for_version
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.pipeline.tools.export import export
 from rollstream.topics.errors import ConfigurationError, RollstreamError
+from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients
 
 _LOOK_S = 0.5
@@ -121,6 +122,7 @@ async def _serve(serving: ServingConfig, process: subprocess.Popen[bytes], versi
             raise EngineEnded(f"the engine serves, and takes no label of its weights: {error}") from error
         announce_ready()
         while not stop.is_set():
+            beat("engine")
             _check(process)
             await _pause(stop)
 

@@ -9,6 +9,7 @@ from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients
 
 _POLL_S = 0.2
@@ -42,6 +43,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         announce_ready()
         try:
             while not stop.is_set():
+                beat("filling")
                 filler.poll(_POLL_S)
         finally:
             filler.close()

@@ -15,7 +15,7 @@ thresholds the collector would scan them again and again."""
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream group`."""
-    set_handler(parser, run, role=True)
+    set_handler(parser, run, role=True, serves=lambda args: args.action is None)
     parser.add_argument("--ordinal", type=int, default=0, help="number of this consumer, from 0 (default: %(default)s)")
     parser.add_argument(
         "action",

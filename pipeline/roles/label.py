@@ -13,7 +13,13 @@ from rollstream.topics.errors import ConfigurationError
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream label`."""
-    set_handler(parser, run, example="rollstream label rewards.grasping:judge --run robot", role=True)
+    set_handler(
+        parser,
+        run,
+        example="rollstream label rewards.grasping:judge --run robot",
+        role=True,
+        serves=lambda args: args.labeler != "recover",
+    )
     parser.add_argument(
         "labeler",
         nargs="?",

@@ -23,6 +23,7 @@ from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.plan import LEARN, RunPlan
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts, announce_ready
+from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.stall_watch import StallWatch
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.run.workspace import log_to
@@ -56,17 +57,20 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         config = plans.settle(config)
         path = plans.write(config)
         log_dir = config.run_dir / "logs"
-        with Supervisor(log_dir, interrupts=interrupts, environment=plans.child_environment(config)) as supervisor:
+        ports = ServicePorts(config)
+        with Supervisor(
+            log_dir, interrupts=interrupts, environment=plans.child_environment(config), place=ports.place
+        ) as supervisor:
             interrupts.kill_now = supervisor.kill_now
             if config.is_control:
                 control = plans.control_plan(config, path)
                 control_run.start(supervisor, control)
-                _say_ready(config, supervisor)
+                _say_ready(config, supervisor, ports)
                 control_run.watch(config, supervisor, control)
                 print(f"run {config.run}: what was collected is on the log, labeled and filled in", flush=True)
             else:
                 start(supervisor, plans.plan(config, path))
-                _say_ready(config, supervisor)
+                _say_ready(config, supervisor, ports)
                 watch(config, supervisor, interrupts)
                 print(f"run {config.run}: the learner has made its last step", flush=True)
     except Interrupted as interrupted:
@@ -76,9 +80,11 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-def _say_ready(config: RunConfig, supervisor: Supervisor) -> None:
+def _say_ready(config: RunConfig, supervisor: Supervisor, ports: ServicePorts) -> None:
     logs = supervisor.log_dir
     print(f"run {config.run}: {len(supervisor.pids)} processes are ready; their logs: {logs}", flush=True)
+    if config.service.port:
+        print(f"run {config.run}: their service ports: {ports.path}", flush=True)
     announce_ready()
 
 

@@ -34,6 +34,7 @@ from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.one_process import compare
 from rollstream.pipeline.run.plan import LEARN
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts, in_a_hurry
+from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.run.warm_start import demonstrated
 from rollstream.pipeline.tools import topics
@@ -183,6 +184,7 @@ def train(
             interrupts=interrupts,
             environment=plans.child_environment(config),
             on_progress=lambda role, progress: say(f"{role}: {progress}"),
+            place=ServicePorts(config).place,
         )
     )
 

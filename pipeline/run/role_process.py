@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rollstream.pipeline import interruption
+from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 
 if TYPE_CHECKING:
@@ -28,10 +29,31 @@ ORPHAN_GRACE_S = 5.0
 SUPERVISOR_LOST = 70
 HURRY_S = 0.8
 """How long a role may drain after Ctrl-C; after SIGTERM its settings decide."""
+_BEAT_S = 1.0
 READY = b"ready\n"
 """Line that a process writes once it is ready."""
 
 logger = logging.getLogger(__name__)
+
+
+class RolePhase:
+    """Whether a role starts, is ready, or drains after a request to stop."""
+
+    def __init__(self) -> None:
+        self.name: Literal["starting", "ready", "draining"] = "starting"
+
+    def ready(self) -> None:
+        """Note that the role takes work, unless it was asked to stop meanwhile."""
+        if self.name == "starting":
+            self.name = "ready"
+
+    def drain(self) -> None:
+        """Note that the role was asked to stop."""
+        self.name = "draining"
+
+
+PHASE = RolePhase()
+"""That of this process."""
 
 
 def watch_lifeline(environment: Mapping[str, str] = os.environ) -> None:
@@ -54,7 +76,9 @@ def watch_lifeline(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def announce_ready(environment: Mapping[str, str] = os.environ) -> None:
-    """Tell the supervisor, if there is one, that this process is ready. Later calls do nothing."""
+    """Tell probes, and the supervisor if there is one, that this process is ready. Later calls do nothing."""
+    PHASE.ready()
+    beat()
     number = os.environ.pop(READY_VARIABLE, None) if environment is os.environ else environment.get(READY_VARIABLE)
     if number is None:
         return
@@ -69,6 +93,7 @@ def announce_progress(what: str, environment: Mapping[str, str] = os.environ) ->
 
     A full pipe drops the line, because it must not block this process.
     """
+    beat()
     number = environment.get(READY_VARIABLE)
     if number is None:
         return False
@@ -83,6 +108,7 @@ def stop_on_signals(stop: threading.Event | None = None) -> threading.Event:
     stop = stop or threading.Event()
 
     def receive(number: int, _frame: FrameType | None) -> None:
+        PHASE.drain()
         if number == signal.SIGINT:
             interruption.note()
         stop.set()
@@ -103,6 +129,7 @@ def run_until_stopped(work: "Callable[[asyncio.Event], Coroutine[Any, Any, objec
     async def main() -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
         working = asyncio.ensure_future(work(stop))
+        turning = asyncio.ensure_future(_beat_with_the_loop())
 
         def begin(number: int) -> None:
             stop.set()
@@ -110,6 +137,7 @@ def run_until_stopped(work: "Callable[[asyncio.Event], Coroutine[Any, Any, objec
                 loop.call_later(HURRY_S, working.cancel)
 
         def receive(number: int, _frame: FrameType | None) -> None:
+            PHASE.drain()
             if number == signal.SIGINT:
                 interruption.note()
             with suppress(RuntimeError):  # the loop has ended already
@@ -122,8 +150,18 @@ def run_until_stopped(work: "Callable[[asyncio.Event], Coroutine[Any, Any, objec
         except asyncio.CancelledError:
             if not stop.is_set():
                 raise
+        finally:
+            turning.cancel()
 
     asyncio.run(main())
+
+
+async def _beat_with_the_loop() -> None:
+    import asyncio
+
+    while True:
+        beat("event loop")
+        await asyncio.sleep(_BEAT_S)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -169,6 +207,7 @@ class Interrupts:
         self._raise_once()
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
+        PHASE.drain()
         self._received.append(number)
         if number == signal.SIGINT:
             interruption.note()

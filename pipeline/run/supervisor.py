@@ -30,6 +30,7 @@ from rollstream.pipeline.run.role_process import (
     in_a_hurry,
 )
 from rollstream.topics.errors import DeadlineExceeded, RollstreamError
+from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
@@ -103,9 +104,11 @@ class Supervisor:
         interrupts: Interrupts | None = None,
         environment: Mapping[str, str] = os.environ,
         on_progress: Callable[[str, str], None] = lambda _role, _progress: None,
+        place: Callable[[RoleSpec], RoleSpec] = lambda spec: spec,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_progress` is called with the name of a role and each progress line of its start.
+        """`on_progress` is called with the name of a role and each progress line of its start; `place` adds to a role
+        what depends on the other processes of this machine.
 
         `clock` returns the seconds by which roles are late to be ready, and due to be started again.
         """
@@ -113,6 +116,7 @@ class Supervisor:
         self._interrupts = interrupts or Interrupts()
         self._environment = dict(environment)
         self._on_progress = on_progress
+        self._place = place
         self._clock = clock
         self._roles: dict[str, _Role] = {}
         self._lifeline_read, self._lifeline_write = os.pipe()  # the write end is never inherited
@@ -144,7 +148,7 @@ class Supervisor:
         for spec in specs:
             if spec.name in self.pids:
                 raise ValueError(f"role {spec.name} already runs")
-            self._spawn(spec)
+            self._spawn(self._place(spec))
 
     def wait_ready(self, names: Iterable[str]) -> None:
         """Wait until these roles are ready. Raises DeadlineExceeded or RoleFailed with the cause."""
@@ -159,6 +163,7 @@ class Supervisor:
         Raises RoleFailed if a role exited once too often, DeadlineExceeded if one is not ready in time.
         """
         self._read_readiness(timeout_s)
+        beat("supervisor")
         now = self._clock()
         for role in list(self._roles.values()):
             self._notice_exit(role, now)

@@ -22,6 +22,7 @@ from rollstream.producers.gateway.sessions import CapturedSession, reward_proble
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.inference.errors import ContextTooLong
 from rollstream.topics.errors import RecordError, RollstreamError
+from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 from rollstream.topics.records import ModelCall, SessionEvent
 from rollstream.topics.validation import NAME_LIMIT
@@ -287,6 +288,7 @@ class SessionService:
         The local clock only decides when to write a mark; whether it ends a session, its append time decides.
         """
         while not stop.is_set():
+            beat("sessions")
             for fold in self._log.folds:
                 for session in [*fold.open.values()]:
                     try:

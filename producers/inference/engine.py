@@ -24,6 +24,7 @@ from rollstream.producers.inference.decoding import (
     PolicySpan,
     SampledSequence,
 )
+from rollstream.topics.heartbeats import beat
 
 _ABANDON_S = 5.0
 """Longest wait at the end for a call of the generator."""
@@ -156,6 +157,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._abandon.is_set():
+                beat("decoding")
                 if self._stop.is_set():
                     self._refuse_not_started()
                     if not self._in_slots and not self._waiting:

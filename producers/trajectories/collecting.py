@@ -5,7 +5,7 @@ Trajectories without rewards go to `unlabelled`, others to `trajectories`; the f
 
 import itertools
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +16,7 @@ from rollstream.producers.trajectories.producer import TrajectoryProducer
 from rollstream.producers.trajectories.steps import ChunkStepResult
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients
 
 _IDLE_S = 0.005
@@ -48,6 +49,12 @@ def topic_of(step: ChunkStepResult) -> Literal["unlabelled", "trajectories"]:
     return "unlabelled" if step.rewards is None else "trajectories"
 
 
+def _beating(steps: Iterable[ChunkStepResult | None]) -> Iterator[ChunkStepResult | None]:
+    for step in steps:
+        beat("playing")
+        yield step
+
+
 def run_collecting(
     player: Player,
     kafka: KafkaConfig,
@@ -73,7 +80,7 @@ def run_collecting(
         )
     with closing(steps):
         on_ready()
-        first = next((step for step in steps if step is not None or stop.wait(_IDLE_S)), None)
+        first = next((step for step in _beating(steps) if step is not None or stop.wait(_IDLE_S)), None)
         if first is None:
             return 0
         with TrajectoryProducer(kafka, run, topic=topic_of(first)) as producer:
@@ -86,7 +93,7 @@ def run_collecting(
                 max_episode_length=config.max_episode_length,
             )
             sent = 0
-            for step in itertools.chain([first], steps):
+            for step in itertools.chain([first], _beating(steps)):
                 if step is None:
                     producer.poll()
                     stop.wait(_IDLE_S)

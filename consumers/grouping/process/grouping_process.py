@@ -24,6 +24,7 @@ from rollstream.consumers.transactions import OwnershipLost
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
 from rollstream.topics.kafka.reader import Polled
@@ -94,6 +95,7 @@ class GroupingProcess:
         self._join()
         try:
             while not stop.is_set():
+                beat("grouping")
                 polled = self._poll()
                 if self._manager.restore():
                     self._ready()

@@ -1,0 +1,100 @@
+"""The service port of a process: /livez says whether it makes progress, /readyz whether it takes work.
+
+A thread of its own answers, so also while JAX compiles, and it waits for nobody: it reads what the role has noted. It
+is for probes and scrapers of a private network: there is no key, and nothing can be changed through it.
+"""
+
+import logging
+import socket
+import socketserver
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from rollstream.pipeline.config import ServiceConfig
+from rollstream.pipeline.run.role_process import PHASE, RolePhase
+from rollstream.topics.closing import Closing
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.heartbeats import HEARTBEATS, Heartbeats
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_REQUEST_S = 10.0
+"""How long a connection may be silent."""
+Answer = tuple[int, str]
+
+
+class ServiceServer(Closing):
+    """Serves the state of this process at `url` until it is closed."""
+
+    def __init__(self, config: ServiceConfig, *, phase: RolePhase = PHASE, heartbeats: Heartbeats = HEARTBEATS) -> None:
+        """Listen. Raises ConfigurationError if the address cannot be had."""
+        self._config, self._phase, self._heartbeats = config, phase, heartbeats
+        routes = {"/livez": self.livez, "/readyz": self.readyz}
+
+        class Handler(_Handler):
+            def do_GET(self) -> None:
+                route = routes.get(self.path.partition("?")[0])
+                self.answer(*(route() if route else (HTTPStatus.NOT_FOUND, f"paths: {' '.join(routes)}\n")))
+
+        try:
+            self._server = _Server((config.host, config.port), Handler)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the service port cannot listen on {config.host}:{config.port} ({error.strerror}); stop what uses the "
+                "port, or set service.port (0 for none)"
+            ) from error
+        port = self._server.server_address[1]
+        self.url = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+        threading.Thread(target=self._server.serve_forever, name="service", daemon=True).start()
+        event(logger, "service_listening", url=self.url)
+
+    def livez(self) -> Answer:
+        """Return 200 as long as every loop of the role turns, else 503 with the reason."""
+        stuck = self._heartbeats.stuck(self._config.stall_s)
+        if stuck:
+            return HTTPStatus.SERVICE_UNAVAILABLE, f"{stuck} (service.stall_s is {self._config.stall_s:g})\n"
+        return HTTPStatus.OK, "ok\n"
+
+    def readyz(self) -> Answer:
+        """Return 200 from the moment the role is ready until it is asked to stop, else 503 with its phase."""
+        phase = self._phase.name
+        return (HTTPStatus.OK, "ok\n") if phase == "ready" else (HTTPStatus.SERVICE_UNAVAILABLE, f"{phase}\n")
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        # HTTPServer's own asks a name server for the name of this machine, which may take long.
+        socketserver.TCPServer.server_bind(self)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that went away is none of the role's business."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = _REQUEST_S
+
+    def answer(self, status: int, text: str, content_type: str = "text/plain; charset=utf-8") -> None:
+        """Answer a request."""
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Probes come every few seconds for days: no line for each."""

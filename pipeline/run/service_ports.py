@@ -1,0 +1,42 @@
+"""Service ports of the processes of a run on one machine: the supervisor has service.port, its processes the next ones.
+
+A list of them for Prometheus (file_sd_configs) lies among the files of the run.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.supervisor import RoleSpec
+
+
+class ServicePorts:
+    """Gives every process a port of its own, in the order of the first starts; none if service.port is 0."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._service, self._run, self._supervisor = config.service, config.run, config.service.port
+        self._ports: dict[str, int] = {}
+        self.path: Path = config.run_dir / "targets.json"
+
+    def place(self, spec: RoleSpec) -> RoleSpec:
+        """Return the process with its port in its arguments, the same at every start of it."""
+        if not self._service.port:
+            return spec
+        port = self._ports.setdefault(spec.name, self._service.port + 1 + len(self._ports))
+        self._write()
+        return replace(spec, arguments=(*spec.arguments, "--set", f"service.port={port}"))
+
+    def _write(self) -> None:
+        processes = {"supervisor": self._supervisor, **self._ports}
+        targets = [
+            {
+                "targets": [f"{self._service.host}:{port}"],
+                "labels": {"run": self._run, "process": name},
+            }
+            for name, port in processes.items()
+        ]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(targets, indent=2) + "\n")
+        partial.replace(self.path)

@@ -1,0 +1,31 @@
+"""Service ports of a run's processes: each its own, the same at each start, and all in a list for Prometheus."""
+
+import json
+from pathlib import Path
+
+from rollstream.pipeline.config import load
+from rollstream.pipeline.run.plan import plan
+from rollstream.pipeline.run.service_ports import ServicePorts
+
+
+def test_without_a_port_nothing_is_added_and_nothing_written(tmp_path: Path) -> None:
+    config = load(flags=[f"data_dir={tmp_path}"])
+    roles = plan(config, Path("run.toml"))
+    ports = ServicePorts(config)
+    assert ports.place(roles.learn) is roles.learn
+    assert not ports.path.exists()
+
+
+def test_every_process_gets_a_port_after_that_of_the_supervisor_and_keeps_it(tmp_path: Path) -> None:
+    config = load(flags=[f"data_dir={tmp_path}", "service.port=9100", "grouper.processes=2"])
+    roles = plan(config, Path("run.toml"))
+    ports = ServicePorts(config)
+    placed = [ports.place(spec) for spec in (*roles.consumers, *roles.workers)]
+    assert [spec.arguments[-1] for spec in placed] == [f"service.port={port}" for port in range(9101, 9107)]
+    assert ports.place(roles.groupers[1]) == placed[3]
+    targets = json.loads(ports.path.read_text())
+    assert {entry["labels"]["process"]: entry["targets"] for entry in targets} == {
+        "supervisor": ["127.0.0.1:9100"],
+        **{spec.name: [f"127.0.0.1:{port}"] for port, spec in enumerate(placed, 9101)},
+    }
+    assert {entry["labels"]["run"] for entry in targets} == {"main"}
