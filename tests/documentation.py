@@ -18,6 +18,7 @@ from typing import Any
 import rollstream
 from rollstream.pipeline.cli import COMMANDS, build_parser
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.deployment.description import ROLES, RoleDescription
 from rollstream.pipeline.settings import entry_type
 from rollstream.topics.catalogue import CATALOGUE, TopicSpec
 from tests.support.paths import ROOT
@@ -74,6 +75,58 @@ def topics_table() -> str:
 
     header = ("topic", "key", "value", "partitions", "cleanup", "written by", "read by", "what it holds")
     return table(header, [row(spec) for spec in CATALOGUE])
+
+
+# ------------------------------------------------------------------ roles
+
+
+def roles_table() -> str:
+    """The description of a run's roles as a table: what each does, and what decides how many there are."""
+
+    def row(role: RoleDescription) -> tuple[str, ...]:
+        return (
+            f"`{' '.join(('rollstream', role.name, *role.flags))}`",
+            role.does,
+            _names(role.counted_by) or "none",
+            _names(role.number_flag),
+            _names(*role.ports) + (" plus the number" if role.port_of_number else ""),
+            _names(*role.extras),
+            _names(role.keeps),
+            "yes" if role.finishes else "",
+            _names(*role.after),
+        )
+
+    header = (
+        "command",
+        "it",
+        "how many",
+        "number",
+        "port",
+        "extra",
+        "keeps files in",
+        "ends by itself",
+        "starts after",
+    )
+    return table(header, [row(role) for role in ROLES])
+
+
+def roles_on_kafka_table() -> str:
+    """Topics, groups and transactional ids of each role, as a table."""
+
+    def row(role: RoleDescription) -> tuple[str, ...]:
+        reads = "as tools" if role.is_tool else _names(*role.reads)
+        return (
+            f"`{role.name}`",
+            reads,
+            *(_names(*used) for used in (role.writes, role.groups, role.transactional_ids)),
+        )
+
+    header = ("role", "reads", "writes", "commits offsets of the groups", "transactional ids")
+    return table(header, [row(role) for role in ROLES])
+
+
+def _names(*names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names if name)
 
 
 # ------------------------------------------------------------------ configuration
@@ -261,6 +314,8 @@ GENERATED: dict[str, Callable[[], str]] = {
     "api": api_reference,
     "code-map": code_map,
     "topics": topics_table,
+    "roles": roles_table,
+    "roles-on-kafka": roles_on_kafka_table,
     "configuration": configuration_tables,
     "commands": command_reference,
 }

@@ -32,7 +32,9 @@ class TopicSpec:
     partitions: Literal["P", "W", "1"]
     cleanup: Literal["none", "compact"]
     writers: tuple[str, ...]
+    """Roles of a run that write to it, and `tools`, which stands for the commands that are no role."""
     readers: tuple[str, ...]
+    """Roles of a run that read it, and `tools`."""
     doc: str
     append_time: bool = False
     """Whether the broker stamps records (LogAppendTime) instead of the producer."""
@@ -50,14 +52,19 @@ class TopicSpec:
         settings["min.insync.replicas"] = str(config.min_insync_replicas)
         if self.append_time:
             settings["message.timestamp.type"] = "LogAppendTime"
-        if "env" in self.writers:
+        if _PLAYERS & set(self.writers):
             # The broker recompresses records that arrive in another codec. Clients bound the decompressed size of zstd
             # only: a megabyte of gzip may expand to a gigabyte in its readers.
             settings["compression.type"] = "zstd"
         return settings
 
 
-_EVERYONE = ("group", "learn", "infer", "env", "label", "tools")
+TOOLS = "tools"
+"""Stands for the commands that are no role, such as `ledger`, among the writers and readers of a topic."""
+_PLAYERS = frozenset({"env", "eval", "collect"})
+"""Roles that run the code of environments."""
+_FOLLOW_PROGRESS = ("env", "gateway")
+"""Roles that produce only while the learner keeps up."""
 
 CATALOGUE: tuple[TopicSpec, ...] = (
     TopicSpec(
@@ -66,8 +73,8 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         values=("Rollout", "GroupCancelled", "Mark"),
         partitions="P",
         cleanup="none",
-        writers=("env", "group", "label", "tools"),
-        readers=("group", "tools"),
+        writers=("env", "gateway", "group", "label", TOOLS),
+        readers=("group", *_FOLLOW_PROGRESS, "label", TOOLS),
         append_time=True,
         doc="Every rollout produced, and the marks grouping tasks leave for themselves.",
     ),
@@ -78,7 +85,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         partitions="P",
         cleanup="none",
         writers=("group",),
-        readers=("learn", "tools"),
+        readers=("learn", TOOLS),
         doc="Training batches, on the partition their rollouts came from.",
     ),
     TopicSpec(
@@ -88,7 +95,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         partitions="1",
         cleanup="none",
         writers=("group",),
-        readers=("learn", "env", "tools"),
+        readers=("learn", *_FOLLOW_PROGRESS, TOOLS),
         doc="Where each batch lies; the total order learners follow.",
     ),
     TopicSpec(
@@ -97,8 +104,8 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         values=("JournalRecord",),
         partitions="P",
         cleanup="none",
-        writers=("group",),
-        readers=("group", "env", "tools"),
+        writers=("group", TOOLS),
+        readers=("group", *_FOLLOW_PROGRESS, TOOLS),
         doc="Changes made by each transaction of each grouping task; snapshots now and then.",
     ),
     TopicSpec(
@@ -107,8 +114,8 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         values=("Rollout",),
         partitions="P",
         cleanup="none",
-        writers=("env",),
-        readers=("tools",),
+        writers=("eval", TOOLS),
+        readers=("eval", TOOLS),
         append_time=True,
         doc="Rollouts made for evaluation; never trained on.",
     ),
@@ -119,7 +126,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         partitions="W",
         cleanup="compact",
         writers=("learn",),
-        readers=("infer",),
+        readers=("learn", "infer", "engine", "serve-weights", "collect", TOOLS),
         doc="Bytes of parameters in chunks; chunks of old versions are tombstoned.",
     ),
     TopicSpec(
@@ -128,8 +135,20 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         values=("PolicyManifest",),
         partitions="1",
         cleanup="compact",
-        writers=("learn",),
-        readers=_EVERYONE,
+        writers=("learn", TOOLS),
+        readers=(
+            "learn",
+            "infer",
+            "engine",
+            "serve-weights",
+            "gateway",
+            "env",
+            "group",
+            "label",
+            "eval",
+            "collect",
+            TOOLS,
+        ),
         doc="The manifest of each policy version: its commit point.",
     ),
     TopicSpec(
@@ -139,7 +158,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         partitions="1",
         cleanup="compact",
         writers=("learn",),
-        readers=("learn", "env", "tools"),
+        readers=("learn", *_FOLLOW_PROGRESS, TOOLS),
         doc="Which batches each optimizer step used or skipped.",
     ),
     TopicSpec(
@@ -148,8 +167,8 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         values=("Metrics",),
         partitions="1",
         cleanup="none",
-        writers=(*_EVERYONE, "gateway"),
-        readers=("tools",),
+        writers=("learn", "infer", "serve-weights", "gateway", "env", "group", "label", "eval"),
+        readers=("learn", TOOLS),
         doc="Metrics of every component.",
     ),
     TopicSpec(
@@ -158,8 +177,8 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         values=(),
         partitions="P",
         cleanup="none",
-        writers=("group", "label", "tools"),
-        readers=("tools",),
+        writers=("group", "label", TOOLS),
+        readers=(TOOLS,),
         or_one=True,
         doc="Records that cannot be decoded, bytes untouched, reason in headers (KIP-1034).",
     ),
@@ -169,8 +188,8 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         values=("TrajectoryRecord", "Rollout"),
         partitions="P",
         cleanup="none",
-        writers=("env",),
-        readers=("label", "tools"),
+        writers=("env", "collect", TOOLS),
+        readers=("label", "env", TOOLS),
         append_time=True,
         doc="Trajectories and rollouts that wait for their rewards.",
     ),
@@ -180,8 +199,8 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         values=("TrajectoryRecord",),
         partitions="P",
         cleanup="none",
-        writers=("env", "label"),
-        readers=("learn", "tools"),
+        writers=("collect", "label"),
+        readers=("fill", "label", TOOLS),
         append_time=True,
         doc="Arrays of control tasks; a worker's trajectories lie in order because its episodes span several of them.",
     ),
@@ -192,7 +211,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         partitions="P",
         cleanup="none",
         writers=("gateway", "env"),
-        readers=("gateway", "tools"),
+        readers=(*_FOLLOW_PROGRESS, TOOLS),
         append_time=True,
         doc="Every model call of a captured session, with the session's start, rewards and end; the sessions of a "
         "group share a partition.",
@@ -203,8 +222,8 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         values=("ExcludedBatch", "SkippedOffset", "RetiredLearner", "MixtureState"),
         partitions="1",
         cleanup="compact",
-        writers=("env", "tools"),
-        readers=("env", "group", "learn", "tools"),
+        writers=("env", TOOLS),
+        readers=("learn", "group", *_FOLLOW_PROGRESS, TOOLS),
         doc="Decisions about a run: batches left out, skipped records, retired learners, states of mixtures.",
     ),
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.deployment.description import LEARN
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.roles.jax_runtime import require_jax
 from rollstream.pipeline.run import control_run
@@ -21,7 +22,7 @@ from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.display import Display
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.observer import RunObserver
-from rollstream.pipeline.run.plan import LEARN, RunPlan
+from rollstream.pipeline.run.plan import RunPlan
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts, announce_ready
 from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.stall_watch import StallWatch
@@ -62,15 +63,13 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
             log_dir, interrupts=interrupts, environment=plans.child_environment(config), place=ports.place
         ) as supervisor:
             interrupts.kill_now = supervisor.kill_now
+            roles = plans.plan(config, path)
+            start(supervisor, roles)
+            _say_ready(config, supervisor, ports)
             if config.is_control:
-                control = plans.control_plan(config, path)
-                control_run.start(supervisor, control)
-                _say_ready(config, supervisor, ports)
-                control_run.watch(config, supervisor, control)
+                control_run.watch(config, supervisor, roles)
                 print(f"run {config.run}: what was collected is on the log, labeled and filled in", flush=True)
             else:
-                start(supervisor, plans.plan(config, path))
-                _say_ready(config, supervisor, ports)
                 watch(config, supervisor, interrupts)
                 print(f"run {config.run}: the learner has made its last step", flush=True)
     except Interrupted as interrupted:
@@ -90,11 +89,9 @@ def _say_ready(config: RunConfig, supervisor: Supervisor, ports: ServicePorts) -
 
 def start(supervisor: Supervisor, roles: RunPlan) -> None:
     """Start the consumers, then, once all of them are ready, the producers."""
-    supervisor.start(*roles.consumers)
-    supervisor.wait_ready(spec.name for spec in roles.consumers)
-    producers = (*roles.workers, *roles.gateways, *roles.evaluators)
-    supervisor.start(*producers)
-    supervisor.wait_ready(spec.name for spec in producers)
+    for specs in (roles.consumers, roles.producers):
+        supervisor.start(*specs)
+        supervisor.wait_ready(spec.name for spec in specs)
 
 
 def watch(config: RunConfig, supervisor: Supervisor, interrupts: Interrupts) -> None:

@@ -8,7 +8,8 @@ import time
 from rollstream.consumers.buffers.trajectories.filler import filler_positions
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.run.plan import ControlPlan
+from rollstream.pipeline.deployment.description import COLLECT
+from rollstream.pipeline.run.plan import RunPlan
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.kafka import topic_admin
@@ -19,16 +20,10 @@ _LOOK_S = 1.0
 """Time between checks of how far the log was read."""
 
 
-def start(supervisor: Supervisor, roles: ControlPlan) -> None:
-    """Start labelers and fillers, then, once they are ready, the collectors."""
-    for specs in (roles.consumers, roles.collectors):
-        supervisor.start(*specs)
-        supervisor.wait_ready(spec.name for spec in specs)
-
-
-def watch(config: RunConfig, supervisor: Supervisor, roles: ControlPlan) -> None:
+def watch(config: RunConfig, supervisor: Supervisor, roles: RunPlan) -> None:
     """Watch the roles until every collector has finished and its trajectories are labeled and filled in."""
-    while not (roles.collectors and all(supervisor.finished(spec.name) for spec in roles.collectors)):
+    collectors = roles.of(COLLECT)
+    while not (collectors and all(supervisor.finished(spec.name) for spec in collectors)):
         supervisor.poll(_POLL_S)
     # Filling ends last: labeling may write until it has ended itself.
     for behind in (_is_labeling_behind, _is_filling_behind):

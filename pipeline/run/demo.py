@@ -20,6 +20,7 @@ from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.deployment.description import ENGINE, ENV, GROUP, LEARN
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.roles.jax_runtime import require_jax
 from rollstream.pipeline.run import plan as plans
@@ -32,7 +33,6 @@ from rollstream.pipeline.run.held_out_evaluation import evaluate
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.one_process import compare
-from rollstream.pipeline.run.plan import LEARN
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts, in_a_hurry
 from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.supervisor import Supervisor
@@ -194,22 +194,22 @@ def train(
 
     interrupts.kill_now = kill_now
     observer = stack.enter_context(closing(RunObserver(config.kafka, config.run)))
-    server = "a vLLM, which takes minutes" if roles.engines else "the inference server"
+    server = "a vLLM, which takes minutes" if roles.of(ENGINE) else "the inference server"
     say(f"starting the learner (a short format warm start makes version 0), {server}, the groupers")
     supervisor.start(*roles.consumers)
     supervisor.wait_ready(spec.name for spec in roles.consumers)
     first = evaluate(config, 0, "first")
     say(f"version {first.version} answers {first.exact:.1%} of {first.prompts} held-out prompts exactly; workers start")
     began = time.monotonic()
-    supervisor.start(*roles.workers)
-    supervisor.wait_ready(spec.name for spec in roles.workers)
+    supervisor.start(*roles.of(ENV))
+    supervisor.wait_ready(spec.name for spec in roles.of(ENV))
     injector = FaultInjector(plan_faults(config, roles) if faults else None, supervisor, say)
     outcome = watch(config, supervisor, observer, injector, display)
     seconds = time.monotonic() - began
     say(f"{outcome}; stopping the workers and draining what they wrote")
-    supervisor.stop([spec.name for spec in roles.workers])
+    supervisor.stop([spec.name for spec in roles.of(ENV)])
     drain(config.kafka, config.run, config.grouper)
-    supervisor.stop([spec.name for spec in roles.groupers])
+    supervisor.stop([spec.name for spec in roles.of(GROUP)])
     supervisor.stop([LEARN])
     observer.catch_up()
     last = evaluate(config, observer.policy_version, "last")

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.run.plan import LEARN, RunPlan
+from rollstream.pipeline.deployment.description import GROUP, LEARN
+from rollstream.pipeline.run.plan import RunPlan
 from rollstream.pipeline.text_tables import table
 
 
@@ -62,7 +63,7 @@ def plan_faults(config: RunConfig, roles: RunPlan) -> FaultPlan | None:
     draw = random.Random(f"second act {config.seed}")
     first = max(1, config.learner.max_steps // 10)
     step = draw.randint(first, max(first, config.learner.max_steps // 5))
-    return FaultPlan(step=step, roles=(draw.choice(roles.groupers).name, LEARN))
+    return FaultPlan(step=step, roles=(draw.choice(roles.of(GROUP)).name, LEARN))
 
 
 class FaultInjector:

@@ -7,61 +7,35 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from rollstream.infra.ports import free_port, free_port_row
 from rollstream.pipeline.config import RunConfig, inference_urls, secret_variables, to_toml
+from rollstream.pipeline.deployment.description import ENV, GATEWAY, INFER, LEARN, RoleDescription, counts, role_of
 from rollstream.pipeline.run.supervisor import RoleSpec
 from rollstream.pipeline.settings import BOOTSTRAP_VARIABLE, ENVIRONMENT_PREFIX
 from rollstream.topics.errors import ConfigurationError
 
-LEARN = "learn"
-INFER = "infer"
-
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The roles of a run, in the order they start."""
+    """The processes of a run, by role, in the order in which they start."""
 
-    learn: RoleSpec
-    servers: tuple[RoleSpec, ...]
-    """Inference servers; none if the workers ask others."""
-    groupers: tuple[RoleSpec, ...]
-    workers: tuple[RoleSpec, ...]
-    evaluators: tuple[RoleSpec, ...] = ()
-    """One if versions are evaluated, else none."""
-    engines: tuple[RoleSpec, ...] = ()
-    """One if a vLLM is started, else none."""
-    weight_servers: tuple[RoleSpec, ...] = ()
-    """One if engines of others are kept on the newest version, else none."""
-    gateways: tuple[RoleSpec, ...] = ()
-    """One if gateway.port is set, else none."""
-    labelers: tuple[RoleSpec, ...] = ()
-    """Some if the rewards of an environment come from a labeler, else none."""
-    followers: tuple[RoleSpec, ...] = ()
-    """The further processes of a learner that has several."""
+    roles: Mapping[str, tuple[RoleSpec, ...]]
+
+    def of(self, *names: str) -> tuple[RoleSpec, ...]:
+        """Return the processes of these roles; none of a role that the run does not have."""
+        return tuple(spec for name in names for spec in self.roles.get(name, ()))
 
     @property
     def consumers(self) -> tuple[RoleSpec, ...]:
-        """Roles that must be ready before a rollout is produced."""
-        servers = (*self.servers, *self.engines, *self.weight_servers)
-        return (self.learn, *self.followers, *servers, *self.groupers, *self.labelers)
-
-
-@dataclass(frozen=True)
-class ControlPlan:
-    """The roles of a run of a control task, in the order they start."""
-
-    fillers: tuple[RoleSpec, ...]
-    """One if a buffer is filled, else none."""
-    labelers: tuple[RoleSpec, ...]
-    collectors: tuple[RoleSpec, ...]
+        """Processes that must be ready before a rollout or a trajectory is produced."""
+        return self.of(*(name for name in self.roles if not role_of(name).after))
 
     @property
-    def consumers(self) -> tuple[RoleSpec, ...]:
-        """Roles that must be ready before a trajectory is produced."""
-        return (*self.fillers, *self.labelers)
+    def producers(self) -> tuple[RoleSpec, ...]:
+        """Processes that start once the consumers are ready."""
+        return self.of(*(name for name in self.roles if role_of(name).after))
 
 
 def check_labeler(config: RunConfig) -> None:
@@ -119,56 +93,36 @@ def write(config: RunConfig) -> Path:
 
 
 def plan(config: RunConfig, path: Path) -> RunPlan:
-    """Return the roles of a run whose configuration lies at `path`."""
-    spec = partial(_spec, config, path)
-
+    """Return the processes of a run whose configuration lies at `path`."""
     return RunPlan(
-        learn=spec(LEARN, "learn", finishes=True),
-        followers=tuple(
-            spec(f"{LEARN}-{n}", "learn", "--process", str(n), finishes=True)
-            for n in range(1, config.learner.processes)
-        ),
-        servers=tuple(
-            spec(f"{INFER}-{n}" if n else INFER, "infer", "--ordinal", str(n)) for n in range(config.inference.replicas)
-        ),
-        groupers=tuple(spec(f"group-{n}", "group", "--ordinal", str(n)) for n in range(config.grouper.processes)),
-        labelers=_labelers(config, path),
-        workers=tuple(
-            replace(spec(f"env-{n}", "env", "--ordinal", str(n)), python=config.supervisor.worker_python)
-            for n in range(config.supervisor.workers)
-        ),
-        engines=(spec("engine", "engine"),) if config.serving.python else (),
-        weight_servers=(spec("serve-weights", "serve-weights"),) if config.serving.urls else (),
-        gateways=(spec("gateway", "gateway"),) if config.gateway.port else (),
-        evaluators=(spec("eval", "eval"),) if config.evaluation.every_versions else (),
+        {
+            name: tuple(_spec(config, path, role_of(name), number) for number in range(count))
+            for name, count in counts(config).items()
+        }
     )
 
 
-def control_plan(config: RunConfig, path: Path) -> ControlPlan:
-    """Return the roles of a run of a control task whose configuration lies at `path`."""
-    spec = partial(_spec, config, path)
-    return ControlPlan(
-        fillers=(spec("fill", "fill"),) if config.fill.directory else (),
-        labelers=_labelers(config, path),
-        collectors=tuple(
-            spec(f"collect-{n}", "collect", "--ordinal", str(n), finishes=True) for n in range(config.collect.processes)
-        ),
-    )
+_FIRST_HAS_NO_NUMBER = (LEARN, INFER, GATEWAY)
 
 
-def _labelers(config: RunConfig, path: Path) -> tuple[RoleSpec, ...]:
-    return tuple(_spec(config, path, f"label-{n}", "label", "--ordinal", str(n)) for n in range(config.labelers))
+def process_name(role: RoleDescription, number: int) -> str:
+    """Return the name of a process of a role, e.g. group-0; the first of some has that of its role."""
+    bare = not role.numbered or (number == 0 and role.name in _FIRST_HAS_NO_NUMBER)
+    return role.name if bare else f"{role.name}-{number}"
 
 
-def _spec(config: RunConfig, path: Path, name: str, command: str, *flags: str, finishes: bool = False) -> RoleSpec:
+def _spec(config: RunConfig, path: Path, role: RoleDescription, number: int) -> RoleSpec:
+    command, *flags = role.arguments(number)
+    supervisor = config.supervisor
     return RoleSpec(
-        name=name,
+        name=process_name(role, number),
         arguments=("-P", "-m", "rollstream", command, "--config", str(path), *flags),
-        finishes=finishes,
-        ready_timeout_s=config.supervisor.ready_timeout_s,
-        stop_timeout_s=config.supervisor.stop_timeout_s,
-        restarts=config.supervisor.restarts,
-        backoff_s=config.supervisor.backoff_s,
+        python=supervisor.worker_python if role.name == ENV else "",
+        finishes=role.finishes,
+        ready_timeout_s=supervisor.ready_timeout_s,
+        stop_timeout_s=supervisor.stop_timeout_s,
+        restarts=supervisor.restarts,
+        backoff_s=supervisor.backoff_s,
     )
 
 

@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
+from rollstream.pipeline.config import load
+from rollstream.pipeline.deployment.description import counts
 from rollstream.topics.codec import decode
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.trajectories import from_record
 from tests.support.command_line import answer_of
+from tests.support.described import undescribed
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually
 
@@ -116,6 +119,11 @@ def test_a_run_of_a_control_task_collects_labels_fills_and_ends(run: RealRun) ->
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=run.directory / "windows") as buffer:
         assert len(buffer) == 10
         np.testing.assert_array_equal(np.unique(buffer.sample(500)["rewards"]), np.arange(100.0, 140.0))
+
+    named = [f"run={run.name}", f"kafka.bootstrap_servers={run.kafka.bootstrap_servers}"]
+    config = load(run.directory / "control.toml", flags=named)
+    assert counts(config) == {"fill": 1, "label": 1, "collect": 2}
+    assert undescribed(config, counts(config)) == set()
 
 
 @pytest.mark.long

@@ -5,9 +5,12 @@ import subprocess
 from collections import Counter
 from typing import Any
 
+from rollstream.pipeline.config import load
+from rollstream.pipeline.deployment.description import counts
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import Rollout
 from rollstream.topics.validation import problems
+from tests.support.described import undescribed
 from tests.support.runs import RealRun
 
 GAME = '''
@@ -67,10 +70,10 @@ def test_an_environment_of_several_turns_outside_the_packages_is_trained_on_with
     assert running.returncode == 0, running.stdout + running.stderr
     rollouts = [record for record in run.read("rollouts") if isinstance(record, Rollout)]
     turns = {"letters": 3, "duel": 2}
-    counts = Counter(rollout.environment for rollout in rollouts)
-    assert set(counts) == set(turns)
+    played = Counter(rollout.environment for rollout in rollouts)
+    assert set(played) == set(turns)
     # Groups are started two to one; those in flight at the end blur it.
-    assert 1.2 < counts["letters"] / counts["duel"] < 3.5
+    assert 1.2 < played["letters"] / played["duel"] < 3.5
     for rollout in rollouts:
         assert problems(rollout) == []
         roles = [turn.role for turn in rollout.turns]
@@ -88,3 +91,8 @@ def test_an_environment_of_several_turns_outside_the_packages_is_trained_on_with
     book = json.loads(ledger.stdout)
     assert book["balanced"]
     assert book["batched"] >= 256
+    named = [f"run={run_name}", f"kafka.bootstrap_servers={broker}", "evaluation.every_versions=1"]
+    config = load(tmp_path / "run.toml", flags=named)
+    started = counts(config)
+    assert started == {"learn": 1, "infer": 1, "group": 2, "env": 2, "eval": 1}
+    assert undescribed(config, started) == set()

@@ -198,7 +198,7 @@ def test_each_replica_has_a_port_a_name_and_a_url_of_its_own(tmp_path: Path) -> 
     assert config.worker.inference_urls == tuple(f"http://127.0.0.1:{port}/v1" for port in (7777, 7778, 7779))
     replicas = [config.inference.replica(ordinal) for ordinal in range(3)]
     assert [(r.port, r.replica_id) for r in replicas] == [(7777, "infer-0"), (7778, "infer-1"), (7779, "infer-2")]
-    roles = plan.plan(config, tmp_path / "run.toml").servers
+    roles = plan.plan(config, tmp_path / "run.toml").of("infer")
     assert [role.name for role in roles] == ["infer", "infer-1", "infer-2"]
     assert [role.arguments[-2:] for role in roles] == [("--ordinal", str(number)) for number in range(3)]
     settled = plan.settle(load(flags=["inference.replicas=2"]))
@@ -211,7 +211,7 @@ def test_servers_of_ones_own_start_none(tmp_path: Path) -> None:
     external = load(flags=[urls])
     assert plan.settle(external).worker.inference_urls == ("http://a/v1",)
     roles = plan.plan(plan.settle(external), tmp_path)
-    assert roles.servers == ()
+    assert roles.of("infer") == ()
     assert [role.kind for role in roles.consumers] == ["learn", "group", "group"]
     assert load(flags=[urls, "inference.replicas=1"]).inference.replicas == 1
     assert load(flags=[urls, "inference.port=7777"]).inference.replicas == 1
@@ -337,14 +337,14 @@ def test_a_control_task_that_cannot_run_is_refused_with_its_setting(flag: str, s
 
 def test_a_run_has_the_roles_of_a_control_task_that_are_configured_and_by_default_none(tmp_path: Path) -> None:
     assert not load().is_control
-    assert plan.control_plan(load(), tmp_path) == plan.ControlPlan((), (), ())
+    assert plan.plan(load(), tmp_path).of("fill", "label", "collect") == ()
     flags = ["collect.processes=2", "collect.player=a:b", "labeling.processes=1", "labeling.labeler=a:c", "seed=3"]
     config = load(flags=[*flags, "fill.directory=windows"])
-    roles = plan.control_plan(config, tmp_path / "run.toml")
+    roles = plan.plan(config, tmp_path / "run.toml")
     assert config.is_control
     assert [spec.name for spec in roles.consumers] == ["fill", "label-0"]
-    assert [spec.name for spec in roles.collectors] == ["collect-0", "collect-1"]
-    assert all(spec.finishes for spec in roles.collectors)
+    assert [spec.name for spec in roles.producers] == ["collect-0", "collect-1"]
+    assert all(spec.finishes for spec in roles.producers)
     assert (config.collect.seed, config.fill.seed) == (3, 3)
     for flag in ("fill.directory=windows", "labeling.processes=1", "collect.processes=1"):
         assert load(flags=["collect.player=a:b", "labeling.labeler=a:c", flag]).is_control

@@ -13,8 +13,8 @@ from rollstream.topics.errors import ConfigurationError
 
 def test_a_run_has_a_gateway_where_it_has_a_port_and_it_counts_as_a_producer() -> None:
     without, with_one = load(), load(flags=["gateway.port=8100"])
-    assert plans.plan(without, Path("run.toml")).gateways == ()
-    (spec,) = plans.plan(with_one, Path("run.toml")).gateways
+    assert plans.plan(without, Path("run.toml")).of("gateway") == ()
+    (spec,) = plans.plan(with_one, Path("run.toml")).of("gateway")
     assert "gateway" in spec.arguments
     assert with_one.capacity.workers == without.capacity.workers + 1
 
@@ -26,12 +26,16 @@ def test_a_run_whose_rewards_come_from_a_labeler_has_labelers_which_are_ready_be
     config = load(flags=[*LABELED, "labeling.labeler=judge"])
     assert not config.is_control
     roles = plans.plan(config, Path("run.toml"))
-    assert [spec.name for spec in roles.labelers] == ["label-0"]
-    assert roles.labelers[0] in roles.consumers
+    assert [spec.name for spec in roles.of("label")] == ["label-0"]
+    assert roles.of("label")[0] in roles.consumers
     several = load(flags=[*LABELED, "labeling.labeler=judge", "labeling.processes=3"])
     assert not several.is_control
-    assert [spec.name for spec in plans.plan(several, Path("run.toml")).labelers] == ["label-0", "label-1", "label-2"]
-    assert plans.plan(load(), Path("run.toml")).labelers == ()
+    assert [spec.name for spec in plans.plan(several, Path("run.toml")).of("label")] == [
+        "label-0",
+        "label-1",
+        "label-2",
+    ]
+    assert plans.plan(load(), Path("run.toml")).of("label") == ()
 
 
 def test_a_run_that_waits_for_a_labeler_without_a_name_is_refused() -> None:
@@ -44,8 +48,8 @@ def test_workers_alone_run_with_the_python_that_is_named_for_them() -> None:
     config = load(flags=[f"supervisor.worker_python={sys.executable}", "gateway.port=8100"])
     plans.check_worker_python(config)
     roles = plans.plan(config, Path("run.toml"))
-    assert {spec.python for spec in roles.workers} == {sys.executable}
-    assert {spec.python for spec in (*roles.consumers, *roles.gateways)} == {""}
+    assert {spec.python for spec in roles.of("env")} == {sys.executable}
+    assert {spec.python for spec in (*roles.consumers, *roles.of("gateway"))} == {""}
     with pytest.raises(ConfigurationError, match="which is no program here"):
         plans.check_worker_python(load(flags=["supervisor.worker_python=vf/bin/none"]))
 
@@ -53,10 +57,10 @@ def test_workers_alone_run_with_the_python_that_is_named_for_them() -> None:
 def test_engines_of_others_are_updated_by_one_role_that_is_ready_before_rollouts_are_produced() -> None:
     config = load(flags=['serving.urls=["http://127.0.0.1:8000"]'])
     roles = plans.plan(config, Path("run.toml"))
-    (spec,) = roles.weight_servers
+    (spec,) = roles.of("serve-weights")
     assert spec.arguments[3] == "serve-weights"
     assert spec in roles.consumers
-    assert plans.plan(load(), Path("run.toml")).weight_servers == ()
+    assert plans.plan(load(), Path("run.toml")).of("serve-weights") == ()
 
 
 def test_a_vllm_that_a_run_starts_alone_answers_its_workers_and_is_kept_on_the_newest_version() -> None:
@@ -64,9 +68,9 @@ def test_a_vllm_that_a_run_starts_alone_answers_its_workers_and_is_kept_on_the_n
     [url] = config.serving.urls
     assert config.worker.inference_urls == (f"{url}/v1",)
     roles = plans.plan(config, Path("run.toml"))
-    assert roles.servers == ()
-    assert [spec.name for spec in (*roles.engines, *roles.weight_servers)] == ["engine", "serve-weights"]
-    assert all(spec in roles.consumers for spec in (*roles.engines, *roles.weight_servers))
+    assert roles.of("infer") == ()
+    assert [spec.name for spec in roles.of("engine", "serve-weights")] == ["engine", "serve-weights"]
+    assert all(spec in roles.consumers for spec in roles.of("engine", "serve-weights"))
     named = plans.settle(load(flags=[f"serving.python={sys.executable}", 'serving.urls=["http://127.0.0.1:8000"]']))
     assert named.serving.urls == ("http://127.0.0.1:8000",)
-    assert plans.plan(plans.settle(load()), Path("run.toml")).engines == ()
+    assert plans.plan(plans.settle(load()), Path("run.toml")).of("engine") == ()

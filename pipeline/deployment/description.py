@@ -1,0 +1,242 @@
+"""The description of a run: what each role is, how many there are, and what one needs, reads, writes and keeps.
+
+`rollstream run`, deployments and docs/roles.md are made from it. Pure: it imports no Kafka client and no JAX.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from rollstream.topics.catalogue import CATALOGUE, TOOLS
+from rollstream.topics.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from rollstream.pipeline.config import RunConfig
+
+LEARN = "learn"
+INFER = "infer"
+ENGINE = "engine"
+SERVE_WEIGHTS = "serve-weights"
+GROUP = "group"
+FILL = "fill"
+LABEL = "label"
+ENV = "env"
+GATEWAY = "gateway"
+EVAL = "eval"
+COLLECT = "collect"
+ARCHIVE = "archive"
+PRUNE = "prune"
+
+NUMBER = "ordinal"
+"""Stands in a template for the number of the process."""
+_TOKENS, _CONTROL = "tokens", "control"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleDescription:
+    """One role of a run: a kind of process, of which there may be several."""
+
+    name: str
+    """Its name, which is that of its command: `rollstream NAME`."""
+    does: str
+    """Its work, in one sentence without a subject."""
+    flags: tuple[str, ...] = ()
+    """Flags of the command that are not settings."""
+    number_flag: str = ""
+    """Flag that takes the number of the process, from 0; empty if there is only one."""
+    tasks: tuple[str, ...] = (_TOKENS,)
+    """Runs that have the role: those of language models (tokens), of control tasks (control), or both."""
+    counted_by: str = ""
+    """Setting that decides how many `rollstream run` starts; empty: it starts none."""
+    count: Callable[["RunConfig"], int] = lambda _config: 0
+    """How many `rollstream run` starts in a run that may have the role."""
+    ports: tuple[str, ...] = ()
+    """Settings of the ports, or of the URLs, at which it listens."""
+    port_of_number: bool = False
+    """Whether process N listens on its port plus N, as processes of one machine must."""
+    extras: tuple[str, ...] = ()
+    """Extras of the package that it cannot do without."""
+    groups: tuple[str, ...] = ()
+    """Consumer groups that it commits offsets to, with settings and the number in braces."""
+    transactional_ids: tuple[str, ...] = ()
+    """Transactional ids that it writes under, with settings and the number in braces."""
+    keeps: str = ""
+    """Setting of the directory whose files must survive a restart; empty: the log has everything."""
+    finishes: bool = False
+    """Whether it exits with 0 by itself when its work is done."""
+    after: tuple[str, ...] = ()
+    """Roles that must be ready before it starts, as far as the run has them."""
+
+    @property
+    def numbered(self) -> bool:
+        """Whether each process has a number that must stay its own across restarts."""
+        return bool(self.number_flag)
+
+    @property
+    def is_tool(self) -> bool:
+        """Whether it is a tool that may run for long, which `rollstream run` does not start."""
+        return not self.counted_by
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Topics that it reads, by the catalogue."""
+        names = {self.name, TOOLS} if self.is_tool else {self.name}
+        return tuple(spec.name for spec in CATALOGUE if names & set(spec.readers))
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Topics that it writes to, by the catalogue."""
+        return tuple(spec.name for spec in CATALOGUE if self.name in spec.writers)
+
+    def arguments(self, number: int = 0) -> tuple[str, ...]:
+        """Return the command of a process and its flags, without those of the configuration."""
+        numbered = (self.number_flag, str(number)) if self.number_flag else ()
+        return (self.name, *self.flags, *numbered)
+
+
+_CONSUMERS = (LEARN, INFER, ENGINE, SERVE_WEIGHTS, GROUP, LABEL)
+"""Roles that must be ready before a rollout is produced."""
+
+ROLES: tuple[RoleDescription, ...] = (
+    RoleDescription(
+        name=LEARN,
+        does="trains on the batches and publishes policy versions",
+        number_flag="--process",
+        counted_by="learner.processes",
+        count=lambda config: config.learner.processes,
+        extras=("learner",),
+        transactional_ids=("{run}/learner",),
+        keeps="learner.checkpoint.directory",
+        finishes=True,
+    ),
+    RoleDescription(
+        name=INFER,
+        does="answers completions with the newest policy version",
+        number_flag="--ordinal",
+        counted_by="inference.replicas",
+        count=lambda config: config.inference.replicas,
+        ports=("inference.port",),
+        port_of_number=True,
+        extras=("learner",),
+    ),
+    RoleDescription(
+        name=ENGINE,
+        does="runs a vLLM of another environment with the newest policy version",
+        counted_by="serving.python",
+        count=lambda config: int(bool(config.serving.python)),
+        ports=("serving.urls",),
+    ),
+    RoleDescription(
+        name=SERVE_WEIGHTS,
+        does="keeps engines such as vLLM and SGLang on the newest policy version",
+        counted_by="serving.urls",
+        count=lambda config: int(bool(config.serving.urls)),
+    ),
+    RoleDescription(
+        name=GROUP,
+        does="groups rollouts into training batches, exactly once",
+        number_flag="--ordinal",
+        counted_by="grouper.processes",
+        count=lambda config: config.grouper.processes,
+        groups=("{run}.{grouper.group}", "{run}.{grouper.group}.turn-{ordinal}"),
+        transactional_ids=("{run}/grouper/{ordinal}",),
+    ),
+    RoleDescription(
+        name=FILL,
+        does="fills a trajectory buffer on disk from the log",
+        tasks=(_CONTROL,),
+        counted_by="fill.directory",
+        count=lambda config: int(bool(config.fill.directory)),
+        groups=("{run}.filler-{fill.name}",),
+        keeps="fill.directory",
+    ),
+    RoleDescription(
+        name=LABEL,
+        does="labels what waits for its reward, exactly once",
+        number_flag="--ordinal",
+        tasks=(_TOKENS, _CONTROL),
+        counted_by="labeling.processes",
+        count=lambda config: config.labelers,
+        groups=("{run}.{labeling.group}", "{run}.{labeling.group}.turn-{ordinal}"),
+        transactional_ids=("{run}/labeller/{ordinal}", "{run}/labeller/bootstrap"),
+    ),
+    RoleDescription(
+        name=ENV,
+        does="plays the environments and publishes rollouts",
+        number_flag="--ordinal",
+        counted_by="supervisor.workers",
+        count=lambda config: config.supervisor.workers,
+        after=_CONSUMERS,
+    ),
+    RoleDescription(
+        name=GATEWAY,
+        does="captures the model calls of any agent, and writes them as rollouts",
+        number_flag="--ordinal",
+        counted_by="gateway.port",
+        count=lambda config: int(bool(config.gateway.port)),
+        ports=("gateway.port",),
+        after=_CONSUMERS,
+    ),
+    RoleDescription(
+        name=EVAL,
+        does="evaluates the held-out split at every so many policy versions",
+        counted_by="evaluation.every_versions",
+        count=lambda config: int(bool(config.evaluation.every_versions)),
+        after=_CONSUMERS,
+    ),
+    RoleDescription(
+        name=COLLECT,
+        does="plays a control task and publishes trajectories",
+        number_flag="--ordinal",
+        tasks=(_CONTROL,),
+        counted_by="collect.processes",
+        count=lambda config: config.collect.processes,
+        finishes=True,
+        after=(FILL, LABEL),
+    ),
+    RoleDescription(
+        name=ARCHIVE,
+        does="copies new records of the run's topics into Parquet files, each once",
+        flags=("--follow",),
+        tasks=(_TOKENS, _CONTROL),
+        groups=("{run}.archive",),
+        keeps="data_dir",
+    ),
+    RoleDescription(
+        name=PRUNE,
+        does="deletes what recovery, verification and learners no longer need; runs at intervals",
+        flags=("--yes",),
+        tasks=(_TOKENS, _CONTROL),
+        finishes=True,
+    ),
+)
+"""Every role, in the order in which `rollstream run` starts them."""
+_BY_NAME = {role.name: role for role in ROLES}
+
+
+def role_of(name: str) -> RoleDescription:
+    """Return the description of a role. Raises ConfigurationError for an unknown name."""
+    if name not in _BY_NAME:
+        raise ConfigurationError(f"no role is called {name!r}; roles are {', '.join(_BY_NAME)}")
+    return _BY_NAME[name]
+
+
+def counts(config: "RunConfig") -> dict[str, int]:
+    """Return how many processes of each role `rollstream run` starts, for the roles that the run has."""
+    task = _CONTROL if config.is_control else _TOKENS
+    numbers = {role.name: role.count(config) for role in ROLES if task in role.tasks}
+    return {name: number for name, number in numbers.items() if number}
+
+
+_NAMED = re.compile(r"\{([a-z_.]+)\}")
+
+
+def expanded(template: str, config: "RunConfig", number: int = 0) -> str:
+    """Return the name that a template of `groups` or `transactional_ids` stands for in a process of this number."""
+
+    def value(match: re.Match[str]) -> str:
+        return str(number if match[1] == NUMBER else attrgetter(match[1])(config))
+
+    return _NAMED.sub(value, template)
