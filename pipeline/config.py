@@ -17,9 +17,9 @@ from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.serving.config import ServingConfig
 from rollstream.infra.config import BrokerConfig
 from rollstream.pipeline.settings import (
-    ENVIRONMENT_PREFIX,
     Keys,
     Layer,
+    check_variables,
     environment_layers,
     file_layers,
     fill,
@@ -236,12 +236,18 @@ def load(
 ) -> RunConfig:
     """Load a TOML file, overridden by `environment`, then by flags like `grouping.batch_rollouts=64`.
 
-    `options` are named flags, applied before the others: `("--steps", "learner.max_steps=3")`.
-    `client_flags` are librdkafka's own keys, `key=value`. Raises ConfigurationError naming the line of the file, the
-    variable or the flag, the key, and the remedy.
+    `environment` has variables such as ROLLSTREAM_GROUPING__BATCH_ROLLOUTS. `options` are named flags, applied before
+    the others: `("--steps", "learner.max_steps=3")`. `client_flags` are librdkafka's own keys, `key=value`. Raises
+    ConfigurationError naming the line of the file, the variable or the flag, the key, and the remedy.
     """
-    layers = [*file_layers(path), *environment_layers(environment or {}), *flag_layers(flags, client_flags, options)]
+    environment = environment or {}
+    layers = [
+        *file_layers(path),
+        *environment_layers(RunConfig, environment),
+        *flag_layers(flags, client_flags, options),
+    ]
     config, origins = fill(RunConfig, layers, by_reference)
+    check_variables(RunConfig, environment, secret_variables(config))
     return _derived(config, origins)
 
 
@@ -258,7 +264,7 @@ def by_reference(layer: Layer, key: str, value: Any) -> Any:
         return f"file:{Path(name).absolute()}" if kind == "file" else value
     # The variable must hold this setting alone, not a whole table.
     own = ".".join(layer.path).replace("_", ".") == key.replace("_", ".")
-    if own and layer.origin.startswith(ENVIRONMENT_PREFIX):
+    if own and layer.is_variable:
         return f"env:{layer.origin}"
     raise ConfigurationError(
         f"{layer.place(key)}: {key} is a secret, and everybody could read it there; name where it is, "

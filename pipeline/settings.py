@@ -10,7 +10,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -18,7 +18,14 @@ from typing import Any, NamedTuple, TypeVar, cast
 from rollstream.pipeline.toml import line_of
 from rollstream.topics.errors import ConfigurationError
 
-ENVIRONMENT_PREFIX = "ROLLSTREAM__"
+ENVIRONMENT_PREFIX = "ROLLSTREAM_"
+"""A setting's variable is this and its key in upper case, with `__` for each dot."""
+_EARLIER_PREFIX = "ROLLSTREAM__"
+"""The prefix of earlier releases, which is still read."""
+_NOT_SETTINGS = re.compile(
+    ENVIRONMENT_PREFIX + r"(READY_FD|LIFELINE_FD|MAVEN_REPOSITORY|KAFKA_IMAGE|RLINF|EPISODE_[0-9A-Fa-f]*|TEST_\w+)"
+)
+"""Variables of ours that are no settings: pipes of a supervisor, a mirror of jars, keys of episodes, and of tests."""
 BOOTSTRAP_VARIABLE = "KAFKA_BOOTSTRAP_SERVERS"
 
 Keys = tuple[str, ...]
@@ -34,6 +41,11 @@ class Layer(NamedTuple):
     textual: bool
     document: str = ""
     """Text of the file; empty for other origins."""
+
+    @property
+    def is_variable(self) -> bool:
+        """Whether its origin is a variable of the environment."""
+        return self.textual and self.origin.startswith(ENVIRONMENT_PREFIX)
 
     def place(self, key: str) -> str:
         """Name the place where a dotted key is set: a flag, a variable, or a file and its line."""
@@ -112,14 +124,56 @@ def file_layers(path: Path | None) -> Iterator[Layer]:
     yield Layer(str(path), (), content, False, document)
 
 
-def environment_layers(environment: Mapping[str, str]) -> Iterator[Layer]:
-    """Yield the layers of ROLLSTREAM__SECTION__KEY variables and of KAFKA_BOOTSTRAP_SERVERS."""
+def environment_layers(cls: type, environment: Mapping[str, str]) -> Iterator[Layer]:
+    """Yield the layers of KAFKA_BOOTSTRAP_SERVERS and of the variables of settings of `cls`.
+
+    The documented form of a variable wins over that of earlier releases where both are set.
+    """
     if environment.get(BOOTSTRAP_VARIABLE, "").strip():
         yield Layer(BOOTSTRAP_VARIABLE, ("kafka", "bootstrap_servers"), environment[BOOTSTRAP_VARIABLE].strip(), True)
+    named = {name: path for name in environment if (path := _setting_of_variable(cls, name))}
+    for name in sorted(named, key=lambda name: (not name.startswith(_EARLIER_PREFIX), name)):
+        yield Layer(name, named[name], environment[name], True)
+
+
+def is_setting_variable(cls: type, name: str) -> bool:
+    """Whether a variable of this name sets, or means to set, a setting of `cls`."""
+    return name == BOOTSTRAP_VARIABLE or bool(_setting_of_variable(cls, name))
+
+
+def _setting_of_variable(cls: type, name: str) -> Keys:
+    """Return the path of the key that a variable names, known or not; none if it names no setting."""
+    if name.startswith(_EARLIER_PREFIX):
+        return tuple(name.removeprefix(_EARLIER_PREFIX).lower().split("__"))
+    path = tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
+    if not name.startswith(ENVIRONMENT_PREFIX) or _NOT_SETTINGS.fullmatch(name):
+        return ()
+    return path if len(path) > 1 or path[0] in _hints(cls) else ()
+
+
+def variable_of(key: str) -> str:
+    """Return the variable of a setting, given its dotted key."""
+    return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
+
+
+def check_variables(cls: type, environment: Mapping[str, str], known: Collection[str] = ()) -> None:
+    """Raise ConfigurationError for a variable that has our prefix and is neither a setting of `cls` nor known."""
+    services = _linked_services(environment)
     for name in sorted(environment):
-        if name.startswith(ENVIRONMENT_PREFIX):
-            path = tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
-            yield Layer(name, path, environment[name], True)
+        others = (name in known, is_setting_variable(cls, name), _NOT_SETTINGS.fullmatch(name))
+        if not name.startswith(ENVIRONMENT_PREFIX) or any(others) or name.startswith(services):
+            continue
+        settings = [variable_of(key.removesuffix(".*")).removeprefix(ENVIRONMENT_PREFIX) for key in known_keys(cls)]
+        near = difflib.get_close_matches(name.removeprefix(ENVIRONMENT_PREFIX), settings, 1, 0.7)
+        hint = f"did you mean {ENVIRONMENT_PREFIX}{near[0]}?" if near else f"{ENVIRONMENT_PREFIX}SECTION__NAME is one."
+        raise ConfigurationError(f"{name} is no variable of a setting; {hint} Unset it if it is not for rollstream")
+
+
+def _linked_services(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Prefixes of the variables by which Kubernetes tells a pod of services, such as one called rollstream-infer."""
+    suffix = "_SERVICE_HOST"
+    services = [name.removesuffix(suffix) for name in environment if name.endswith(suffix)]
+    return tuple(f"{service}_{kind}" for service in services for kind in ("SERVICE_HOST", "SERVICE_PORT", "PORT"))
 
 
 def flag_layers(
@@ -214,7 +268,7 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
     for part in reversed(layer.path):
         nested = {part: nested}
     if layer.path:
-        nested = _rejoin_table_keys(root, nested, layer.origin.startswith(ENVIRONMENT_PREFIX))
+        nested = _rejoin_table_keys(root, nested, layer.is_variable)
     walk(root, (), nested, tree)
 
 
@@ -278,7 +332,7 @@ def _entry_number(cls: type, layer: Layer, dotted: str, label: str, entries: Map
     """
 
     def written(text: str) -> str:
-        return re.sub(r"\W", "_", text.lower()) if layer.origin.startswith(ENVIRONMENT_PREFIX) else text
+        return re.sub(r"\W", "_", text.lower()) if layer.is_variable else text
 
     if label.isdecimal() and int(label) <= len(entries):
         return str(int(label))

@@ -13,7 +13,7 @@ from rollstream.infra.ports import free_port, free_port_row
 from rollstream.pipeline.config import RunConfig, inference_urls, secret_variables, to_toml
 from rollstream.pipeline.deployment.description import ENV, GATEWAY, INFER, LEARN, RoleDescription, counts, role_of
 from rollstream.pipeline.run.supervisor import RoleSpec
-from rollstream.pipeline.settings import BOOTSTRAP_VARIABLE, ENVIRONMENT_PREFIX
+from rollstream.pipeline.settings import is_setting_variable
 from rollstream.topics.errors import ConfigurationError
 
 
@@ -130,7 +130,5 @@ def child_environment(config: RunConfig, environment: Mapping[str, str] = os.env
     """Return the environment without variables that override the configuration file, except secrets it refers to."""
     kept = secret_variables(config)
     return {
-        name: value
-        for name, value in environment.items()
-        if name in kept or (not name.startswith(ENVIRONMENT_PREFIX) and name != BOOTSTRAP_VARIABLE)
+        name: value for name, value in environment.items() if name in kept or not is_setting_variable(RunConfig, name)
     }

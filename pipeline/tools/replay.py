@@ -219,7 +219,11 @@ def show_replay(config: RunConfig, args: argparse.Namespace) -> int:
 
 def _set_keys(args: argparse.Namespace) -> list[str]:
     """Grouping settings given by a file, the environment or a flag; defaults override nothing."""
-    layers = [*file_layers(args.config), *environment_layers(os.environ), *flag_layers(args.set, args.client)]
+    layers = [
+        *file_layers(args.config),
+        *environment_layers(RunConfig, os.environ),
+        *flag_layers(args.set, args.client),
+    ]
     _config, origins = fill(RunConfig, layers, by_reference)
     return list(dict.fromkeys(path[1] for path in origins if path[0] == "grouping" and len(path) > 1))
 

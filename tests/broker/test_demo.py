@@ -205,7 +205,7 @@ def test_a_run_goes_on_after_kill_9_of_its_parts_and_drains_when_told(
     password = tmp_path_factory.mktemp("secrets") / "password"
     password.write_text(CANARY)
     flags.append(f"-Xsasl.password=file:{password}")
-    secret = {"ROLLSTREAM__WORKER__API_KEY": CANARY}
+    secret = {"ROLLSTREAM_WORKER__API_KEY": CANARY}
     run = start("run", "examples/demo.toml", "--run", run_name, *flags, KAFKA_BOOTSTRAP_SERVERS=broker, **secret)
     assert run.stdout is not None
     assert "8 processes are ready" in run.stdout.readline()

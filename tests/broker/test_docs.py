@@ -61,7 +61,7 @@ def test_the_commands_that_ask_a_run_work_as_documented(real_run: RealRun) -> No
         body,
         real_run.directory,
         KAFKA_BOOTSTRAP_SERVERS=real_run.kafka.bootstrap_servers,
-        ROLLSTREAM__TOPICS__PARTITIONS=str(real_run.topics.partitions),
+        ROLLSTREAM_TOPICS__PARTITIONS=str(real_run.topics.partitions),
     )
     assert all(output.strip() for output in outputs)
     assert any("every record is in exactly one place" in output for output in outputs)

@@ -46,7 +46,7 @@ def assert_one_line(process: subprocess.Popen[str], *says: str) -> None:
         (["group", "--config", "bad.toml"], {}, ["bad.toml", "unknown key kafka.bootstrap", "kafka.bootstrap_servers"]),
         (["env", "--config", "none.toml"], {}, ["none.toml cannot be read"]),
         (["run", "bad.toml"], {}, ["bad.toml", "unknown key"]),
-        (["learn"], {"ROLLSTREAM__LEARNER__STEPS": "1"}, ["ROLLSTREAM__LEARNER__STEPS", "unknown key learner.steps"]),
+        (["learn"], {"ROLLSTREAM_LEARNER__STEPS": "1"}, ["ROLLSTREAM_LEARNER__STEPS", "unknown key learner.steps"]),
         (["demo", "--steps", "many"], {}, ["learner.max_steps expects a whole number, got 'many'"]),
         (["demo", "--task", "dsort5"], {}, ["no environment is called 'dsort5'", "dsort3"]),
         (["collect"], {}, ["collect.player is ''", "named package.module:function"]),

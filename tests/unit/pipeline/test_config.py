@@ -28,7 +28,7 @@ def write(folder: Path, text: str) -> Path:
 
 def test_flags_win_over_variables_and_variables_over_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, 'run = "a"\n[grouping]\nbatch_rollouts = 1\nseed = 1\nmin_group_size = 1\n')
-    environment = {"ROLLSTREAM__GROUPING__SEED": "2", "ROLLSTREAM__GROUPING__MIN_GROUP_SIZE": "2"}
+    environment = {"ROLLSTREAM_GROUPING__SEED": "2", "ROLLSTREAM_GROUPING__MIN_GROUP_SIZE": "2"}
     config = load(path, environment=environment, flags=["grouping.min_group_size=3"])
     grouping = config.grouping
     assert (config.run, grouping.batch_rollouts, grouping.seed, grouping.min_group_size) == ("a", 1, 2, 3)
@@ -47,7 +47,7 @@ def test_the_usual_variable_names_the_brokers(tmp_path: Path) -> None:
     [
         ({"flags": ["kafka.client.security.protocol=SSL"]}, "SSL"),
         ({"client_flags": ["security.protocol=SSL"]}, "SSL"),
-        ({"environment": {"ROLLSTREAM__KAFKA__CLIENT__SECURITY_PROTOCOL": "SSL"}}, "SSL"),
+        ({"environment": {"ROLLSTREAM_KAFKA__CLIENT__SECURITY_PROTOCOL": "SSL"}}, "SSL"),
     ],
 )
 def test_kafkas_own_keys_pass_through_dotted(how: dict[str, Any], value: str) -> None:
@@ -93,12 +93,12 @@ def test_clients_keys_of_several_origins_are_merged(tmp_path: Path) -> None:
         ({"client_flags": ["group.id="]}, "-X group.id: kafka.client sets group.id"),
         ({"client_flags": ["nonsense"]}, "-X nonsense: give key=value"),
         (
-            {"environment": {"ROLLSTREAM__GROUPING__BATCH_ROLLOUT": "3"}},
-            "ROLLSTREAM__GROUPING__BATCH_ROLLOUT: unknown key grouping.batch_rollout; did you mean",
+            {"environment": {"ROLLSTREAM_GROUPING__BATCH_ROLLOUT": "3"}},
+            "ROLLSTREAM_GROUPING__BATCH_ROLLOUT: unknown key grouping.batch_rollout; did you mean",
         ),
         (
-            {"environment": {"ROLLSTREAM__LEARNER__MAX_STEPS": "x"}},
-            "ROLLSTREAM__LEARNER__MAX_STEPS: learner.max_steps expects a whole number",
+            {"environment": {"ROLLSTREAM_LEARNER__MAX_STEPS": "x"}},
+            "ROLLSTREAM_LEARNER__MAX_STEPS: learner.max_steps expects a whole number",
         ),
     ],
 )
@@ -152,8 +152,8 @@ optimizer.epsilon = 1e-9
         (("[\n", "[\n 3,"), {}, "run.toml:3: "),
         (("max_steps", "max_step"), {}, "run.toml:10: "),
         (("optimizer.epsilon", "optimizer.epsilom"), {}, "run.toml:11: "),
-        (("= 16", "= 16"), {"environment": {"ROLLSTREAM__GROUPING__BATCH_ROLLOUTS": "0"}}, None),
-        (("= 16", "= 0"), {"environment": {"ROLLSTREAM__GROUPING__BATCH_ROLLOUTS": "-1"}}, None),
+        (("= 16", "= 16"), {"environment": {"ROLLSTREAM_GROUPING__BATCH_ROLLOUTS": "0"}}, None),
+        (("= 16", "= 0"), {"environment": {"ROLLSTREAM_GROUPING__BATCH_ROLLOUTS": "-1"}}, None),
         (("= 1024", "= 9000000"), {}, "run.toml:7: "),
         (("= 1024", "= 6000000"), {"flags": ["kafka.max_record_bytes=6000000"]}, "--set kafka.max_record_bytes: "),
         (("= 16", "= 16"), {"options": [("--steps", "learner.max_steps=many")]}, "--steps: "),
@@ -165,12 +165,12 @@ def test_the_error_for_a_bad_value_names_its_origin(
 ) -> None:
     """The line of the file, the variable or the flag that gave it, whatever else is set beside it."""
     path = write(tmp_path, TWO_SECTIONS.replace(*changed))
-    environment = {"ROLLSTREAM__GROUPING__SEED": "1", "ROLLSTREAM__LEARNER__SEED": "1", **how.pop("environment", {})}
+    environment = {"ROLLSTREAM_GROUPING__SEED": "1", "ROLLSTREAM_LEARNER__SEED": "1", **how.pop("environment", {})}
     with pytest.raises(ConfigurationError) as raised:
         load(path, environment=environment, client_flags=["linger.ms=3"], **how)
     said = str(raised.value).removeprefix(f"{tmp_path}/")
-    assert said.startswith(origin or "ROLLSTREAM__GROUPING__BATCH_ROLLOUTS: "), said
-    places = ("run.toml", "ROLLSTREAM__", "--", "-X")
+    assert said.startswith(origin or "ROLLSTREAM_GROUPING__BATCH_ROLLOUTS: "), said
+    places = ("run.toml", "ROLLSTREAM_", "--", "-X")
     assert sum(said.count(place) for place in places) == 1, said
 
 
@@ -278,8 +278,8 @@ def test_a_secret_in_a_file_or_flag_is_refused(key: str, tmp_path: Path) -> None
         name = key.removeprefix("kafka.client.")
         with pytest.raises(ConfigurationError, match=f"-X {name}: {key} is a secret"):
             load(client_flags=[f"{name}=canary"])
-        with pytest.raises(ConfigurationError, match=f"ROLLSTREAM__KAFKA__CLIENT: {key} is a secret"):
-            load(environment={"ROLLSTREAM__KAFKA__CLIENT": f'{{"{name}" = "canary"}}'})
+        with pytest.raises(ConfigurationError, match=f"ROLLSTREAM_KAFKA__CLIENT: {key} is a secret"):
+            load(environment={"ROLLSTREAM_KAFKA__CLIENT": f'{{"{name}" = "canary"}}'})
 
 
 def test_a_secret_is_kept_as_a_reference_to_its_variable_or_file(
@@ -287,20 +287,20 @@ def test_a_secret_is_kept_as_a_reference_to_its_variable_or_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "key").write_text("canary in a file\n")
-    environment = {"ROLLSTREAM__KAFKA__CLIENT__SASL_PASSWORD": "canary in a variable", "KEY": "canary"}
+    environment = {"ROLLSTREAM_KAFKA__CLIENT__SASL_PASSWORD": "canary in a variable", "KEY": "canary"}
     config = load(flags=["worker.api_key=file:key"], client_flags=["ssl.key.pem=env:KEY"], environment=environment)
     references = {"worker.api_key": config.worker.api_key, **config.kafka.client}
     assert references == {
         "worker.api_key": f"file:{tmp_path / 'key'}",
-        "sasl.password": "env:ROLLSTREAM__KAFKA__CLIENT__SASL_PASSWORD",
+        "sasl.password": "env:ROLLSTREAM_KAFKA__CLIENT__SASL_PASSWORD",
         "ssl.key.pem": "env:KEY",
     }
     assert "canary" not in to_toml(config)
     secrets = [resolve(key, value, environment) for key, value in references.items()]
     assert secrets == ["canary in a file", "canary in a variable", "canary"]
     assert load(write(tmp_path, to_toml(config))) == config
-    environment |= {"ROLLSTREAM__LEARNER__NAME": "other", "KAFKA_BOOTSTRAP_SERVERS": "h:1", "PATH": "/bin"}
-    assert child_environment(config, environment).keys() == {"ROLLSTREAM__KAFKA__CLIENT__SASL_PASSWORD", "KEY", "PATH"}
+    environment |= {"ROLLSTREAM_LEARNER__NAME": "other", "KAFKA_BOOTSTRAP_SERVERS": "h:1", "PATH": "/bin"}
+    assert child_environment(config, environment).keys() == {"ROLLSTREAM_KAFKA__CLIENT__SASL_PASSWORD", "KEY", "PATH"}
 
 
 def test_a_missing_secret_is_an_error_that_names_its_place(tmp_path: Path) -> None:

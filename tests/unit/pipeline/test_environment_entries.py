@@ -113,8 +113,8 @@ def test_variables_name_entries_without_case_and_signs(two: Path) -> None:
     config = load(
         two,
         environment={
-            "ROLLSTREAM__ENVIRONMENTS__HARD_SUMS__GROUP_SIZE": "4",
-            "ROLLSTREAM__ENVIRONMENTS__1__OPTIONS__MOST_DIGITS": "7",
+            "ROLLSTREAM_ENVIRONMENTS__HARD_SUMS__GROUP_SIZE": "4",
+            "ROLLSTREAM_ENVIRONMENTS__1__OPTIONS__MOST_DIGITS": "7",
         },
     )
     assert config.environments[1].group_size == 4
