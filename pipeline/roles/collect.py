@@ -4,6 +4,7 @@ import argparse
 
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 from rollstream.producers.trajectories.collecting import Player, run_collecting
 from rollstream.topics.errors import ConfigurationError
@@ -13,7 +14,7 @@ from rollstream.topics.user_code import load_object
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream collect`."""
     set_handler(parser, run, example="rollstream collect --run robot --set collect.player=cell.arm:play", role=True)
-    parser.add_argument("--ordinal", type=int, default=0, help="number of this process, from 0 (default: %(default)s)")
+    add_number(parser, "process")
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from rollstream.pipeline.command_parser import Setting, add_command, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.environments import environments_of
+from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
 from rollstream.pipeline.tools import environment_check, environment_template
 from rollstream.producers.config import WorkerConfig
@@ -22,7 +23,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     environment_template.register(add_command(commands, "new", "write an environment of one's own, with its test"))
     environment_check.register(add_command(commands, "check", "play an environment and show what is trained on"))
     set_handler(parser, run, role=True)
-    parser.add_argument("--ordinal", type=int, default=0, help="number of this worker, from 0 (default: %(default)s)")
+    add_number(parser, "worker")
     parser.add_argument(
         "--workers",
         dest="supervisor.workers=",

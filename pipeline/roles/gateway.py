@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
 from rollstream.producers.gateway.gateway_process import run_gateway
 
@@ -13,7 +14,7 @@ from rollstream.producers.gateway.gateway_process import run_gateway
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream gateway`."""
     set_handler(parser, run, example="rollstream gateway --run main --port 8100", role=True)
-    parser.add_argument("--ordinal", type=int, default=0, help="number of this gateway, from 0 (default: %(default)s)")
+    add_number(parser, "gateway")
     parser.add_argument("--port", dest="gateway.port=", action=Setting, metavar="N", help="port to listen on")
 
 

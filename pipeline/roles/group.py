@@ -6,6 +6,7 @@ import gc
 from rollstream.consumers.grouping.process.grouping_process import run_grouping
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 
 COLLECT_AFTER = (50_000, 50, 1000)
@@ -16,7 +17,7 @@ thresholds the collector would scan them again and again."""
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream group`."""
     set_handler(parser, run, role=True, serves=lambda args: args.action is None)
-    parser.add_argument("--ordinal", type=int, default=0, help="number of this consumer, from 0 (default: %(default)s)")
+    add_number(parser, "consumer")
     parser.add_argument(
         "action",
         nargs="?",

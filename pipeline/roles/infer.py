@@ -18,6 +18,7 @@ from rollstream.consumers.models.tokenizer import Tokenizer
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.jax_runtime import prepare_jax
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.producers.inference.chat.selection import chat_template
@@ -122,7 +123,7 @@ class FollowedPolicy:
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream infer`."""
     set_handler(parser, run, role=True)
-    parser.add_argument("--ordinal", type=int, default=0, help="number of this server, from 0 (default: %(default)s)")
+    add_number(parser, "server")
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:

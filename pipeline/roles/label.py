@@ -7,6 +7,7 @@ from rollstream.consumers.labeling.labeler import Labeler, labeler_of
 from rollstream.consumers.labeling.process import run_labeling
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 from rollstream.topics.errors import ConfigurationError
 
@@ -27,7 +28,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="takes a Trajectory, returns it labeled, or None; or takes a Rollout, returns its reward (default: "
         "labeling.labeler); judge: asks a model; recover: commit lost positions again, and exit",
     )
-    parser.add_argument("--ordinal", type=int, default=0, help="number of this labeler, from 0 (default: %(default)s)")
+    add_number(parser, "labeler")
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:

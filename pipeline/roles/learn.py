@@ -8,6 +8,7 @@ import threading
 from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.environments import environments_of
+from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.jax_runtime import prepare_jax
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, stop_on_signals
@@ -19,9 +20,7 @@ from rollstream.topics.kafka import clients
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream learn`."""
     set_handler(parser, run, role=True)
-    parser.add_argument(
-        "--process", type=int, default=0, metavar="I", help="number of this process of learner.processes (default: 0)"
-    )
+    add_number(parser, "process of learner.processes", "--process")
     parser.add_argument(
         "--warm-start",
         dest="learner.warm_start.file=",
