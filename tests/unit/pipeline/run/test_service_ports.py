@@ -12,7 +12,7 @@ def test_without_a_port_nothing_is_added_and_nothing_written(tmp_path: Path) -> 
     config = load(flags=[f"data_dir={tmp_path}"])
     roles = plan(config, Path("run.toml"))
     ports = ServicePorts(config)
-    assert ports.place(roles.learn) is roles.learn
+    assert ports.place(roles.of("learn")[0]) is roles.of("learn")[0]
     assert not ports.path.exists()
 
 
@@ -20,9 +20,9 @@ def test_every_process_gets_a_port_after_that_of_the_supervisor_and_keeps_it(tmp
     config = load(flags=[f"data_dir={tmp_path}", "service.port=9100", "grouper.processes=2"])
     roles = plan(config, Path("run.toml"))
     ports = ServicePorts(config)
-    placed = [ports.place(spec) for spec in (*roles.consumers, *roles.workers)]
+    placed = [ports.place(spec) for spec in (*roles.consumers, *roles.of("env"))]
     assert [spec.arguments[-1] for spec in placed] == [f"service.port={port}" for port in range(9101, 9107)]
-    assert ports.place(roles.groupers[1]) == placed[3]
+    assert ports.place(roles.of("group")[1]) == placed[3]
     targets = json.loads(ports.path.read_text())
     assert {entry["labels"]["process"]: entry["targets"] for entry in targets} == {
         "supervisor": ["127.0.0.1:9100"],
