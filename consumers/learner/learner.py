@@ -34,6 +34,9 @@ from rollstream.consumers.learner.reproducibility import fingerprint
 from rollstream.consumers.learner.startup import Example, begin, load_reference
 from rollstream.consumers.learner.training.logprob_mismatch import mismatch_warning
 from rollstream.consumers.learner.training.train_step import Metrics, Params, TrainStep
+from rollstream.consumers.weights.conversion import converted
+from rollstream.consumers.weights.shard_member import ShardMember
+from rollstream.consumers.weights.shards import owners
 from rollstream.topics.batch_uses import reused_share, without
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
@@ -88,8 +91,12 @@ class _Learner:
         self._team = team
         self._stack = stack
         self._recorder: StepRecorder | None = None
+        self._member: ShardMember | None = None
         if team.process == 0:
-            self._recorder = stack.enter_context(StepRecorder(config, kafka, run, json.dumps(asdict(config.model))))
+            model = json.dumps(asdict(config.model))
+            self._recorder = stack.enter_context(StepRecorder(config, kafka, run, model, team))
+        else:
+            self._member = stack.enter_context(ShardMember(kafka, run, config.weights, team))
         self._sinks: MetricSinks | None = None
         self._recording: RecordingThread | None = None
         self._checkpoints = stack.enter_context(Checkpoints(config.checkpoint, run, config.name))
@@ -97,6 +104,7 @@ class _Learner:
         self._dtype = published_dtype(config)
         self._fingerprint = fingerprint(config)
         self._state = self._train_step.abstract_state()
+        self._owned = _owned(self._state.params, team)
         self._reference: Params | None = None
         self._position = LearnerPosition()
         self._compares_arrays_until = -1
@@ -134,9 +142,12 @@ class _Learner:
         self._share_rules()
         step = int(self._state.step)
         params = self._params_after(step)
-        if self._recorder is not None:
+        self._recording = self._stack.enter_context(RecordingThread())
+        if self._recorder is None:
+            self._contribute(params)
+            self._recording.wait()
+        else:
             self._sinks = self._open_sinks(self._recorder)
-            self._recording = self._stack.enter_context(RecordingThread())
             recorded = self._recorder.recorded(step)
             if recorded is None:
                 self._record((), self._position.position, metrics, params)
@@ -187,10 +198,10 @@ class _Learner:
             if loaded is not None or loader.ended:
                 self._waited_s = time.monotonic() - began
                 return loaded
-            if self._recorder is None or self._recording is None:
+            if self._recording is None:
                 continue
             self._recording.check()
-            if (skips := source.skips) is not None:
+            if self._recorder is not None and (skips := source.skips) is not None:
                 source.skips = None
                 self._recording.wait()
                 self._recorder.record_skips(*skips, self._position)
@@ -237,11 +248,13 @@ class _Learner:
     def _params_after(self, step: int) -> StepParams:
         """Digest of the parameters after a step, with copies if that step publishes them or is compared by copies."""
         params = self._state.params
-        compares = step <= self._compares_arrays_until
-        if not compares and step % self._config.publish_every_steps:
-            return StepParams(device_checksum(params), None)
-        copies = snapshot(params, "" if compares else self._dtype, keep=self._recorder is not None)
-        return StepParams(device_checksum(params), copies)
+        compared, arrays = None, None
+        if step <= self._compares_arrays_until:
+            compared = snapshot(params, keep=() if self._recorder is None else None)
+        if step % self._config.publish_every_steps == 0:
+            alone = self._team.processes == 1
+            arrays = compared if alone and compared else snapshot(params, self._dtype, keep=self._owned)
+        return StepParams(device_checksum(params), arrays, compared)
 
     def _report_left_out(self, step: int, outcomes: StepTotals) -> None:
         """Log which rollouts could not be trained on."""
@@ -306,10 +319,12 @@ class _Learner:
     ) -> None:
         """Begin to put the step on record, in the lead, once the step before is on record.
 
-        The position is that after the step as soon as nothing is being recorded.
+        The other processes begin to send their tensors. The position is that after the step as soon as nothing is being
+        recorded.
         """
         recorder, sinks, recording = self._recorder, self._sinks, self._recording
         if recorder is None or sinks is None or recording is None:
+            self._contribute(params)
             return
         step = int(self._state.step)
 
@@ -328,6 +343,12 @@ class _Learner:
             sinks.write(made)
 
         recording.start(record)
+
+    def _contribute(self, params: StepParams) -> None:
+        """Begin to send this process's tensors of the version after a step, if that publishes one."""
+        member, arrays = self._member, params.arrays
+        if member is not None and self._recording is not None and arrays is not None:
+            self._recording.start(lambda: member.contribute(converted(arrays, self._dtype)))
 
     def _open_sinks(self, recorder: StepRecorder) -> MetricSinks:
         """Open the sinks and write the steps on record that they lack."""
@@ -356,3 +377,9 @@ class _Learner:
             self._recording.wait()
         self._checkpoints.save(self._state, self._position, self._fingerprint)
         self._position = self._position.saved()
+
+
+def _owned(params: Params, team: Team) -> frozenset[str]:
+    """Names of the parameters that this process publishes."""
+    sizes = {name: value.size * value.dtype.itemsize for name, value in params.items()}
+    return frozenset(name for name, process in owners(sizes, team.processes).items() if process == team.process)

@@ -40,6 +40,9 @@ class WeightsConfig:
     """Files that a publisher writes, or a reader reads, at a time; each is in memory meanwhile."""
     store_timeout_s: float = 120.0
     """Longest time in which a publisher tries to write the next file; afterwards it ends with an error."""
+    shards_timeout_s: float = 600.0
+    """Longest wait of a learner's processes for each other at a policy version, once their own part is stored;
+    afterwards they end with an error that names who is missing. Only with learner.processes above 1."""
     orphan_hours: float = 24.0
     """Age at which files that no manifest names are removed by `rollstream prune`."""
 
@@ -54,7 +57,7 @@ class WeightsConfig:
                 f"file_bytes {self.file_bytes} and files_at_once {self.files_at_once} must be at least 1, and "
                 f"files_above_bytes {self.files_above_bytes} at least 0"
             )
-        for name in ("fetch_timeout_s", "store_timeout_s", "orphan_hours"):
+        for name in ("fetch_timeout_s", "store_timeout_s", "shards_timeout_s", "orphan_hours"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.transport == "files" and not self.url:

@@ -22,7 +22,9 @@ _PLACE_BYTES = 4
 _INDEXABLE = 2**31
 
 
-def delta_content(before: Arrays, arrays: Arrays, digests: Sequence[TensorDigest]) -> Content | None:
+def delta_content(
+    before: Arrays, arrays: Arrays, digests: Sequence[TensorDigest], *, largest_share: float = LARGEST_SHARE
+) -> Content | None:
     """Return what a reader of `before` needs to make `arrays`; None if the full version is to be published.
 
     `digests` are those of `arrays`. A tensor whose delta is no smaller than its bytes is given whole.
@@ -42,7 +44,7 @@ def delta_content(before: Arrays, arrays: Arrays, digests: Sequence[TensorDigest
         )
         views += parts
         start += size
-        if start > LARGEST_SHARE * full_bytes:
+        if start > largest_share * full_bytes:
             return None
     return Content(tuple(tensors), tuple(views))
 

@@ -28,22 +28,20 @@ from rollstream.topics.records import Chunk, PolicyManifest
 logger = logging.getLogger(__name__)
 
 
-class FilePublisher:
-    """The files of one publisher of a run, below its URL. Build it once no other publisher can commit."""
+class FileWriter:
+    """Writes the chunks of one process below the URL of a run."""
 
-    def __init__(self, run: str, config: WeightsConfig, manifests: Mapping[int, PolicyManifest]) -> None:
-        """Look for files that earlier publishers left. Raises ConfigurationError if the URL cannot be opened."""
+    def __init__(self, run: str, config: WeightsConfig) -> None:
+        """Raises ConfigurationError if the URL cannot be opened."""
         self._run, self._config = run, config
         self._store = open_store(config.url)
-        self._latest = max(manifests, default=-1)
         self._reusable: dict[str, StoredFile] = {}
         """Files of a version that was never committed, by name."""
-        self._find_left_behind(manifests)
 
-    def write(self, version: int, content: Content) -> tuple[Chunk, ...]:
-        """Write the content in chunks, compressed if that pays, and return them once all are stored.
+    def write(self, version: int, content: Content, first: int = 0) -> tuple[Chunk, ...]:
+        """Write the content in chunks, numbered from `first`, and return them once all are stored.
 
-        Raises DeliveryError if the store does not take a file in time.
+        They are compressed if that pays. Raises DeliveryError if the store does not take a file in time.
         """
         codec, config = ZSTD if pays(content.views) else "", self._config
         writing = _Writing(self, version, codec, threading.Event(), {})
@@ -60,20 +58,11 @@ class FilePublisher:
                 )
 
         chunks = []
-        pieces = enumerate(split(content.views, config.file_bytes))
+        pieces = enumerate(split(content.views, config.file_bytes), first)
         for chunk in in_parallel(pieces, writing.chunk, config.files_at_once, check=check, ended=writing.ended):
             chunks.append(chunk)
             deadline = time.monotonic() + config.store_timeout_s
         return tuple(sorted(chunks, key=lambda chunk: chunk.index))
-
-    def committed(self, manifest: PolicyManifest) -> None:
-        """Note that a version is committed: files left behind for its number, which it does not name, are removed."""
-        named = {chunk.url for chunk in manifest.chunks}
-        self._latest = max(self._latest, manifest.version)
-        over = [name for name in self._reusable if self._version(name) <= manifest.version]
-        remove_expired((url for name in over if (url := self.url(name)) not in named), self._config)
-        for name in over:
-            del self._reusable[name]
 
     def url(self, name: str) -> str:
         """URL of a file, as in manifests."""
@@ -99,6 +88,25 @@ class FilePublisher:
         """Run whose versions it publishes."""
         return self._run
 
+
+class FilePublisher(FileWriter):
+    """The files of one publisher of a run. Build it once no other publisher can commit."""
+
+    def __init__(self, run: str, config: WeightsConfig, manifests: Mapping[int, PolicyManifest]) -> None:
+        """Look for files that earlier publishers left. Raises ConfigurationError if the URL cannot be opened."""
+        super().__init__(run, config)
+        self._latest = max(manifests, default=-1)
+        self._find_left_behind(manifests)
+
+    def committed(self, manifest: PolicyManifest) -> None:
+        """Note that a version is committed: files left behind for its number, which it does not name, are removed."""
+        named = {chunk.url for chunk in manifest.chunks}
+        self._latest = max(self._latest, manifest.version)
+        over = [name for name in self._reusable if self._version(name) <= manifest.version]
+        remove_expired((url for name in over if (url := self.url(name)) not in named), self._config)
+        for name in over:
+            del self._reusable[name]
+
     def _find_left_behind(self, manifests: Mapping[int, PolicyManifest]) -> None:
         """Remove what earlier publishers left, but files that this one may use again."""
         url, timeout_s = self._store.url, self._config.store_timeout_s
@@ -123,7 +131,7 @@ class FilePublisher:
 class _Writing(NamedTuple):
     """One version that is being written."""
 
-    publisher: FilePublisher
+    writer: FileWriter
     version: int
     codec: str
     ended: threading.Event
@@ -135,11 +143,11 @@ class _Writing(NamedTuple):
         index, piece = numbered
         data = compress(piece) if self.codec else piece
         digest = hashlib.sha256(data).hexdigest()
-        name = file_name(self.publisher.run, self.version, index, digest)
+        name = file_name(self.writer.run, self.version, index, digest)
         delay_s = FIRST_DELAY_S
         while not self.ended.is_set():
             try:
-                self.publisher.store(name, data, digest)
+                self.writer.store(name, data, digest)
                 self.problems.pop(index, None)
                 break
             except ConfigurationError:
@@ -156,5 +164,5 @@ class _Writing(NamedTuple):
             digest=digest,
             codec=self.codec,
             content_bytes=len(piece),
-            url=self.publisher.url(name),
+            url=self.writer.url(name),
         )

@@ -1,7 +1,8 @@
 """WeightsPublisher: sends chunks outside transactions, then the manifest, which is the commit point of the version.
 
 The manifest commits in the transaction of its step. A version number is never reused; chunks left by a crash are
-tombstoned at the next start, and files used again or removed.
+tombstoned at the next start, and files used again or removed. In a learner of several processes the lead has it: the
+others send their tensors themselves, and the manifest waits for all of them.
 """
 
 import logging
@@ -12,32 +13,25 @@ from dataclasses import replace
 from typing import Any
 
 from rollstream.consumers.weights.chains import needed
-from rollstream.consumers.weights.compression import ZSTD, compress, pays
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.content import Arrays, Content
-from rollstream.consumers.weights.delta import delta_content
-from rollstream.consumers.weights.file_names import in_files
+from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.file_publisher import FilePublisher
 from rollstream.consumers.weights.file_retention import remove_expired
-from rollstream.consumers.weights.layout import full_content, split
+from rollstream.consumers.weights.shard_barrier import Channel, LeadBarrier
+from rollstream.consumers.weights.shard_writer import ShardWriter, draft
+from rollstream.consumers.weights.shards import Shard, joined, planned
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
-from rollstream.topics.kafka.sender import Delivery, Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import decode_key, encode_key
 from rollstream.topics.logs import event
-from rollstream.topics.params_digest import TensorDigest, tensor_digests, tree_digest
-from rollstream.topics.records import Chunk, PolicyManifest
+from rollstream.topics.params_digest import tensor_digests
+from rollstream.topics.records import PolicyManifest
 
 logger = logging.getLogger(__name__)
-
-_DELIVERY_TIMEOUT_S = 120.0
-_RECORD_OVERHEAD_BYTES = 1024
 
 
 def read_manifests(kafka: KafkaConfig, run: str, start: int = BEGINNING) -> dict[int, PolicyManifest]:
@@ -53,30 +47,34 @@ class WeightsPublisher:
     Usage: `manifest = stage(...)`, write `record(manifest)` in the transaction of the step, `committed(manifest)`.
     """
 
-    def __init__(self, kafka: KafkaConfig, run: str, learner: str, model: str, config: WeightsConfig) -> None:
-        if config.chunk_bytes + _RECORD_OVERHEAD_BYTES > kafka.max_record_bytes:
-            raise ConfigurationError(
-                f"learner.weights.chunk_bytes {config.chunk_bytes} does not fit kafka.max_record_bytes "
-                f"{kafka.max_record_bytes}; lower the one or raise the other"
-            )
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        learner: str,
+        model: str,
+        config: WeightsConfig,
+        *,
+        channel: Channel | None = None,
+    ) -> None:
+        """`channel` leads to the other processes of the learner, each of which has a ShardMember."""
         self._config = config
         self._learner = learner
         self._model = model
         self._epoch = uuid.uuid4().hex[:12]
         self._weights_topic = topic_name(run, "weights")
         self._policies_topic = topic_name(run, "policies")
-        self._partitions = topic_admin.partitions_of(kafka, self._weights_topic)
         self._manifests = read_manifests(kafka, run)
-        # Chunks are compressed where it pays, before they are sent.
-        producer = clients.producer(kafka, **{"compression.type": "none"})
-        self._sender = Sender(producer, remedy="start the learner again, it publishes the version anew")
+        self._files = FilePublisher(run, config, self._manifests) if config.url else None
+        self._writer = ShardWriter(kafka, run, config, self._files)
         self._live = needed(self._manifests, config.keep_versions)
         """Versions whose chunks are not tombstoned."""
         self._staged: tuple[PolicyManifest, Arrays] | None = None
         self._base: tuple[PolicyManifest, Arrays] | None = None
-        """The latest version, if this publisher made it."""
+        """The latest version, if this publisher made it, and the arrays of this process."""
         self._tombstone_unnamed(kafka)
-        self._files = FilePublisher(run, config, self._manifests) if config.url else None
+        # Last: from now on the other processes may send chunks.
+        self._barrier = LeadBarrier(channel, self._epoch, config.shards_timeout_s)
 
     @property
     def versions(self) -> dict[int, int]:
@@ -116,72 +114,59 @@ class WeightsPublisher:
         they were converted to `dtype`, `params_digest` is the digest of the parameters before. `figures` are those of
         earlier stages. Nobody reads the chunks before the manifest is committed. Raises DeliveryError if the broker
         or the store does not accept them.
+
+        With several processes, `arrays` are the tensors of this one, `params_digest` must be given, and the manifest is
+        returned once all of them have stored theirs; otherwise ShardMissing is raised.
         """
-        clock = _Stages(figures or {})
+        clock, version, alone = _Stages(figures or {}), self.latest_version + 1, self._barrier.processes == 1
+        before = self._before()
+        self._barrier.begin(version, -1 if before is None else before[0].version)
         digests = tensor_digests(arrays)
         clock.ended("digest_s")
-        delta = self._delta(arrays, digests)
-        content = delta or full_content(arrays, digests)
+        share = draft(arrays, digests, None if before is None else before[1], alone=alone)
         clock.ended("compare_s")
-        if self._files is not None and in_files(self._config, content.size_bytes):
-            chunks = self._files.write(self.latest_version + 1, content)
-        else:
-            chunks = self._send_content(content)
+        plan = planned(self._barrier.offers(share.offer), self._config)
+        self._barrier.plan(plan)
+        sent = self._writer.send(share, plan, 0, version, self._epoch)
         clock.ended("send_s")
-        digest = tree_digest(digests)
+        shards = self._barrier.shards(sent)
+        if not alone:
+            clock.ended("barrier_s")
+        tensors, chunks, digest = joined(shards)
         manifest = self._manifest(
             step,
             digest,
-            kind="delta" if delta else "full",
-            base=self.latest_version if delta else -1,
-            tensors=content.tensors,
+            kind="delta" if plan.delta else "full",
+            base=self.latest_version if plan.delta else -1,
+            tensors=tensors,
             chunks=chunks,
             params_digest=params_digest or digest,
             dtype=dtype,
-            figures=clock.figures | _sizes(content, chunks, arrays),
+            figures=clock.figures | _sizes(shards),
         )
         self._staged = manifest, arrays
         return manifest
 
-    def _delta(self, arrays: Arrays, digests: Sequence[TensorDigest]) -> Content | None:
-        """The changes since the latest version; None if this version is to be full.
+    def skip(self) -> None:
+        """Tell the other processes of the learner that nothing is published after this step."""
+        self._barrier.skip()
 
-        It is at the start of a publisher, every `anchor_every` versions, and if its delta is no smaller by half.
+    def _before(self) -> tuple[PolicyManifest, Arrays] | None:
+        """The latest version, if the next one may be a delta; that is the case if its bytes are fewer by half.
+
+        It may not at the start of a publisher, and every `anchor_every` versions.
         """
         if self._base is None:
             return None
-        before, previous = self._base
+        before = self._base[0].version
         anchor = max(v for v, manifest in self._manifests.items() if manifest.kind == "full")
-        if before.version != self.latest_version or before.version + 1 - anchor >= self._config.anchor_every:
+        if before != self.latest_version or before + 1 - anchor >= self._config.anchor_every:
             return None
-        return delta_content(previous, arrays, digests)
+        return self._base
 
     def stage_external(self, step: int, digest: str) -> PolicyManifest:
         """Return the manifest to commit for a new version whose parameters are not on the log."""
         return self._manifest(step, digest, kind="external")
-
-    def _send_content(self, content: Content) -> tuple[Chunk, ...]:
-        """Send the content in chunks, compressed if that pays, and return them once the broker has them."""
-        version, codec = self.latest_version + 1, ZSTD if pays(content.views) else ""
-        places: dict[int, tuple[int, int]] = {}
-        sizes: list[tuple[int, int]] = []
-        for index, piece in enumerate(split(content.views, self._config.chunk_bytes)):
-            stored = compress(piece) if codec else piece
-            sizes.append((len(stored), len(piece)))
-            self._send(encode_key(version, self._epoch, index), stored, index % self._partitions, places, index)
-        self._sender.flush(_DELIVERY_TIMEOUT_S)
-        return tuple(
-            Chunk(
-                index=index,
-                partition=places[index][0],
-                offset=places[index][1],
-                size_bytes=stored,
-                digest="",
-                codec=codec,
-                content_bytes=size,
-            )
-            for index, (stored, size) in enumerate(sizes)
-        )
 
     def _manifest(self, step: int, digest: str, **fields: Any) -> PolicyManifest:
         """Build the manifest of the version after the latest."""
@@ -215,7 +200,7 @@ class WeightsPublisher:
                 if chunk.url:
                     files.append(chunk.url)
                 else:
-                    self._send(encode_key(expired.version, expired.epoch, chunk.index), None, chunk.partition)
+                    self._writer.tombstone(encode_key(expired.version, expired.epoch, chunk.index), chunk.partition)
             self._live.remove(version)
             # Nobody asks for its tensors and chunks any more, and of a large model they are many.
             self._manifests[version] = replace(expired, tensors=(), chunks=())
@@ -225,7 +210,7 @@ class WeightsPublisher:
 
     def close(self) -> None:
         """Wait until the broker has every tombstone."""
-        self._sender.flush(_DELIVERY_TIMEOUT_S)
+        self._writer.close()
 
     def _tombstone_unnamed(self, kafka: KafkaConfig) -> None:
         """Tombstone chunks of versions no longer kept, and chunks that a crash left without a manifest."""
@@ -238,26 +223,11 @@ class WeightsPublisher:
         live = _live_keys(read_to_end(kafka, self._weights_topic, isolation="read_uncommitted"))
         removed = {key: partition for key, partition in live.items() if key not in kept}
         for key, partition in removed.items():
-            self._send(key, None, partition)
-        self._sender.flush(_DELIVERY_TIMEOUT_S)
+            self._writer.tombstone(key, partition)
+        self._writer.flush()
         if removed:
             versions = sorted({int(decode_key(key)[0]) for key in removed})
             event(logger, "chunks_tombstoned", chunks=len(removed), versions=versions)
-
-    def _send(
-        self,
-        key: bytes,
-        value: bytes | None,
-        partition: int,
-        places: dict[int, tuple[int, int]] | None = None,
-        index: int = 0,
-    ) -> None:
-        def delivered(delivery: Delivery) -> None:
-            if places is not None:
-                places[index] = delivery.partition, delivery.offset
-
-        name = f"chunk {key.decode()}"
-        self._sender.send(self._weights_topic, value, key, partition=partition, name=name, on_delivery=delivered)
 
 
 def params_digest_of(manifest: PolicyManifest) -> str:
@@ -278,11 +248,14 @@ class _Stages:
         self._began = now
 
 
-def _sizes(content: Content, chunks: Sequence[Chunk], arrays: Arrays) -> dict[str, float]:
+def _sizes(shards: Sequence[Shard]) -> dict[str, float]:
+    of_each = [shard.full_bytes for shard in shards]
+    several = {"processes": float(len(shards)), "largest_shard_bytes": float(max(of_each))}
     return {
-        "full_bytes": float(sum(array.nbytes for array in arrays.values())),
-        "content_bytes": float(content.size_bytes),
-        "stored_bytes": float(sum(chunk.size_bytes for chunk in chunks)),
+        "full_bytes": float(sum(of_each)),
+        "content_bytes": float(sum(shard.content_bytes for shard in shards)),
+        "stored_bytes": float(sum(chunk.size_bytes for shard in shards for chunk in shard.chunks)),
+        **(several if len(shards) > 1 else {}),
     }
 
 

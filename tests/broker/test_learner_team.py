@@ -12,6 +12,7 @@ from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.infra.ports import free_port
+from rollstream.topics.params_checksum import params_checksum
 from rollstream.topics.records import LearnerStep
 from tests.broker.test_learner import SETTINGS
 from tests.support.batches import random_batch, send_batches
@@ -45,7 +46,7 @@ def start(run: RealRun, processes: int = 2, **settings: object) -> list[subproce
 
 def finish(run: RealRun, *processes: subprocess.Popen[bytes]) -> None:
     for process in processes:
-        assert process.wait(300) == 0, run.log_of(process)[-3000:]
+        assert process.wait(900) == 0, run.log_of(process)[-3000:]
 
 
 def steps_of(run: RealRun) -> dict[int, LearnerStep]:
@@ -73,14 +74,39 @@ def kill_one(run: RealRun, team: list[subprocess.Popen[bytes]], number: int) -> 
     assert team[1 - number].wait(300) != 0, "a process whose team is gone must not go on"
 
 
+def shards_sent(run: RealRun, process: subprocess.Popen[bytes]) -> dict[int, dict[str, int]]:
+    """The shards that a process which does not lead sent, by version, from its log."""
+    events = [json.loads(line) for line in run.log_of(process).splitlines() if '"shard_sent"' in line]
+    return {found["version"]: found for found in events}
+
+
+def both_published(run: RealRun, *members: subprocess.Popen[bytes]) -> None:
+    """Every version is whole, each process sent its share of it, and neither had the whole on its host."""
+    manifests = read_manifests(run.kafka, run.name)
+    sent = {version: found for member in members for version, found in shards_sent(run, member).items()}
+    assert sorted(sent) == sorted(manifests)
+    for version, manifest in manifests.items():
+        whole = manifest.figures["full_bytes"]
+        of_member, of_lead = sent[version]["full_bytes"], whole - sent[version]["full_bytes"]
+        assert manifest.figures["processes"] == 2
+        assert 0.4 * whole < of_member < 0.6 * whole
+        assert manifest.figures["largest_shard_bytes"] == max(of_member, of_lead)
+    newest = max(manifests)
+    assert 1 <= sent[newest]["chunks"] < len(manifests[newest].chunks), "both wrote chunks"
+
+
 @pytest.mark.long
 def test_two_processes_train_together_and_after_kill_9_make_the_bits_on_record_again(real_run: RealRun) -> None:
     run = with_batches(real_run, 2 * STEPS)
-    team = start(run)
+    # The parameters lie on both processes, and are published as they are: a follower's must have the learner's digest.
+    settings = {"learner__mesh__fsdp": 2, "learner__weights__dtype": "float32"}
+    team = start(run, **settings)
     kill_one(run, team, 1)
     before = steps_of(run)
-    again = start(run)
+    again = start(run, **settings)
     finish(run, *again)
+    both_published(run, team[1], again[1])
+    assert params_checksum(last_params(run, STEPS)) == steps_of(run)[STEPS].params_digest
     found = steps_of(run)
     # A step on record that came out differently would have ended the learner.
     (resumed,) = [line for line in run.log_of(again[0]).splitlines() if '"learner_resumed"' in line]

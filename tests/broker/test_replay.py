@@ -149,7 +149,8 @@ def test_rollouts_that_come_while_it_is_killed_again_and_again_are_drawn_as_the_
 def test_a_step_that_an_earlier_release_recorded_is_compared_by_its_rule(real_run: RealRun) -> None:
     provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
     arrays = {"w": np.arange(4, dtype="<f4")}
-    params, other = StepParams("new.checksum", arrays), StepParams("new.checksum", {"w": np.zeros(4, "<f4")})
+    params = StepParams("new.checksum", arrays, arrays)
+    other = StepParams("new.checksum", None, {"w": np.zeros(4, "<f4")})
     config = LearnerConfig(publish_every_steps=100)
     with StepRecorder(config, real_run.kafka, real_run.name, "{}") as recorder:
         assert recorder.compares_arrays_until == -1

@@ -4,6 +4,8 @@ Messages go through JAX's coordination service, which the lead runs; a process t
 Arrays are exchanged within the step itself.
 """
 
+import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -11,7 +13,7 @@ from typing import Any, Protocol
 import jax
 
 from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.topics.errors import ConfigurationError, RollstreamError
+from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, RollstreamError
 
 HEARTBEAT_TIMEOUT_S = 20
 """Time without a heartbeat after which a process, and with it the team, counts as lost."""
@@ -37,8 +39,8 @@ class Team(Protocol):
     def publish(self, key: str, value: bytes) -> None:
         """Publish a value to the others, under a new key."""
 
-    def receive(self, key: str) -> bytes:
-        """Wait for the value of a key. Raises TeamLost if the lead is gone."""
+    def receive(self, key: str, timeout_s: float | None = None) -> bytes:
+        """Wait for the value of a key. Raises TeamLost if the lead is gone, DeadlineExceeded after `timeout_s`."""
 
     def forget(self, key: str) -> None:
         """Delete a value that every process has read."""
@@ -53,7 +55,7 @@ class Alone:
     def publish(self, key: str, value: bytes) -> None:
         """Do nothing."""
 
-    def receive(self, key: str) -> bytes:
+    def receive(self, key: str, timeout_s: float | None = None) -> bytes:
         """Raise TeamLost: no other process publishes values."""
         raise TeamLost(f"a learner of one process has no other process to publish {key}")
 
@@ -77,15 +79,19 @@ class JaxTeam:
         except jax.errors.JaxRuntimeError as error:
             raise TeamLost(f"process {self.process} of the learner cannot reach its lead: {error}") from error
 
-    def receive(self, key: str) -> bytes:
-        """Wait for the value of a key, without a time limit."""
+    def receive(self, key: str, timeout_s: float | None = None) -> bytes:
+        """Wait for the value of a key, by default without a time limit. Raises TeamLost, and DeadlineExceeded."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
+            left_ms = _LISTEN_MS if deadline is None else math.ceil(1000 * (deadline - time.monotonic()))
             try:
-                value: bytes = self._client.blocking_key_value_get_bytes(key, _LISTEN_MS)
+                value: bytes = self._client.blocking_key_value_get_bytes(key, max(1, min(_LISTEN_MS, left_ms)))
                 return value
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
-                    raise TeamLost(f"process {self.process} of the learner lost its lead: {error}") from error
+                    raise TeamLost(f"process {self.process} of the learner lost its team: {error}") from error
+            if deadline is not None and time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"no {key} from the learner's other processes within {timeout_s:g} s")
 
     def forget(self, key: str) -> None:
         """Delete a value that every process has read."""

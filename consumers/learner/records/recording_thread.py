@@ -20,9 +20,9 @@ class RecordingThread(Closing):
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="record-step")
-        self._running: Future[None] | None = None
+        self._running: Future[object] | None = None
 
-    def start(self, call: Callable[[], None]) -> None:
+    def start(self, call: Callable[[], object]) -> None:
         """Run a call once the one before has ended. Raises the error of that one, and then runs nothing."""
         self.wait()
         self._running = self._pool.submit(call)

@@ -5,7 +5,7 @@ float32. A snapshot shares no memory with the parameters, whose buffers the next
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import cache
 from typing import Any
 
@@ -19,28 +19,32 @@ _AHEAD = 2
 """Tensors whose copies are under way while the host takes one: that many are twice on the devices."""
 
 
-def snapshot(params: Mapping[str, jax.Array], dtype: str = "", *, keep: bool = True) -> dict[str, NDArray[Any]]:
+def snapshot(
+    params: Mapping[str, jax.Array], dtype: str = "", *, keep: Container[str] | None = None
+) -> dict[str, NDArray[Any]]:
     """Copy whole parameters to the host, those of float32 rounded to bfloat16 if that is the `dtype`.
 
-    All processes that share them call it together, whatever the sharding; those that do not `keep` them get none.
+    All processes that share them call it together, whatever the sharding. Each gets those that it is to `keep`, by
+    default all; the others never leave its devices, which hold a few of them at a time beside the parameters.
     Rounding is that of `weights.conversion.converted`, in every bit; other dtypes are left for that function.
     """
     copies: dict[str, NDArray[Any]] = {}
-    waiting: deque[tuple[str, jax.Array]] = deque()
+    waiting: deque[tuple[str, jax.Array, bool]] = deque()
     for name, value in params.items():
         copy = _copying(value.sharding, dtype == "bfloat16" and value.dtype == jnp.float32)(value)
-        if keep and copy.is_fully_addressable:
+        kept = keep is None or name in keep
+        if kept and copy.is_fully_addressable:
             copy.copy_to_host_async()
-        waiting.append((name, copy))
+        waiting.append((name, copy, kept))
         if len(waiting) > _AHEAD:
-            _take(copies, *waiting.popleft(), keep=keep)
+            _take(copies, *waiting.popleft())
     while waiting:
-        _take(copies, *waiting.popleft(), keep=keep)
+        _take(copies, *waiting.popleft())
     return copies
 
 
-def _take(copies: dict[str, NDArray[Any]], name: str, copy: jax.Array, *, keep: bool) -> None:
-    if keep:
+def _take(copies: dict[str, NDArray[Any]], name: str, copy: jax.Array, kept: bool) -> None:
+    if kept:
         # Without another copy where host and device have one memory: nothing else refers to this one.
         copies[name] = np.asarray(copy if copy.is_fully_addressable else copy.addressable_data(0))
     else:

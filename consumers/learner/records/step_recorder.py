@@ -16,6 +16,7 @@ from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.conversion import converted
 from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests
+from rollstream.consumers.weights.shard_barrier import Channel
 from rollstream.topics.batch_uses import names_of, rows_of
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
@@ -34,14 +35,19 @@ class StepParams(NamedTuple):
     digest: str
     """Their checksum, computed where they lie."""
     arrays: Arrays | None
-    """Copies of them, in the published dtype unless the record of the step has a digest by another rule; None if the
-    step publishes no version and its record has a digest by the same rule."""
+    """Copies to publish of those that this process owns, in the published dtype or to be converted to it; None if the
+    step publishes no version."""
+    compared: Arrays | None = None
+    """Copies of all of them as they are, in the lead, if the record of the step has a digest by another rule."""
 
 
 class StepRecorder(Closing):
     """Records the steps of one learner. Building it fences every earlier learner of the run."""
 
-    def __init__(self, config: LearnerConfig, kafka: KafkaConfig, run: str, model: str) -> None:
+    def __init__(
+        self, config: LearnerConfig, kafka: KafkaConfig, run: str, model: str, channel: Channel | None = None
+    ) -> None:
+        """`channel` leads to the learner's other processes, which send their tensors of each version."""
         self._config = config
         self._kafka = kafka
         self._run = run
@@ -51,7 +57,7 @@ class StepRecorder(Closing):
         self._log = self._stack.enter_context(closing(StepLog(kafka, run, config.name, take_over=config.take_over)))
         self._dtype = published_dtype(config)
         self._publisher = self._stack.enter_context(
-            closing(WeightsPublisher(kafka, run, config.name, model, config.weights))
+            closing(WeightsPublisher(kafka, run, config.name, model, config.weights, channel=channel))
         )
         # A record without a digest holds skips of a step that was never completed.
         recorded = read_steps(kafka, run, config.name)
@@ -125,7 +131,9 @@ class StepRecorder(Closing):
         self._compare(step, digest, uses)
         manifest = self._publisher.published(step, digest)
         staged: PolicyManifest | None = None
-        if manifest is None and params.arrays is not None and step % self._config.publish_every_steps == 0:
+        if manifest is not None:
+            self._skip(step)
+        elif params.arrays is not None and step % self._config.publish_every_steps == 0:
             figures = {"snapshot_s": metrics.get("time/snapshot", 0.0)}
             manifest = staged = self._stage(step, params.arrays, digest, figures)
         record = LearnerStep(
@@ -165,9 +173,14 @@ class StepRecorder(Closing):
     def _as_recorded(self, step: int, params: StepParams) -> str:
         """Digest of the parameters after a step, by the rule of its record if an earlier release made that."""
         recorded = self._recorded.get(step)
-        if recorded is None or recorded.params_digest.endswith(CHECKSUM) or params.arrays is None:
+        if recorded is None or recorded.params_digest.endswith(CHECKSUM) or params.compared is None:
             return params.digest
-        return digest_as(recorded.params_digest, params.arrays)
+        return digest_as(recorded.params_digest, params.compared)
+
+    def _skip(self, step: int) -> None:
+        """Tell the learner's other processes, if they wait for a version of this step, that there is none."""
+        if step % self._config.publish_every_steps == 0:
+            self._publisher.skip()
 
     def _stage(self, step: int, arrays: Arrays, digest: str, figures: Mapping[str, float]) -> PolicyManifest:
         """Stage a version of the parameters, in the published dtype."""
@@ -206,8 +219,9 @@ class StepRecorder(Closing):
         self._log.commit([self._log.record(record)])
 
     def compare(self, step: int, params: StepParams, uses: tuple[BatchUse, ...]) -> None:
-        """Raise StateRefused if the parameters after a step are not those on record."""
+        """Raise StateRefused if the parameters after a step are not those on record; publish nothing."""
         self._compare(step, self._as_recorded(step, params), uses)
+        self._skip(step)
 
     def _compare(self, step: int, digest: str, uses: tuple[BatchUse, ...]) -> None:
         recorded = self._recorded.get(step)

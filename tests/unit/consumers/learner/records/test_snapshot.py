@@ -63,7 +63,7 @@ def test_it_keeps_its_values_when_the_next_step_reuses_the_buffers(dtype: str) -
 
 
 def test_a_process_that_keeps_nothing_gets_nothing() -> None:
-    assert snapshot({f"w{number}": jnp.arange(3.0) for number in range(4)}, keep=False) == {}
+    assert snapshot({f"w{number}": jnp.arange(3.0) for number in range(4)}, keep=()) == {}
 
 
 def test_it_does_not_depend_on_the_sharding() -> None:

@@ -1,0 +1,206 @@
+"""The barrier of a learner's processes at each policy version: all shards are stored, or no manifest is written.
+
+The lead says which version begins, each process says how much it has, the lead plans, each sends and reports its
+chunks. Every message names the lead's incarnation: what a process of an earlier one says is never heard.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from rollstream.consumers.weights.shards import Offer, Plan, Shard
+from rollstream.topics.errors import DeadlineExceeded, DeliveryError
+
+_EPOCH = "weights/epoch"
+_LAST_LOOK_S = 0.05
+T = TypeVar("T", Offer, Shard)
+
+
+class ShardMissing(DeliveryError):
+    """A process of the learner did not do its part of a policy version."""
+
+
+class Channel(Protocol):
+    """Messages between the processes of one learner; process 0 leads. Several threads may use it."""
+
+    process: int
+    processes: int
+
+    def publish(self, key: str, value: bytes) -> None:
+        """Publish a value to the others, under a new key."""
+
+    def receive(self, key: str, timeout_s: float | None = None) -> bytes:
+        """Wait for the value of a key. Raises DeadlineExceeded, or an error of its own if the team is gone."""
+
+    def forget(self, key: str) -> None:
+        """Delete a value that every process has read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """The beginning of a version, or the word that there is none."""
+
+    version: int
+    """-1 if nothing is published after this step."""
+    base: int = -1
+    """The version that this one may be a change of; -1 if it is to be full."""
+
+
+class LeadBarrier:
+    """The lead's side; alone without a channel."""
+
+    def __init__(self, channel: Channel | None, epoch: str, timeout_s: float) -> None:
+        self._channel, self._epoch, self._timeout_s = channel, epoch, timeout_s
+        self._others = () if channel is None else tuple(range(1, channel.processes))
+        self._round, self._version = 0, -1
+        self._told: list[str] = []
+        """Keys that the others may not have read yet."""
+        if channel is not None and self._others:
+            channel.publish(_EPOCH, epoch.encode())
+
+    @property
+    def processes(self) -> int:
+        """Number of processes, this one included."""
+        return 1 + len(self._others)
+
+    def skip(self) -> None:
+        """Tell the others that nothing is published after this step."""
+        self._begin(Beginning(version=-1))
+
+    def begin(self, version: int, base: int) -> None:
+        """Tell the others which version begins."""
+        self._version = version
+        self._begin(Beginning(version=version, base=base))
+
+    def offers(self, own: Offer) -> list[Offer]:
+        """Return the offer of each process, in their order. Raises ShardMissing."""
+        return [own, *self._hear("offer", Offer)]
+
+    def plan(self, plan: Plan) -> None:
+        """Tell the others how to send the version."""
+        self._tell("plan", plan)
+
+    def shards(self, own: Shard) -> list[Shard]:
+        """Return the shard of each process, in their order, once all have sent theirs. Raises ShardMissing."""
+        shards = [own, *self._hear("shard", Shard)]
+        if self._channel is not None:
+            # A process that reported its shard has read everything before.
+            for key in self._told:
+                self._channel.forget(key)
+        self._told.clear()
+        return shards
+
+    def _begin(self, beginning: Beginning) -> None:
+        self._round += 1
+        self._tell("begin", beginning)
+
+    def _tell(self, what: str, message: Beginning | Plan) -> None:
+        if self._channel is not None and self._others:
+            key = _key(self._epoch, self._round, what)
+            self._channel.publish(key, msgspec.json.encode(message))
+            self._told.append(key)
+
+    def _hear(self, what: str, kind: type[T]) -> list[T]:
+        """Messages of all other processes. Raises ShardMissing, which names the processes without one."""
+        messages: list[T] = []
+        missing: list[int] = []
+        deadline = time.monotonic() + self._timeout_s
+        for process in self._others:
+            assert self._channel is not None
+            key = _key(self._epoch, self._round, what, process)
+            try:
+                value = self._channel.receive(key, max(_LAST_LOOK_S, deadline - time.monotonic()))
+            except DeadlineExceeded:
+                missing.append(process)
+                continue
+            self._told.append(key)
+            problem, message = msgspec.json.decode(value, type=tuple[str, kind | None])  # type: ignore[valid-type]
+            if message is None:
+                raise ShardMissing(
+                    f"policy version {self._version} is not published: process {process} of the learner failed to "
+                    f"send its tensors: {problem}; mend that, then start all processes again"
+                )
+            messages.append(message)
+        if missing:
+            raise ShardMissing(
+                f"policy version {self._version} is not published: {_processes(missing)} of {self.processes} of the "
+                f"learner did not {_DONE[what]} within learner.weights.shards_timeout_s {self._timeout_s:g}; look at "
+                "the log of that process and at its way to the brokers or the store, then start all of them again"
+            )
+        return messages
+
+
+class MemberBarrier:
+    """The side of a process that does not lead."""
+
+    def __init__(self, channel: Channel, timeout_s: float) -> None:
+        self._channel, self._timeout_s = channel, timeout_s
+        self._round, self._epoch = 0, ""
+        self._due = ""
+        """The message that the lead waits for."""
+
+    @property
+    def process(self) -> int:
+        """Number of this process."""
+        return self._channel.process
+
+    @property
+    def epoch(self) -> str:
+        """The lead's incarnation, known once a version has begun."""
+        return self._epoch
+
+    def begin(self) -> Beginning:
+        """Wait until the lead begins a version, or none. Raises ShardMissing."""
+        self._epoch = self._epoch or self._receive(_EPOCH).decode()
+        self._round += 1
+        beginning = msgspec.json.decode(self._hear("begin"), type=Beginning)
+        self._due = "" if beginning.version < 0 else "offer"
+        return beginning
+
+    def plan(self, own: Offer) -> Plan:
+        """Say what this process can send, and wait for the plan. Raises ShardMissing."""
+        self._tell(own)
+        self._due = "shard"
+        return msgspec.json.decode(self._hear("plan"), type=Plan)
+
+    def report(self, shard: Shard) -> None:
+        """Report what was sent: the lead may commit it from now on."""
+        self._tell(shard)
+        self._due = ""
+
+    def fail(self, problem: str) -> None:
+        """Report that this process cannot do its part, if the lead waits for it."""
+        if self._due:
+            self._tell(None, problem)
+            self._due = ""
+
+    def _tell(self, message: Offer | Shard | None, problem: str = "") -> None:
+        key = _key(self._epoch, self._round, self._due, self.process)
+        self._channel.publish(key, msgspec.json.encode((problem, message)))
+
+    def _hear(self, what: str) -> bytes:
+        return self._receive(_key(self._epoch, self._round, what))
+
+    def _receive(self, key: str) -> bytes:
+        try:
+            return self._channel.receive(key, self._timeout_s)
+        except DeadlineExceeded as late:
+            raise ShardMissing(
+                f"process {self.process} of the learner heard nothing of the next policy version from its lead, "
+                f"process 0, within learner.weights.shards_timeout_s {self._timeout_s:g}; look at the lead's log, then "
+                "start all processes again"
+            ) from late
+
+
+_DONE = {"offer": "say how much there is to send", "shard": "report the chunks as stored"}
+
+
+def _key(epoch: str, number: int, what: str, process: int | None = None) -> str:
+    return f"weights/{epoch}/{number}/{what}" + ("" if process is None else f"/{process}")
+
+
+def _processes(numbers: Iterable[int]) -> str:
+    return ", ".join(f"process {number}" for number in numbers)

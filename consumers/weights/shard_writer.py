@@ -1,0 +1,131 @@
+"""ShardWriter: makes the bytes of a process's share of a version, and sends them to the topic or to files.
+
+Chunks are sent outside transactions, under keys with the publisher's incarnation. They are part of a version only once
+a committed manifest names them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rollstream.consumers.weights.compression import ZSTD, compress, pays
+from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.content import Arrays, Content
+from rollstream.consumers.weights.delta import LARGEST_SHARE, delta_content
+from rollstream.consumers.weights.file_publisher import FileWriter
+from rollstream.consumers.weights.layout import full_content, split
+from rollstream.consumers.weights.shards import Offer, Plan, Shard
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.closing import Closing
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.sender import Delivery, Sender
+from rollstream.topics.keys import encode_key
+from rollstream.topics.params_digest import TensorDigest
+from rollstream.topics.records import Chunk
+
+_DELIVERY_TIMEOUT_S = 120.0
+_RECORD_OVERHEAD_BYTES = 1024
+
+
+class Draft(NamedTuple):
+    """A process's share of a version before it is sent."""
+
+    arrays: Arrays
+    digests: Sequence[TensorDigest]
+    delta: Content | None
+    """The changes since the version before, if they are known and were not too many."""
+
+    @property
+    def offer(self) -> Offer:
+        """The bytes that can be sent."""
+        full_bytes = sum(array.nbytes for array in self.arrays.values())
+        return Offer(full_bytes=full_bytes, delta_bytes=-1 if self.delta is None else self.delta.size_bytes)
+
+
+def draft(arrays: Arrays, digests: Sequence[TensorDigest], before: Arrays | None, *, alone: bool) -> Draft:
+    """Compare arrays, whose digests these are, with those of the version before, if there is one to compare with.
+
+    Unless this process is `alone`, all shares together decide whether changes are sent.
+    """
+    share = LARGEST_SHARE if alone else 1.0
+    changes = None if before is None else delta_content(before, arrays, digests, largest_share=share)
+    return Draft(arrays, digests, changes)
+
+
+class ShardWriter(Closing):
+    """The shares of one process in the versions of a run."""
+
+    def __init__(self, kafka: KafkaConfig, run: str, config: WeightsConfig, files: FileWriter | None) -> None:
+        """`files` is needed if learner.weights.url is set."""
+        if config.chunk_bytes + _RECORD_OVERHEAD_BYTES > kafka.max_record_bytes:
+            raise ConfigurationError(
+                f"learner.weights.chunk_bytes {config.chunk_bytes} does not fit kafka.max_record_bytes "
+                f"{kafka.max_record_bytes}; lower the one or raise the other"
+            )
+        self._config, self._files = config, files
+        self._topic = topic_name(run, "weights")
+        self._partitions = topic_admin.partitions_of(kafka, self._topic)
+        # Chunks are compressed where it pays, before they are sent.
+        producer = clients.producer(kafka, **{"compression.type": "none"})
+        self._sender = Sender(producer, remedy="start the learner again, it publishes the version anew")
+
+    def send(self, draft: Draft, plan: Plan, process: int, version: int, epoch: str) -> Shard:
+        """Send the share of a process as planned, and return it once broker or store has it. Raises DeliveryError."""
+        content = draft.delta if plan.delta and draft.delta is not None else full_content(draft.arrays, draft.digests)
+        first = plan.first_chunks[process]
+        if plan.files and self._files is not None:
+            chunks = self._files.write(version, content, first)
+        else:
+            chunks = self._send_content(content, version, epoch, first)
+        return Shard(tensors=content.tensors, chunks=chunks, full_bytes=draft.offer.full_bytes)
+
+    def _send_content(self, content: Content, version: int, epoch: str, first: int) -> tuple[Chunk, ...]:
+        """Send the content in chunks, compressed if that pays, and return them once the broker has them."""
+        codec = ZSTD if pays(content.views) else ""
+        places: dict[int, tuple[int, int]] = {}
+        sizes: dict[int, tuple[int, int]] = {}
+        for index, piece in enumerate(split(content.views, self._config.chunk_bytes), first):
+            stored = compress(piece) if codec else piece
+            sizes[index] = len(stored), len(piece)
+            self._send(encode_key(version, epoch, index), stored, index % self._partitions, places, index)
+        self.flush()
+        return tuple(
+            Chunk(
+                index=index,
+                partition=places[index][0],
+                offset=places[index][1],
+                size_bytes=stored,
+                digest="",
+                codec=codec,
+                content_bytes=size,
+            )
+            for index, (stored, size) in sizes.items()
+        )
+
+    def tombstone(self, key: bytes, partition: int) -> None:
+        """Remove a chunk from the topic."""
+        self._send(key, None, partition)
+
+    def flush(self) -> None:
+        """Wait until the broker has all that was sent. Raises DeliveryError or DeadlineExceeded."""
+        self._sender.flush(_DELIVERY_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Wait until the broker has all that was sent."""
+        self.flush()
+
+    def _send(
+        self,
+        key: bytes,
+        value: bytes | None,
+        partition: int,
+        places: dict[int, tuple[int, int]] | None = None,
+        index: int = 0,
+    ) -> None:
+        def delivered(delivery: Delivery) -> None:
+            if places is not None:
+                places[index] = delivery.partition, delivery.offset
+
+        name = f"chunk {key.decode()}"
+        self._sender.send(self._topic, value, key, partition=partition, name=name, on_delivery=delivered)
