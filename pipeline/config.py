@@ -310,8 +310,8 @@ def _fine_tuned(learner: LearnerConfig, origins: Mapping[Keys, Layer]) -> Learne
     return replace(learner, optimizer=optimizer, warm_start=warm_start)
 
 
-def secret_variables(config: RunConfig) -> frozenset[str]:
-    """Environment variables that hold secrets of this configuration."""
+def secret_references(config: RunConfig) -> dict[str, tuple[str, str]]:
+    """Kind (env or file) and name of each secret of this configuration, by dotted key."""
     keys = {
         "worker.api_key": config.worker.api_key,
         "inference.api_key": config.inference.api_key,
@@ -319,9 +319,14 @@ def secret_variables(config: RunConfig) -> frozenset[str]:
         "serving.api_key": config.serving.api_key,
         "labeling.judge.api_key": config.labeling.judge.api_key,
     }
-    values = {**keys, **config.kafka.client}
-    references = (reference(value) for key, value in values.items() if is_secret(key))
-    return frozenset(name for kind, name in filter(None, references) if kind == "env")
+    values = keys | {f"kafka.client.{key}": value for key, value in config.kafka.client.items()}
+    references = {key: reference(value) for key, value in values.items() if is_secret(key)}
+    return {key: parts for key, parts in references.items() if parts is not None}
+
+
+def secret_variables(config: RunConfig) -> frozenset[str]:
+    """Environment variables that hold secrets of this configuration."""
+    return frozenset(name for kind, name in secret_references(config).values() if kind == "env")
 
 
 def inference_urls(config: InferenceConfig) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ COLLECT = "collect"
 ARCHIVE = "archive"
 PRUNE = "prune"
 
+SERVICE_PORT_SETTING = "service.port"
+"""Setting of the port at which every role answers /livez and /readyz; tools have none."""
 NUMBER = "ordinal"
 """Stands in a template for the number of the process."""
 _TOKENS, _CONTROL = "tokens", "control"
@@ -228,6 +230,15 @@ def counts(config: "RunConfig") -> dict[str, int]:
     task = _CONTROL if config.is_control else _TOKENS
     numbers = {role.name: role.count(config) for role in ROLES if task in role.tasks}
     return {name: number for name, number in numbers.items() if number}
+
+
+_FIRST_HAS_NO_NUMBER = (LEARN, INFER, GATEWAY)
+
+
+def process_name(role: RoleDescription, number: int) -> str:
+    """Return the name of a process of a role, e.g. group-0; the first of some has that of its role."""
+    bare = not role.numbered or (number == 0 and role.name in _FIRST_HAS_NO_NUMBER)
+    return role.name if bare else f"{role.name}-{number}"
 
 
 _NAMED = re.compile(r"\{([a-z_.]+)\}")

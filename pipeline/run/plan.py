@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rollstream.infra.ports import free_port, free_port_row
 from rollstream.pipeline.config import RunConfig, inference_urls, secret_variables, to_toml
-from rollstream.pipeline.deployment.description import ENV, GATEWAY, INFER, LEARN, RoleDescription, counts, role_of
+from rollstream.pipeline.deployment.description import ENV, RoleDescription, counts, process_name, role_of
 from rollstream.pipeline.run.supervisor import RoleSpec
 from rollstream.pipeline.settings import is_setting_variable
 from rollstream.topics.errors import ConfigurationError
@@ -100,15 +100,6 @@ def plan(config: RunConfig, path: Path) -> RunPlan:
             for name, count in counts(config).items()
         }
     )
-
-
-_FIRST_HAS_NO_NUMBER = (LEARN, INFER, GATEWAY)
-
-
-def process_name(role: RoleDescription, number: int) -> str:
-    """Return the name of a process of a role, e.g. group-0; the first of some has that of its role."""
-    bare = not role.numbered or (number == 0 and role.name in _FIRST_HAS_NO_NUMBER)
-    return role.name if bare else f"{role.name}-{number}"
 
 
 def _spec(config: RunConfig, path: Path, role: RoleDescription, number: int) -> RoleSpec:

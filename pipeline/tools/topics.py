@@ -8,10 +8,10 @@ import json
 import logging
 from collections.abc import Sequence
 
-from rollstream.pipeline.command_parser import add_command, set_handler
+from rollstream.pipeline.command_parser import add_command, set_handler, wait_seconds
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import table
-from rollstream.topics.kafka import provisioning
+from rollstream.topics.kafka import provisioning, topic_admin
 from rollstream.topics.kafka.provisioning import TopicPlan
 from rollstream.topics.kafka.topic_admin import delete_topics
 from rollstream.topics.logs import event
@@ -27,7 +27,15 @@ def register(parser: argparse.ArgumentParser) -> None:
         ("apply", apply, "create and mend the run's topics; safe to repeat"),
         ("describe", describe, "show the run's topics as they are on the broker"),
     ):
-        set_handler(add_command(actions, name, summary), handler, json=True)
+        action = add_command(actions, name, summary)
+        set_handler(action, handler, json=True)
+        if handler is apply:
+            action.add_argument(
+                "--wait",
+                type=wait_seconds,
+                metavar="S",
+                help="wait up to S seconds until as many brokers answer as the topics have replicas",
+            )
 
 
 def plan(config: RunConfig, args: argparse.Namespace) -> int:
@@ -39,6 +47,8 @@ def plan(config: RunConfig, args: argparse.Namespace) -> int:
 
 def apply(config: RunConfig, args: argparse.Namespace) -> int:
     """Create and change topics, and show the changes made."""
+    if args.wait is not None:
+        topic_admin.await_brokers(config.kafka, config.topics.replication_factor, args.wait)
     _show(provision(config), args, ("created", "changed", "kept"))
     return 0
 

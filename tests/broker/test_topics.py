@@ -2,14 +2,18 @@
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from rollstream.infra.broker import LocalBroker
+from rollstream.infra.ports import free_port
 from rollstream.topics.catalogue import CATALOGUE, spec_of, topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, TopicError
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.reader import read_to_end
+from tests.support.command_line import answer_of
 from tests.support.runs import RealRun
 
 
@@ -57,6 +61,21 @@ def test_a_missing_topic_is_named_with_the_remedy(real_run: RealRun) -> None:
 def test_no_broker_at_an_address_is_one_line_with_the_remedy() -> None:
     with pytest.raises(BrokerUnavailable, match=r"no Kafka broker answers at 127.0.0.1:1 .*rollstream broker start"):
         clients.check_broker(KafkaConfig(bootstrap_servers="127.0.0.1:1"), timeout_s=1.0)
+
+
+def test_topics_are_applied_once_the_broker_is_up_for_those_who_wait(tmp_path: Path, run_name: str) -> None:
+    port = free_port("127.0.0.1")
+    run = RealRun(KafkaConfig(bootstrap_servers=f"127.0.0.1:{port}"), run_name, tmp_path)
+    refused = answer_of(tmp_path, *run.command("topics", "apply", "--wait", "0.5")[4:])
+    assert refused.returncode == 2
+    assert f"0 of 1 brokers answer at 127.0.0.1:{port} after 0.5 s; start them" in refused.stderr
+    waiting = run.start("topics", "apply", "--wait", "300")
+    try:
+        with LocalBroker.start(tmp_path / "broker", port, bound_to_parent=True):
+            assert waiting.wait(300) == 0, run.log_of(waiting)
+            assert len(provisioning.describe(run.kafka, run_name)) == len(CATALOGUE)
+    finally:
+        run.stop()
 
 
 def test_a_topic_is_read_to_where_it_ends_and_from_where_asked(real_run: RealRun) -> None:

@@ -1,6 +1,7 @@
 """Administration of topics: names, ids, partitions and their offsets, deletions."""
 
 import difflib
+import time
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from confluent_kafka.admin import AdminClient
 
 _TIMEOUT_S = 30.0
+_LOOK_S = 1.0
+"""Longest wait for one answer about the brokers, and between two."""
 _NAMED = 3
 """Largest number of runs that an error names."""
 
@@ -37,6 +40,25 @@ def topic_names(kafka: KafkaConfig) -> list[str]:
         return sorted(client.list_topics(timeout=_TIMEOUT_S).topics)
     except KafkaException as error:
         raise BrokerUnavailable(f"listing topics: {error.args[0].str()}") from error
+
+
+def await_brokers(kafka: KafkaConfig, count: int, timeout_s: float) -> None:
+    """Wait until `count` brokers are in the cluster. Raises BrokerUnavailable if they are not within `timeout_s`."""
+    client = clients.admin(kafka, error_cb=lambda _error: None)
+    deadline, present = time.monotonic() + timeout_s, 0
+    while present < count:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise BrokerUnavailable(
+                f"{present} of {count} brokers answer at {kafka.bootstrap_servers} after {timeout_s:g} s; start them, "
+                "or lower topics.replication_factor"
+            )
+        try:
+            present = len(client.list_topics(timeout=min(left_s, _LOOK_S)).brokers)
+        except KafkaException:
+            present = 0
+        if present < count:
+            time.sleep(min(max(0.0, deadline - time.monotonic()), _LOOK_S))
 
 
 def partitions_of(config: KafkaConfig, topic: str, client: "AdminClient | Consumer | None" = None) -> int:

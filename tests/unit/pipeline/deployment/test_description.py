@@ -10,7 +10,15 @@ import pytest
 
 from rollstream.pipeline.cli import COMMANDS, build_parser
 from rollstream.pipeline.config import RunConfig, load
-from rollstream.pipeline.deployment.description import NUMBER, ROLES, RoleDescription, counts, expanded, role_of
+from rollstream.pipeline.deployment.description import (
+    NUMBER,
+    ROLES,
+    SERVICE_PORT_SETTING,
+    RoleDescription,
+    counts,
+    expanded,
+    role_of,
+)
 from rollstream.pipeline.run.plan import plan
 from rollstream.pipeline.settings import known_keys
 from rollstream.topics.catalogue import CATALOGUE, TOOLS
@@ -55,6 +63,7 @@ def test_every_command_of_a_role_is_described_and_nothing_else() -> None:
 def test_every_setting_that_a_role_names_exists(role: RoleDescription) -> None:
     templates = (*role.groups, *role.transactional_ids)
     braces = {name for template in templates for name in re.findall(r"\{(.*?)\}", template)} - {NUMBER}
+    assert SERVICE_PORT_SETTING in known_keys(RunConfig)
     assert {*braces, *role.ports, *filter(None, (role.counted_by, role.keeps))} <= set(known_keys(RunConfig))
 
 

@@ -1,0 +1,337 @@
+"""Renders a run as a compose file: brokers, topics, every role of its description, an archive, and monitoring.
+
+Containers run without root, their file systems are read-only but for one volume and /tmp, and nothing listens beyond
+this machine.
+"""
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollstream.infra.config import BrokerConfig, ClusterNode, image_environment, server_properties
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.deployment.container_settings import (
+    HOME,
+    KAFKA_PORT,
+    ContainerSecrets,
+    check_brokers,
+    check_containers,
+    container_secrets,
+    container_settings,
+    variables_of,
+)
+from rollstream.pipeline.deployment.description import (
+    ARCHIVE,
+    ENV,
+    GATEWAY,
+    RoleDescription,
+    counts,
+    process_name,
+    role_of,
+)
+from rollstream.pipeline.deployment.yaml_text import MERGE, render_yaml
+from rollstream.topics.errors import ConfigurationError
+
+TOPICS = "topics"
+"""The service that creates the topics and ends; every role starts after it."""
+CONFIG = "/etc/rollstream/run.toml"
+CODE = "/code"
+_DATA = "/var/lib/kafka/data"
+_CONTROLLER_PORT = 9093
+_USER = "1000:1000"
+_LOCAL = "127.0.0.1"
+_WAIT_FOR_BROKERS_S = 300
+_PROBE = "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{port}{path}', timeout=5)"
+_STARTING_S = 1800
+"""Time in which a failing probe of a container that starts does not count: a learner warms up, a server compiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComposeOptions:
+    """Choices of a compose file beside the settings of the run."""
+
+    brokers: int = 1
+    """Brokers among the containers: 1, 3, or 0 where kafka.bootstrap_servers names others."""
+    image: str = "rollstream:local"
+    """Image of every role."""
+    worker_image: str = ""
+    """Image of the workers, if the libraries of environments need one of their own."""
+    kafka_image: str = "rollstream/kafka:4.2.1"
+    """Image of the brokers: the official one, or one with its contract."""
+    prometheus_image: str = "prom/prometheus:v3.5.0"
+    grafana_image: str = "grafana/grafana:12.1.0"
+    config_file: str = ""
+    """The run's file, as a path beside the compose file; none if empty."""
+    code: str = ""
+    """Directory of users' own code, as a path beside the compose file; roles then run in it. None if empty."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Variables of settings that were given otherwise than in the file."""
+
+
+def render_compose(config: RunConfig, options: ComposeOptions) -> str:
+    """Return the text of the compose file of a run. Raises ConfigurationError for what cannot be in containers."""
+    document = compose_document(config, options)
+    return _head(config, options) + render_yaml(
+        _escaped(document), {"x-role": "role", "x-livez": "livez", "x-readyz": "readyz"}
+    )
+
+
+def compose_document(config: RunConfig, options: ComposeOptions) -> dict[str, Any]:
+    """Return the compose file of a run as plain values; `<<` has the name of what is merged."""
+    _check(config, options)
+    brokers = _broker_names(options.brokers)
+    secrets, secret_settings = container_secrets(config)
+    settings = {**container_settings(config, service_name, brokers), **secret_settings}
+    port = settings["service.port"]
+    role = _role(config, options, secrets, {**options.variables, **variables_of(settings)})
+    services: dict[str, Any] = {}
+    for number, name in enumerate(brokers, start=1):
+        services[name] = _broker(config, options, name, number)
+    services[TOPICS] = _topics(options, brokers)
+    processes = counts(config)
+    for name, count in processes.items():
+        for number in range(count):
+            services[service_name(name, number)] = _process(config, options, role_of(name), number, processes)
+    services[ARCHIVE] = {MERGE: "role", "command": _command(options, role_of(ARCHIVE), 0)}
+    services["tools"] = {MERGE: "role", "profiles": ["tools"], "command": ["--help"], "restart": "no"}
+    services |= _monitoring(options, [service_name(n, i) for n, count in processes.items() for i in range(count)], port)
+    volumes: dict[str, Any] = {name: {} for name in ("run", *brokers, "prometheus", "grafana")}
+    document: dict[str, Any] = {"x-role": role, "x-livez": _probe(port, "/livez"), "x-readyz": _probe(port, "/readyz")}
+    document |= {"services": services, "volumes": volumes}
+    if secrets.files:
+        document["secrets"] = {name: {"file": path} for name, path in secrets.files.items()}
+    return document
+
+
+def service_name(role: str, number: int) -> str:
+    """Return the name of the service of a process, which is also that of its host."""
+    return process_name(role_of(role), number)
+
+
+def _check(config: RunConfig, options: ComposeOptions) -> None:
+    check_containers(config)
+    if options.brokers not in (0, 1, 3):
+        raise ConfigurationError(f"--brokers {options.brokers}: give 1 or 3, or 0 for those of kafka.bootstrap_servers")
+    if not options.brokers:
+        check_brokers(config)
+    elif config.kafka.client.get("security.protocol", "PLAINTEXT") != "PLAINTEXT":
+        raise ConfigurationError(
+            "kafka.client sets security.protocol, and the brokers of the compose file are plaintext: remove the key, "
+            "or use your own brokers with --brokers 0"
+        )
+    elif config.topics.replication_factor > options.brokers:
+        raise ConfigurationError(
+            f"topics.replication_factor is {config.topics.replication_factor} and there is one broker; give --brokers 3"
+        )
+    if config.supervisor.worker_python and not options.worker_image:
+        raise ConfigurationError(
+            "supervisor.worker_python names a Python of this machine; name an image that has the libraries of the "
+            "environments with --worker-image"
+        )
+
+
+# ------------------------------------------------------------------ roles
+
+
+def _role(
+    config: RunConfig, options: ComposeOptions, secrets: ContainerSecrets, variables: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what the services of all roles have in common."""
+    mounts = [f"run:{HOME}"]
+    mounts += [f"{options.config_file}:{CONFIG}:ro"] if options.config_file else []
+    mounts += [f"{options.code}:{CODE}:ro"] if options.code else []
+    handed_on = dict.fromkeys(secrets.variables)
+    code = {"PYTHONPATH": CODE} if options.code else {}
+    role: dict[str, Any] = {
+        "image": options.image,
+        "entrypoint": ["rollstream"],
+        **_confined(),
+        "user": _USER,
+        "working_dir": CODE if options.code else str(HOME),
+        "environment": {**dict(sorted(variables.items())), **code, **handed_on},
+        "volumes": mounts,
+        "tmpfs": ["/tmp"],
+        "stop_grace_period": f"{math.ceil(config.supervisor.stop_timeout_s)}s",
+        "restart": "unless-stopped",
+        "depends_on": {TOPICS: {"condition": "service_completed_successfully"}},
+    }
+    if secrets.files:
+        role["secrets"] = list(secrets.files)
+    return role
+
+
+def _process(
+    config: RunConfig, options: ComposeOptions, role: RoleDescription, number: int, processes: Mapping[str, int]
+) -> dict[str, Any]:
+    awaited = {waiting for name in processes for waiting in role_of(name).after}
+    service: dict[str, Any] = {
+        MERGE: "role",
+        "command": _command(options, role, number),
+        # A role that is waited for is healthy once it is ready; another one, as long as it makes progress.
+        "healthcheck": {MERGE: "readyz" if role.name in awaited else "livez"},
+    }
+    if role.name == ENV and options.worker_image:
+        service["image"] = options.worker_image
+    if role.finishes:
+        service["restart"] = "on-failure"
+    if role.name == GATEWAY:
+        service["ports"] = [f"{_LOCAL}:{config.gateway.port}:{config.gateway.port}"]
+    before = [service_name(name, n) for name in role.after for n in range(processes.get(name, 0))]
+    if before:
+        service["depends_on"] = {
+            TOPICS: {"condition": "service_completed_successfully"},
+            **{name: {"condition": "service_healthy"} for name in before},
+        }
+    return service
+
+
+def _command(options: ComposeOptions, role: RoleDescription, number: int) -> list[str]:
+    return [*role.arguments(number), *_config_flag(options)]
+
+
+def _config_flag(options: ComposeOptions) -> list[str]:
+    return ["--config", CONFIG] if options.config_file else []
+
+
+def _topics(options: ComposeOptions, brokers: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        MERGE: "role",
+        "command": ["topics", "apply", "--wait", str(_WAIT_FOR_BROKERS_S), *_config_flag(options)],
+        "restart": "no",
+        "depends_on": {name: {"condition": "service_started"} for name in brokers},
+    }
+
+
+def _probe(port: int, path: str) -> dict[str, Any]:
+    return {
+        "test": ["CMD", "python", "-c", _PROBE.format(port=port, path=path)],
+        "interval": "15s",
+        "timeout": "10s",
+        "retries": 4,
+        "start_period": f"{_STARTING_S}s",
+    }
+
+
+def _confined() -> dict[str, Any]:
+    return {"init": True, "read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"]}
+
+
+# ------------------------------------------------------------------ brokers
+
+
+def _broker_names(count: int) -> tuple[str, ...]:
+    return ("broker",) if count == 1 else tuple(f"broker-{n}" for n in range(1, count + 1))
+
+
+def _broker(config: RunConfig, options: ComposeOptions, name: str, number: int) -> dict[str, Any]:
+    """Return one node of the cluster; each is a broker and a voter."""
+    names = _broker_names(options.brokers)
+    node = ClusterNode(
+        node_id=number, cluster_id=_cluster_id(config.run), controller_ports=(_CONTROLLER_PORT,) * len(names)
+    )
+    own = BrokerConfig(host=name, properties=config.broker.properties, node=node)
+    properties = server_properties(
+        own, port=KAFKA_PORT, controller_port=_CONTROLLER_PORT, log_dir=_DATA, bind="0.0.0.0"
+    ) | {
+        "listeners": f"PLAINTEXT://0.0.0.0:{KAFKA_PORT},CONTROLLER://0.0.0.0:{_CONTROLLER_PORT}",
+        "controller.quorum.voters": ",".join(f"{n}@{host}:{_CONTROLLER_PORT}" for n, host in enumerate(names, start=1)),
+    }
+    heap = f"-Xms{config.broker.heap_initial_mib}m -Xmx{config.broker.heap_max_mib}m"
+    variables = {"CLUSTER_ID": node.cluster_id, "KAFKA_HEAP_OPTS": heap, "LOG_DIR": "/tmp/logs"}
+    return {
+        "image": options.kafka_image,
+        **_confined(),
+        "user": _USER,
+        "environment": {**variables, **dict(sorted(image_environment(properties).items()))},
+        "volumes": [f"{name}:{_DATA}"],
+        "tmpfs": ["/tmp", "/opt/kafka/config:uid=1000,gid=1000", "/opt/kafka/logs:uid=1000,gid=1000"],
+        "stop_grace_period": f"{math.ceil(config.broker.stop_timeout_s)}s",
+        "restart": "unless-stopped",
+    }
+
+
+def _cluster_id(run: str) -> str:
+    """Return 16 bytes in URL-safe base64: the same whenever the file of this run is rendered."""
+    digest = hashlib.sha256(run.encode()).digest()[:16]
+    # Kafka's storage tool reads a leading dash as a flag.
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=").replace("-", "_")
+
+
+# ------------------------------------------------------------------ monitoring
+
+
+def _monitoring(options: ComposeOptions, services: list[str], port: int) -> dict[str, Any]:
+    """Return Prometheus and Grafana. Their settings are in variables, so that the compose file is the only one."""
+    scrape = {
+        "global": {"scrape_interval": "15s"},
+        "scrape_configs": [
+            {"job_name": "rollstream", "static_configs": [{"targets": [f"{name}:{port}" for name in services]}]}
+        ],
+    }
+    source = {"name": "Prometheus", "type": "prometheus", "url": "http://prometheus:9090", "isDefault": True}
+    folder = "/tmp/provisioning"
+    return {
+        "prometheus": {
+            "image": options.prometheus_image,
+            "profiles": ["monitoring"],
+            **_confined(),
+            "entrypoint": ["/bin/sh", "-c"],
+            "command": [
+                'printf %s "$SCRAPE" >/tmp/prometheus.yml && exec /bin/prometheus --config.file=/tmp/prometheus.yml '
+                "--storage.tsdb.path=/prometheus"
+            ],
+            "environment": {"SCRAPE": json.dumps(scrape)},
+            "volumes": ["prometheus:/prometheus"],
+            "tmpfs": ["/tmp"],
+            "ports": [f"{_LOCAL}:9090:9090"],
+            "restart": "unless-stopped",
+        },
+        "grafana": {
+            "image": options.grafana_image,
+            "profiles": ["monitoring"],
+            **_confined(),
+            "entrypoint": ["/bin/sh", "-c"],
+            "command": [
+                f"mkdir -p {folder}/datasources {folder}/dashboards {folder}/plugins {folder}/alerting && "
+                f'printf %s "$SOURCES" >{folder}/datasources/prometheus.yaml && exec /run.sh'
+            ],
+            "environment": {
+                "SOURCES": json.dumps({"apiVersion": 1, "datasources": [source]}),
+                "GF_PATHS_PROVISIONING": folder,
+                "GF_AUTH_ANONYMOUS_ENABLED": "true",
+            },
+            "volumes": ["grafana:/var/lib/grafana"],
+            "tmpfs": ["/tmp", "/var/log/grafana:mode=1777"],
+            "ports": [f"{_LOCAL}:3000:3000"],
+            "restart": "unless-stopped",
+            "depends_on": ["prometheus"],
+        },
+    }
+
+
+# ------------------------------------------------------------------ text
+
+
+def _head(config: RunConfig, options: ComposeOptions) -> str:
+    source = options.config_file or "the defaults"
+    flag = "".join(f" {word}" for word in _config_flag(options))
+    return (
+        f"# Run {config.run}, from {source}. Written by `rollstream deploy compose`: change the settings, and write it "
+        "again.\n"
+        "#   docker compose up --detach                      all roles (docker-compose where that is its name)\n"
+        f"#   docker compose run --rm tools ledger{flag}    any other command of rollstream\n"
+        "#   docker compose --profile monitoring up --detach with Prometheus and Grafana\n"
+    )
+
+
+def _escaped(value: Any) -> Any:
+    """Return the values with `$` as compose wants it: a single one would be a variable of its own."""
+    if isinstance(value, str):
+        return value.replace("$", "$$")
+    if isinstance(value, Mapping):
+        return {key: _escaped(item) for key, item in value.items()}
+    return [_escaped(item) for item in value] if isinstance(value, list) else value

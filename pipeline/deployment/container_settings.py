@@ -1,0 +1,143 @@
+"""Settings of a run whose roles are containers: addresses, ports and directories that are other than on one machine.
+
+The caller names the hosts; everything else comes from the run's own settings.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+from rollstream.pipeline.config import RunConfig, secret_references
+from rollstream.pipeline.deployment.description import ENGINE, INFER, LEARN, counts
+from rollstream.pipeline.settings import plain, variable_of
+from rollstream.pipeline.toml import render
+from rollstream.topics.errors import ConfigurationError
+
+HOME = PurePosixPath("/var/lib/rollstream")
+"""Directory of a run's files in a container, and the only one beside /tmp that a role writes to."""
+SECRETS = PurePosixPath("/run/secrets")
+KAFKA_PORT = 9092
+INFERENCE_PORT = 8000
+COORDINATOR_PORT = 8476
+SERVICE_PORT = 8081
+_EVERYWHERE = "0.0.0.0"
+_DIRECTORIES = ("learner.checkpoint.directory", "fill.directory", "serving.directory", "learner.weights.url")
+"""Settings of directories that roles write to."""
+HostOf = Callable[[str, int], str]
+"""Function from a role and the number of a process to the name of its host."""
+
+
+@dataclass(frozen=True)
+class ContainerSecrets:
+    """Secrets of a run, by the way in which a container gets them."""
+
+    variables: tuple[str, ...]
+    """Variables that are handed on."""
+    files: Mapping[str, str]
+    """Files that are mounted below SECRETS, by their names there."""
+
+
+def check_containers(config: RunConfig) -> None:
+    """Raise ConfigurationError for a setting that names something of this machine, which no container has."""
+    if counts(config).get(ENGINE):
+        raise ConfigurationError(
+            "serving.python names a Python of this machine; run the engine in a container of its own, and set "
+            "serving.urls to where it serves"
+        )
+    urls = {"worker.inference_urls": () if config.inference.replicas else config.worker.inference_urls}
+    urls |= {"serving.urls": config.serving.urls, "labeling.judge.url": (config.labeling.judge.url,)}
+    for key, values in urls.items():
+        for url in values:
+            if _is_loopback(urlsplit(url).hostname or ""):
+                raise ConfigurationError(
+                    f"{key} has {url}, which inside a container is the container itself; name the host that serves it"
+                )
+
+
+def check_brokers(config: RunConfig) -> None:
+    """Raise ConfigurationError if the brokers of the settings are this machine's own address."""
+    for address in config.kafka.bootstrap_servers.split(","):
+        if _is_loopback(address.rpartition(":")[0].strip()):
+            raise ConfigurationError(
+                f"kafka.bootstrap_servers has {address.strip()}, which inside a container is the container itself; "
+                "name the host of the brokers"
+            )
+
+
+def container_settings(config: RunConfig, host_of: HostOf, brokers: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the settings that every container of a run needs beside those of its file, by dotted key.
+
+    `brokers` are the hosts of brokers that are containers too, if they are.
+    """
+    settings: dict[str, Any] = {"run": config.run, "data_dir": str(HOME), **_directories(config)}
+    settings["kafka.bootstrap_servers"] = config.kafka.bootstrap_servers
+    if brokers:
+        settings["kafka.bootstrap_servers"] = ",".join(f"{host}:{KAFKA_PORT}" for host in brokers)
+    if len(brokers) > 1:
+        settings["topics.replication_factor"] = replicas = min(3, len(brokers))
+        settings["topics.min_insync_replicas"] = max(1, replicas - 1)
+    settings |= {"service.host": _EVERYWHERE, "service.port": config.service.port or SERVICE_PORT}
+    processes = counts(config)
+    if servers := processes.get(INFER, 0):
+        port = config.inference.port or INFERENCE_PORT
+        settings |= {"inference.host": _EVERYWHERE, "inference.port": port}
+        settings["worker.inference_urls"] = [f"http://{host_of(INFER, n)}:{port + n}/v1" for n in range(servers)]
+    if config.gateway.port:
+        settings["gateway.host"] = _EVERYWHERE
+    if processes.get(LEARN, 0) > 1:
+        settings["learner.coordinator"] = f"{host_of(LEARN, 0)}:{COORDINATOR_PORT}"
+    return settings
+
+
+def container_secrets(config: RunConfig) -> tuple[ContainerSecrets, dict[str, str]]:
+    """Return the secrets of a run, and the settings that refer to them."""
+    variables, files, settings = [], {}, {}
+    for key, (kind, name) in sorted(secret_references(config).items()):
+        if kind == "env":
+            variables.append(name)
+            if name != variable_of(key):
+                settings[key] = f"env:{name}"
+        else:
+            mounted = key.replace(".", "-").replace("_", "-")
+            files[mounted] = name
+            settings[key] = f"file:{SECRETS / mounted}"
+    return ContainerSecrets(tuple(variables), files), settings
+
+
+def variables_of(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables of settings, given by dotted key."""
+    return {variable_of(key): _text(value) for key, value in settings.items()}
+
+
+def _text(value: Any) -> str:
+    """Return the value as variables and flags have it: a text as it is, everything else as in TOML."""
+    plainly = plain(value)
+    return plainly if isinstance(plainly, str) else render({"value": plainly}).removeprefix("value = ").strip()
+
+
+def _directories(config: RunConfig) -> dict[str, str]:
+    """Return directories that are set, as they are in a container: those below data_dir are below HOME there."""
+    moved = {}
+    derived = str(config.run_dir / "checkpoints")
+    for key in _DIRECTORIES:
+        value: Any = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        if not value or value == derived or "://" in value:
+            continue
+        path = Path(value)
+        if path.is_relative_to(config.data_dir):
+            path = path.relative_to(config.data_dir)
+        if path.is_absolute():
+            raise ConfigurationError(
+                f"{key} is {value}, and containers keep files below data_dir only; name a directory below "
+                f"{config.data_dir}, or a relative one"
+            )
+        moved[key] = str(HOME / PurePosixPath(*path.parts))
+    return moved
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1", "[::1]", "0.0.0.0") or host.startswith("127.")

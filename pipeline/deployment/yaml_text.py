@@ -1,0 +1,67 @@
+"""Writes plain values as YAML for people to read: block style, texts quoted wherever YAML could read them otherwise.
+
+Only what our deployments need: tables, lists, texts, numbers, booleans and nothing. Keys are written as they are.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_PLAIN = re.compile(r"(--?)?[A-Za-z/][A-Za-z0-9_./-]*")
+_WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
+"""Texts that YAML 1.1 reads as something else."""
+_WIDTH = 90
+"""Longest list that is written in one line."""
+
+
+def render_yaml(table: Mapping[str, Any], anchors: Mapping[str, str] | None = None) -> str:
+    """Render a table. `anchors` names top-level keys whose values may be merged into others by `MERGE`."""
+    lines: list[str] = []
+    for key, value in table.items():
+        anchor = f" &{name}" if (name := (anchors or {}).get(key)) else ""
+        first, *rest = _entry(key, value)
+        lines += [f"{first}{anchor}" if anchor else first, *rest]
+    return "\n".join(lines) + "\n"
+
+
+MERGE = "<<"
+"""Key whose value is the name of an anchor."""
+
+
+def _entry(key: str, value: Any) -> Iterator[str]:
+    if key == MERGE:
+        yield f"{key}: *{value}"
+    elif isinstance(value, Mapping) and value:
+        yield f"{key}:"
+        for name, item in value.items():
+            yield from (f"  {line}" for line in _entry(name, item))
+    elif isinstance(value, Sequence) and not isinstance(value, str) and value:
+        items = [_scalar(item) for item in value]
+        if sum(map(len, items)) < _WIDTH:
+            yield f"{key}: [{', '.join(items)}]"
+        else:
+            yield f"{key}:"
+            yield from (f"  - {item}" for item in items)
+    else:
+        yield f"{key}:" if value is None else f"{key}: {_scalar(value)}"
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, str):
+        is_plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS
+        if is_plain:
+            return value
+        if ('"' in value or "\\" in value) and value.isprintable():
+            return "'{}'".format(value.replace("'", "''"))  # such as JSON, which is easier to read so
+        return f'"{"".join(map(_escaped, value))}"'
+    if isinstance(value, Mapping | Sequence) and value:
+        raise TypeError(f"a list holds {value!r}; only texts and numbers are written in lists")
+    return json.dumps(value)
+
+
+def _escaped(character: str) -> str:
+    """Return a character as it stands between double quotes."""
+    if character in '"\\':
+        return f"\\{character}"
+    return character if character.isprintable() else f"\\U{ord(character):08X}"
