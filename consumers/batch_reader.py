@@ -16,7 +16,7 @@ from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, Topic
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.reader import Reader
-from rollstream.topics.kafka.records import BEGINNING, UNREADABLE, KafkaRecord
+from rollstream.topics.kafka.records import BEGINNING, UNREADABLE, KafkaRecord, Place
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, TrainingBatch
 from rollstream.topics.rl_examples import RLExample, batch_digest, examples_of
@@ -130,15 +130,15 @@ class BatchFetcher(Closing):
 
         Kafka fetches each partition in large pieces and at its own pace, so batches arrive before their turn.
         """
-        self._topic = topic_name(run, "batches")
+        self._run = run
         self._wait_s = wait_s
         self._check_digests = check_digests
         # The index proves the commit, so its batch may be read before the transaction shows on that partition.
         self._reader = Reader(kafka, isolation="read_uncommitted")
-        self._reader.partitions_of(self._topic)
+        self._reader.partitions_of(topic_name(run, "batches"))
         self._ahead_bytes = ahead_bytes
         self._held_bytes = 0
-        self._ahead: dict[int, deque[tuple[int, bytes]]] = {}
+        self._ahead: dict[Place, deque[tuple[int, bytes]]] = {}
         """Batches read before their turn, by partition, with their offsets; those beyond the limit are read again."""
 
     def fetch(self, entry: BatchIndexEntry) -> TrainingBatch:
@@ -146,39 +146,43 @@ class BatchFetcher(Closing):
 
         Raises DeadlineExceeded if it does not arrive, TopicError if it does not match its digest.
         """
-        wanted = (entry.partition, entry.offset)
+        place, offset = self._place(entry), entry.offset
         deadline = time.monotonic() + self._wait_s
-        value = self._pop_ahead(*wanted)
+        value = self._pop_ahead(place, offset)
         if value is None:
-            self._move_to(*wanted)
+            self._move_to(place, offset)
         while value is None:
             for record in self._reader.poll(20, 0.02).records:
-                self._keep(record, wanted)
-            value = self._pop_ahead(*wanted)
+                self._keep(record, place, offset)
+            value = self._pop_ahead(place, offset)
             if value is None and time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"batch {entry.batch_id} at {self._topic}[{entry.partition}] offset {entry.offset} did not "
-                    f"come within {self._wait_s:g} s; the index names it, so look at the broker"
+                    f"batch {entry.batch_id} at {place[0]}[{entry.partition}] offset {offset} did not come within "
+                    f"{self._wait_s:g} s; the index names it, so look at the broker"
                 )
         batch = decode_as(TrainingBatch, value)
         if self._check_digests:
             self.check(entry, batch)
         return batch
 
+    def _place(self, entry: BatchIndexEntry) -> Place:
+        """Topic and partition of a batch: of the run itself, or of one that was split into it."""
+        return topic_name(entry.run or self._run, "batches"), entry.partition
+
     def check(self, entry: BatchIndexEntry, batch: TrainingBatch) -> None:
         """Raise TopicError unless a batch has the digest in the index; may be called from another thread."""
         if not batch_digest(batch) == batch.digest == entry.digest:
             raise TopicError(
-                f"batch {entry.batch_id} at {self._topic}[{entry.partition}] offset {entry.offset} does not "
+                f"batch {entry.batch_id} at {self._place(entry)[0]}[{entry.partition}] offset {entry.offset} does not "
                 f"match its digest; run `rollstream verify`"
             )
 
-    def _pop_ahead(self, partition: int, offset: int) -> bytes | None:
+    def _pop_ahead(self, place: Place, offset: int) -> bytes | None:
         """Return the value read ahead at an offset, if any, and discard those before it.
 
         Those before it were already delivered, or belong to an aborted transaction.
         """
-        ahead = self._ahead.get(partition, ())
+        ahead = self._ahead.get(place, ())
         while ahead and ahead[0][0] <= offset:
             at, value = ahead.popleft()
             self._held_bytes -= len(value)
@@ -186,25 +190,25 @@ class BatchFetcher(Closing):
                 return value
         return None
 
-    def _move_to(self, partition: int, offset: int) -> None:
+    def _move_to(self, place: Place, offset: int) -> None:
         """Read the partition from `offset` on, unless it is just before that offset already."""
-        place = self._topic, partition
         at = self._reader.positions.get(place)
         if at is None:
-            self._ahead[partition] = deque()
+            self._ahead[place] = deque()
             self._reader.add(place, offset)
         elif not offset - _GAP <= at <= offset:
-            self._held_bytes -= sum(len(value) for _at, value in self._ahead[partition])
-            self._ahead[partition].clear()
+            self._held_bytes -= sum(len(value) for _at, value in self._ahead[place])
+            self._ahead[place].clear()
             self._reader.seek(place, offset)
 
-    def _keep(self, record: KafkaRecord, wanted: tuple[int, int]) -> None:
-        partition, offset, value = record.partition, record.offset, record.value or b""
-        if (partition, offset) == wanted and not record.readable:
-            raise TopicError(f"{self._topic}[{partition}] offset {offset}, which the index names: {UNREADABLE}")
+    def _keep(self, record: KafkaRecord, wanted: Place, offset: int) -> None:
+        place, value = (record.topic, record.partition), record.value or b""
+        is_wanted = place == wanted and record.offset == offset
+        if is_wanted and not record.readable:
+            raise TopicError(f"{place[0]}[{place[1]}] offset {offset}, which the index names: {UNREADABLE}")
         # The wanted batch is kept however many batches of other partitions arrived before it.
-        if (partition, offset) == wanted or self._held_bytes + len(value) <= self._ahead_bytes:
-            self._ahead[partition].append((offset, value))
+        if is_wanted or self._held_bytes + len(value) <= self._ahead_bytes:
+            self._ahead[place].append((record.offset, value))
             self._held_bytes += len(value)
 
     def close(self) -> None:

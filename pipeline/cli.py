@@ -47,6 +47,7 @@ COMMANDS = {
         "tools.retrain",
         "execute recorded steps again from a checkpoint and the log, and compare parameters",
     ),
+    "split": ("tools.split", "let a run go on as another run with another number of partitions"),
     "fork": ("tools.fork", "start another learner where one stood, with other settings, on the same batches"),
     "export": ("tools.export", "write the newest policy version as a Hugging Face checkpoint"),
     "weights": ("tools.weights", "policy versions: list, show, pull, verify, compare, roll back"),

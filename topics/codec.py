@@ -45,6 +45,7 @@ RECORD_TYPES: tuple[type, ...] = (
     records.SkippedOffset,
     records.RetiredLearner,
     records.MixtureState,
+    records.RunSplit,
     records.RolloutBatch,
     records.TrajectoryRecord,
     records.ModelCall,

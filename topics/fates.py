@@ -6,12 +6,16 @@ dropped records with their reason: `dropped:late`.
 
 from typing import Literal, get_args
 
-Fate = Literal["batched", "dropped", "dead_lettered", "control"]
+Fate = Literal["batched", "dropped", "dead_lettered", "control", "moved"]
 FATES: tuple[Fate, ...] = get_args(Fate)
 BATCHED: Fate = "batched"
 DROPPED: Fate = "dropped"
 DEAD_LETTERED: Fate = "dead_lettered"
 CONTROL: Fate = "control"
+MOVED: Fate = "moved"
+"""The run was split, and its successor has a copy of the record."""
+MOVED_CONTROL = "moved:control"
+"""Name under which the journal counts cancellations that were moved, apart from rollouts."""
 
 READ = "read"
 """Name under which the journal counts records that were read as rollouts, whatever their fate."""

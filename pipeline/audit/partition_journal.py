@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED, FATES, dropped_for, fate_and_reason
+from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED, FATES, MOVED, dropped_for, fate_and_reason
 from rollstream.topics.journal_counts import JournalCounts
 from rollstream.topics.offset_ranges import from_ranges
 from rollstream.topics.records import FateCount, JournalRecord
@@ -30,6 +30,8 @@ class PartitionJournal:
         self.base_batches = 0
         self.batches = 0
         """Number of the next batch."""
+        self.first_batch = 0
+        """Number of the first batch; above 0 in the successor of a run that was split."""
         self.delivered: set[int] = set()
         """Offsets batched since the first snapshot, before their group finished."""
         self.delivered_before: set[int] = set()
@@ -69,6 +71,7 @@ class PartitionJournal:
             self.leader_epochs[record.position - 1] = record.leader_epoch
         if record.sequence == 0:
             self.base = 0
+            self.first_batch = self.base_batches = record.batch_number
         self._joining = (record.snapshot and record.part == 0 and self.base < 0) or (self._joining and record.part > 0)
         if self._joining:
             self._begin(record)
@@ -146,7 +149,9 @@ class PartitionJournal:
     @property
     def since(self) -> Counter[str]:
         """Records that got their fate since the first snapshot, by fate; drops with their reason."""
-        counts: Counter[str] = Counter({fate: len(self.offsets(fate)) for fate in (BATCHED, DEAD_LETTERED, CONTROL)})
+        counts: Counter[str] = Counter(
+            {fate: len(self.offsets(fate)) for fate in (BATCHED, DEAD_LETTERED, CONTROL, MOVED)}
+        )
         counts.update(dropped_for(self.reasons.get(offset, "")) for offset in self.offsets(DROPPED))
         return counts
 

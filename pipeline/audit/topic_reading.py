@@ -21,10 +21,12 @@ Index = dict[str, tuple[int, BatchIndexEntry]]
 
 
 def read_index(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> Index:
-    """Read the index of a run. The first of two entries of a batch counts."""
+    """Read the index of a run, of its own batches. The first of two entries of a batch counts."""
     index: Index = {}
     partitions = topic_admin.partitions_of(kafka, topic_name(run, "batches"))
     for message, entry in skipped.records(BatchIndexEntry, read_to_end(kafka, topic_name(run, "batch-index"))):
+        if entry.run:
+            continue
         with skipped.passing(message):
             _refuse(entry_problems(entry))
             if entry.partition >= partitions:

@@ -9,6 +9,7 @@ from rollstream.pipeline.command_parser import Setting, add_command, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.process_number import add_number
+from rollstream.pipeline.roles.following_splits import end_with_split
 from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
 from rollstream.pipeline.tools import environment_check, environment_template
 from rollstream.producers.config import WorkerConfig
@@ -35,6 +36,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Produce until stopped, then finish or cancel the groups in flight."""
+    end_with_split(config.kafka, config.run)
     run_until_stopped(lambda stop: _work(config, args.ordinal, stop))
     return 0
 

@@ -7,6 +7,7 @@ from rollstream.consumers.grouping.process.grouping_process import run_grouping
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process_number import add_number
+from rollstream.pipeline.roles.following_splits import end_with_split
 from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 
 COLLECT_AFTER = (50_000, 50, 1000)
@@ -38,6 +39,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     if args.action == "skip":
         return _skip(config, args)
     stop = stop_on_signals()
+    end_with_split(config.kafka, config.run)
     gc.set_threshold(*COLLECT_AFTER)
     run_grouping(config.kafka, config.run, config.grouping, config.grouper, args.ordinal, stop, on_ready=announce_ready)
     return 0

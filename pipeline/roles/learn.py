@@ -9,6 +9,7 @@ from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.process_number import add_number
+from rollstream.pipeline.roles.following_splits import end_with_split
 from rollstream.pipeline.roles.jax_runtime import prepare_jax
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, stop_on_signals
@@ -33,6 +34,8 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Train until the last step or until the lead process is stopped, and leave a checkpoint on disk."""
     check_lengths(config, environments_of(config))
+    if args.process == 0:  # the others follow it
+        end_with_split(config.kafka, config.run)
     clients.check_broker(config.kafka)
     prepare_jax(config)
     from rollstream.consumers.learner.learner import learn

@@ -15,9 +15,10 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools.plain_values import compact, decoded, tell, time_text
 from rollstream.pipeline.tools.run_view import Fate, RolloutPlace, RunView, StepUse
 from rollstream.topics.errors import ConfigurationError, TopicError
-from rollstream.topics.fates import BATCHED, DROPPED
+from rollstream.topics.fates import BATCHED, DROPPED, MOVED
 from rollstream.topics.offset_ranges import to_ranges
 from rollstream.topics.records import GroupCancelled, LearnerStep, Mark, PolicyManifest, Rollout, TrainingBatch
+from rollstream.topics.run_splits import moved_from
 
 
 @dataclass
@@ -115,6 +116,9 @@ def record_lineage(view: RunView, place: RolloutPlace) -> LineageNode:
     message = view.record("rollouts", *place)
     record = decoded(message.value)
     node = LineageNode(*_name_of(record), {"offset": str(place), "appended": time_text(message.timestamp_ms)})
+    source = moved_from(message)
+    if source is not None:
+        node.facts["moved_from"] = f"run {source[0]}, {source[1]}:{source[2]}"
     fate = view.fates(place.partition, {place.offset})[place.offset]
     if isinstance(record, Rollout):
         node.facts |= {
@@ -157,6 +161,8 @@ def fate_node(view: RunView, place: RolloutPlace, fate: Fate, batch: TrainingBat
         return LineageNode(
             "fate", f"dropped: {fate.drop.reason}", {"detail": fate.drop.detail} if fate.drop.detail else {}
         )
+    if fate.name == MOVED:
+        return LineageNode("fate", "moved", view.moved_to(place))
     if fate.name != BATCHED:
         return LineageNode("fate", fate.name.replace("_", " "))
     if batch is None:

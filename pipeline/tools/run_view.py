@@ -4,6 +4,7 @@ Everything is as of the moment it was read. A live run continues meanwhile, so m
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.skipping_reader import records_around, records_between
 from rollstream.topics.offset_ranges import from_ranges
 from rollstream.topics.records import BatchUse, Drop, JournalRecord, LearnerStep, PolicyManifest, Rollout, TrainingBatch
+from rollstream.topics.run_splits import moved_from, splits_of
 
 IN_FLIGHT, UNREAD = "in_flight", "unread"
 
@@ -40,7 +42,7 @@ class Fate(NamedTuple):
     """Fate of a record of `rollouts`."""
 
     name: str
-    """batched, dropped, dead_lettered, control, in_flight or unread."""
+    """batched, dropped, dead_lettered, control, moved, in_flight or unread."""
     drop: Drop | None = None
     batch_ids: tuple[str, ...] = ()
     """Batches of the transaction that finished it, if it was batched: the record is in one of these, or in an older
@@ -137,6 +139,17 @@ class RunView(Closing):
                         finished.fate, drops.get(offset) if finished.fate == DROPPED else None, batch_ids
                     )
         return fates
+
+    def moved_to(self, place: RolloutPlace) -> dict[str, str]:
+        """The run that a moved record went to, and its place there, if that run still holds it."""
+        successor = splits_of(self.kafka, self.run).successor
+        if successor is None:
+            return {}
+        with suppress(TopicError):
+            for message in read_to_end(self.kafka, topic_name(successor.successor, "rollouts")):
+                if moved_from(message) == (self.run, *place):
+                    return {"to": f"run {successor.successor}", "at": f"{message.partition}:{message.offset}"}
+        return {"to": f"run {successor.successor}"}
 
     def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
         """Fetch one record; one that grouping left out stays unread. Raises TopicError if it does not exist."""

@@ -31,6 +31,7 @@ IMPORTED_BY_THE_PIPELINE = {
         "process.bootstrap",
         "process.grouping_process",
         "process.mark_writer",
+        "process.moving",
         "process.restoration",
         "process.skipped_offsets",
         "selection_bias",

@@ -21,6 +21,7 @@ from rollstream.topics.records.control import (
     Metrics,
     MixtureState,
     RetiredLearner,
+    RunSplit,
     SkippedOffset,
 )
 from rollstream.topics.records.equality import same
@@ -80,6 +81,7 @@ __all__ = [
     "Rollout",
     "RolloutBatch",
     "RolloutMetadata",
+    "RunSplit",
     "SamplingParams",
     "SessionEvent",
     "SkippedOffset",

@@ -90,6 +90,8 @@ class BatchIndexEntry:
     highest_version: int
     size_bytes: int
     digest: str
+    run: str = ""
+    """The run whose `batches` hold it, if that is another: one that was split into this run."""
 
     @classmethod
     def of(cls, batch: TrainingBatch, offset: int) -> "BatchIndexEntry":

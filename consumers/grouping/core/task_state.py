@@ -48,7 +48,9 @@ class TaskState:
     """Groups that finished within the horizon, in the order in which they finished."""
 
 
-def initial_record(partition: int, partitions: int, topic_id: str, config: GroupingConfig) -> JournalRecord:
+def initial_record(
+    partition: int, partitions: int, topic_id: str, config: GroupingConfig, first_batch: int = 0
+) -> JournalRecord:
     """Return the first journal record of a partition: an empty state under the first configuration.
 
     Raises ConfigurationError if its generation leaves too few for later configurations.
@@ -74,7 +76,7 @@ def initial_record(partition: int, partitions: int, topic_id: str, config: Group
         policy_version=-1,
         generation=config.generation,
         remembered_since_ms=-1,
-        batch_number=0,
+        batch_number=first_batch,
         snapshot=True,
     )
 

@@ -42,18 +42,28 @@ _REST_S = (0.5, 1.5)
 """Shortest and longest pause of a fenced process before it tries again."""
 
 
-def initialise(kafka: KafkaConfig, run: str, grouping: GroupingConfig, grouper: GrouperConfig) -> bool:
+def initialise(
+    kafka: KafkaConfig, run: str, grouping: GroupingConfig, grouper: GrouperConfig, *, first_batch: int = 0
+) -> bool:
     """Write generation 0 if nothing was written yet: an empty state and committed offset 0 for each partition.
 
-    Returns False if the run has its state already. Raises StateRefused if only one of offsets and journal exists, or
-    if the group has members: then state was lost, and guessing would lose or repeat rollouts.
+    `first_batch` is the number of each partition's first batch. Returns False if the run has its state already. Raises
+    StateRefused if only one of offsets and journal exists, or if the group has members: then state was lost, and
+    guessing would lose or repeat rollouts.
     """
     group = grouper.group_id(run)
-    return _in_turn(kafka, run, group, lambda producer: _initialise(producer, kafka, run, grouping, grouper))
+    return in_turn(
+        kafka, run, group, lambda producer: _initialise(producer, kafka, run, grouping, grouper, first_batch)
+    )
 
 
 def _initialise(
-    producer: TransactionalProducer, kafka: KafkaConfig, run: str, grouping: GroupingConfig, grouper: GrouperConfig
+    producer: TransactionalProducer,
+    kafka: KafkaConfig,
+    run: str,
+    grouping: GroupingConfig,
+    grouper: GrouperConfig,
+    first_batch: int,
 ) -> bool:
     rollouts, journal = topic_name(run, "rollouts"), topic_name(run, "journal")
     group = grouper.group_id(run)
@@ -71,7 +81,7 @@ def _initialise(
     if members(kafka, group):
         raise StateRefused(f"group {group} has members and no offsets; stop them before `rollstream topics apply`")
     topic_id = topic_admin.topic_ids(kafka, [rollouts])[rollouts]
-    records = [task_state.initial_record(p, partitions, topic_id, grouping) for p in range(partitions)]
+    records = [task_state.initial_record(p, partitions, topic_id, grouping, first_batch) for p in range(partitions)]
     _commit(producer, kafka, run, group, {r.partition: (r, None) for r in records})
     event(logger, "grouping_initialised", run=run, partitions=partitions, generation=grouping.generation)
     return True
@@ -95,7 +105,7 @@ def recover(
             f"group {group} has members; stop them, wait out kafka.session_timeout_s ({kafka.session_timeout_s:g} s), "
             f"and repeat `rollstream group recover`"
         )
-    return _in_turn(kafka, run, group, lambda producer: _recover(producer, kafka, run, grouper, patience_s, restored))
+    return in_turn(kafka, run, group, lambda producer: _recover(producer, kafka, run, grouper, patience_s, restored))
 
 
 def _recover(
@@ -172,7 +182,7 @@ def committed_offsets(kafka: KafkaConfig, group: str, topic: str, partitions: in
             raise BrokerUnavailable(f"{error}; {hanging_transactions.open_on_offsets(kafka, group)}") from error
 
 
-def _in_turn(kafka: KafkaConfig, run: str, group: str, work: Callable[[TransactionalProducer], T]) -> T:
+def in_turn(kafka: KafkaConfig, run: str, group: str, work: Callable[[TransactionalProducer], T]) -> T:
     """Return the result of `work`, given a producer whose start fenced every other one and aborted their transactions.
 
     A process that is fenced tries again later, and then finds the other's work done.

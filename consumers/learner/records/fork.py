@@ -7,14 +7,18 @@ copied.
 import json
 import shutil
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from rollstream.consumers.learner.records.checkpoint_paths import COMMITTED, META, checkpoint_steps, is_remote
 from rollstream.topics.errors import ConfigurationError, StateRefused
 
 
-def copy_checkpoint(source: Path, step: int, target: Path) -> None:
+def copy_checkpoint(source: Path, step: int, target: Path, places: Mapping[str, int] = MappingProxyType({})) -> None:
     """Copy the checkpoint of a step, without its recent steps, and the reference parameters, if any.
+
+    `places` replace its position in the index, and others by their names, where the copy reads another index.
 
     Copying twice has no further effect. Raises StateRefused, naming the available steps, if there is no checkpoint of
     this step, ConfigurationError if the target holds another one.
@@ -31,7 +35,7 @@ def copy_checkpoint(source: Path, step: int, target: Path) -> None:
         return
     if is_remote(target):
         _copy_reference(source, target)
-        _copy_to_store(source / str(step), target / str(step))
+        _copy_to_store(source / str(step), target / str(step), places)
         return
     target.mkdir(parents=True, exist_ok=True)
     # Beside the target, where no learner looks: the rename is atomic.
@@ -39,16 +43,16 @@ def copy_checkpoint(source: Path, step: int, target: Path) -> None:
     try:
         _copy_reference(source, target)
         shutil.copytree(source / str(step), copy)
-        (copy / META).write_text(_without_steps(copy / META), encoding="utf-8")
+        (copy / META).write_text(_without_steps(copy / META, places), encoding="utf-8")
         copy.rename(target / str(step))
     finally:
         shutil.rmtree(copy, ignore_errors=True)
 
 
-def _copy_to_store(source: Path, target: Path) -> None:
+def _copy_to_store(source: Path, target: Path, places: Mapping[str, int]) -> None:
     """Copy a checkpoint to an object store, which cannot rename: the file that marks it complete is written last."""
     _copy_files(source, target, but=(META, COMMITTED))
-    (target / META).write_text(_without_steps(source / META))
+    (target / META).write_text(_without_steps(source / META, places))
     (target / COMMITTED).write_text("")
 
 
@@ -61,8 +65,14 @@ def _copy_files(source: Path, target: Path, *, but: tuple[str, ...] = ()) -> Non
             (target / path.name).write_bytes(path.read_bytes())
 
 
-def _without_steps(meta: Path) -> str:
-    return json.dumps({**json.loads(meta.read_text()), "recent_steps": []})
+def _without_steps(meta: Path, places: Mapping[str, int]) -> str:
+    return json.dumps({**json.loads(meta.read_text()), **places, "recent_steps": []})
+
+
+def places_in(source: Path, step: int) -> dict[str, int]:
+    """The places in the index that a checkpoint names: `position`, and `oldest` where it reads batches again."""
+    meta = json.loads((source / str(step) / META).read_text())
+    return {name: int(meta[name]) for name in ("position", "oldest") if meta.get(name, -1) >= 0}
 
 
 def _copy_reference(source: Path, target: Path) -> None:

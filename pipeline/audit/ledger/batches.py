@@ -64,7 +64,7 @@ def check_batches(
     result.note_skipped(skipped)
     check.report_missing()
     check.compare_offsets()
-    result.batches = sum(journal.batches for journal in journals.values())
+    result.batches = sum(journal.batches - journal.first_batch for journal in journals.values())
     return check.batches
 
 

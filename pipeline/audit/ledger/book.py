@@ -38,6 +38,11 @@ class Ledger(RecordCounts):
     calls: dict[str, Any] = field(default_factory=dict)
     """Model calls recorded, by fate: in_rollouts, open, or dropped as cancelled, retried, late or no_session; sessions,
     and the reasons of those cancelled. Empty for a run without the topic."""
+    predecessor: dict[str, Any] = field(default_factory=dict)
+    """The run that was split into this one: its name, the records that moved, the batches carried over. Empty without
+    one; `gone` if its topics are."""
+    successor: dict[str, Any] = field(default_factory=dict)
+    """The same of the run that goes on where this one was split."""
     environments: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Rollouts and tokens read, by environment and fate; the environment is empty for records that named none."""
     selection: dict[str, Selection] = field(default_factory=dict)

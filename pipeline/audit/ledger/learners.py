@@ -6,6 +6,7 @@ name.
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.index import Entries
@@ -48,8 +49,11 @@ def check_steps(
     journals: Mapping[int, PartitionJournal],
     run: str,
     result: Ledger,
+    carried: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Compare the uses of steps with batches, and count them by learner.
+
+    `rows` and `carried` are the rows of batches by id: those of the run, and those of a run that was split into it.
 
     Each learner trains on a rollout for the first time, or skips it, at most once; it uses only rows that exist, and
     uses again only rows that it has trained on.
@@ -75,7 +79,7 @@ def check_steps(
             deleted = result.pruned and number < kept.get(partition, 0)
             # An open transaction hides the journal of batches committed after the cut.
             later = partition in journals and journals[partition].hidden and number >= journals[partition].batches
-            if not deleted and not later and not _are_rows(use, rows.get(use.batch_id)):
+            if not deleted and not later and not _are_rows(use, rows.get(use.batch_id, carried.get(use.batch_id))):
                 result.problem(
                     f"{source} used {use.rows} rows of batch {use.batch_id}, which has {rows.get(use.batch_id, 'none')}"
                 )

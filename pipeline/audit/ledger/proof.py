@@ -20,6 +20,7 @@ from rollstream.pipeline.audit.ledger.evaluations import read_evals
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.index import check_index
 from rollstream.pipeline.audit.ledger.learners import check_positions, check_steps, read_steps, untrained_rows
+from rollstream.pipeline.audit.ledger.moved import check_splits
 from rollstream.pipeline.audit.ledger.rollouts import check_records
 from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S, TopicTail, read_until_complete
 from rollstream.pipeline.audit.ledger.trajectories import check_trajectories
@@ -28,12 +29,15 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, StateRefused
-from rollstream.topics.fates import CONTROL, READ
+from rollstream.topics.fates import CONTROL, MOVED_CONTROL, READ
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import JournalRecord
 from rollstream.topics.retired_learners import retired_learners
+
+_NO_ROLLOUTS = (READ, CONTROL, MOVED_CONTROL)
+"""Names of counts that are not the fate of a rollout."""
 
 
 def ledger(kafka: KafkaConfig, run: str, group: str | None = None, labeling_group: str | None = None) -> Ledger:
@@ -57,11 +61,13 @@ def ledger(kafka: KafkaConfig, run: str, group: str | None = None, labeling_grou
     check_dead_letters(kafka, run, journals, hidden, result)
     in_flight = check_records(kafka, run, journals, begins, hidden, result)
     _sum_up(journals, in_flight, result)
-    check_steps(steps, batches.rows, journals, run, result)
+    carried = {entry.batch_id: entry.rollouts for entry in entries.values() if entry.run}
+    check_steps(steps, batches.rows, journals, run, result, carried)
     check_positions(steps, entries, index_end, run, result)
     for name in retired_learners(kafka, run).keys() & result.learners.keys():
         result.learners[name]["retired"] = True
         result.learners[name].pop("waiting", None)
+    check_splits(kafka, run, result)
     check_trajectories(kafka, run, labeling_group or LabelingConfig().group_id(run), hidden, result)
     check_calls(kafka, run, result)
     return result
@@ -139,7 +145,7 @@ def _sum_up(journals: dict[int, PartitionJournal], in_flight: int, result: Ledge
     for environment, read in environment_counts(journals.values()).items():
         totals: dict[str, Any] = {}
         for name, counts in read.items():
-            ended = {fate: counts[fate] for fate in sorted(counts) if fate not in (READ, CONTROL) and counts[fate]}
+            ended = {fate: counts[fate] for fate in sorted(counts) if fate not in _NO_ROLLOUTS and counts[fate]}
             totals[name] = {"produced": counts[READ], **ended, IN_FLIGHT: counts[READ] - sum(ended.values())}
         open_by_environments += totals["records"][IN_FLIGHT]
         if any(totals["records"].values()):

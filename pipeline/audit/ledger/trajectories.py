@@ -23,6 +23,7 @@ from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.labeling_progress import LabelingProgress
 from rollstream.topics.records import TrajectoryRecord
+from rollstream.topics.run_splits import moved_from
 
 _FATES = ("produced", "labeled", "left_out", "dead_lettered", "pending", "undecided", "pruned")
 
@@ -108,6 +109,8 @@ def check_trajectories(
             with skipped.passing(message):
                 _count(source_of(message), partitions, "labeled")
         for message in rollouts.messages() if rollouts else ():
+            if moved_from(message) is not None:
+                continue  # It was labeled in the run that was split into this one.
             with skipped.passing(message):
                 _count(source_of(message), partitions, "labeled")
         _note_letters(letters.messages(), partitions, skipped)

@@ -10,6 +10,7 @@ from rollstream.topics.fates import (
     DROP_REASONS,
     DROPPED,
     FATES,
+    MOVED,
     clip,
     dropped_for,
     fate_and_reason,
@@ -17,7 +18,7 @@ from rollstream.topics.fates import (
 
 
 def test_every_fate_is_listed_once() -> None:
-    assert FATES == (BATCHED, DROPPED, DEAD_LETTERED, CONTROL)
+    assert FATES == (BATCHED, DROPPED, DEAD_LETTERED, CONTROL, MOVED)
 
 
 @pytest.mark.parametrize("reason", [*DROP_REASONS, "a maker's: own", ""])

@@ -1,0 +1,174 @@
+"""Brings a run to its end: its roles stop, `rollouts` takes no more records, and grouping has read every one of them.
+
+Until something is moved, the run can be opened again as if nothing had been.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rollstream.consumers.grouping.process.bootstrap import committed_offsets
+from rollstream.consumers.grouping.process.grouping_process import run_grouping
+from rollstream.consumers.grouping.process.moving import committed_task
+from rollstream.pipeline.audit.ledger.book import Ledger
+from rollstream.pipeline.audit.ledger.calls import check_calls
+from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
+from rollstream.pipeline.audit.ledger.trajectories import check_trajectories
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.tools.exclusion_marks import newest, partition_configurations
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import encode
+from rollstream.topics.errors import DeadlineExceeded, StateRefused
+from rollstream.topics.kafka import clients, closed_topics, topic_admin
+from rollstream.topics.kafka.groups import members
+from rollstream.topics.kafka.open_transactions import await_decided
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.sender import Delivery, Sender
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import Mark
+
+_ORDINAL = 1_000_000_000
+"""Ordinal of the grouping process that reads a run to its end; no other has it."""
+_POLL_S = 0.1
+_QUIET_S = 2.0
+"""Producers have ended once `rollouts` has not grown for so long."""
+
+
+def check_movable(config: RunConfig) -> None:
+    """Raise StateRefused if a run holds what is not moved: records without labels, open sessions, trajectories."""
+    kafka, run = config.kafka, config.run
+    book = Ledger()
+    check_trajectories(kafka, run, config.labeling.group_id(run), HiddenRecords(kafka, run), book)
+    check_calls(kafka, run, book)
+    waiting = book.unlabelled.get("pending", 0) + book.unlabelled.get("undecided", 0)
+    if waiting:
+        raise StateRefused(
+            f"{waiting} records of run {run} wait for labels, which are not moved; stop the workers, let `rollstream "
+            f"label` label them, and split again"
+        )
+    if book.calls.get("open_sessions"):
+        raise StateRefused(
+            f"{book.calls['open_sessions']} sessions of run {run} are open, whose calls are not moved; let the agents "
+            f"end them, or wait until the gateway cancels them, and split again"
+        )
+    if book.trajectories.get("records"):
+        raise StateRefused(f"run {run} holds trajectories; runs of control tasks have no groups and are not split")
+
+
+def close(config: RunConfig, wait_s: float) -> None:
+    """Close a run whose split is on record. Safe to repeat.
+
+    Raises DeadlineExceeded if a grouping process does not end or a partition is not read within `wait_s`, StateRefused
+    if something came meanwhile that is not moved.
+    """
+    kafka, run = config.kafka, config.run
+    rollouts = topic_name(run, "rollouts")
+    _await_quiet(config, wait_s)
+    if closed_topics.is_closed(kafka, rollouts):
+        closed_topics.reopen(kafka, rollouts)
+    _await_members_gone(config, wait_s)
+    last = _drain_and_fence(config)
+    await_decided(kafka, rollouts, "nothing was moved", wait_s)
+    for message in read_to_end(kafka, rollouts, start=last):
+        last[message.partition] = max(last[message.partition], message.offset)
+    with _grouping(config) as failed:
+        _await_read(config, last, failed, wait_s)
+    _await_members_gone(config, wait_s)
+    check_movable(config)
+    for partition in range(len(last)):
+        delivered = committed_task(kafka, run, config.grouper, partition).state.delivered
+        if delivered:
+            raise StateRefused(
+                f"{len(delivered)} rollouts of rollouts[{partition}] are in a batch while their groups are not over: "
+                f"records came after the drain; split again, with the producers stopped"
+            )
+
+
+def reopen(config: RunConfig) -> None:
+    """Let producers write to a run again."""
+    closed_topics.reopen(config.kafka, topic_name(config.run, "rollouts"))
+
+
+def _await_quiet(config: RunConfig, wait_s: float) -> None:
+    """Wait until producers have ended, at most `wait_s`: those that have not are refused by the broker."""
+    topic = topic_name(config.run, "rollouts")
+    deadline = time.monotonic() + wait_s
+    ends, since = topic_admin.bounds(config.kafka, topic), time.monotonic()
+    while time.monotonic() < min(deadline, since + _QUIET_S):
+        time.sleep(_POLL_S)
+        now = topic_admin.bounds(config.kafka, topic)
+        if now != ends:
+            ends, since = now, time.monotonic()
+
+
+def _await_members_gone(config: RunConfig, wait_s: float) -> None:
+    group = config.grouper.group_id(config.run)
+    deadline = time.monotonic() + wait_s
+    while count := members(config.kafka, group):
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"{count} grouping processes of run {config.run} have not ended within {wait_s:g} s; stop them (those "
+                f"of an earlier release do not notice the split), and split again"
+            )
+        time.sleep(_POLL_S)
+
+
+def _drain_and_fence(config: RunConfig) -> dict[int, int]:
+    """Append a drain mark to every partition, close the topic, and return the offsets of the marks."""
+    topic = topic_name(config.run, "rollouts")
+    partitions = topic_admin.partitions_of(config.kafka, topic)
+    at: dict[int, int] = {}
+
+    def delivered(delivery: Delivery) -> None:
+        at[delivery.partition] = delivery.offset
+
+    drain, key = encode(Mark(kind="drain", wall_time=time.time(), author="split")), encode_key("mark", "drain")
+    with Sender(clients.producer(config.kafka, **{"linger.ms": "0"}), remedy="split again") as sender:
+        for partition in range(partitions):
+            sender.send(topic, drain, key, partition=partition, on_delivery=delivered)
+    probe = encode(Mark(kind="deadline", wall_time=time.time(), author="split"))
+    closed_topics.close(config.kafka, topic, probe, encode_key("mark", "deadline"), partitions)
+    return at
+
+
+@contextmanager
+def _grouping(config: RunConfig) -> Iterator[list[BaseException]]:
+    """Run a grouping process within this one; its error is in the list that this yields."""
+    stop, failed = threading.Event(), list[BaseException]()
+    kafka, run = config.kafka, config.run
+    # The configuration in the log, so that it asks for no mark, which nobody could write.
+    grouping = newest(partition_configurations(kafka, run, config.grouper))
+
+    def work() -> None:
+        try:
+            run_grouping(kafka, run, grouping, config.grouper, _ORDINAL, stop)
+        except BaseException as error:  # raised by the caller
+            failed.append(error)
+
+    thread = threading.Thread(target=work, name="grouping")
+    thread.start()
+    try:
+        yield failed
+    finally:
+        stop.set()
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _await_read(config: RunConfig, last: dict[int, int], failed: list[BaseException], wait_s: float) -> None:
+    """Wait until the group has committed a position past the last record of every partition."""
+    topic, group = topic_name(config.run, "rollouts"), config.grouper.group_id(config.run)
+    deadline = time.monotonic() + wait_s
+    while not failed:
+        committed = committed_offsets(config.kafka, group, topic, len(last))
+        behind = {place.partition: place.offset for place in committed if place.offset <= last[place.partition]}
+        if not behind:
+            return
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"partitions {sorted(behind)} of {topic} were not grouped to their ends within {wait_s:g} s; run this "
+                f"again with a longer --wait"
+            )
+        time.sleep(_POLL_S)

@@ -1,0 +1,158 @@
+"""Carries learners and weights over: checkpoints with their places in the other index, and the newest version."""
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from rollstream.consumers.batch_reader import first_offset
+from rollstream.consumers.learner.records.checkpoint_paths import checkpoint_steps, learner_directory
+from rollstream.consumers.learner.records.fork import copy_checkpoint, places_in
+from rollstream.consumers.step_log import StepLog, read_learners, read_steps
+from rollstream.consumers.weights.chains import ChainBroken
+from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
+from rollstream.consumers.weights.fetcher import ChunkFetcher
+from rollstream.consumers.weights.loading import load_version
+from rollstream.consumers.weights.publisher import WeightsPublisher, params_digest_of, read_manifests
+from rollstream.pipeline.config import RunConfig
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import encode
+from rollstream.topics.errors import DeadlineExceeded, StateRefused, TopicError
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.transactional_ids import earlier_id, fence, transactional_id
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import LearnerStep, PolicyManifest, RunSplit
+from rollstream.topics.retired_learners import retired_learners
+
+_POLL_S = 0.2
+
+
+class CarriedLearner(NamedTuple):
+    """A learner of the run that ends, as it goes on."""
+
+    name: str
+    step: int
+    """Its last step."""
+    places: Mapping[str, int]
+    """Its position in the index of the run that ends, and the oldest place that it may read again."""
+    checkpoints: Path | None
+    """Directory of its checkpoints; None if it keeps its position itself."""
+
+
+def stopped_learners(config: RunConfig, wait_s: float, *, with_checkpoints: bool) -> list[CarriedLearner]:
+    """Wait until the learners that train on a run's batches have stopped with a checkpoint of their last step.
+
+    Afterwards none of them can write to the run. Raises DeadlineExceeded if a checkpoint is missing after `wait_s`,
+    StateRefused for a learner of another run's batches.
+    """
+    deadline = time.monotonic() + wait_s
+    learners = []
+    for name in sorted(read_learners(config.kafka, config.run)):
+        if name in retired_learners(config.kafka, config.run):
+            continue
+        learners.append(_stopped(config, name, deadline, with_checkpoints=with_checkpoints))
+    fence(config.kafka, transactional_id(config.run, "learner"))
+    for learner in learners:
+        fence(config.kafka, earlier_id(config.run, "learner", learner.name))
+        if (newest := _last_step(config, learner.name)).step != learner.step:
+            raise StateRefused(f"learner {learner.name} made step {newest.step} meanwhile; split again")
+    return learners
+
+
+def _last_step(config: RunConfig, name: str) -> LearnerStep:
+    steps = read_steps(config.kafka, config.run, name)
+    return steps[max(steps)]
+
+
+def _stopped(config: RunConfig, name: str, deadline: float, *, with_checkpoints: bool) -> CarriedLearner:
+    directory = learner_directory(config.learner.checkpoint.directory, config.run, name)
+    while True:
+        last = _last_step(config, name)
+        if last.input_run != config.run:
+            raise StateRefused(
+                f"learner {name} of run {config.run} trains on batches of run {last.input_run}; retire it with "
+                f"`rollstream learner retire {name} --run {config.run}`, and split again"
+            )
+        if not with_checkpoints:
+            return CarriedLearner(name, last.step, {"position": last.position}, None)
+        steps = checkpoint_steps(directory)
+        if steps and steps[-1] == last.step:
+            return CarriedLearner(name, last.step, places_in(directory, last.step), directory)
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"learner {name} made step {last.step}, and {directory} holds checkpoints of steps {steps}; start it, "
+                f"let it stop with a checkpoint of its last step, and split again. For a learner that keeps its "
+                f"position itself add --without-checkpoints; learner.checkpoint.directory says where they are"
+            )
+        time.sleep(_POLL_S)
+
+
+def first_needed(config: RunConfig, learners: list[CarriedLearner]) -> int:
+    """The first index offset whose batch a learner may still read."""
+    places = [place for learner in learners for place in learner.places.values()]
+    return min(places, default=first_offset(config.kafka, config.run))
+
+
+def carry_checkpoints(
+    config: RunConfig, after: RunConfig, split: RunSplit, learners: list[CarriedLearner]
+) -> dict[str, int]:
+    """Copy the checkpoints, each with its position in the other index; return the positions by learner. Repeatable."""
+    offsets = [
+        message.offset
+        for message in read_to_end(config.kafka, topic_name(config.run, "batch-index"), start=split.carried_from)
+    ]
+    positions = {}
+    for learner in learners:
+        places = {
+            name: split.carried_at + sum(offset < place for offset in offsets) for name, place in learner.places.items()
+        }
+        positions[learner.name] = places["position"]
+        if learner.checkpoints is not None:
+            target = learner_directory(after.learner.checkpoint.directory, after.run, learner.name)
+            copy_checkpoint(learner.checkpoints, learner.step, target, places)
+    return positions
+
+
+def carry_weights(config: RunConfig, after: RunConfig) -> int:
+    """Publish the newest policy version of a run in its successor under its own number, whole; return the number.
+
+    Versions before it are on record there without their bytes, so that no number is used again and steps of versions
+    stay known. Safe to repeat. Returns -1 if the run has no version.
+    """
+    kafka, manifests = config.kafka, read_manifests(config.kafka, config.run)
+    version = max(manifests, default=-1)
+    if version < 0 or version in read_manifests(kafka, after.run):
+        return version
+    newest, weights = manifests[version], config.learner.weights
+    with ExitStack() as stack:
+        log = stack.enter_context(closing(StepLog(kafka, after.run, newest.learner, take_over=True)))
+        log.commit([_record(after, _without_bytes(manifests[number])) for number in sorted(manifests)[:-1]])
+        if not newest.chunks:
+            log.commit([_record(after, newest)])
+            return version
+        with ChunkFetcher(kafka, config.run, files_at_once=weights.files_at_once) as fetcher:
+            try:
+                arrays = load_version(fetcher, manifests, version, timeout_s=weights.fetch_timeout_s)
+            except (ChainBroken, ChunksGone, ChunksLate, WeightsRefused) as error:
+                raise TopicError(
+                    f"policy version {version} of run {config.run} cannot be carried over: {error}"
+                ) from error
+        publisher = WeightsPublisher(kafka, after.run, newest.learner, newest.model, weights)
+        stack.enter_context(closing(publisher))
+        digest = params_digest_of(newest)
+        manifest = publisher.stage(newest.step, arrays, params_digest=digest, dtype=newest.dtype)
+        if manifest.version != version:
+            raise StateRefused(f"run {config.run} has no policy version {version - 1}, which comes before its newest")
+        log.commit([publisher.record(manifest)])
+        publisher.committed(manifest)
+    return version
+
+
+def _record(config: RunConfig, manifest: PolicyManifest) -> tuple[str, bytes, bytes]:
+    return topic_name(config.run, "policies"), encode_key(manifest.version), encode(manifest)
+
+
+def _without_bytes(manifest: PolicyManifest) -> PolicyManifest:
+    return replace(manifest, kind="external", base=-1, tensors=(), chunks=())

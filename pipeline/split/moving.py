@@ -1,0 +1,128 @@
+"""Fills the run that goes on: topics, configuration, clock, rollouts without a batch, waiting batches, decisions."""
+
+import time
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import replace
+
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core.configuration_marks import VERSION_STEP
+from rollstream.consumers.grouping.process.bootstrap import initialise
+from rollstream.consumers.grouping.process.moving import committed_task, move_unfinished
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.split.records import write_to_successor
+from rollstream.pipeline.tools.exclusion_marks import newest, partition_configurations
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import decode, encode
+from rollstream.topics.errors import DeliveryError, RecordError
+from rollstream.topics.kafka import clients, provisioning, topic_admin
+from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.sender import Delivery, Sender
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.kafka.transactional_ids import transactional_id
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import BatchIndexEntry, ExcludedBatch, Mark, MixtureState, RunSplit
+from rollstream.topics.run_splits import PREDECESSOR_KEY, splits_of
+
+
+def create(config: RunConfig, after: RunConfig, split: RunSplit) -> None:
+    """Create the topics of the run that goes on, with the configuration and the clock of the one before.
+
+    Batches get numbers above those of every partition before, so that no name of a batch is used twice.
+    """
+    kafka = config.kafka
+    provisioning.apply(kafka, after.topics, after.run)
+    if splits_of(kafka, after.run).predecessor is None:
+        write_to_successor(kafka, split)
+    partitions = topic_admin.partitions_of(kafka, topic_name(config.run, "rollouts"))
+    states = [committed_task(kafka, config.run, config.grouper, partition).state for partition in range(partitions)]
+    initialise(
+        kafka,
+        after.run,
+        configuration_after(config),
+        after.grouper,
+        first_batch=max(state.batch_number for state in states),
+    )
+    _set_clock(after, max(state.policy_version for state in states))
+
+
+def configuration_after(config: RunConfig) -> GroupingConfig:
+    """The grouping configuration in force at the end of a run, as its successor begins with it.
+
+    Excluded offsets are those of the run that ends: everything they name was dropped or batched there.
+    """
+    current = newest(partition_configurations(config.kafka, config.run, config.grouper))
+    return replace(current, exclude_offsets=())
+
+
+def move_rollouts(config: RunConfig, after: RunConfig) -> int:
+    """Move what no batch has to the run that goes on; return the number of records moved by this call."""
+    partitions = topic_admin.partitions_of(config.kafka, topic_name(config.run, "rollouts"))
+    return sum(
+        move_unfinished(config.kafka, config.run, config.grouper, partition, after.run)
+        for partition in range(partitions)
+    )
+
+
+def carry_batches(config: RunConfig, after: RunConfig, split: RunSplit, start: int) -> RunSplit:
+    """Repeat the index entries from offset `start` on in the index of the run that goes on, once.
+
+    The batches stay where they are; the entries name their run. Returns the split with the place of the entries.
+    """
+    kafka = config.kafka
+    known = splits_of(kafka, after.run).predecessor
+    if known is not None and known.carried_from >= 0:
+        return known
+    entries = list(_entries(config, start))
+    places: list[int] = []
+
+    def delivered(delivery: Delivery) -> None:
+        places.append(delivery.offset)
+
+    try:
+        with closing(TransactionalProducer(kafka, transactional_id(after.run, "split"))) as producer:
+            producer.start()
+            with producer.transaction() as transaction:
+                for entry in entries:
+                    value, key = encode(entry), encode_key(entry.batch_id)
+                    transaction.send(
+                        topic_name(after.run, "batch-index"), value, key, partition=0, on_delivery=delivered
+                    )
+                transaction.flush(kafka.patience_s)
+                split = replace(split, carried_from=start, carried_at=min(places, default=0), carried=len(entries))
+                control = topic_name(after.run, "control")
+                transaction.send(control, encode(split), PREDECESSOR_KEY, partition=0)
+    except (TransactionFailed, Stalled) as error:
+        raise DeliveryError(f"the waiting batches were not carried over ({error}); split again") from error
+    return split
+
+
+def _entries(config: RunConfig, start: int) -> Iterable[BatchIndexEntry]:
+    messages = read_to_end(config.kafka, topic_name(config.run, "batch-index"), start=start)
+    for _message, entry in SkippedRecords("split").records(BatchIndexEntry, messages):
+        yield replace(entry, run=entry.run or config.run)
+
+
+def copy_decisions(config: RunConfig, after: RunConfig) -> None:
+    """Copy from `control` the states of mixtures and the batches that learners leave out. Safe to repeat."""
+    with Sender(clients.producer(config.kafka)) as sender:
+        for message in read_to_end(config.kafka, topic_name(config.run, "control")):
+            try:
+                record = decode(message.value)
+            except RecordError:
+                continue
+            if isinstance(record, ExcludedBatch | MixtureState):
+                sender.send(topic_name(after.run, "control"), message.value, message.key, partition=0)
+
+
+def _set_clock(after: RunConfig, policy_version: int) -> None:
+    """Mark the policy version of the run before on every partition; what is ahead of it would wait otherwise."""
+    topic = topic_name(after.run, "rollouts")
+    with Sender(clients.producer(after.kafka)) as sender:
+        for version in (*range(0, policy_version, VERSION_STEP), policy_version):
+            if version >= 0:
+                mark = Mark(kind="policy_version", policy_version=version, wall_time=time.time(), author="split")
+                for partition in range(after.topics.partitions):
+                    sender.send(topic, encode(mark), encode_key("mark", mark.kind), partition=partition)

@@ -1,0 +1,73 @@
+"""Closes a topic for every writer, whoever it is, and opens it again.
+
+Kafka has no topic that can only be read. A topic that takes records of at most a few bytes is one: the leader of each
+partition refuses ours, which are larger, while markers of transactions, which are smaller, still fit.
+"""
+
+import time
+
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
+from confluent_kafka.admin._resource import ResourceType
+
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable, DeadlineExceeded
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.sender import Failure, Sender
+
+CLOSED_BYTES = 80
+"""Record limit of a closed topic. A transaction marker takes 78; the header of a batch of records alone takes 61."""
+_SETTING = "max.message.bytes"
+_TIMEOUT_S = 60.0
+
+
+def close(kafka: KafkaConfig, topic: str, probe: bytes, key: bytes, partitions: int) -> None:
+    """Close a topic; when this returns, no partition takes another record.
+
+    `probe` is a harmless record of at least `CLOSED_BYTES`: it is sent to each partition until the partition refuses
+    it, since brokers learn of the setting one after another. A later leader has learned of it, too, before it leads.
+    """
+    _set(kafka, topic, CLOSED_BYTES)
+    open_partitions = set(range(partitions))
+    deadline = time.monotonic() + _TIMEOUT_S
+    while open_partitions:
+        refused: set[int] = set()
+
+        def failed(failure: Failure, refused: set[int] = refused) -> None:
+            if failure.error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
+                refused.add(failure.partition)
+
+        with Sender(clients.producer(kafka, **{"linger.ms": "0"}), on_failure=failed) as sender:
+            for partition in open_partitions:
+                sender.send(topic, probe, key, partition=partition)
+        open_partitions -= refused
+        if open_partitions and time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"partitions {sorted(open_partitions)} of {topic} still take records {_TIMEOUT_S:g} s after the topic "
+                f"was closed; is a broker behind its controller?"
+            )
+
+
+def is_closed(kafka: KafkaConfig, topic: str) -> bool:
+    """Whether a topic is closed."""
+    # A name for the client, which must not be collected while it is asked.
+    client, resource = clients.admin(kafka), ConfigResource(ResourceType.TOPIC, topic)
+    try:
+        settings = client.describe_configs([resource])[resource].result(_TIMEOUT_S)
+    except KafkaException as error:
+        raise BrokerUnavailable(f"settings of {topic} cannot be read: {error.args[0].str()}") from error
+    return str(settings[_SETTING].value) == str(CLOSED_BYTES)
+
+
+def reopen(kafka: KafkaConfig, topic: str) -> None:
+    """Let a topic take the largest records of this configuration again."""
+    _set(kafka, topic, kafka.max_record_bytes)
+
+
+def _set(kafka: KafkaConfig, topic: str, limit_bytes: int) -> None:
+    entry = ConfigEntry(_SETTING, str(limit_bytes), incremental_operation=AlterConfigOpType.SET)
+    client, resource = clients.admin(kafka), ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
+    try:
+        client.incremental_alter_configs([resource])[resource].result(_TIMEOUT_S)
+    except KafkaException as error:
+        raise BrokerUnavailable(f"settings of {topic} cannot be changed: {error.args[0].str()}") from error

@@ -1,0 +1,76 @@
+"""Splits of runs, as `control` records them: a run that ends goes on as another, with other partitions.
+
+Both runs hold the record. It keeps roles out of a run that was split, and out of one that is still being filled.
+"""
+
+from typing import NamedTuple
+
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import StateRefused, TopicError
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import RunSplit
+
+SUCCESSOR_KEY = encode_key("split", "successor")
+"""Key on `control` of the run that ends."""
+PREDECESSOR_KEY = encode_key("split", "predecessor")
+"""Key on `control` of the run that goes on."""
+MOVED_FROM = "rollstream.moved.from"
+"""Header of a copied record of `rollouts`: RUN:PARTITION:OFFSET of the record it copies."""
+MOVED_APPENDED = "rollstream.moved.appended"
+"""Header of a copied record with the time at which the first of its copies was appended, milliseconds."""
+
+
+class Splits(NamedTuple):
+    """The splits that a run has a part in."""
+
+    successor: RunSplit | None = None
+    """The split that ends the run."""
+    predecessor: RunSplit | None = None
+    """The split that the run came from."""
+
+
+def splits_of(kafka: KafkaConfig, run: str) -> Splits:
+    """Return the splits on `control` of a run; none for a run without the topic."""
+    skipped, splits = SkippedRecords(logged=False), Splits()
+    try:
+        for message in read_to_end(kafka, topic_name(run, "control")):
+            if message.key == SUCCESSOR_KEY:
+                splits = splits._replace(successor=_record(message, skipped))
+            elif message.key == PREDECESSOR_KEY:
+                splits = splits._replace(predecessor=_record(message, skipped))
+    except TopicError:
+        return Splits()
+    return splits
+
+
+def _record(message: KafkaRecord, skipped: SkippedRecords) -> RunSplit | None:
+    return None if message.value is None else skipped.decode(RunSplit, message)
+
+
+def check_open(kafka: KafkaConfig, run: str) -> None:
+    """Raise StateRefused if roles of a run must not write: it was split, or is being split or filled."""
+    successor, predecessor = splits_of(kafka, run)
+    if successor is not None:
+        again = "" if successor.phase == "moved" else f", once `rollstream split --run {run}` has been run to its end"
+        raise StateRefused(
+            f"run {run} was split: it goes on as run {successor.successor} with {successor.partitions} partitions; "
+            f"start this with --run {successor.successor}{again}"
+        )
+    if predecessor is not None and predecessor.phase != "moved":
+        raise StateRefused(
+            f"run {run} is being filled from run {predecessor.run}; run `rollstream split --run {predecessor.run} "
+            f"--into {run} --partitions {predecessor.partitions}` to its end first"
+        )
+
+
+def moved_from(message: KafkaRecord) -> tuple[str, int, int] | None:
+    """Return run, partition and offset of the record that this one copies; None if it is no copy."""
+    run, _, place = (message.header(MOVED_FROM) or "").partition(":")
+    partition, _, offset = place.partition(":")
+    if not (run and partition.isdecimal() and offset.isdecimal()):
+        return None
+    return run, int(partition), int(offset)
