@@ -33,6 +33,8 @@ _ORDINAL = 1_000_000_000
 _POLL_S = 0.1
 _QUIET_S = 2.0
 """Producers have ended once `rollouts` has not grown for so long."""
+_GRACE_S = 10.0
+"""How long producers may take to end; those that write on are refused by the broker."""
 
 
 def check_movable(config: RunConfig) -> None:
@@ -64,7 +66,7 @@ def close(config: RunConfig, wait_s: float) -> None:
     """
     kafka, run = config.kafka, config.run
     rollouts = topic_name(run, "rollouts")
-    _await_quiet(config, wait_s)
+    _await_quiet(config)
     if closed_topics.is_closed(kafka, rollouts):
         closed_topics.reopen(kafka, rollouts)
     _await_members_gone(config, wait_s)
@@ -90,10 +92,10 @@ def reopen(config: RunConfig) -> None:
     closed_topics.reopen(config.kafka, topic_name(config.run, "rollouts"))
 
 
-def _await_quiet(config: RunConfig, wait_s: float) -> None:
-    """Wait until producers have ended, at most `wait_s`: those that have not are refused by the broker."""
+def _await_quiet(config: RunConfig) -> None:
+    """Wait until producers have ended, for a while."""
     topic = topic_name(config.run, "rollouts")
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + _GRACE_S
     ends, since = topic_admin.bounds(config.kafka, topic), time.monotonic()
     while time.monotonic() < min(deadline, since + _QUIET_S):
         time.sleep(_POLL_S)

@@ -111,6 +111,7 @@ def split_run(
     config = replace(config, topics=replace(config.topics, partitions=count))
     after = successor_config(config, into, partitions)
     if split.phase == "moved":
+        write_to_successor(config.kafka, split)  # A command that was killed just before may not have.
         known = str(after.run_dir / "run.toml")
         return SplitResult(split=split, moved=0, positions={}, policy_version=-1, configuration=known)
     if split.phase == "closing":

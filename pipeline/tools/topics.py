@@ -15,6 +15,7 @@ from rollstream.topics.kafka import provisioning, topic_admin
 from rollstream.topics.kafka.provisioning import TopicPlan
 from rollstream.topics.kafka.topic_admin import delete_topics
 from rollstream.topics.logs import event
+from rollstream.topics.run_splits import check_open
 
 logger = logging.getLogger(__name__)
 
@@ -80,13 +81,17 @@ def describe(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def provision(config: RunConfig) -> list[TopicPlan]:
-    """Create missing topics and the first grouping state; return the plan that was carried out. Idempotent."""
+    """Create missing topics and the first grouping state; return the plan that was carried out. Idempotent.
+
+    Raises StateRefused if the run was split: its topics stay closed.
+    """
     from rollstream.consumers.grouping.core.configuration_marks import check_names
     from rollstream.consumers.grouping.makers.registry import load_makers
     from rollstream.consumers.grouping.process.bootstrap import initialise
 
     # Names in generation 0 stay in the log, so unknown ones are refused before anything is created.
     check_names(config.grouping, load_makers(config.grouper.makers))
+    check_open(config.kafka, config.run)
     plans = provisioning.apply(config.kafka, config.topics, config.run)
     initialise(config.kafka, config.run, config.grouping, config.grouper)
     return plans

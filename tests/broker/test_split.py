@@ -1,16 +1,27 @@
 """Splitting a run on a real broker: it goes on with other partitions, and both ledgers close over every record."""
 
+import itertools
 import json
 import subprocess
+import threading
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from rollstream.consumers.grouping.process.bootstrap import initialise
 from rollstream.pipeline.audit.ledger import Ledger, ledger
 from rollstream.pipeline.audit.verification import verify
+from rollstream.topics.codec import encode
 from rollstream.topics.config import TopicsConfig
+from rollstream.topics.kafka import clients, provisioning
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import LearnerStep, Rollout
+from rollstream.topics.run_splits import moved_from, splits_of
 from tests.support.command_line import answer_of
-from tests.support.runs import RealRun, rollout
+from tests.support.runs import SMALL_LEARNER, RealRun, rollout
 from tests.support.waiting import eventually
 
 
@@ -82,3 +93,198 @@ def test_a_run_with_open_groups_goes_on_with_other_partitions_and_both_ledgers_c
     assert verify(run.kafka, narrow.name).mismatches == []
     every = batched(run) + batched(wide) + batched(narrow)
     assert every == Counter(f"x{example}-{member}" for example in range(40) for member in range(4))
+
+
+KILLED = """
+import os, signal, sys
+from importlib import import_module
+module, owner, name, call = {point!r}
+place = import_module(f"rollstream.{{module}}")
+place = getattr(place, owner) if owner else place
+original, calls = getattr(place, name), []
+
+def killing(*arguments, **settings):
+    calls.append(name)
+    if len(calls) == call:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*arguments, **settings)
+
+setattr(place, name, killing)
+from rollstream.pipeline.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+POINTS = [
+    ("pipeline.split.closing", "", "close", 1),
+    ("pipeline.split.closing", "", "run_grouping", 1),
+    ("pipeline.split.moving", "", "create", 1),
+    # Within the transaction that writes the first state, and within the one that moves the second partition.
+    ("topics.kafka.transactions", "Transaction", "flush", 1),
+    ("topics.kafka.transactions", "Transaction", "flush", 3),
+    ("pipeline.split.moving", "", "carry_batches", 1),
+    ("topics.kafka.transactions", "Transaction", "flush", 1),
+    ("pipeline.split.learners", "", "carry_weights", 1),
+    ("pipeline.tools.split", "", "write_to_successor", 1),
+]
+"""Function before which a split is killed: module, class, name and number of the call."""
+
+
+@pytest.mark.long
+def test_a_split_that_is_killed_at_any_point_and_run_again_moves_every_record_once(real_run: RealRun) -> None:
+    run = real_run
+    run.topics = TopicsConfig(partitions=4)
+    run.prepare()
+    process = run.start("group")
+    run.send(rollout(f"x{example}", member) for example in range(32) for member in range(4 if example % 2 else 3))
+    eventually(lambda: sum(batched(run).values()) == 64, 120, "whole groups in batches")
+    words = ("split", "--into", f"{run.name}-7", "--partitions", "7")
+    for point in POINTS:
+        killed = run.start(*words, script=KILLED.format(point=point))
+        assert killed.wait(300) == -9, run.log_of(killed)
+    assert process.wait(60) == 0
+    last = run.start(*words)
+    assert last.wait(300) == 0, run.log_of(last)
+
+    wide = successor(run, f"{run.name}-7", 7)
+    wide.start("group")
+    wide.send(rollout(f"x{example}", 3) for example in range(0, 32, 2))
+    settled(wide, batched=64)
+    old = ledger(run.kafka, run.name)
+    assert old.balanced, old.problems
+    assert (old.batched, old.moved, old.in_flight, old.unread) == (64, 48, 0, 0)
+    assert [*verify(run.kafka, run.name).mismatches, *verify(run.kafka, wide.name).mismatches] == []
+    assert batched(run) + batched(wide) == Counter(
+        f"x{example}-{member}" for example in range(32) for member in range(4)
+    )
+
+
+class Producer:
+    """Sends members of groups one after another, on in the successor once the broker refuses them."""
+
+    def __init__(self, run: RealRun, wide: RealRun) -> None:
+        self.stop = threading.Event()
+        self.refused = 0
+        self.sent: list[str] = []
+        self._run, self._wide = run, wide
+        self._thread = threading.Thread(target=self._send)
+        self._thread.start()
+
+    def _send(self) -> None:
+        target, producers = self._run, {r.name: clients.producer(r.kafka) for r in (self._run, self._wide)}
+        for number in itertools.count():
+            if self.stop.is_set() and number % 4 == 0:
+                return
+            record = rollout(f"x{number // 4}", number % 4)
+            while not self._sent_to(producers[target.name], target, record):
+                self.refused += 1
+                target = self._wide
+            self.sent.append(record.uid)
+
+    def _sent_to(self, producer: Any, target: RealRun, record: Rollout) -> bool:
+        errors: list[Any] = []
+
+        def report(error: Any, _message: object) -> None:
+            errors.append(error)
+
+        key = encode_key(record.environment, record.example_id)
+        producer.produce(target.topic("rollouts"), encode(record), key, on_delivery=report)
+        assert producer.flush(120) == 0
+        return errors == [None]
+
+    def end(self) -> None:
+        self.stop.set()
+        self._thread.join(300)
+
+
+@pytest.mark.long
+def test_producers_that_write_until_they_are_refused_go_on_in_the_successor_and_nothing_is_lost(
+    real_run: RealRun,
+) -> None:
+    run = real_run.prepare()
+    wide = successor(run, f"{run.name}-5", 5)
+    for ordinal in range(2):
+        run.start("group", "--ordinal", str(ordinal))
+    # Topics that do not exist yet are waited for by the client.
+    producer = Producer(run, wide)
+    try:
+        eventually(lambda: sum(batched(run).values()) >= 100, 120, "batches under load")
+        assert split(run, wide.name, 5)["successor"] == wide.name
+        wide.start("group")
+        eventually(lambda: sum(batched(wide).values()) >= 100, 120, "batches under load in the successor")
+    finally:
+        producer.end()
+    assert producer.refused >= 1
+    book = settled(wide, in_flight=0)
+    old = ledger(run.kafka, run.name)
+    assert old.balanced, old.problems
+    assert (old.dropped, book.dropped, old.in_flight, old.unread) == ({}, {}, 0, 0)
+    assert batched(run) + batched(wide) == Counter(producer.sent)
+    assert [*verify(run.kafka, run.name).mismatches, *verify(run.kafka, wide.name).mismatches] == []
+
+
+def test_a_learner_goes_on_with_the_same_parameters_and_the_batches_it_had_yet_to_read(real_run: RealRun) -> None:
+    run = real_run
+    run.grouping = replace(run.grouping, batch_rollouts=8)
+    provisioning.apply(run.kafka, run.topics, run.name)
+    initialise(run.kafka, run.name, run.grouping, run.grouper)
+    run.start("group")
+    learner = run.start("learn", **SMALL_LEARNER)
+    eventually(lambda: '"learner_started"' in run.log_of(learner), 300, "the learner")
+    run.send(rollout(f"x{example}", member) for example in range(10) for member in range(4))
+    run.send([rollout("open", member) for member in range(2)])
+    eventually(lambda: [s for s in steps(run) if s.step == 1], 300, "the first step")
+    eventually(lambda: sum(batched(run).values()) == 40, 60, "batches of which one waits")
+
+    answer = split(run, f"{run.name}-3", 3)
+    assert learner.wait(120) == 0
+    assert answer["batches_carried"] >= 1
+    assert answer["policy_version"] == 1
+    three = successor(run, f"{run.name}-3", 3)
+    three.start("group")
+    again = three.start("learn", **SMALL_LEARNER)
+    three.send([rollout("open", member) for member in (2, 3)])
+    three.send(rollout(f"y{example}", member) for example in range(8) for member in range(4))
+    eventually(lambda: [s for s in steps(three) if s.step == 2], 300, "the second step")
+    before, after = ({s.step: s for s in steps(r)} for r in (run, three))
+    assert before[1].params_digest == after[1].params_digest
+    assert '"learner_resumed"' in three.log_of(again)
+    assert {use.batch_id for use in after[2].uses}.isdisjoint(use.batch_id for use in before[1].uses)
+    assert after[2].policy_version == 2
+    book = settled(three, in_flight=0)
+    assert book.predecessor["carried"] == answer["batches_carried"]
+    old = ledger(run.kafka, run.name)
+    assert old.balanced, old.problems
+
+
+def steps(run: RealRun) -> list[LearnerStep]:
+    return [step for step in run.read("steps") if isinstance(step, LearnerStep)]
+
+
+def test_lineage_names_where_a_moved_rollout_came_from_and_where_it_went(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    run.send([rollout("open", member) for member in range(2)])
+    split(run, f"{run.name}-3", 3)
+    three = successor(run, f"{run.name}-3", 3)
+    [copy] = [m for m in read_to_end(run.kafka, three.topic("rollouts")) if b"open-0" in (m.value or b"")]
+    source = moved_from(copy)
+    assert source is not None
+    place, origin = f"{copy.partition}:{copy.offset}", f"{source[1]}:{source[2]}"
+    assert f"run {run.name}, {origin}" in ran(three, "lineage", "--offset", place).stdout
+    told = ran(run, "lineage", "--offset", origin).stdout
+    assert f"run {three.name}" in told
+    assert place in told
+    [original] = [m for m in read_to_end(run.kafka, run.topic("rollouts")) if b"open-0" in (m.value or b"")]
+    assert (original.key, original.value) == (copy.key, copy.value)
+    found = ran(run, "topics", "apply")
+    assert found.returncode != 0
+    assert "was split" in found.stderr
+
+
+def test_a_run_whose_records_wait_for_labels_is_refused_and_stays_open(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    run.send_bytes("unlabelled", encode(rollout("waits")), encode_key("env", "waits"))
+    found = ran(run, "split", "--into", f"{run.name}-3", "--partitions", "3")
+    assert found.returncode != 0
+    assert "1 records" in found.stderr
+    assert "wait for labels" in found.stderr
+    run.send([rollout("open")])
+    assert splits_of(run.kafka, run.name).successor is None
