@@ -8,6 +8,7 @@ from typing import NamedTuple
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import StateRefused, TopicError
+from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -53,6 +54,7 @@ def _record(message: KafkaRecord, skipped: SkippedRecords) -> RunSplit | None:
 
 def check_open(kafka: KafkaConfig, run: str) -> None:
     """Raise StateRefused if roles of a run must not write: it was split, or is being split or filled."""
+    clients.check_broker(kafka)
     successor, predecessor = splits_of(kafka, run)
     if successor is not None:
         again = "" if successor.phase == "moved" else f", once `rollstream split --run {run}` has been run to its end"

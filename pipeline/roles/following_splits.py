@@ -10,7 +10,6 @@ from contextlib import closing
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RollstreamError, TopicError
-from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.records import BEGINNING
 from rollstream.topics.logs import event
@@ -23,7 +22,6 @@ _REST_S = 5.0
 
 def end_with_split(kafka: KafkaConfig, run: str) -> None:
     """Stop this process by SIGTERM once its run is split. Raises StateRefused if it is already, or is being filled."""
-    clients.check_broker(kafka)
     check_open(kafka, run)
     threading.Thread(target=_follow, args=(kafka, run), name="split", daemon=True).start()
 
