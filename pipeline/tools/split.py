@@ -25,7 +25,7 @@ from rollstream.topics.run_splits import splits_of
 
 @dataclass(frozen=True, kw_only=True)
 class SplitResult:
-    """What a split did, over all its calls where the log tells it."""
+    """Outcome of a split."""
 
     split: RunSplit
     moved: int

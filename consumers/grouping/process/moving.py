@@ -38,7 +38,7 @@ TRANSACTION_BYTES = 64 * 1024 * 1024
 """Bytes of records that a transaction moves at least, if there are as many."""
 
 
-class CommittedTask(NamedTuple):
+class CommittedState(NamedTuple):
     """A grouping task as its last transaction left it."""
 
     state: TaskState
@@ -47,7 +47,7 @@ class CommittedTask(NamedTuple):
     """Generation of the configuration before the watermark."""
 
 
-def committed_task(kafka: KafkaConfig, run: str, grouper: GrouperConfig, partition: int) -> CommittedTask:
+def committed_task(kafka: KafkaConfig, run: str, grouper: GrouperConfig, partition: int) -> CommittedState:
     """Read the state of a task. Raises StateRefused if none is committed, or it contradicts the journal."""
     topic, journal = topic_name(run, "rollouts"), topic_name(run, "journal")
     partitions = topic_admin.partitions_of(kafka, topic)
@@ -66,7 +66,7 @@ def committed_task(kafka: KafkaConfig, run: str, grouper: GrouperConfig, partiti
             f"offset {committed.offset} is committed for {topic}[{partition}], its journal record says "
             f"{state.position}; another program committed it: commit again with `rollstream group recover`"
         )
-    return CommittedTask(state, metadata, added.last.watermark_generation)
+    return CommittedState(state, metadata, added.last.watermark_generation)
 
 
 def move_unfinished(
@@ -168,7 +168,7 @@ def _headers(run: str, message: KafkaRecord) -> Headers:
     return (*kept, *appended, (MOVED_FROM, place))
 
 
-def moved_records(task: CommittedTask, taken: Sequence[KafkaRecord]) -> tuple[JournalRecord, ...]:
+def moved_records(task: CommittedState, taken: Sequence[KafkaRecord]) -> tuple[JournalRecord, ...]:
     """Return the journal records after which these unfinished records are moved: a snapshot, in parts if large."""
     state = task.state
     offsets = {message.offset for message in taken}
