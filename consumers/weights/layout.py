@@ -129,12 +129,11 @@ def _tensor(
 
 
 def _content(manifest: PolicyManifest, chunk: Chunk, data: bytes) -> bytes:
-    differs = (
-        f"chunk {chunk.index} of policy version {manifest.version}, {_place(chunk)}, differs from its manifest: "
-        f"{len(data)} bytes of {chunk.size_bytes}"
-    )
-    if len(data) != chunk.size_bytes or (chunk.digest and hashlib.sha256(data).hexdigest() != chunk.digest):
-        raise WeightsRefused(differs)
+    differs = f"chunk {chunk.index} of policy version {manifest.version}, {_place(chunk)}, differs from its manifest: "
+    if len(data) != chunk.size_bytes:
+        raise WeightsRefused(f"{differs}{len(data)} bytes of {chunk.size_bytes}")
+    if chunk.digest and hashlib.sha256(data).hexdigest() != chunk.digest:
+        raise WeightsRefused(f"{differs}its {len(data)} bytes have another digest")
     if not chunk.codec:
         return data
     if chunk.codec != ZSTD:
@@ -145,7 +144,7 @@ def _content(manifest: PolicyManifest, chunk: Chunk, data: bytes) -> bytes:
     try:
         return decompress(data, chunk.content_bytes)
     except NotCompressed as error:
-        raise WeightsRefused(f"{differs}: {error}") from error
+        raise WeightsRefused(f"{differs}{error}") from error
 
 
 def check(manifest: PolicyManifest, arrays: Arrays) -> None:

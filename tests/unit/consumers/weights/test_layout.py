@@ -103,6 +103,13 @@ def test_any_bit_changed_in_compressed_chunks_is_refused_or_changes_nothing(data
         assert params_digest(assemble(manifest, torn)) == manifest.digest
 
 
+def test_a_chunk_that_is_no_zstd_is_named_with_its_size_once() -> None:
+    manifest, pieces = published(PARAMS, 16, "zstd")
+    with pytest.raises(WeightsRefused, match="differs from its manifest: ") as refused:
+        assemble(manifest, [bytes(len(pieces[0])), *pieces[1:]])
+    assert str(refused.value).count(f"{len(pieces[0])} bytes") == 1
+
+
 def flipped(pieces: list[bytes], index: int, byte: int, bit: int) -> list[bytes]:
     torn = bytearray(pieces[index])
     torn[byte] ^= 1 << bit
