@@ -59,6 +59,7 @@ def test_by_default_what_is_beyond_64_mib_goes_to_files_at_the_url() -> None:
         ({"file_bytes": 0}, "file_bytes 0"),
         ({"files_at_once": 0}, "files_at_once 0"),
         ({"store_timeout_s": 0.0}, "store_timeout_s is 0"),
+        ({"shards_timeout_s": 0.0}, "shards_timeout_s is 0"),
         ({"orphan_hours": -1.0}, "orphan_hours is -1"),
     ],
 )
