@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.records import LearnerStep
 from tests.support.paths import ROOT
@@ -112,6 +113,31 @@ def test_the_trainer_is_killed_again_and_again_and_trains_on_each_batch_once(rea
     assert [steps[n].policy_version for n in sorted(steps)] == [1, 2, 3, 4]
     told = json.loads(reader.does(sys.executable, "-P", "-m", "rollstream", "ledger", "--run", run.name, "--json"))
     assert told["trained"] == 256, told
+
+
+@pytest.mark.long
+def test_the_ledger_closes_after_a_rollback_and_after_what_is_trained_from_it(reader: Reader) -> None:
+    for language, body in BLOCKS[:3]:
+        reader.follows(language, body)
+    run = reader.run
+    where = run.kafka.bootstrap_servers, run.name
+    command = [sys.executable, "-P", "-m", "rollstream"]
+    for last, good in (("4", "3"), ("8", "8")):
+        reader.does(sys.executable, "docs/examples/produce.py", *where)
+        reader.does(sys.executable, "docs/examples/train.py", *where, last)
+        rollback = ["weights", "rollback", good, "--reason", "reward hacking", "--take-over", "--run", run.name]
+        reader.does(*command, *rollback)
+        told = json.loads(reader.does(*command, "ledger", "--run", run.name, "--json"))
+        assert told["balanced"], told
+        proof = ledger(run.kafka, run.name)
+        assert (proof.problems, proof.unread, proof.steps) == ([], 0, int(last))
+        # Answers grow alike, and a group without a difference is dropped, on record.
+        assert proof.trained + sum(proof.dropped.values()) == 64 * int(last)
+    steps = {step.step: step.policy_version for step in run.read("steps") if isinstance(step, LearnerStep)}
+    assert steps == {step: step + (step > 4) for step in range(1, 9)}, "5 is version 3 again, and 10 is version 8"
+    manifests = read_manifests(run.kafka, run.name)
+    assert manifests[5].digest == manifests[3].digest
+    assert manifests[10].digest == manifests[8].digest
 
 
 def test_the_page_needs_no_more_than_a_broker_of_its_own() -> None:
