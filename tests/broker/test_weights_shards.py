@@ -121,7 +121,15 @@ def test_each_process_publishes_its_tensors_and_followers_have_every_version(tea
     assert live(run, team.url) == named(run, range(5)), "the newest three build on all"
 
 
-@pytest.mark.parametrize(("team", "moment"), [("log", "3"), ("log", "report"), ("files", "report")], indirect=["team"])
+@pytest.mark.parametrize(
+    ("team", "moment"),
+    [
+        ("log", "report"),
+        pytest.param("log", "3", marks=pytest.mark.long),
+        pytest.param("files", "report", marks=pytest.mark.long),
+    ],
+    indirect=["team"],
+)
 def test_a_version_of_which_a_process_dies_does_not_exist_and_the_next_team_publishes_it(
     team: Team, run: RealRun, moment: str
 ) -> None:
