@@ -318,6 +318,7 @@ def secret_references(config: RunConfig) -> dict[str, tuple[str, str]]:
         "gateway.api_key": config.gateway.api_key,
         "serving.api_key": config.serving.api_key,
         "labeling.judge.api_key": config.labeling.judge.api_key,
+        "kafka.registry.password": config.kafka.registry.password,
     }
     values = keys | {f"kafka.client.{key}": value for key, value in config.kafka.client.items()}
     references = {key: reference(value) for key, value in values.items() if is_secret(key)}

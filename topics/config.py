@@ -1,6 +1,39 @@
 """Settings of the connection to Kafka and of a run's topics, common to every role."""
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+from rollstream.topics.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegistryConfig:
+    """A schema registry, for programs that are not rollstream's and read its topics."""
+
+    url: str = ""
+    """URL of a registry with the interface of Confluent's, such as http://127.0.0.1:8081; records are then written with
+    the ids of their schemas there, which `rollstream topics apply` registers. Empty: no registry."""
+    subjects: Literal["topic", "topic-record", "record"] = "topic"
+    """Names of the subjects: {topic}-value for the first record type of a topic and {topic}-{record} for its others, or
+    {topic}-{record} for all, or {record}, one for all runs."""
+    username: str = ""
+    """User, or API key, of basic authentication."""
+    password: str = ""
+    """Its password or secret, as a reference: env:NAME or file:PATH."""
+    ca: str = ""
+    """PEM file of the authorities that sign the registry's certificate; empty: those of this machine."""
+    certificate: str = ""
+    """PEM file of this client's certificate and key, where the registry asks for one."""
+    timeout_s: float = 3.0
+    """Longest wait of a request; records wait for no second one while the registry is away."""
+
+    def __post_init__(self) -> None:
+        # Configurations are written and shown.
+        if "@" in self.url:
+            raise ConfigurationError(
+                "kafka.registry.url holds credentials, and everybody could read it; set kafka.registry.username, and "
+                "password to a reference (env:NAME or file:PATH)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +55,7 @@ class KafkaConfig:
     """Consumer group protocol: classic (default) or consumer (KIP-848)."""
     session_timeout_s: float = 6.0
     """Group session timeout; with static membership a restart within it moves nothing (classic protocol)."""
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
 
     @property
     def patience_s(self) -> float:

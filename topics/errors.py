@@ -18,6 +18,14 @@ class BrokerUnavailable(RollstreamError):
     """No broker answers at the address given, or none can be started here."""
 
 
+class RegistryUnavailable(RollstreamError):
+    """The schema registry does not answer, or not with what was asked for."""
+
+
+class SchemaRefused(RollstreamError):
+    """The schema registry does not hold a schema, refuses it, or refuses this client."""
+
+
 class TopicError(RollstreamError):
     """A topic is missing, was recreated, or differs from the catalogue in a way that cannot be repaired."""
 

@@ -1,6 +1,7 @@
 """`rollstream cat`: prints the records of a topic, decoded, one a line, like kcat.
 
-Reads committed records from a position to the end of the topic, or follows it; filters apply to the records' content.
+Reads committed records, or all, from a position to another or to the end of the topic, or follows it; filters apply to
+the records' content.
 """
 
 import argparse
@@ -38,10 +39,19 @@ class ReadSpan:
     start: str = "beginning"
     """beginning, end, an offset, -N for the last N of each partition, or s@MS for the first record at that time or
     later."""
+    stop: int | None = None
+    """First offset of each partition that is no longer read."""
     until_ms: int | None = None
     """Skip records of this time or later."""
     follow: bool = False
     """Whether to wait for more records at the end."""
+    isolation: str = "read_committed"
+    """read_uncommitted also yields records of transactions that are open or were aborted."""
+
+    def holds(self, record: KafkaRecord) -> bool:
+        """Whether a record is before the end of the span."""
+        early = self.until_ms is None or record.timestamp_ms < self.until_ms
+        return early and (self.stop is None or record.offset < self.stop)
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +67,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="where to begin: beginning, end, an offset, -N for the last N of each partition, s@MS for those of a time "
         "on; e@MS ends at a time (default: %(default)s)",
     )
+    parser.add_argument("--to", type=int, metavar="OFFSET", help="before this offset of each partition only")
     parser.add_argument("-c", dest="count", type=int, metavar="N", help="this many records at most")
     parser.add_argument(
         "-f",
@@ -66,6 +77,9 @@ def register(parser: argparse.ArgumentParser) -> None:
         "%%T time, %%h headers",
     )
     parser.add_argument("--follow", action="store_true", help="wait for more at the end")
+    parser.add_argument(
+        "--uncommitted", action="store_true", help="records of open and aborted transactions, too, which no role reads"
+    )
     parser.add_argument("--full", action="store_true", help="arrays and bytes in full, not in summary")
     parser.add_argument("--env", metavar="NAME", help="records about this environment only")
     parser.add_argument("--example", metavar="ID", help="about this example only")
@@ -83,7 +97,14 @@ def cat(config: RunConfig, args: argparse.Namespace) -> int:
         start, until_ms = "beginning", _number(start[2:], "-o")
     if args.since is not None:
         start = f"s@{milliseconds(args.since)}"
-    span = ReadSpan(partition=args.partition, start=start, until_ms=until_ms, follow=args.follow)
+    span = ReadSpan(
+        partition=args.partition,
+        start=start,
+        stop=args.to,
+        until_ms=until_ms,
+        follow=args.follow,
+        isolation="read_uncommitted" if args.uncommitted else "read_committed",
+    )
     wanted = _filter(args)
     show = _formatted(args.format, args.full) if args.format is not None else _line(args.json, args.full)
     left = args.count
@@ -111,34 +132,38 @@ def resolve(run: str, name: str) -> str:
 
 
 def messages(kafka: KafkaConfig, topic: str, span: ReadSpan) -> Iterator[KafkaRecord]:
-    """Yield the committed records of a span, in offset order within each partition.
+    """Yield the records of a span, in offset order within each partition.
 
     Raises TopicError if the topic or position is missing, ConfigurationError for an invalid start.
     """
     clients.check_broker(kafka)
-    with Reader(kafka, fetch_wait_ms=50) as reader:
+    with Reader(kafka, fetch_wait_ms=50, isolation=span.isolation) as reader:
         partitions = range(reader.partitions_of(topic))
         if span.partition is not None and span.partition not in partitions:
             raise ConfigurationError(f"-p {span.partition}: {topic} has partitions 0 to {len(partitions) - 1}")
         numbers = list(partitions) if span.partition is None else [span.partition]
         left_out = _left_out(kafka, topic, numbers)
-        starts = _starts(kafka, reader, topic, left_out, span.start)
+        starts = _starts(kafka, reader, topic, left_out, span)
         for partition, offsets in left_out.items():
             # A client reads ahead, so one that is to read up to an offset left out reads nothing else.
             if offsets and starts[partition] <= max(offsets):
                 end = max(offsets) + 1
-                for around in records_between(kafka, topic, partition, starts[partition], end, offsets, wait=False):
-                    if around is not None and (span.until_ms is None or around.timestamp_ms < span.until_ms):
-                        yield around
+                hopping = records_between(
+                    kafka, topic, partition, starts[partition], end, offsets, wait=False, isolation=span.isolation
+                )
+                yield from (around for around in hopping if around is not None and span.holds(around))
                 starts[partition] = end
         reader.assign({(topic, p): starts[p] for p in numbers})
         pending = {(topic, p) for p in numbers}
-        while pending or span.follow:
+        while pending:
             records, ends = reader.poll(500, _POLL_S)
             for record in records:
-                if span.until_ms is None or record.timestamp_ms < span.until_ms:
+                if span.holds(record):
                     yield record
-            pending.difference_update(ends)
+                if span.stop is not None and record.offset >= span.stop - 1:
+                    pending.discard((topic, record.partition))
+            if not span.follow:
+                pending.difference_update(ends)
 
 
 def _left_out(kafka: KafkaConfig, topic: str, numbers: list[int]) -> dict[int, set[int]]:
@@ -149,9 +174,9 @@ def _left_out(kafka: KafkaConfig, topic: str, numbers: list[int]) -> dict[int, s
 
 
 def _starts(
-    kafka: KafkaConfig, reader: Reader, topic: str, left_out: Mapping[int, set[int]], start: str
+    kafka: KafkaConfig, reader: Reader, topic: str, left_out: Mapping[int, set[int]], span: ReadSpan
 ) -> dict[int, int]:
-    numbers = list(left_out)
+    numbers, start = list(left_out), span.start
     bounds = reader.bounds(topic, numbers)
     if start == "beginning":
         return {p: low for p, (low, _high) in bounds.items()}
@@ -162,7 +187,7 @@ def _starts(
         return {p: bounds[p][1] if offset is None else offset for p, offset in offsets.items()}
     offset = _number(start, "-o")
     if offset < 0 or start.startswith("-"):
-        return _last(kafka, topic, bounds, left_out, -offset)
+        return _last(kafka, topic, bounds, left_out, -offset, span.isolation)
     return {p: max(low, min(offset, high)) for p, (low, high) in bounds.items()}
 
 
@@ -172,6 +197,7 @@ def _last(
     bounds: dict[int, tuple[int, int]],
     left_out: Mapping[int, set[int]],
     count: int,
+    isolation: str,
 ) -> dict[int, int]:
     """Return the offset of the `count`-th record from the end of each partition, or of its first record.
 
@@ -183,7 +209,8 @@ def _last(
     while waiting:
         begins = {p: max(bounds[p][0], bounds[p][1] - back) for p in waiting}
         seen: dict[int, deque[int]] = {p: deque(maxlen=count) for p in waiting}
-        for message in records_around(kafka, topic, {p: left_out[p] for p in sorted(waiting)}, begins):
+        around = {p: left_out[p] for p in sorted(waiting)}
+        for message in records_around(kafka, topic, around, begins, isolation=isolation):
             seen[message.partition].append(message.offset)
         for p, offsets in seen.items():
             starts[p] = offsets[0] if len(offsets) == count else begins[p]

@@ -108,7 +108,7 @@ def _show(plans: Sequence[TopicPlan], args: argparse.Namespace, words: tuple[str
     create, change, keep = words
 
     def word(p: TopicPlan) -> str:
-        return create if p.create else change if p.changes else keep
+        return create if p.create else change if p.changes or p.subjects else keep
 
     if args.json:
         print(
@@ -120,16 +120,21 @@ def _show(plans: Sequence[TopicPlan], args: argparse.Namespace, words: tuple[str
                         "partitions": p.partitions,
                         "settings": p.settings,
                         "changes": p.changes,
+                        "subjects": p.subjects,
                     }
                     for p in plans
                 ]
             )
         )
         return
-    details = ("; ".join(f"{key}: {now or '-'} -> {wanted}" for key, (now, wanted) in p.changes.items()) for p in plans)
+
+    def detail(p: TopicPlan) -> str:
+        changes = (f"{key}: {now or '-'} -> {wanted}" for key, (now, wanted) in p.changes.items())
+        return "; ".join((*changes, *(f"schemas of {name}" for name in p.subjects)))
+
     print(
         table(
             ("topic", "partitions", "action", "settings"),
-            [(p.topic, p.partitions, word(p), detail) for p, detail in zip(plans, details, strict=True)],
+            [(p.topic, p.partitions, word(p), detail(p)) for p in plans],
         )
     )

@@ -125,6 +125,11 @@ class RealRun:
             ]
         flags.append(f"--set=topics.partitions={self.topics.partitions}")
         flags.append(f"--set=data_dir={self.directory}")
+        flags += [
+            f"--set=kafka.registry.{f.name}={value}"
+            for f in dataclasses.fields(self.kafka.registry)
+            if (value := getattr(self.kafka.registry, f.name)) != f.default
+        ]
         where = ["--run", self.name, "-b", self.kafka.bootstrap_servers]
         return [sys.executable, "-P", "-m", "rollstream", *words, *where, *flags]
 

@@ -29,7 +29,15 @@ PACKAGES = ("topics", "producers", "consumers", "pipeline", "infra")
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages()}
 every_page = pytest.mark.parametrize("name", PAGES)
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_OTHER_PROGRAMS = {"export", "pip", "python"}
+_OTHER_PROGRAMS = {
+    "export",
+    "kafka-console-consumer.sh",
+    "kafka-consumer-groups.sh",
+    "kafka-get-offsets.sh",
+    "kafka-transactions.sh",
+    "pip",
+    "python",
+}
 
 
 def blocks(name: str, language: str) -> list[str]:

@@ -71,8 +71,14 @@ def _on_error(error: KafkaError) -> None:
 
 def producer(config: KafkaConfig, **overrides: Any) -> Producer:
     """An idempotent producer (acks=all, Java-compatible partitioning), its queue bounded in bytes."""
+    client: Callable[[dict[str, Any]], Producer] = Producer
+    if config.registry.url:
+        # Imported late, with the registry's client behind it.
+        from rollstream.topics.kafka.registry.producer import registry_producer
+
+        client = registry_producer(config.registry)
     built = _built(
-        Producer,
+        client,
         {
             "enable.idempotence": "true",
             "acks": "all",

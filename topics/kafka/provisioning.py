@@ -21,21 +21,25 @@ from rollstream.topics.errors import BrokerUnavailable, TopicError
 from rollstream.topics.kafka import clients, topic_admin
 
 _TIMEOUT_S = 30.0
+_REGISTRY_TIMEOUT_S = 60.0
+"""Longest wait of a request here; a registry that just started is slow at the first one."""
 
 
 @dataclass(frozen=True)
 class TopicPlan:
-    """Changes that one topic needs: creation, or settings {key: (now, wanted)}; none if the topic is right."""
+    """Changes that one topic needs: creation, settings {key: (now, wanted)}, and the subjects whose schemas the schema
+    registry lacks; none if the topic is right."""
 
     topic: str
     partitions: int
     settings: dict[str, str]
     create: bool = False
     changes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    subjects: tuple[str, ...] = ()
 
     @property
     def needed(self) -> bool:
-        return self.create or bool(self.changes)
+        return self.create or bool(self.changes) or bool(self.subjects)
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,27 @@ class TopicDescription:
 def plan(
     kafka: KafkaConfig, config: TopicsConfig, run: str, settings: Mapping[str, str] = MappingProxyType({})
 ) -> list[TopicPlan]:
-    """Return what `apply` would do. Raises TopicError if partitions differ, BrokerUnavailable if no broker answers."""
+    """Return what `apply` would do. Raises TopicError if partitions differ, BrokerUnavailable if no broker answers,
+    RegistryUnavailable and SchemaRefused of a configured schema registry."""
+    return _with_subjects(kafka, run, _plan_topics(kafka, config, run, settings), register=False)
+
+
+def _with_subjects(kafka: KafkaConfig, run: str, plans: list[TopicPlan], *, register: bool) -> list[TopicPlan]:
+    """Add the subjects that lack schemas to the plans of their topics, and register these schemas if so told."""
+    if not kafka.registry.url:
+        return plans
+    from rollstream.topics.kafka.registry.client import RegistryClient
+    from rollstream.topics.kafka.registry.subjects import subjects_of
+
+    client = RegistryClient(kafka.registry, _REGISTRY_TIMEOUT_S)
+    lacking: dict[str, list[str]] = {}
+    for subject in subjects_of(kafka.registry, run):
+        if client.register(subject) if register else client.missing(subject):
+            lacking.setdefault(subject.topic, []).append(subject.name)
+    return [replace(plan, subjects=tuple(lacking.get(plan.topic, ()))) for plan in plans]
+
+
+def _plan_topics(kafka: KafkaConfig, config: TopicsConfig, run: str, settings: Mapping[str, str]) -> list[TopicPlan]:
     existing = {d.topic: d for d in describe(kafka, run)}
     plans = []
     for spec in CATALOGUE:
@@ -74,11 +98,13 @@ def plan(
 def apply(
     kafka: KafkaConfig, config: TopicsConfig, run: str, settings: Mapping[str, str] = MappingProxyType({})
 ) -> list[TopicPlan]:
-    """Create topics and correct their settings; return the plan carried out. Safe to run repeatedly or concurrently.
+    """Create topics, correct their settings, and register their schemas if there is a registry; return the plan carried
+    out. Safe to run repeatedly or concurrently. Raises as `plan` does.
 
     `settings` are Kafka's own keys and override the catalogue for every topic; a later call without them restores it.
     """
-    plans = plan(kafka, config, run, settings)
+    # First, so that an incompatible schema is refused before anything is created.
+    plans = _with_subjects(kafka, run, _plan_topics(kafka, config, run, settings), register=True)
     client = clients.admin(kafka)
     new = [
         NewTopic(p.topic, num_partitions=p.partitions, replication_factor=config.replication_factor, config=p.settings)
@@ -111,7 +137,7 @@ def apply(
             raise TopicError(f"settings of topic {resource.name} cannot be changed: {error.args[0].str()}") from error
     deadline = time.monotonic() + _TIMEOUT_S
     # The controller acknowledges a change; the broker that reports settings may lag behind it.
-    while changed and (late := sorted(p.topic for p in plan(kafka, config, run, settings) if p.changes)):
+    while changed and (late := sorted(p.topic for p in _plan_topics(kafka, config, run, settings) if p.changes)):
         if time.monotonic() > deadline:
             raise BrokerUnavailable(
                 f"settings of topics {late} were changed and do not show after {_TIMEOUT_S:g} s; another program sets "

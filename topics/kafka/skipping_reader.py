@@ -37,8 +37,9 @@ def records_between(
     left_out: Collection[int] = (),
     *,
     wait: bool = True,
+    isolation: str = "read_committed",
 ) -> Iterator[KafkaRecord | None]:
-    """Yield committed records at offsets start to stop - 1 except those in `left_out`, and None while none arrives.
+    """Yield the records at offsets start to stop - 1 except those in `left_out`, and None while none arrives.
 
     Offsets of `left_out` from `stop` on are not fetched either. A transaction becomes visible on its partitions at
     different times, so the reader waits at an end of partition before `stop`. It raises DeadlineExceeded if nothing
@@ -46,16 +47,21 @@ def records_between(
     """
     for begin, end in _runs(offset for offset in left_out if offset >= start):
         near = max(start, begin - _NEAR)
-        yield from _read(kafka, topic, partition, start, min(near, stop), wait, _PIECE)
-        yield from _read(kafka, topic, partition, near, min(begin, stop), wait, _SINGLY)
+        yield from _read(kafka, topic, partition, start, min(near, stop), wait, _PIECE, isolation)
+        yield from _read(kafka, topic, partition, near, min(begin, stop), wait, _SINGLY, isolation)
         start = end
-    yield from _read(kafka, topic, partition, start, stop, wait, {})
+    yield from _read(kafka, topic, partition, start, stop, wait, {}, isolation)
 
 
 def records_around(
-    kafka: KafkaConfig, topic: str, left_out: Mapping[int, Collection[int]], start: Mapping[int, int] | None = None
+    kafka: KafkaConfig,
+    topic: str,
+    left_out: Mapping[int, Collection[int]],
+    start: Mapping[int, int] | None = None,
+    *,
+    isolation: str = "read_committed",
 ) -> Iterator[KafkaRecord]:
-    """Yield the committed records of these partitions up to their present ends, except those left out.
+    """Yield the records of these partitions up to their present ends, except those left out.
 
     `left_out` has an entry for each partition to read; `start` gives first offsets, else a partition is read from where
     it begins. In offset order within each partition. Raises as `read_to_end` does.
@@ -63,11 +69,12 @@ def records_around(
     start = start or {}
     whole = [number for number, offsets in left_out.items() if not offsets]
     begins = {number: start.get(number, BEGINNING) for number in whole}
-    yield from read_to_end(kafka, topic, partitions=whole, start=begins)
+    yield from read_to_end(kafka, topic, partitions=whole, start=begins, isolation=isolation)
     rest = [number for number, offsets in left_out.items() if offsets]
     for number, (begin, end) in topic_admin.bounds(kafka, topic, rest).items() if rest else ():
         first = start.get(number, begin)
-        for record in records_between(kafka, topic, number, first, end, left_out[number], wait=False):
+        hopping = records_between(kafka, topic, number, first, end, left_out[number], wait=False, isolation=isolation)
+        for record in hopping:
             if record is not None:
                 yield record
 
@@ -84,13 +91,20 @@ def _runs(offsets: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def _read(
-    kafka: KafkaConfig, topic: str, partition: int, start: int, stop: int, wait: bool, settings: dict[str, Any]
+    kafka: KafkaConfig,
+    topic: str,
+    partition: int,
+    start: int,
+    stop: int,
+    wait: bool,
+    settings: dict[str, Any],
+    isolation: str,
 ) -> Iterator[KafkaRecord | None]:
     """Yield the records of a range without offsets to be left out; fetches nothing after the last one."""
     if start >= stop:
         return
     timeout_s, place = kafka.patience_s, (topic, partition)
-    with Reader(kafka, fetch_wait_ms=10, **settings) as reader:
+    with Reader(kafka, fetch_wait_ms=10, isolation=isolation, **settings) as reader:
         reader.assign({place: start})
         deadline = time.monotonic() + timeout_s
         while True:

@@ -1,0 +1,122 @@
+"""Kafka's own tools on a run's topics, as docs/stock-tools.md shows them, beside `rollstream cat`."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+
+import pytest
+
+from rollstream.infra.jars import find_jars
+from rollstream.infra.java import find_java, packaged_java
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.topics.codec import encode
+from rollstream.topics.config import TopicsConfig
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.transactions import TransactionalProducer
+from rollstream.topics.keys import encode_key
+from tests.support.command_line import answer_of
+from tests.support.maven_files import maven_file
+from tests.support.paths import ROOT
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
+
+PAGE = (ROOT / "docs" / "stock-tools.md").read_text(encoding="utf-8")
+CLASSES = {
+    "kafka-console-consumer.sh": "org.apache.kafka.tools.consumer.ConsoleConsumer",
+    "kafka-consumer-groups.sh": "org.apache.kafka.tools.consumer.group.ConsumerGroupCommand",
+    "kafka-get-offsets.sh": "org.apache.kafka.tools.GetOffsetShell",
+    "kafka-transactions.sh": "org.apache.kafka.tools.TransactionsCommand",
+}
+TOOLS = "org.apache.kafka:kafka-tools:4.2.1:jar", "28142ee12baf9e7d46e4784c612aed7a8565e80462616b0ddfb4e2f8d7837e53"
+SHOWN = [
+    line
+    for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+    for line in block.replace("\\\n", "").splitlines()
+    if line.startswith("kafka-")
+]
+
+
+def kafkas(run: RealRun, line: str) -> str:
+    """Output of a command of the page, for this run on this broker."""
+    here = {"127.0.0.1:9092": run.kafka.bootstrap_servers, "main.": f"{run.name}."}
+    for shown, real in here.items():
+        line = line.replace(shown, real)
+    script, *words = shlex.split(line)
+    java = find_java(os.environ, packaged_java()).runtime
+    assert java is not None
+    jars = find_jars(os.environ, java).jars
+    assert jars is not None
+    path = f"{maven_file(*TOOLS)}:{jars.classpath}"
+    done = subprocess.run(
+        [str(java.executable), "-Xmx256m", "-XX:TieredStopAtLevel=1", "-cp", path, CLASSES[script], *words],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def consumed(run: RealRun, line: str) -> str:
+    """Output of a consumer that ends when nothing arrives for a while: on a busy machine, before the first record."""
+    return eventually(lambda: out if "Offset:" in (out := kafkas(run, line)) else "", 120, "a record")
+
+
+def records(run: RealRun, *words: str) -> list[tuple[int, int]]:
+    done = answer_of(run.directory, *run.command("cat", *words, "--json")[4:])
+    assert done.returncode == 0, done.stderr
+    return [(record["partition"], record["offset"]) for record in map(json.loads, done.stdout.splitlines())]
+
+
+@pytest.mark.long  # Starts Kafka's tools six times, and fetches them once.
+def test_the_commands_of_the_page_show_what_it_says(real_run: RealRun) -> None:
+    run = real_run
+    run.topics = TopicsConfig(partitions=1)
+    run.prepare()
+    group = run.start("group")
+    run.send(rollout(f"x{n}", member) for n in range(8) for member in range(4))
+
+    def settled(batched: int) -> bool:
+        book = ledger(run.kafka, run.name)
+        return book.batched == batched and not book.unread and not book.in_flight
+
+    eventually(lambda: settled(32), 60, "every rollout in a batch", every_s=0.3)
+    # As a labeler writes: in a transaction.
+    producer = TransactionalProducer(run.kafka, f"{run.name}/test")
+    producer.start()
+    with producer.transaction() as transaction:
+        for n in range(16):
+            value = encode(rollout(f"y{n // 4}", n % 4))
+            transaction.send(run.topic("rollouts"), value, encode_key("env", f"y{n // 4}"))
+    eventually(lambda: settled(48), 60, "those of the transaction, too", every_s=0.3)
+    group.terminate()
+    assert group.wait(300) == 0
+    with producer.transaction(commit=False) as transaction:
+        transaction.send(run.topic("batches"), b"never", b"aborted", partition=0)
+        transaction.flush(60)
+    producer.close()
+
+    [consumer] = [line for line in SHOWN if "console-consumer" in line]
+    said = {line.split()[0]: consumed(run, line) if line == consumer else kafkas(run, line) for line in SHOWN}
+    assert said.keys() == CLASSES.keys()
+    committed = [message.offset for message in read_to_end(run.kafka, run.topic("batches"))]
+    offsets = [int(found) for found in re.findall(r"Offset:(\d+)", said["kafka-console-consumer.sh"])]
+    assert offsets == committed
+    assert "aborted" not in said["kafka-console-consumer.sh"]
+    everything = consumed(run, consumer.replace("read_committed", "read_uncommitted"))
+    assert everything.count("Offset:") == len(committed) + 1
+    assert "aborted" in everything
+    assert records(run, "batches") == [(0, offset) for offset in committed]
+    assert len(records(run, "batches", "--uncommitted")) == len(committed) + 1
+    assert records(run, "batches", "-o", "-1", "--uncommitted")[0] > (0, committed[-1])
+    span = ("-o", str(committed[0] + 1), "--to", str(committed[2]))
+    assert records(run, "batches", *span) == [(0, committed[1])]
+
+    [row] = [line.split() for line in said["kafka-consumer-groups.sh"].splitlines() if run.topic("rollouts") in line]
+    position, end, lag = (int(row[i]) for i in (3, 4, 5))
+    assert (end - position, lag) == (1, 1), row
+    assert said["kafka-get-offsets.sh"].split() == [f"{run.topic('rollouts')}:0:{end}"]
+    assert ledger(run.kafka, run.name).unread == 0
+    assert "ProducerId" in said["kafka-transactions.sh"]

@@ -1,0 +1,146 @@
+"""Ids of our schemas in a registry, for writers: asked for once, and never in a record's way while there is no answer.
+
+A writer that has no id yet writes the record without one, which every reader of rollstream takes; the registry is asked
+again in the background. So a registry that is away neither stops a process nor loses a record.
+"""
+
+import logging
+import threading
+import time
+from functools import cache
+
+from rollstream.topics.catalogue import run_and_name
+from rollstream.topics.codec import HEADER_SIZE, MAGIC, frame_of, framed_for_registry, schema_of
+from rollstream.topics.config import RegistryConfig
+from rollstream.topics.errors import RegistryUnavailable, RollstreamError, SchemaRefused
+from rollstream.topics.kafka.registry.client import RegistryClient
+from rollstream.topics.kafka.registry.subjects import Subject, subject_of, subjects_of
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_ASK_AGAIN_S = 5.0
+_Key = tuple[str, bytes]
+"""Full name of a topic, and the fingerprint of a schema."""
+
+
+class SchemaIds:
+    """The ids of one registry, for all threads of a process."""
+
+    def __init__(self, config: RegistryConfig, ask_again_s: float = _ASK_AGAIN_S) -> None:
+        """Raises ConfigurationError as RegistryClient does."""
+        self._config, self._ask_again_s = config, ask_again_s
+        self._client = RegistryClient(config)
+        self._ids: dict[_Key, int] = {}
+        self._wanted: dict[_Key, Subject] = {}
+        """Ids that the background asks for."""
+        self._unanswered: set[_Key] = set()
+        """Ids that records were written without."""
+        self._away = False
+        self._lock = threading.Lock()
+        self._asking: threading.Thread | None = None
+
+    def framed(self, topic: str, value: bytes) -> bytes:
+        """Return a value as it is to be written to a topic: a record of the topic with its id, if that is known.
+
+        Raises SchemaRefused if this process has no id yet, and the registry answers that it does not hold the schema or
+        refuses the client: then the run is not set up.
+        """
+        frame = frame_of(value)
+        known = self._ids.get((topic, frame[len(MAGIC) : HEADER_SIZE]))
+        if known is None:
+            known = self._first_id(topic, frame)
+        return value if known is None else framed_for_registry(frame, known)
+
+    def _first_id(self, topic: str, frame: bytes) -> int | None:
+        schema = schema_of(frame)
+        subject = None if schema is None else subject_of(self._config, topic, schema.record)
+        if schema is None or subject is None:
+            return None
+        key = topic, schema.fingerprint
+        with self._lock:
+            if key in self._ids:
+                return self._ids[key]
+            if not self._away and key not in self._unanswered:
+                try:
+                    first = not self._ids
+                    self._ids[key] = self._client.id_of(subject, schema)
+                    if first:
+                        self._want_all(topic)
+                    return self._ids[key]
+                except RegistryUnavailable as error:
+                    self._away = True
+                    self._tell(subject, error)
+                except SchemaRefused as error:
+                    if not self._ids:
+                        raise
+                    self._tell(subject, error)
+            # No record waits twice for an answer.
+            self._unanswered.add(key)
+            self._want(key, subject)
+            return None
+
+    def _tell(self, subject: Subject, error: RollstreamError) -> None:
+        event(
+            logger,
+            "schema_id_unknown",
+            level=logging.WARNING,
+            topic=subject.topic,
+            record=subject.record,
+            error=str(error),
+            meanwhile="records are written without an id; rollstream reads them, stock tools do not",
+        )
+
+    def _want_all(self, topic: str) -> None:
+        """Ask in the background for all that this run may need later, while the registry is there."""
+        run, _name = run_and_name(topic) or ("", "")
+        for subject in subjects_of(self._config, run):
+            self._want((subject.topic, subject.versions[-1].fingerprint), subject)
+
+    def _want(self, key: _Key, subject: Subject) -> None:
+        if key not in self._ids:
+            self._wanted[key] = subject
+        if self._wanted and self._asking is None:
+            self._asking = threading.Thread(target=self._ask_on, name="schema-ids", daemon=True)
+            self._asking.start()
+
+    def _ask_on(self) -> None:
+        while True:
+            with self._lock:
+                wanted = list(self._wanted.items())
+                if not wanted:
+                    self._asking = None
+                    return
+            for key, subject in wanted:
+                if not self._ask(key, subject):
+                    break
+            if self._wanted:
+                time.sleep(self._ask_again_s)
+
+    def _ask(self, key: _Key, subject: Subject) -> bool:
+        """Ask for one id; return whether the registry answers."""
+        schema = next(schema for schema in subject.versions if schema.fingerprint == key[1])
+        try:
+            number = self._client.id_of(subject, schema)
+        except SchemaRefused:
+            with self._lock:
+                self._away = False
+                if key not in self._unanswered:
+                    del self._wanted[key]  # A record that needs it asks again.
+            return True
+        except RegistryUnavailable:
+            with self._lock:
+                self._away = True
+            return False
+        with self._lock:
+            self._away = False
+            self._ids[key] = number
+            del self._wanted[key]
+            if key in self._unanswered:
+                event(logger, "schema_id_known", topic=subject.topic, record=subject.record, schema_id=number)
+        return True
+
+
+@cache
+def schema_ids(config: RegistryConfig) -> SchemaIds:
+    """Return the ids that all writers of this process share."""
+    return SchemaIds(config)

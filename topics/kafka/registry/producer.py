@@ -1,0 +1,28 @@
+"""A producer whose records carry the ids of their schemas in a registry; senders know nothing of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from confluent_kafka import Producer
+
+from rollstream.topics.config import RegistryConfig
+from rollstream.topics.kafka.registry.ids import SchemaIds, schema_ids
+
+
+class RegistryProducer(Producer):
+    """A client that puts every record of ours behind its id, at the last place before the wire."""
+
+    def __init__(self, settings: dict[str, Any], ids: SchemaIds) -> None:
+        super().__init__(settings)
+        self._ids = ids
+
+    def produce(self, topic: str, value: Any = None, *args: Any, **more: Any) -> None:
+        """Queue a record, as the client does. Raises SchemaRefused as `SchemaIds.framed` does."""
+        framed = self._ids.framed(topic, value) if isinstance(value, bytes) else value
+        super().produce(topic, framed, *args, **more)
+
+
+def registry_producer(config: RegistryConfig) -> Callable[[dict[str, Any]], Producer]:
+    """Return a function from a client's settings to a producer. Raises ConfigurationError as RegistryClient does."""
+    ids = schema_ids(config)
+    return lambda settings: RegistryProducer(settings, ids)
