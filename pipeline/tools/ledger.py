@@ -28,6 +28,11 @@ def register(parser: argparse.ArgumentParser) -> None:
     set_handler(parser, show_ledger, example="rollstream ledger --run main --by env --watch 5", json=True)
     parser.add_argument("--by", choices=("env",), help="rollouts and tokens of each environment, too")
     parser.add_argument(
+        "--with-predecessors",
+        action="store_true",
+        help="add up the ledgers of the runs that were split into this one, each moved record once",
+    )
+    parser.add_argument(
         "--watch",
         type=wait_seconds,
         nargs="?",
@@ -43,15 +48,66 @@ def show_ledger(config: RunConfig, args: argparse.Namespace) -> int:
     Return 1 if it does not balance, 4 if it does and an open transaction hides some of it, else 0.
     """
     while True:
-        book = ledger(
-            config.kafka, config.run, config.grouper.group_id(config.run), config.labeling.group_id(config.run)
-        ).as_dict()
+        book = _book(config, config.run)
+        if args.with_predecessors:
+            book["chain"] = chain = _chain(config, book)
+            book["balanced"] = book["balanced"] and all(row["balanced"] for row in chain)
         print(compact(book) if args.json else printable(book_text(book, by_environment=args.by == "env")), flush=True)
         if args.watch is None:
             return 1 if not book["balanced"] else _UNDECIDED if book["undecided"] else 0
         time.sleep(args.watch)
         if not args.json:
             print()
+
+
+def _book(config: RunConfig, run: str) -> dict[str, Any]:
+    return ledger(config.kafka, run, config.grouper.group_id(run), config.labeling.group_id(run)).as_dict()
+
+
+def _chain(config: RunConfig, book: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the run and of those before it, newest first, and their sum, in which a moved record counts once."""
+    rows = [chain_row(config.run, book)]
+    while (before := book["predecessor"]) and not before.get("gone"):
+        book = _book(config, before["run"])
+        rows.append(chain_row(before["run"], book))
+    return [*rows, chain_sum(rows)]
+
+
+_CHAINED = ("batched", "dropped", "dead_lettered", "control", "in_flight", "unread")
+
+
+def chain_row(run: str, book: Mapping[str, Any]) -> dict[str, Any]:
+    """The places of a run's records, those that it moved on apart."""
+    dropped = sum(book["dropped"].values())
+    places = {name: dropped if name == "dropped" else book[name] for name in _CHAINED}
+    return {"run": run, "balanced": book["balanced"], "produced": book["produced"], **places, "moved": book["moved"]}
+
+
+def chain_sum(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The sum of consecutive runs, newest first: what a run moved on counts in the next, where it is a record again."""
+    moved = sum(row["moved"] for row in rows[1:])
+    total = {name: sum(row[name] for row in rows) for name in ("produced", *_CHAINED)}
+    total["produced"] -= moved
+    left = rows[0]["moved"]
+    whole = total["produced"] == left + sum(total[name] for name in _CHAINED)
+    return {"run": "together", "balanced": whole and all(row["balanced"] for row in rows), **total, "moved": left}
+
+
+def chain_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Table of consecutive runs and their sum."""
+    names = ("produced", *_CHAINED, "moved")
+    lines = [(clipped(str(row["run"]), _NAME_WIDTH), *(row[name] for name in names)) for row in rows]
+    return table(("run", *map(_words, names)), lines)
+
+
+def splits_text(book: Mapping[str, Any]) -> str:
+    """Lines on the runs before and after."""
+    lines = []
+    for name, verb in (("predecessor", "moved here from"), ("successor", "moved on to")):
+        if other := book.get(name):
+            what = "its topics are gone" if other.get("gone") else f"{other['moved']:,} records"
+            lines.append(f"{verb} run {other['run']}: {what}; {other['carried']:,} batches carried over")
+    return "\n".join(lines)
 
 
 def book_text(book: Mapping[str, Any], *, by_environment: bool = False) -> str:
@@ -67,6 +123,10 @@ def book_text(book: Mapping[str, Any], *, by_environment: bool = False) -> str:
         parts.append(trajectories_text(book["unlabelled"], book["trajectories"]))
     if book.get("calls", {}).get("sessions"):
         parts.append(calls_text(book["calls"]))
+    if book.get("predecessor") or book.get("successor"):
+        parts.append(splits_text(book))
+    if book.get("chain"):
+        parts.append(chain_text(book["chain"]))
     if by_environment:
         parts.append(environments_text(book["environments"]))
     if book["evaluations"]:

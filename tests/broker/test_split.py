@@ -91,6 +91,11 @@ def test_a_run_with_open_groups_goes_on_with_other_partitions_and_both_ledgers_c
     settled(narrow, batched=40)
     settled(wide, batched=40, moved=20)
     assert verify(run.kafka, narrow.name).mismatches == []
+    found = ran(narrow, "ledger", "--with-predecessors", "--json")
+    assert found.returncode == 0, found.stdout
+    *runs, together = json.loads(found.stdout)["chain"]
+    assert [row["run"] for row in runs] == [narrow.name, wide.name, run.name]
+    assert (together["batched"], together["dropped"], together["in_flight"], together["moved"]) == (160, 0, 0, 0)
     every = batched(run) + batched(wide) + batched(narrow)
     assert every == Counter(f"x{example}-{member}" for example in range(40) for member in range(4))
 

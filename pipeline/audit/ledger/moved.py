@@ -49,7 +49,7 @@ def _compared(kafka: KafkaConfig, split: RunSplit, other: str, result: Ledger) -
         copies, whole = _copies(kafka, split)
     except TopicError:
         return {**book, "gone": True}
-    problems = _problems(split, moved, copies, whole=whole)
+    problems = differences(split, moved, copies, whole=whole)
     if split.phase == "moved":
         for problem in problems:
             result.problem(problem)
@@ -82,7 +82,8 @@ def _copies(kafka: KafkaConfig, split: RunSplit) -> tuple[Counter[Place], bool]:
     return copies, whole
 
 
-def _problems(split: RunSplit, moved: set[Place], copies: Counter[Place], *, whole: bool) -> list[str]:
+def differences(split: RunSplit, moved: set[Place], copies: Counter[Place], *, whole: bool) -> list[str]:
+    """Contradictions between the places that moved and their copies; `whole` is whether no copy was pruned."""
     problems = []
     missing = sorted(moved - copies.keys()) if whole else []
     twice = sorted(place for place, count in copies.items() if count > 1)
