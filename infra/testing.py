@@ -21,7 +21,7 @@ from rollstream.infra.probe import broker_answers
 from rollstream.topics.errors import BrokerUnavailable
 
 OFFICIAL_IMAGE = BrokerConfig().image
-_PORT, _CONTROLLER_PORT = 9092, 9093
+_PORT, _CONTROLLER_PORT, _NETWORK_PORT = 9092, 9093, 9094
 _SCRIPT = "/tmp/rollstream-start"
 _DATA = "/tmp/kafka-data"
 
@@ -34,6 +34,7 @@ class KafkaContainer(DockerContainer):
         image: str = OFFICIAL_IMAGE,
         *,
         port: int = 0,
+        alias: str = "",
         properties: Mapping[str, str] | None = None,
         heap_max_mib: int = 320,
         start_timeout_s: float = 180.0,
@@ -41,6 +42,7 @@ class KafkaContainer(DockerContainer):
     ) -> None:
         """`port` is on this host, 0 for any free one; a test that restarts the container must set it.
 
+        `alias` is its name on a network of containers, on which it then listens too: see `network_address`.
         `properties` are Kafka's own keys and override those of rollstream.infra.config. `options` go to
         DockerContainer. Raises BrokerUnavailable if no Docker engine answers.
         """
@@ -50,6 +52,9 @@ class KafkaContainer(DockerContainer):
             raise BrokerUnavailable(f"no Docker engine answers ({error}); start one, or set DOCKER_HOST") from error
         self._start_timeout_s = start_timeout_s
         self._properties = dict(properties or {})
+        self._alias = alias
+        if alias:
+            self.with_network_aliases(alias)
         self._address: tuple[str, int] | None = None
         # The broker advertises the mapped port, which is known only once the container runs. So the container first
         # waits for its script. This needs only a shell and `run`, which the official image and ours have.
@@ -87,6 +92,13 @@ class KafkaContainer(DockerContainer):
         host, port = self._address
         return f"{host}:{port}"
 
+    @property
+    def network_address(self) -> str:
+        """host:port for clients in other containers of its network. Raises BrokerUnavailable if it has no alias."""
+        if not self._alias:
+            raise BrokerUnavailable("the Kafka container has no alias, so other containers cannot reach it; give one")
+        return f"{self._alias}:{_NETWORK_PORT}"
+
     def get_bootstrap_server(self) -> str:
         """Return `bootstrap_servers`, under the name that other Kafka containers use."""
         return self.bootstrap_servers
@@ -116,6 +128,12 @@ class KafkaContainer(DockerContainer):
         properties = server_properties(
             config, port=_PORT, controller_port=_CONTROLLER_PORT, log_dir=_DATA, bind="0.0.0.0"
         ) | {"advertised.listeners": f"PLAINTEXT://{host}:{port}"}
+        if self._alias:
+            properties |= {
+                "listeners": f"{properties['listeners']},NETWORK://0.0.0.0:{_NETWORK_PORT}",
+                "advertised.listeners": f"{properties['advertised.listeners']},NETWORK://{self.network_address}",
+                "listener.security.protocol.map": f"{properties['listener.security.protocol.map']},NETWORK:PLAINTEXT",
+            }
         lines = [f"export {key}='{value}'" for key, value in sorted(image_environment(properties).items())]
         script = "\n".join([*lines, "exec /etc/kafka/docker/run", ""]).encode()
         archive = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Builds the image: finds its inputs, writes the archive, and loads it into a Docker engine."""
+"""Builds images: finds their inputs, writes an archive, and loads it into a Docker engine."""
 
 import logging
 import os
@@ -6,10 +6,14 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
-from rollstream.infra.image.archive import write_image
-from rollstream.infra.image.contents import find_inputs, image_entries
+from rollstream.infra.image import application_contents as contents
+from rollstream.infra.image.archive import ImageSettings, write_image
+from rollstream.infra.image.entries import ImageEntry
+from rollstream.infra.image.kafka_contents import find_inputs, kafka_entries
 from rollstream.infra.jars import KAFKA_VERSION
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.logs import event
@@ -17,36 +21,98 @@ from rollstream.topics.logs import event
 logger = logging.getLogger(__name__)
 
 TAG = f"rollstream/kafka:{KAFKA_VERSION}"
+APPLICATION_TAG = "rollstream:local"
+PYTHON_TAG = "rollstream/python:local"
+EXTRAS = ("learner", "hf", "chat", "archive", "sql")
+"""Extras of rollstream in its image, if none are named."""
 _LOAD_TIMEOUT_S = 300.0
+_KAFKA = ImageSettings(
+    command=("/etc/kafka/docker/run",),
+    variables={"PATH": "/opt/java/bin:/bin", "LANG": "C.UTF-8"},
+    ports=(9092,),
+)
 
 
 def build(tag: str = TAG, output: Path | None = None) -> str:
-    """Build the image called `tag`; load it into the Docker engine, or write it to `output`. Return its id.
+    """Build the Kafka image; load it into the Docker engine as `tag`, or write it to `output`. Return its id.
 
     Raises BrokerUnavailable, naming each missing input: a JDK with jlink, Kafka's jars, busybox, a Docker engine.
     """
+    inputs = find_inputs(os.environ)
+    words = {"java": str(inputs.java.home), "kafka_version": inputs.jars.version}
+    return _build(_KAFKA, lambda scratch: kafka_entries(inputs, scratch), tag, output, words)
+
+
+def build_application(tag: str = APPLICATION_TAG, output: Path | None = None, extras: Sequence[str] = EXTRAS) -> str:
+    """Build the image of every role, with these extras; load it as `tag`, or write it to `output`. Return its id.
+
+    Raises ConfigurationError if a distribution that it needs is not installed.
+    """
+    inputs = contents.find_application_inputs(extras, os.environ)
+    settings = ImageSettings(
+        entrypoint=(f"{contents.VENV}/bin/rollstream",),
+        command=("--help",),
+        variables={
+            **_python_variables(),
+            "PATH": f"{contents.VENV}/bin:/bin",
+            "HOME": contents.HOME,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONUNBUFFERED": "1",
+        },
+        folder=contents.HOME,
+        volumes=(contents.HOME,),
+        labels={
+            "org.opencontainers.image.title": "rollstream",
+            "org.opencontainers.image.version": version("rollstream"),
+            "org.opencontainers.image.licenses": "Apache-2.0",
+        },
+    )
+    words = {"extras": ",".join(extras), "distributions": str(len(inputs.distributions))}
+    return _build(settings, lambda scratch: contents.application_entries(inputs, scratch), tag, output, words)
+
+
+def build_python(tag: str = PYTHON_TAG, output: Path | None = None) -> str:
+    """Build a base for the Dockerfile where no registry is reachable; load it, or write it. Return its id."""
+    inputs = contents.find_application_inputs((), os.environ)
+    settings = ImageSettings(
+        # pip brings certificates of its own, which do not know a company's.
+        command=("python3",),
+        variables={**_python_variables(), "PIP_CERT": contents.CERTIFICATES},
+        user="0:0",
+    )
+    return _build(settings, lambda scratch: contents.python_entries(inputs, scratch), tag, output, {})
+
+
+def _python_variables() -> dict[str, str]:
+    return {
+        "PATH": f"{contents.PYTHON}/bin:/bin",
+        "LD_LIBRARY_PATH": f"{contents.PYTHON}/lib",
+        "LANG": "C.UTF-8",
+        "SSL_CERT_FILE": contents.CERTIFICATES,
+    }
+
+
+def _build(
+    settings: ImageSettings,
+    entries: Callable[[Path], Sequence[ImageEntry]],
+    tag: str,
+    output: Path | None,
+    words: Mapping[str, str],
+) -> str:
+    """Write an image of the entries that are made with a scratch folder; `words` are logged with it."""
     began = time.monotonic()
     docker = shutil.which("docker")
     if output is None and docker is None:
         raise BrokerUnavailable("docker is not on PATH: install it, or write the image to a file with --output")
-    inputs = find_inputs(os.environ)
     with tempfile.TemporaryDirectory(prefix="rollstream-image-") as folder:
         scratch = Path(folder)
         archive = output or scratch / "image.tar"
-        image_id = write_image(archive, image_entries(inputs, scratch), tag, scratch)
+        image_id = write_image(archive, entries(scratch), settings, tag, scratch)
         size_bytes = archive.stat().st_size
         if output is None and docker is not None:
             _load(docker, archive)
-    event(
-        logger,
-        "image_built",
-        tag=tag,
-        id=image_id,
-        size_mib=size_bytes // 2**20,
-        java=str(inputs.java.home),
-        kafka_version=inputs.jars.version,
-        seconds=round(time.monotonic() - began, 1),
-    )
+    seconds = round(time.monotonic() - began, 1)
+    event(logger, "image_built", tag=tag, id=image_id, size_mib=size_bytes // 2**20, seconds=seconds, inputs=words)
     return image_id
 
 

@@ -60,7 +60,7 @@ def docker_engine(folder: Path) -> Iterator[None]:
         "kill_command": [],
         "log": str(log),
         "cwd": str(folder),
-        "stop_timeout_s": 30,
+        "stop_timeout_s": 120,
     }
     # Under a keeper, as brokers are: the engine ends with these tests, however they end.
     engine = subprocess.Popen(
@@ -85,7 +85,15 @@ def docker_engine(folder: Path) -> Iterator[None]:
         assert engine.stdin is not None
         engine.stdin.close()
         engine.wait(300)
-        shutil.rmtree(folder / "data", ignore_errors=True)
+        _unmount_below(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unmount_below(folder: Path) -> None:
+    """An engine leaves its network's namespace mounted, and the folder could never be removed."""
+    mounted = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    for path in sorted((path for path in mounted if path.startswith(f"{folder}/")), reverse=True):
+        subprocess.run(["umount", "--lazy", path], check=True, timeout=60)
 
 
 def kafka_image() -> str:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.infra.image.archive import write_image
-from rollstream.infra.image.contents import USER_ID, ImageEntry, find_inputs
+from rollstream.infra.image.archive import ImageSettings, write_image
+from rollstream.infra.image.entries import USER_ID, ImageEntry, with_parents
+from rollstream.infra.image.kafka_contents import find_inputs
 from rollstream.topics.errors import BrokerUnavailable
 from tests.support.machine import Machine, script
 
+SETTINGS = ImageSettings(command=("/bin/sh",), variables={"PATH": "/bin"}, ports=(9092,), volumes=("/data",))
 ENTRIES = [
     ImageEntry("/bin"),
     ImageEntry("/bin/busybox", b"\x7fELF", mode=0o755),
@@ -22,7 +24,7 @@ ENTRIES = [
 
 def image(folder: Path, entries: list[ImageEntry]) -> tuple[str, bytes]:
     folder.mkdir()
-    image_id = write_image(folder / "image.tar", entries, "some/kafka:1", folder)
+    image_id = write_image(folder / "image.tar", entries, SETTINGS, "some/kafka:1", folder)
     return image_id, (folder / "image.tar").read_bytes()
 
 
@@ -55,6 +57,19 @@ def test_an_image_names_the_digests_of_what_it_holds(tmp_path: Path) -> None:
         assert files.getnames() == ["bin", "bin/busybox", "bin/sh", "data"]
         assert {(f.uid, f.mtime) for f in files} == {(0, 0), (USER_ID, 0)}
         assert files.getmember("bin/sh").linkname == "busybox"
+
+
+def test_a_file_of_this_machine_is_in_the_image_as_its_bytes_would_be(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(b"\x7fELF")
+    by_file = [ImageEntry(e.path, source=source, mode=e.mode) if e.data else e for e in ENTRIES]
+    assert image(tmp_path / "a", ENTRIES) == image(tmp_path / "b", by_file)
+
+
+def test_directories_above_a_file_are_in_the_image_once_and_before_it() -> None:
+    entries = with_parents([ImageEntry("/a/b/c", b"1"), ImageEntry("/a/b", mode=0o1777), ImageEntry("/a/b/d", b"2")])
+    assert [entry.path for entry in entries] == ["/a", "/a/b", "/a/b/c", "/a/b/d"]
+    assert entries[1].mode == 0o1777
 
 
 def test_everything_that_is_missing_is_named_at_once(machine: Machine) -> None:

@@ -1,6 +1,6 @@
-"""Contents of the image: a Java runtime reduced to the modules Kafka needs, the host's C library, busybox and the jars.
+"""Contents of the Kafka image: a Java runtime reduced to the modules it needs, the host's C library, busybox, the jars.
 
-Every file comes from this machine or this package; `image_entries` lists each with its path.
+Every file comes from this machine or this package; `kafka_entries` lists each with its path.
 """
 
 import platform
@@ -13,12 +13,17 @@ from importlib.resources import files
 from pathlib import Path
 
 from rollstream.infra.config import BrokerConfig, render_properties, server_properties
+from rollstream.infra.image.entries import (
+    USER_ID,
+    ImageEntry,
+    account_files,
+    file_entry,
+    needed_libraries,
+    with_parents,
+)
 from rollstream.infra.jars import Jars, find_jars
 from rollstream.infra.java import JavaRuntime, find_java, packaged_java
 from rollstream.topics.errors import BrokerUnavailable
-
-USER_ID = 1000
-"""User that the broker runs as, and the owner of its folders."""
 
 # log4j needs java.desktop (java.beans); Kafka and its authorizers load the others.
 _MODULES = (
@@ -47,19 +52,7 @@ _APPLETS = ("sh", "cat", "chmod", "cp", "echo", "env", "grep", "id", "kill", "ls
 
 
 @dataclass(frozen=True)
-class ImageEntry:
-    """One path of the image: a directory (no data, no link), a link, or a file with its bytes."""
-
-    path: str
-    """Absolute path in the image."""
-    data: bytes | None = None
-    link: str | None = None
-    mode: int = 0o755
-    user_id: int = 0
-
-
-@dataclass(frozen=True)
-class ImageInputs:
+class KafkaInputs:
     """Programs and jars of this machine that the image is built from."""
 
     java: JavaRuntime
@@ -68,7 +61,7 @@ class ImageInputs:
     busybox: Path
 
 
-def find_inputs(environment: Mapping[str, str]) -> ImageInputs:
+def find_inputs(environment: Mapping[str, str]) -> KafkaInputs:
     """Find all inputs. Raises BrokerUnavailable, naming everything that is missing, with the remedy."""
     missing: list[str] = []
     path = environment.get("PATH", "")
@@ -77,7 +70,7 @@ def find_inputs(environment: Mapping[str, str]) -> ImageInputs:
     busybox = shutil.which("busybox", path=path)
     if busybox is None:
         missing.append("busybox is not on PATH (Debian: apt-get install busybox-static)")
-    elif _needed_libraries(Path(busybox)):
+    elif needed_libraries(Path(busybox)):
         missing.append(f"{busybox} is not static (Debian: apt-get install busybox-static)")
     java_search = find_java(environment, packaged_java())
     jlink = jars = None
@@ -93,17 +86,17 @@ def find_inputs(environment: Mapping[str, str]) -> ImageInputs:
             missing.extend(search.refused)
     if missing or java_search.runtime is None or jlink is None or jars is None or busybox is None:
         raise BrokerUnavailable(f"the image cannot be built here: {'; '.join(missing)}")
-    return ImageInputs(java_search.runtime, jlink, jars, Path(busybox))
+    return KafkaInputs(java_search.runtime, jlink, jars, Path(busybox))
 
 
-def image_entries(inputs: ImageInputs, scratch: Path) -> list[ImageEntry]:
+def kafka_entries(inputs: KafkaInputs, scratch: Path) -> list[ImageEntry]:
     """Return all entries of the image, sorted by path. `scratch` is an empty folder for the runtime."""
     runtime = scratch / "java"
     _link_runtime(inputs.jlink, runtime)
     entries = [
         *_files_of(runtime, "/opt/java"),
-        *(_file(f"/opt/kafka/libs/{jar.name}", jar) for jar in sorted(inputs.jars.directory.glob("*.jar"))),
-        _file("/bin/busybox", inputs.busybox, 0o755),
+        *(file_entry(f"/opt/kafka/libs/{jar.name}", jar) for jar in sorted(inputs.jars.directory.glob("*.jar"))),
+        file_entry("/bin/busybox", inputs.busybox, 0o755),
         *(ImageEntry(f"/bin/{name}", link="busybox") for name in _APPLETS),
         *_settings(),
         *(ImageEntry(path, mode=0o1777) for path in ("/tmp", "/var/tmp")),
@@ -112,9 +105,7 @@ def image_entries(inputs: ImageInputs, scratch: Path) -> list[ImageEntry]:
             for path in ("/opt/kafka/config", "/opt/kafka/logs", "/var/lib/kafka/data", "/mnt/shared/config")
         ),
     ]
-    paths = {entry.path for entry in entries}
-    parents = {str(parent) for path in paths for parent in Path(path).parents} - paths - {"/"}
-    return sorted([*entries, *(ImageEntry(path) for path in parents)], key=lambda entry: entry.path)
+    return with_parents(entries)
 
 
 def _settings() -> Iterator[ImageEntry]:
@@ -127,13 +118,10 @@ def _settings() -> Iterator[ImageEntry]:
         "/etc/kafka/docker/server.properties": render_properties(defaults).encode(),
         "/etc/kafka/docker/log4j2.yaml": log4j,
         "/etc/kafka/docker/tools-log4j2.yaml": log4j,
-        "/etc/passwd": f"root:x:0:0::/:/bin/sh\nappuser:x:{USER_ID}:{USER_ID}::/tmp:/bin/sh\n".encode(),
-        "/etc/group": f"root:x:0:\nappuser:x:{USER_ID}:\n".encode(),
-        # Without it the C library asks DNS for localhost.
-        "/etc/nsswitch.conf": b"hosts: files dns\n",
     }
     for path, data in texts.items():
         yield ImageEntry(path, data, mode=0o644)
+    yield from account_files("appuser", "/tmp")
     yield ImageEntry("/etc/kafka/docker/run", package.joinpath("run.sh").read_bytes(), mode=0o755)
 
 
@@ -166,31 +154,12 @@ def _files_of(runtime: Path, target: str) -> Iterator[ImageEntry]:
             # jlink's modes depend on the umask; in the image only programs are executable.
             is_program = path.parent.name == "bin" or path.name == "jspawnhelper"
             if is_program or ".so" in path.name:
-                needed = _needed_libraries(path)
+                needed = needed_libraries(path)
                 if not all(_HOST_LIBRARIES.match(name) for name in needed.keys() - own):
                     continue
                 host |= {name: where for name, where in needed.items() if _HOST_LIBRARIES.match(name) and where}
-            yield _file(target_path, path, 0o755 if is_program else 0o644)
+            yield file_entry(target_path, path, 0o755 if is_program else 0o644)
     # Native libraries in the jars (zstd, lz4, snappy) need the C library's parts under their old names.
     parts = (host["libc.so.6"].parent / name for name in _C_LIBRARY_PARTS)
     for where in sorted({*host.values(), *(part for part in parts if part.exists())}):
-        yield _file(str(where), where, 0o755)
-
-
-def _needed_libraries(path: Path) -> dict[str, Path | None]:
-    """Return the shared libraries a file needs, by name, with the host's file if there is one; none if it is static."""
-    answer = subprocess.run(["ldd", str(path)], capture_output=True, text=True, timeout=60)
-    libraries: dict[str, Path | None] = {}
-    for line in answer.stdout.splitlines():
-        name, _, where = line.strip().partition(" => ")
-        where = where.partition(" (")[0]
-        if not where and name.startswith("/"):  # the loader itself
-            loader = Path(name.partition(" (")[0])
-            libraries[loader.name] = loader
-        elif where:
-            libraries[name] = Path(where) if where.startswith("/") else None
-    return libraries
-
-
-def _file(path: str, source: Path, mode: int = 0o644) -> ImageEntry:
-    return ImageEntry(path, source.read_bytes(), mode=mode)
+        yield file_entry(str(where), where, 0o755)
