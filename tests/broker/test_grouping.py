@@ -274,7 +274,7 @@ def test_a_dead_letter_that_would_not_fit_keeps_headers_digest_and_source_offset
     real_run.topics = type(real_run.topics)(partitions=1)
     real_run.prepare()
     limit = real_run.kafka.max_record_bytes
-    large, key = bytes(limit - 1000), encode_key("env", "x")
+    large, key = b"\x01" * (limit - 1000), encode_key("env", "x")
     producer = clients.producer(real_run.kafka, **{"message.max.bytes": 4 * limit})
     for value, its_key in ((large, key), (b"small", large), (large[:-5000], key)):
         producer.produce(real_run.topic("rollouts"), value, its_key, 0)
