@@ -23,8 +23,10 @@ from rollstream.topics.kafka.transaction_errors import Decision
 from rollstream.topics.kafka.transactional_ids import earlier_id, fence, transactional_id
 from rollstream.topics.kafka.transactions import ABORT, Transaction, TransactionalProducer, TransactionFailed
 from rollstream.topics.logs import event
+from rollstream.topics.metric_values import VALUES
 
 logger = logging.getLogger(__name__)
+_ABORTS = "rollstream_transaction_aborts_total"
 RETRY_FOR_S = 60.0
 """How long a call that brokers do not answer is tried again."""
 P = TypeVar("P")
@@ -76,6 +78,7 @@ class ExactlyOnce(ABC, Generic[P]):
         """Duration of the latest transaction, from its first record to its commit."""
         self._thread = BoundedCalls()
         self._begun: Future[None] | None = None
+        VALUES.count(_ABORTS, 0)
 
     @abstractmethod
     def _write(self, transaction: Transaction, parts: Sequence[P]) -> list[GroupPosition]:
@@ -162,10 +165,12 @@ class ExactlyOnce(ABC, Generic[P]):
         try:
             self._publish(member, parts)
         except Stalled as stalled:
+            VALUES.count(_ABORTS)
             # This process may have been stopped and replaced meanwhile.
             self._assert_our_turn(str(stalled))
             self._renew(str(stalled))
         self.latest_s = time.monotonic() - began
+        VALUES.observe("rollstream_transaction_seconds", [self.latest_s])
 
     def _assert_our_turn(self, reason: str) -> None:
         """Raise Fenced if another process has started under our ordinal: a new producer of ours would fence it."""
@@ -197,6 +202,7 @@ class ExactlyOnce(ABC, Generic[P]):
                     transaction.send_offsets(positions, member)
                 return
             except TransactionFailed as failed:
+                VALUES.count(_ABORTS)
                 self._raise_if_fatal(failed)
                 if failed.decision is Decision.RESTORE:
                     raise OwnershipLost(f"a rebalance came before the commit ({failed.reason}); restoring") from failed

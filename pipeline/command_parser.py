@@ -130,7 +130,10 @@ def set_handler(
             return handler(config, args)
         from rollstream.pipeline.run.service import ServiceServer
 
-        with ServiceServer(config.service):
+        # Several processes of a role have numbers; other roles have one process.
+        number = getattr(args, "ordinal", getattr(args, "process", None))
+        process = args.command if number is None else f"{args.command}-{number}"
+        with ServiceServer(config.service, run=config.run, role=args.command, process=process):
             return handler(config, args)
 
     parser.set_defaults(run=run)

@@ -73,7 +73,7 @@ class SupervisorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig:
-    """The port at which a process tells probes and scrapers how it is: /livez, /readyz."""
+    """The port at which a process tells probes and scrapers how it is: /livez, /readyz, /metrics."""
 
     host: str = "127.0.0.1"
     """Address to listen on. The port has no key: let it be reached from a private network only."""

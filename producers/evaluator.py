@@ -98,7 +98,7 @@ async def run_evaluator(
     with ExitStack() as stack:
         policies = stack.enter_context(PolicyFollower(kafka, run))
         producer = stack.enter_context(RolloutProducer(kafka, run, topic="evals"))
-        metrics = stack.enter_context(closing(MetricsWriter(kafka, run, COMPONENT)))
+        metrics = stack.enter_context(closing(MetricsWriter(kafka, run, COMPONENT, "eval")))
         messages = read_to_end(kafka, topic_name(run, "evals"))
         past = [rollout for _message, rollout in skipped.records(Rollout, messages)]
         settled = {environment.name: evaluated_versions(past, environment.name) for environment in environments}

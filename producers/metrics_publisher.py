@@ -49,6 +49,7 @@ class MetricsPublisher:
         `read` runs on the event loop and must not wait.
         """
         self._kafka, self._run, self._component = kafka, run, component
+        self._role = role
         self._labels = {"role": role, "host": socket.gethostname(), "pid": str(os.getpid())}
         self._read = read
         self._interval_s = interval_s
@@ -59,7 +60,7 @@ class MetricsPublisher:
 
     async def __aenter__(self) -> Self:
         if self._interval_s > 0:
-            self._writer = MetricsWriter(self._kafka, self._run, self._component)
+            self._writer = MetricsWriter(self._kafka, self._run, self._component, self._role)
             self._before, self._read_at_s = dict(self._read()), time.monotonic()
             self._task = asyncio.create_task(self._publish(self._writer))
         return self

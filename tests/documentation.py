@@ -21,6 +21,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ROLES, RoleDescription
 from rollstream.pipeline.settings import entry_type
 from rollstream.topics.catalogue import CATALOGUE, TopicSpec
+from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS, SERVING_ROLES, MetricSpec, of_role
 from tests.support.paths import ROOT
 
 FOLDERS = ("topics", "producers", "consumers", "pipeline", "infra")
@@ -310,6 +311,28 @@ def _parameter(parameter: inspect.Parameter) -> str:
     return f"{star}{parameter.name}{'' if parameter.default is parameter.empty else '=...'}"
 
 
+# ------------------------------------------------------------------ metrics
+
+
+def metrics_tables() -> str:
+    """The catalogue of metrics, a table for each role; those of several roles come first."""
+    several = [spec for spec in CATALOGUE_OF_METRICS if len(spec.roles) > 1]
+    parts = [("Several roles", several)]
+    parts += [
+        (f"`rollstream {role}`", [spec for spec in of_role(role) if len(spec.roles) == 1]) for role in SERVING_ROLES
+    ]
+    return "\n\n".join(f"### {title}\n\n{_metrics_table(specs)}" for title, specs in parts if specs)
+
+
+def _metrics_table(specs: list[MetricSpec]) -> str:
+    rows = []
+    for spec in specs:
+        roles = f" Served by {', '.join(spec.roles)}." if 1 < len(spec.roles) < len(SERVING_ROLES) else ""
+        when = f" Served when {spec.when}." if spec.when else ""
+        rows.append((f"`{spec.name}`", spec.kind, spec.unit, ", ".join(spec.labels), f"{spec.help}{roles}{when}"))
+    return table(("metric", "kind", "unit", "labels", "meaning"), rows)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "api": api_reference,
     "code-map": code_map,
@@ -318,6 +341,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "roles-on-kafka": roles_on_kafka_table,
     "configuration": configuration_tables,
     "commands": command_reference,
+    "metrics": metrics_tables,
 }
 
 if __name__ == "__main__":

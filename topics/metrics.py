@@ -1,4 +1,4 @@
-"""Writes a component's metrics to the topic `metrics`.
+"""Writes a component's metrics to the topic `metrics`, and keeps the newest for /metrics.
 
 Writing never disturbs the component: it does not wait or raise. Metrics that cannot be written are lost, and the loss
 is logged.
@@ -16,6 +16,7 @@ from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import event
+from rollstream.topics.metric_values import VALUES
 from rollstream.topics.records import Metrics
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,9 @@ _LOG_EVERY_S = 60.0
 class MetricsWriter:
     """Writes the metrics of one component of a run."""
 
-    def __init__(self, kafka: KafkaConfig, run: str, component: str) -> None:
-        self._component = component
+    def __init__(self, kafka: KafkaConfig, run: str, component: str, role: str) -> None:
+        """`role` is the command that runs the component, such as env or infer."""
+        self._component, self._role = component, role
         self._topic = topic_name(run, "metrics")
         # One acknowledgement, no idempotence and a small queue: the next record replaces these metrics.
         producer = clients.producer(
@@ -47,6 +49,7 @@ class MetricsWriter:
 
     def write(self, values: Mapping[str, float], labels: Mapping[str, str] | None = None, *, step: int = -1) -> None:
         """Send metrics by name; `labels` name their subject, `step` the learner step they belong to."""
+        VALUES.record(self._role, values, labels)
         record = Metrics(
             component=self._component, timestamp=time.time(), step=step, values=dict(values), labels=dict(labels or {})
         )

@@ -119,7 +119,7 @@ class LabelingProcess:
         self._publisher = _Publisher(kafka, run, group, ordinal, self._member, self._topic, self._progress)
         self._owned: set[int] = set()
         self._counts = LabelingCounts()
-        self._metrics = MetricsWriter(kafka, run, self._name)
+        self._metrics = MetricsWriter(kafka, run, self._name, "label")
         self._written = time.monotonic()
         self._loop = asyncio.Runner() if is_asynchronous(labeler) else None
         """Event loop of an asynchronous labeler, which keeps its connections from one poll to the next."""

@@ -11,6 +11,7 @@ from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients
+from rollstream.topics.metric_values import VALUES
 
 _POLL_S = 0.2
 
@@ -45,6 +46,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
             while not stop.is_set():
                 beat("filling")
                 filler.poll(_POLL_S)
+                VALUES.record("fill", {"added_total": filler.counts.added, "refused_total": filler.counts.refused})
         finally:
             filler.close()
     return 0

@@ -1,4 +1,4 @@
-"""The service port of a process: /livez says whether it makes progress, /readyz whether it takes work.
+"""The service port of a process: is it alive (/livez), does it take work (/readyz), what does it do (/metrics).
 
 A thread of its own answers, so also while JAX compiles, and it waits for nobody: it reads what the role has noted. It
 is for probes and scrapers of a private network: there is no key, and nothing can be changed through it.
@@ -10,6 +10,7 @@ import socketserver
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 
 from rollstream.pipeline.config import ServiceConfig
 from rollstream.pipeline.run.role_process import PHASE, RolePhase
@@ -17,25 +18,46 @@ from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.heartbeats import HEARTBEATS, Heartbeats
 from rollstream.topics.logs import event
+from rollstream.topics.metric_catalogue import COMMON, of_role
+from rollstream.topics.metric_exposition import CONTENT_TYPE, Exposition
+from rollstream.topics.metric_values import VALUES, MetricValues
 
 logger = logging.getLogger(__name__)
 _REQUEST_S = 10.0
 """How long a connection may be silent."""
-Answer = tuple[int, str]
+_TEXT = "text/plain; charset=utf-8"
+Answer = tuple[int, bytes, str]
+"""Status, body and type of its content."""
 
 
 class ServiceServer(Closing):
     """Serves the state of this process at `url` until it is closed."""
 
-    def __init__(self, config: ServiceConfig, *, phase: RolePhase = PHASE, heartbeats: Heartbeats = HEARTBEATS) -> None:
-        """Listen. Raises ConfigurationError if the address cannot be had."""
-        self._config, self._phase, self._heartbeats = config, phase, heartbeats
-        routes = {"/livez": self.livez, "/readyz": self.readyz}
+    def __init__(
+        self,
+        config: ServiceConfig,
+        *,
+        run: str,
+        role: str,
+        process: str,
+        phase: RolePhase = PHASE,
+        heartbeats: Heartbeats = HEARTBEATS,
+        values: MetricValues = VALUES,
+    ) -> None:
+        """Listen. `role` is the command that runs, `process` its name within the run, such as group-0.
+
+        Raises ConfigurationError if the address cannot be had.
+        """
+        self._config, self._phase, self._heartbeats, self._values = config, phase, heartbeats, values
+        values.put("rollstream_info", 1, role, version("rollstream"))
+        labels = dict(zip(COMMON, (run, process), strict=True))
+        self._exposition = Exposition(of_role(role), values, labels, process=True)
+        routes = {"/livez": self.livez, "/readyz": self.readyz, "/metrics": self.metrics}
 
         class Handler(_Handler):
             def do_GET(self) -> None:
                 route = routes.get(self.path.partition("?")[0])
-                self.answer(*(route() if route else (HTTPStatus.NOT_FOUND, f"paths: {' '.join(routes)}\n")))
+                self.answer(*(route() if route else _text(HTTPStatus.NOT_FOUND, f"paths: {' '.join(routes)}")))
 
         try:
             self._server = _Server((config.host, config.port), Handler)
@@ -53,18 +75,31 @@ class ServiceServer(Closing):
         """Return 200 as long as every loop of the role turns, else 503 with the reason."""
         stuck = self._heartbeats.stuck(self._config.stall_s)
         if stuck:
-            return HTTPStatus.SERVICE_UNAVAILABLE, f"{stuck} (service.stall_s is {self._config.stall_s:g})\n"
-        return HTTPStatus.OK, "ok\n"
+            return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"{stuck} (service.stall_s is {self._config.stall_s:g})")
+        return _text(HTTPStatus.OK, "ok")
 
     def readyz(self) -> Answer:
         """Return 200 from the moment the role is ready until it is asked to stop, else 503 with its phase."""
         phase = self._phase.name
-        return (HTTPStatus.OK, "ok\n") if phase == "ready" else (HTTPStatus.SERVICE_UNAVAILABLE, f"{phase}\n")
+        return _text(HTTPStatus.OK, "ok") if phase == "ready" else _text(HTTPStatus.SERVICE_UNAVAILABLE, phase)
+
+    def metrics(self) -> Answer:
+        """Return the catalogued metrics of the role, in the text format of Prometheus."""
+        self._values.put("rollstream_ready", self._phase.name == "ready")
+        self._values.put("rollstream_uncatalogued_metrics", len(self._values.uncatalogued))
+        ages = self._heartbeats.ages
+        for loop, age in ages.items():
+            self._values.put("rollstream_loop_age_seconds", age, loop)
+        return HTTPStatus.OK, self._exposition.text(), CONTENT_TYPE
 
     def close(self) -> None:
         """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
+
+
+def _text(status: int, text: str) -> Answer:
+    return status, f"{text}\n".encode(), _TEXT
 
 
 class _Server(ThreadingHTTPServer):
@@ -87,9 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = _REQUEST_S
 
-    def answer(self, status: int, text: str, content_type: str = "text/plain; charset=utf-8") -> None:
+    def answer(self, status: int, body: bytes, content_type: str) -> None:
         """Answer a request."""
-        body = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))

@@ -32,7 +32,8 @@ class ServicePorts:
         targets = [
             {
                 "targets": [f"{self._service.host}:{port}"],
-                "labels": {"run": self._run, "process": name},
+                # Not kept by Prometheus, as every sample says run and process itself.
+                "labels": {"__meta_run": self._run, "__meta_process": name},
             }
             for name, port in processes.items()
         ]

@@ -32,6 +32,7 @@ from rollstream.pipeline.run.role_process import (
 from rollstream.topics.errors import DeadlineExceeded, RollstreamError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
+from rollstream.topics.metric_values import VALUES
 
 logger = logging.getLogger(__name__)
 _TAIL_LINES = 12
@@ -164,6 +165,7 @@ class Supervisor:
         """
         self._read_readiness(timeout_s)
         beat("supervisor")
+        self._serve_figures()
         now = self._clock()
         for role in list(self._roles.values()):
             self._notice_exit(role, now)
@@ -244,6 +246,17 @@ class Supervisor:
                 os.killpg(process.pid, signal.SIGKILL)
         for process in filter(None, running):
             await_end(process, _KILLED_S)
+
+    def _serve_figures(self) -> None:
+        roles = self._roles.values()
+        VALUES.record(
+            "run",
+            {
+                "processes": len(roles),
+                "processes_ready": sum(role.ready and not role.reaped for role in roles),
+                "restarts_total": sum(role.exits for role in roles),
+            },
+        )
 
     def _spawn(self, spec: RoleSpec, before: _Role | None = None) -> None:
         environment = {**self._environment, **spec.environment, LIFELINE_VARIABLE: str(self._lifeline_read)}

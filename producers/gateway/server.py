@@ -21,6 +21,7 @@ from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.topics.errors import RecordError
 from rollstream.topics.logs import event
+from rollstream.topics.metric_exposition import CONTENT_TYPE, text_of
 from rollstream.topics.secrets import resolve
 
 logger = logging.getLogger(__name__)
@@ -187,11 +188,7 @@ class GatewayServer:
         }
 
     async def _metrics(self, _http: web.Request) -> web.Response:
-        lines = []
-        for name, value in self.metrics().items():
-            kind = "counter" if name.endswith("_total") else "gauge"
-            lines += [f"# TYPE rollstream_gateway_{name} {kind}", f"rollstream_gateway_{name} {value}"]
-        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
+        return web.Response(body=text_of("gateway", self.metrics()), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def _json_object(http: web.Request) -> dict[str, Any]:

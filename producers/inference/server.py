@@ -44,6 +44,7 @@ from rollstream.producers.inference.event_stream import EventStream
 from rollstream.producers.inference.token_codec import TokenCodec
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import event
+from rollstream.topics.metric_exposition import CONTENT_TYPE, text_of
 from rollstream.topics.secrets import resolve
 
 logger = logging.getLogger(__name__)
@@ -317,8 +318,4 @@ class InferenceServer:
         }
 
     async def _metrics(self, _request: web.Request) -> web.Response:
-        lines = []
-        for name, value in self.metrics().items():
-            kind = "counter" if name.endswith("_total") else "gauge"
-            lines += [f"# TYPE rollstream_inference_{name} {kind}", f"rollstream_inference_{name} {value}"]
-        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
+        return web.Response(body=text_of("infer", self.metrics()), headers={"Content-Type": CONTENT_TYPE})

@@ -18,6 +18,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients
+from rollstream.topics.metric_values import VALUES
 
 _IDLE_S = 0.005
 """Pause after a player yields None."""
@@ -52,6 +53,8 @@ def topic_of(step: ChunkStepResult) -> Literal["unlabelled", "trajectories"]:
 def _beating(steps: Iterable[ChunkStepResult | None]) -> Iterator[ChunkStepResult | None]:
     for step in steps:
         beat("playing")
+        if step is not None:
+            VALUES.count("rollstream_collecting_steps_total")
         yield step
 
 
@@ -78,6 +81,8 @@ def run_collecting(
             f"collect.player {config.player!r} returned {type(steps).__name__}; a player is a generator function, "
             "which yields chunk steps"
         )
+    for name in ("steps", "trajectories"):
+        VALUES.count(f"rollstream_collecting_{name}_total", 0)
     with closing(steps):
         on_ready()
         first = next((step for step in _beating(steps) if step is not None or stop.wait(_IDLE_S)), None)
@@ -99,6 +104,7 @@ def run_collecting(
                     stop.wait(_IDLE_S)
                 elif (trajectory := collector.add(step)) is not None:
                     producer.send(trajectory)
+                    VALUES.count("rollstream_collecting_trajectories_total")
                     sent += 1
                 if stop.is_set() or sent == config.trajectories > 0:
                     break

@@ -2,14 +2,25 @@
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from rollstream.infra.ports import free_port_row
-from tests.broker.test_control_run import book_of, start
-from tests.support.probes import probe
+from rollstream.infra.monitoring import alerts, dashboard
+from rollstream.infra.ports import free_port, free_port_row
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.metric_catalogue import of_role
+from tests.broker.test_control_run import COUNTING, book_of, start
+from tests.broker.test_serving_run import SMALL
+from tests.support.probes import lacking, probe, scrape
+from tests.support.producing import serving_http
 from tests.support.runs import RealRun
+from tests.support.serving_engines import VllmStandIn
 from tests.support.waiting import eventually
 
 LABELER = '''
@@ -29,8 +40,6 @@ def patient(trajectory):
 
 @pytest.fixture
 def run(real_run: RealRun) -> RealRun:
-    from tests.broker.test_control_run import COUNTING
-
     folder = real_run.directory / "task"
     folder.mkdir()
     (folder / "counting.py").write_text(COUNTING)
@@ -47,7 +56,7 @@ def test_a_loop_that_is_stuck_is_not_alive_and_who_is_asked_to_stop_is_not_ready
     running = start(run, labeling__labeler="labeler:patient", collect__trajectories=0, **settings)
     listed = run.directory / "runs" / run.name / "targets.json"
     eventually(lambda: len(json.loads(listed.read_text())) == 5, 120, "a port for every process")
-    urls = {e["labels"]["process"]: f"http://{e['targets'][0]}" for e in json.loads(listed.read_text())}
+    urls = {e["labels"]["__meta_process"]: f"http://{e['targets'][0]}" for e in json.loads(listed.read_text())}
     assert set(urls) == {"supervisor", "fill", "label-0", "collect-0", "collect-1"}
     assert urls["supervisor"].endswith(f":{base}")
 
@@ -57,6 +66,15 @@ def test_a_loop_that_is_stuck_is_not_alive_and_who_is_asked_to_stop_is_not_ready
     assert "labeling: no progress for" in probe(f"{urls['label-0']}/livez")[1]
     others = {name: probe(f"{url}/livez") for name, url in urls.items() if name != "label-0"}
     assert set(others.values()) == {(200, "ok\n")}, others
+
+    for name, url in urls.items():
+        role = {"supervisor": "run"}.get(name, name.partition("-")[0])
+        eventually(lambda url=url, role=role: not lacking(scrape(url)[0], role), 120, f"every metric of {name}")
+        series, places = scrape(url)
+        assert series["rollstream_uncatalogued_metrics"] == {(): 0.0}
+        assert places == {(run.name, "run" if role == "run" else name)}
+    played, _places = scrape(urls["collect-0"])
+    assert played["rollstream_collecting_steps_total"][()] > played["rollstream_collecting_trajectories_total"][()] > 0
 
     os.kill(pid_of(run, "fill"), signal.SIGSTOP)
     with pytest.raises(TimeoutError):
@@ -74,6 +92,106 @@ def test_a_loop_that_is_stuck_is_not_alive_and_who_is_asked_to_stop_is_not_ready
     unlabelled = book["unlabelled"]
     assert isinstance(unlabelled, dict)
     assert unlabelled["labeled"] > 0
+
+
+@pytest.mark.long  # JAX compiles for a minute
+def test_every_process_of_a_run_serves_its_catalogued_metrics_and_drains_without_loss(
+    broker: str, run_name: str, compiled: Path, tmp_path: Path
+) -> None:
+    base, port = free_port_row("127.0.0.1", 12), free_port("127.0.0.1")
+    vllm = VllmStandIn()
+    with serving_http(vllm.answer) as url, (tmp_path / "log").open("w") as log:
+        settings = (
+            *(f"data_dir={tmp_path}", f"service.port={base}", f"gateway.port={port}", "evaluation.every_versions=1"),
+            *(f"serving.urls={json.dumps([url.removesuffix('/v1')])}", "learner.max_steps=100000", *SMALL),
+        )
+        running = subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-m", "rollstream", "run", "--run", run_name),
+                *(f"--set={setting}" for setting in settings),
+            ],
+            env={**os.environ, "JAX_COMPILATION_CACHE_DIR": str(compiled), "KAFKA_BOOTSTRAP_SERVERS": broker},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            listed = tmp_path / "runs" / run_name / "targets.json"
+            names = (
+                "supervisor",
+                "learn",
+                "infer",
+                "serve-weights",
+                "group-0",
+                "group-1",
+                "env-0",
+                "env-1",
+                "gateway",
+                "eval",
+            )
+            eventually(
+                lambda: len(json.loads(listed.read_text())) == len(names) or running.poll() is not None,
+                900,
+                "the processes",
+            )
+            assert running.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            urls = {e["labels"]["__meta_process"]: f"http://{e['targets'][0]}" for e in json.loads(listed.read_text())}
+            assert set(urls) == set(names)
+            learner = urls["learn"]
+            eventually(lambda: scrape(learner)[0]["rollstream_learner_step"][()] >= 3, 900, "three steps")
+            seen = {}
+            for name, place in urls.items():
+                role = "run" if name == "supervisor" else name if name == "serve-weights" else name.partition("-")[0]
+                eventually(lambda place=place: probe(f"{place}/readyz")[0] == 200, 300, f"{name} to be ready")
+                eventually(
+                    lambda place=place, role=role: not lacking(scrape(place)[0], role), 300, f"all metrics of {name}"
+                )
+                seen[name], labels = scrape(place)
+                assert seen[name]["rollstream_uncatalogued_metrics"] == {(): 0.0}, name
+                assert {run for run, _process in labels} == {run_name}
+                assert probe(f"{place}/livez") == (200, "ok\n")
+            served = {series for of_process in seen.values() for series in of_process}
+            shown = shown_always("run", "learn", "infer", "serve-weights", "group", "env", "gateway")
+            assert shown - served == set()
+            stages = {dict(labels)["stage"] for labels in seen["learn"]["rollstream_learner_stage_seconds"]}
+            assert {"step", "wait_for_batch", "load", "snapshot"} <= stages
+            fates = [
+                dict(labels)["fate"]
+                for name in ("group-0", "group-1")
+                for labels in seen[name]["rollstream_grouping_rollouts_total"]
+            ]
+            assert "batched" in fates
+            batched = sum(
+                seen[name]["rollstream_grouping_rollout_to_batch_seconds_count"][()] for name in ("group-0", "group-1")
+            )
+            assert batched >= 3 * 32
+            assert seen["infer"]["rollstream_inference_version_timestamp_seconds"][()] > 1.7e9
+            own = [
+                line for line in probe(f"http://127.0.0.1:{port}/metrics")[1].splitlines() if "open_sessions" in line
+            ]
+            assert own[-1] == "rollstream_gateway_open_sessions 0.0"
+            running.terminate()
+            eventually(lambda: probe(f"{urls['supervisor']}/readyz") == (503, "draining\n"), 60, "the run to drain")
+            assert running.wait(300) == 0, (tmp_path / "log").read_text()[-3000:]
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)
+                running.wait()
+    killed = [line for line in (tmp_path / "log").read_text().splitlines() if '"role_killed"' in line]
+    assert killed == []
+    book = ledger(KafkaConfig(bootstrap_servers=broker), run_name)
+    assert book.balanced, book.problems
+
+
+def shown_always(*roles: str) -> set[str]:
+    """Series in the dashboard and the alert rules that these roles serve at all times."""
+    shown = {
+        name
+        for text in (*dashboard.expressions(), *alerts.expressions())
+        for name in re.findall(r"rollstream_\w+", text)
+    }
+    always = {spec.name for role in roles for spec in of_role(role) if not spec.when}
+    return {name for name in shown if name in always or name.removesuffix("_bucket") in always}
 
 
 def pid_of(run: RealRun, name: str) -> int:

@@ -25,7 +25,7 @@ def step_of(number: int) -> LearnerStep:
 
 def test_a_learner_that_executes_steps_again_says_each_on_metrics_once(real_run: RealRun) -> None:
     provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
-    another = MetricsWriter(real_run.kafka, real_run.name, "learn-b")
+    another = MetricsWriter(real_run.kafka, real_run.name, "learn-b", "learn")
     for recorded, steps in ((-1, (0, 1, 2, 3)), (3, (2, 3, 4))):
         sinks = open_sinks(SinksConfig(), real_run.kafka, real_run.name, "a", recorded)
         for step in steps:

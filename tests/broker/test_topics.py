@@ -1,20 +1,23 @@
 """Topics on a real broker: provisioning any number of times, and refusing what cannot be mended."""
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from confluent_kafka.cimpl import NewTopic
 
 from rollstream.infra.broker import LocalBroker
 from rollstream.infra.ports import free_port
 from rollstream.topics.catalogue import CATALOGUE, spec_of, topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, TopicError
-from rollstream.topics.kafka import clients, provisioning
+from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun
+from tests.support.waiting import eventually
 
 
 def test_provisioning_twice_changes_nothing_the_second_time(real_run: RealRun) -> None:
@@ -45,6 +48,17 @@ def test_a_changed_setting_is_shown_and_mended(real_run: RealRun) -> None:
     assert plans[name].changes == {"max.message.bytes": (str(kafka.max_record_bytes), str(larger.max_record_bytes))}
     provisioning.apply(larger, topics, run)
     assert not any(plan.needed for plan in provisioning.plan(larger, topics, run))
+
+
+def test_the_retention_of_a_topic_is_that_of_its_settings_and_else_infinite(real_run: RealRun) -> None:
+    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
+    assert topic_admin.retention_s(real_run.kafka, real_run.topic("rollouts")) == math.inf
+    short = NewTopic(f"{real_run.name}-short", 1, config={"retention.ms": "7200000"})
+    client = clients.admin(real_run.kafka)
+    for created in client.create_topics([short]).values():
+        created.result(60)
+    eventually(lambda: topic_admin.retention_s(real_run.kafka, short.topic) == 7200.0, 60, "two hours")
+    assert topic_admin.retention_s(real_run.kafka, f"{real_run.name}-none") == math.inf
 
 
 def test_partitions_of_a_run_never_change(real_run: RealRun) -> None:

@@ -1,12 +1,15 @@
 """Administration of topics: names, ids, partitions and their offsets, deletions."""
 
 import difflib
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka.admin._config import ConfigResource
+from confluent_kafka.admin._resource import ResourceType
 
 from rollstream.topics.catalogue import run_and_name
 from rollstream.topics.config import KafkaConfig
@@ -75,6 +78,17 @@ def partitions_of(config: KafkaConfig, topic: str, client: "AdminClient | Consum
     if metadata.error is not None:
         raise _missing(config, topic, metadata.error.name())
     return len(metadata.partitions)
+
+
+def retention_s(config: KafkaConfig, topic: str) -> float:
+    """How long brokers keep a record of a topic; infinite if they keep it for ever or do not say."""
+    resource, client = ConfigResource(ResourceType.TOPIC, topic), clients.admin(config)
+    try:
+        settings = client.describe_configs([resource])[resource].result(_TIMEOUT_S)
+    except (KafkaException, TimeoutError):  # whoever may not see settings may still work
+        return math.inf
+    retention_ms = int(settings["retention.ms"].value)
+    return retention_ms / 1000 if retention_ms >= 0 else math.inf
 
 
 def runs(config: KafkaConfig) -> dict[str, dict[str, int]]:

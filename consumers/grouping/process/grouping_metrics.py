@@ -3,7 +3,9 @@
 Counts are since the process started; the journal has those of the run.
 """
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
@@ -12,6 +14,8 @@ from rollstream.consumers.grouping.core.effects import Effects
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.process.restoration import RestoreProgress
 from rollstream.consumers.grouping.selection_bias import MEASURES, Selection, SelectionWatch, selections
+from rollstream.topics.fates import READ, fate_and_reason
+from rollstream.topics.metric_values import VALUES
 from rollstream.topics.metrics import MetricsWriter
 from rollstream.topics.records import FateCount
 
@@ -26,11 +30,15 @@ class GroupingFigures:
         topic: str,
         interval_s: float,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        retention_s: float = math.inf,
     ) -> None:
+        """`retention_s` is how long brokers keep a record of `topic`, infinite for ever."""
         self._writer = writer
         self._labels = {"consumergroup": group, "topic": topic}
         self._interval_s = interval_s
         self._clock = clock
+        self._retention_s = retention_s
         self._due_s = clock()
         self._totals = dict.fromkeys(
             ("transactions", "batches", "batched", "dropped", "dead_lettered", "finished_groups"), 0
@@ -49,6 +57,10 @@ class GroupingFigures:
             self._totals["dropped"] += len(output.journal.drops)
             self._totals["dead_lettered"] += len(output.dead_letters)
             self._totals["finished_groups"] += len(output.journal.finished_groups)
+            now_s = time.time()
+            for batch in output.batches:
+                ages = (max(0.0, now_s - float(ended)) for ended in batch.timestamps if ended > 0)
+                VALUES.observe("rollstream_grouping_rollout_to_batch_seconds", ages)
 
     @property
     def due(self) -> bool:
@@ -66,9 +78,9 @@ class GroupingFigures:
         self._due_s = self._clock() + self._interval_s
         whole = dict.fromkeys(("lag", "in_flight", "open_groups", "held_bytes"), 0)
         counts: list[FateCount] = []
-        partitions = 0
+        served: list[int] = []
         for fold in folds:
-            partitions += 1
+            served.append(fold.partition)
             counts += fold.counts
             values = {
                 "position": fold.position,
@@ -80,9 +92,15 @@ class GroupingFigures:
             }
             if fold.partition in ends:
                 values["lag"] = max(0, ends[fold.partition] - fold.position)
+                if math.isfinite(self._retention_s):
+                    age_s = time.time() - fold.stream_time_ms / 1000 if values["lag"] else 0.0
+                    values["seconds_to_retention"] = self._retention_s - age_s
+            _serve_fates(fold)
             for name in whole.keys() & values.keys():
                 whole[name] += int(values[name])
             self._writer.write(values, {**self._labels, "partition": str(fold.partition)})
+        owned = {str(partition) for partition in (*served, *restoring)}
+        VALUES.keep("group", "partition", owned)
         for partition, progress in restoring.items():
             values = {f"restore_{name}": float(value) for name, value in asdict(progress).items()}
             self._writer.write(values, {**self._labels, "partition": str(partition)})
@@ -93,7 +111,7 @@ class GroupingFigures:
                 self._writer.write(_of_selection(selection), {**self._labels, "environment": environment})
         self._told = by_environment
         values = {**whole, **{f"{name}_total": count for name, count in self._totals.items()}}
-        values |= {"partitions": partitions, "partitions_restoring": len(restoring)}
+        values |= {"partitions": len(served), "partitions_restoring": len(restoring)}
         values |= more
         if self._commits:
             values["commit_seconds_mean"] = sum(self._commits) / len(self._commits)
@@ -104,6 +122,17 @@ class GroupingFigures:
     def close(self) -> None:
         """Send the metrics that are not sent yet."""
         self._writer.close()
+
+
+def _serve_fates(fold: Fold) -> None:
+    """Serve how many rollouts of a partition had each fate, summed over environments."""
+    totals: Counter[str] = Counter()
+    for count in fold.counts:
+        totals[count.fate] += count.rollouts
+    for counted, rollouts in totals.items():
+        if counted != READ:
+            fate, reason = fate_and_reason(counted)
+            VALUES.put("rollstream_grouping_rollouts_total", rollouts, str(fold.partition), fate, reason)
 
 
 def _of_selection(selection: Selection) -> dict[str, float]:

@@ -25,7 +25,7 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.heartbeats import beat
-from rollstream.topics.kafka import clients
+from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
 from rollstream.topics.kafka.reader import Polled
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -83,7 +83,11 @@ class GroupingProcess:
         self._publisher = TransactionPublisher(kafka, run, self._group, ordinal, self._member)
         self._punctuator = Punctuator(kafka, run, grouping, self._skipped)
         self._figures = GroupingFigures(
-            MetricsWriter(kafka, run, self._name), self._group, self._topic, grouper.metrics_interval_s
+            MetricsWriter(kafka, run, self._name, "group"),
+            self._group,
+            self._topic,
+            grouper.metrics_interval_s,
+            retention_s=topic_admin.retention_s(kafka, self._topic),
         )
         self._committer = Committer(self._publisher, self._figures)
         self._manager = self._new_manager()

@@ -25,6 +25,7 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import event
+from rollstream.topics.metric_values import VALUES
 from rollstream.topics.metrics import MetricsWriter
 from rollstream.topics.records import LearnerStep, Metrics
 
@@ -110,9 +111,10 @@ class TopicSink:
     def __init__(self, kafka: KafkaConfig, run: str, learner: str, last_recorded_step: int) -> None:
         component = f"learn-{learner}"
         self.last = _last_on_topic(kafka, run, component) if last_recorded_step >= 0 else -1
-        self._writer = MetricsWriter(kafka, run, component)
+        self._writer = MetricsWriter(kafka, run, component, "learn")
 
     def write(self, step: LearnerStep) -> None:
+        VALUES.record("learn", {"step": step.step, "policy_version": step.policy_version})
         self._writer.write(step.metrics, {"policy_version": str(step.policy_version)}, step=step.step)
 
     def close(self) -> None:

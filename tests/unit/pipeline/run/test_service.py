@@ -4,12 +4,14 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from rollstream.pipeline.config import ServiceConfig, load
 from rollstream.pipeline.run.role_process import RolePhase
 from rollstream.pipeline.run.service import ServiceServer
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.heartbeats import Heartbeats
+from rollstream.topics.metric_values import MetricValues
 from tests.support.probes import probe
 
 
@@ -20,7 +22,16 @@ class Role:
         self.now_s = 0.0
         self.phase = RolePhase()
         self.heartbeats = Heartbeats(lambda: self.now_s)
-        self.server = ServiceServer(ServiceConfig(stall_s=30), phase=self.phase, heartbeats=self.heartbeats)
+        self.values = MetricValues()
+        self.server = ServiceServer(
+            ServiceConfig(stall_s=30),
+            run="main",
+            role="group",
+            process="group-0",
+            phase=self.phase,
+            heartbeats=self.heartbeats,
+            values=self.values,
+        )
 
     def get(self, path: str) -> tuple[int, str]:
         return probe(self.server.url + path)
@@ -55,7 +66,32 @@ def test_a_role_is_alive_while_its_loop_turns_and_a_stuck_loop_is_named(role: Ro
 def test_other_paths_name_those_that_there_are(role: Role) -> None:
     status, text = role.get("/")
     assert status == 404
-    assert "/livez /readyz" in text
+    assert "/livez /readyz /metrics" in text
+
+
+def test_metrics_are_those_of_the_role_with_its_run_and_process(role: Role) -> None:
+    role.phase.ready()
+    role.heartbeats.beat("grouping")
+    role.now_s = 3
+    role.values.record("group", {"lag": 7.0, "open_groups": 2.0, "lag_per_s": 1.0}, {"partition": "1", "topic": "t"})
+    role.values.record("group", {"batches_total": 4.0, "lag": 7.0})
+    role.values.observe("rollstream_transaction_seconds", [0.02, 90.0])
+    status, text = role.get("/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert status == 200
+    values = {sample.name: (sample.labels, sample.value) for family in families.values() for sample in family.samples}
+    own = {"run": "main", "process": "group-0"}
+    assert values["rollstream_ready"] == (own, 1)
+    assert values["rollstream_loop_age_seconds"] == ({**own, "loop": "grouping"}, 3)
+    assert values["rollstream_grouping_lag"] == ({**own, "partition": "1"}, 7)
+    assert values["rollstream_grouping_batches_total"] == (own, 4)
+    assert families["rollstream_grouping_batches"].type == "counter"
+    assert values["rollstream_transaction_seconds_count"] == (own, 2)
+    assert values["rollstream_transaction_seconds_sum"] == (own, 90.02)
+    assert values["rollstream_uncatalogued_metrics"] == (own, 0)
+    assert values["process_resident_memory_bytes"][1] > 0
+    role.values.record("group", {"a_new_name": 1.0})
+    assert 'rollstream_uncatalogued_metrics{process="group-0",run="main"} 1.0' in role.get("/metrics")[1]
 
 
 def test_many_probes_at_once_are_answered(role: Role) -> None:
@@ -71,11 +107,12 @@ def test_many_probes_at_once_are_answered(role: Role) -> None:
 def test_a_port_in_use_is_an_error_that_names_the_setting(role: Role) -> None:
     taken = int(role.server.url.rpartition(":")[2])
     with pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1:{taken} .* set service.port"):
-        ServiceServer(ServiceConfig(port=taken))
+        ServiceServer(ServiceConfig(port=taken), run="main", role="group", process="group-0")
 
 
 def test_an_ipv6_address_is_served_and_written_in_brackets() -> None:
-    with ServiceServer(ServiceConfig(host="::1"), phase=RolePhase(), heartbeats=Heartbeats()) as server:
+    own = {"heartbeats": Heartbeats(), "values": MetricValues()}
+    with ServiceServer(ServiceConfig(host="::1"), run="main", role="group", process="group-0", **own) as server:
         assert server.url.startswith("http://[::1]:")
         assert probe(f"{server.url}/livez")[0] == 200
 

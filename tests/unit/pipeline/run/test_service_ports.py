@@ -24,8 +24,8 @@ def test_every_process_gets_a_port_after_that_of_the_supervisor_and_keeps_it(tmp
     assert [spec.arguments[-1] for spec in placed] == [f"service.port={port}" for port in range(9101, 9107)]
     assert ports.place(roles.of("group")[1]) == placed[3]
     targets = json.loads(ports.path.read_text())
-    assert {entry["labels"]["process"]: entry["targets"] for entry in targets} == {
+    assert {entry["labels"]["__meta_process"]: entry["targets"] for entry in targets} == {
         "supervisor": ["127.0.0.1:9100"],
         **{spec.name: [f"127.0.0.1:{port}"] for port, spec in enumerate(placed, 9101)},
     }
-    assert {entry["labels"]["run"] for entry in targets} == {"main"}
+    assert {entry["labels"]["__meta_run"] for entry in targets} == {"main"}

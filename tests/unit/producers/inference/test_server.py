@@ -205,9 +205,9 @@ def test_models_health_and_metrics_say_what_runs() -> None:
         assert get(server, "/livez")[0] == 200
         assert get(server, "/nowhere")[0] == 404
         lines = get(server, "/metrics")[1].splitlines()
-    assert "rollstream_inference_policy_version 3" in lines
-    assert "rollstream_inference_rows_total 3" in lines
-    assert "rollstream_inference_completion_tokens_total 9" in lines
+    assert "rollstream_inference_policy_version 3.0" in lines
+    assert "rollstream_inference_rows_total 3.0" in lines
+    assert "rollstream_inference_completion_tokens_total 9.0" in lines
 
 
 def test_before_the_first_weights_it_lives_but_is_not_ready() -> None:

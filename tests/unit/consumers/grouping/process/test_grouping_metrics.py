@@ -1,6 +1,7 @@
 """Figures of a grouping process: sums over its partitions, counts since its start, latencies since the last time."""
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -109,6 +110,20 @@ def test_an_unknown_lag_is_not_reported() -> None:
     figures = GroupingFigures(writer, "g", "t", 5.0)
     figures.write([driver().fold], {}, {})
     assert "lag" not in writer.written[0][0]
+
+
+def test_unread_records_are_near_their_deletion_by_their_age_and_read_ones_never_are() -> None:
+    writer, d = Kept(), driver()
+    figures = GroupingFigures(writer, "g", "t", 5.0, retention_s=3600.0)
+    d.pipe(example_rollout("open", 1.0), at_ms=int(1000 * time.time()) - 600_000)
+    figures.write([d.fold], {0: d.fold.position}, {})
+    assert writer.written[0][0]["seconds_to_retention"] == 3600
+    figures.write([d.fold], {0: d.fold.position + 1}, {})
+    left_s = next(v["seconds_to_retention"] for v, labels in writer.written[2:] if "partition" in labels)
+    assert 2900 < left_s <= 3000
+    kept_for_ever = Kept()
+    GroupingFigures(kept_for_ever, "g", "t", 5.0).write([d.fold], {0: d.fold.position + 1}, {})
+    assert "seconds_to_retention" not in kept_for_ever.written[0][0]
 
 
 def test_environments_are_reported_when_they_change_and_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

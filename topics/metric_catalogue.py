@@ -1,0 +1,485 @@
+"""The catalogue of served metrics: name, kind, unit, labels and meaning of everything at /metrics, by role.
+
+Dashboards, alert rules and a table of the docs are made from it. Components name their metrics as on the topic
+`metrics`; an entry says under which name such a metric is served. A name with neither an entry nor a reason in
+`NOT_SERVED` is counted at /metrics as uncatalogued, and fails tests.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["gauge", "counter", "histogram"]
+PREFIX = "rollstream_"
+COMMON = ("run", "process")
+"""Labels of every metric at a service port: the run, and the process within it, such as group-0."""
+SUBJECTS = ("partition", "environment")
+"""Labels of the records of topic `metrics` that name what the record is about."""
+LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+"""Upper bounds of the buckets of histograms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricSpec:
+    """One served metric."""
+
+    name: str
+    """Name as Prometheus has it; of counters with `_total`."""
+    roles: tuple[str, ...]
+    """Roles that serve it."""
+    help: str
+    kind: Kind = "gauge"
+    unit: str = ""
+    """seconds, bytes, rollouts, ...; empty for numbers without one."""
+    labels: tuple[str, ...] = ()
+    """Labels beside `COMMON`."""
+    source: str = ""
+    """Name on topic `metrics`; `left_out/*` serves each name that begins so, with the rest as value of the last label.
+    Empty: the code sets it by the served name."""
+    when: str = ""
+    """When it is served, if not always."""
+    change: bool = False
+    """Whether it is the time, in seconds since the Unix epoch, at which the source last changed its value."""
+
+
+def _rows(
+    role: str,
+    prefix: str,
+    rows: Mapping[str, str],
+    *,
+    labels: tuple[str, ...] = (),
+    when: str = "",
+    units: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
+) -> Iterator[MetricSpec]:
+    """Metrics served as `rollstream_{prefix}_{source}`, or with `names`; what ends in `_total` is a counter."""
+    for source, meaning in rows.items():
+        words = (names or {}).get(source, source.replace("/", "_").removesuffix("_*"))
+        yield MetricSpec(
+            name=f"{PREFIX}{prefix}_{words}",
+            roles=(role,),
+            help=meaning,
+            kind="counter" if words.endswith("_total") else "gauge",
+            unit=(units or {}).get(source, _unit(words)),
+            labels=labels,
+            source=source,
+            when=when,
+        )
+
+
+def _unit(words: str) -> str:
+    parts = words.removesuffix("_total").split("_")
+    return next((unit for unit in ("seconds", "bytes", "tokens", "rollouts") if unit in parts), "")
+
+
+def _changed(role: str, name: str, source: str, meaning: str) -> MetricSpec:
+    return MetricSpec(name=PREFIX + name, roles=(role,), help=meaning, unit="seconds", source=source, change=True)
+
+
+SERVING_ROLES = (
+    "run",
+    "learn",
+    "infer",
+    "engine",
+    "serve-weights",
+    "group",
+    "label",
+    "env",
+    "gateway",
+    "eval",
+    "collect",
+    "fill",
+)
+"""Commands that serve metrics."""
+
+_PROCESS = (
+    MetricSpec(
+        name="rollstream_info",
+        roles=SERVING_ROLES,
+        help="1; says which role and version runs.",
+        labels=("role", "version"),
+    ),
+    MetricSpec(name="rollstream_ready", roles=SERVING_ROLES, help="1 while the process takes work, else 0."),
+    MetricSpec(
+        name="rollstream_loop_age_seconds",
+        roles=SERVING_ROLES,
+        help="Time since a loop of the process last turned.",
+        unit="seconds",
+        labels=("loop",),
+    ),
+    MetricSpec(
+        name="rollstream_uncatalogued_metrics",
+        roles=SERVING_ROLES,
+        help="Names of metrics that the catalogue lacks; 0.",
+    ),
+)
+
+_EXACTLY_ONCE = (
+    MetricSpec(
+        name="rollstream_transaction_seconds",
+        roles=("group", "label"),
+        help="Duration of a committed transaction, from its first record to the end of the commit.",
+        kind="histogram",
+        unit="seconds",
+    ),
+    MetricSpec(
+        name="rollstream_transaction_aborts_total",
+        roles=("group", "label"),
+        help="Transactions that were aborted, and repeated or taken over.",
+        kind="counter",
+    ),
+)
+
+_GROUPING = (
+    *_rows(
+        "group",
+        "grouping",
+        {
+            "position": "Next offset of `rollouts` that the task reads.",
+            "lag": "Records of `rollouts` between the task's position and the end of the log.",
+            "in_flight": "Rollouts read and not yet finished, which are in open groups or wait for a batch.",
+            "open_groups": "Groups that are not complete.",
+            "held_bytes": "Bytes of rollouts in flight.",
+            "policy_version": "Newest policy version that the task knows, -1 before the first.",
+            "stream_time_s": "Stream time of the task, in seconds since the Unix epoch.",
+        },
+        labels=("partition",),
+        units={"lag": "records"},
+        names={"stream_time_s": "stream_time_seconds"},
+    ),
+    *_rows(
+        "group",
+        "grouping",
+        {"seconds_to_retention": "Time until the broker deletes records of `rollouts` that the task has not read."},
+        labels=("partition",),
+        when="retention.ms of `rollouts` is set",
+    ),
+    *_rows(
+        "group",
+        "grouping",
+        {
+            "restore_journal_read": "Journal records read by the restore in progress.",
+            "restore_journal_to_read": "Journal records that the restore reads in all.",
+            "restore_records_read": "Rollouts read by the restore in progress.",
+            "restore_records_to_read": "Rollouts that the restore reads in all.",
+            "restore_seconds": "Time that the restore has taken so far.",
+        },
+        labels=("partition",),
+        when="a task is being restored",
+        units={"restore_journal_read": "records", "restore_journal_to_read": "records"},
+    ),
+    MetricSpec(
+        name="rollstream_grouping_rollouts_total",
+        roles=("group",),
+        help="Records of `rollouts` by what became of them, since the run began.",
+        kind="counter",
+        unit="rollouts",
+        labels=("partition", "fate", "reason"),
+        when="a record was read",
+    ),
+    MetricSpec(
+        name="rollstream_grouping_rollout_to_batch_seconds",
+        roles=("group",),
+        help="Time from the end of a rollout, by its worker's clock, to the commit of its batch.",
+        kind="histogram",
+        unit="seconds",
+    ),
+    *_rows(
+        "group",
+        "grouping",
+        {
+            "transactions_total": "Transactions committed.",
+            "batches_total": "Batches committed.",
+            "batched_total": "Rollouts in these batches.",
+            "dropped_total": "Rollouts dropped.",
+            "dead_lettered_total": "Records that went to `dead-letters`.",
+            "finished_groups_total": "Groups finished.",
+            "records_skipped_total": "Records of `policies` and the journal that could not be read.",
+            "settings_ignored": "Settings that differ from those of the log, which count.",
+            "partitions": "Partitions that the process works on.",
+            "partitions_restoring": "Partitions whose task is being restored.",
+        },
+        units={"batched_total": "rollouts", "dropped_total": "rollouts"},
+    ),
+    *_rows(
+        "group",
+        "grouping",
+        {
+            "shift_length": "Shift of the mean length by lost rollouts, in standard deviations of those produced.",
+            "shift_reward": "Shift of the mean reward by lost rollouts, in standard deviations of those produced.",
+            "produced_rollouts": "Rollouts of the environment that were read.",
+            "batched_rollouts": "Rollouts of the environment in batches.",
+            "without_gradient_rollouts": "Rollouts dropped because they would have changed no parameter.",
+            "lost_rollouts": "Rollouts dropped that would have been trained on.",
+        },
+        labels=("environment",),
+        when="a rollout was read",
+    ),
+)
+
+_LABELING = _rows(
+    "label",
+    "labeling",
+    {
+        "labelled_total": "Records labeled and committed.",
+        "left_out_total": "Records that the labeler left out.",
+        "dead_lettered_total": "Records that went to `dead-letters`.",
+        "lag": "Records of `unlabelled` between the process's positions and the ends of the log.",
+    },
+    units={"lag": "records"},
+)
+
+_LEARNING = (
+    *_rows(
+        "learn",
+        "learner",
+        {"step": "Newest step on record.", "policy_version": "Policy version of that step."},
+    ),
+    _changed("learn", "learner_step_timestamp_seconds", "step", "When the newest step went on record."),
+    *_rows(
+        "learn",
+        "learner",
+        {
+            "loss": "Loss of the newest step.",
+            "optim/lr": "Learning rate.",
+            "optim/skipped": "Updates of the newest step that were skipped.",
+            "packing/tokens": "Tokens of the newest step.",
+            "packing/microbatches": "Microbatches of the newest step.",
+            "packing/trained_tokens": "Tokens of the newest step that were trained on.",
+            "packing/padding_fraction": "Share of the rows of the newest step that was padding.",
+            "packing/too_long": "Rollouts of the newest step that did not fit a row.",
+        },
+    ),
+    *_rows(
+        "learn",
+        "learner",
+        {
+            "entropy/mean": "Entropy of the policy on the newest step.",
+            "mismatch_kl/mean": "Divergence of the learner's log-probabilities from the sampler's.",
+            "mismatch_log_ratio/mean": "Mean of log-probability of the learner minus that of the sampler.",
+            "clip_ratio/low_mean": "Share of tokens below the lower bound of the loss.",
+            "clip_ratio/high_mean": "Share of tokens above the upper bound of the loss.",
+            "clip_ratio/cap_mean": "Share of tokens above learner.loss.ratio_cap with a negative advantage.",
+            "optim/grad_norm": "Norm of the gradient before clipping.",
+            "trained/reward": "Mean reward of the rollouts trained on.",
+            "trained/reward_std": "Standard deviation of that reward.",
+            "trained/completions/mean_length": "Mean length of their answers.",
+            "trained/completions/clipped_ratio": "Share of them that were truncated.",
+            "trained/rollouts": "Rollouts of the newest step.",
+            "off_policy/staleness": "Mean age of the rollouts trained on.",
+            "off_policy/reused": "Share of them that had been trained on before.",
+            "perf/throughput": "Tokens a second, over everything.",
+        },
+        when="a step was trained",
+        units={
+            "off_policy/staleness": "steps",
+            "perf/throughput": "tokens per second",
+            "trained/completions/mean_length": "tokens",
+        },
+    ),
+    *_rows(
+        "learn",
+        "learner",
+        {"time/*": "Time of a stage of the newest step; load and broadcast_weights are hidden behind training."},
+        labels=("stage",),
+        names={"time/*": "stage_seconds"},
+    ),
+    *_rows(
+        "learn",
+        "learner",
+        {
+            "importance/weight_mean": "Mean importance weight.",
+            "importance/limited_mean": "Share of tokens whose weight was limited.",
+            "kl/mean": "Divergence from the reference policy.",
+        },
+        when="the loss has it",
+    ),
+    *_rows(
+        "learn",
+        "learner",
+        {"warm_start/*": "A metric of the last update of the warm start."},
+        labels=("measure",),
+        when="the learner began with a warm start",
+    ),
+    *_rows(
+        "learn",
+        "learner",
+        {"left_out/*": "Rollouts of the newest step that were left out."},
+        labels=("reason",),
+        when="a rollout was left out",
+        units={"left_out/*": "rollouts"},
+    ),
+)
+
+_PRODUCING = (
+    *_rows(
+        "env",
+        "worker",
+        {
+            "groups_total": "Groups begun.",
+            "rollouts_total": "Rollouts sent.",
+            "tokens_total": "Tokens sampled for them.",
+            "cancelled_total": "Rollouts cancelled on the log.",
+            "failed_total": "Rollouts that failed.",
+            "capacity_wait_seconds_total": "Time in which no group could begin for want of room.",
+            "waiting_for_capacity": "1 while no group can begin for want of room.",
+            "groups_in_flight": "Groups being played.",
+            "reward_mean": "Mean reward of the rollouts sent.",
+            "policy_version": "Newest policy version that a server named, -1 before the first.",
+            "outstanding": "Rollouts of all workers on their way to the learner, as this worker sees them.",
+            "mine_unseen": "Rollouts of this worker that grouping has not read.",
+            "records_skipped_total": "Records that could not be read.",
+            "waiting_for_labels": "Rollouts of this worker that wait for labels.",
+        },
+        units={"cancelled_total": "rollouts", "failed_total": "rollouts", "outstanding": "rollouts"},
+    ),
+    *_rows(
+        "gateway",
+        "gateway",
+        {
+            "requests_total": "Requests for model calls.",
+            "calls_total": "Calls put on the log.",
+            "errors_total": "Requests answered with an error.",
+            "open_sessions": "Sessions that are open.",
+            "policy_version": "Newest policy version that a server named, -1 before the first.",
+        },
+    ),
+    *_rows(
+        "collect",
+        "collecting",
+        {"steps_total": "Chunk steps played.", "trajectories_total": "Trajectories sent."},
+    ),
+    *_rows(
+        "fill",
+        "filling",
+        {"added_total": "Trajectories filled in.", "refused_total": "Records left out as invalid."},
+        units={"added_total": "trajectories", "refused_total": "records"},
+    ),
+)
+
+_SERVING = (
+    *_rows(
+        "infer",
+        "inference",
+        {
+            "requests_total": "Requests answered.",
+            "errors_total": "Requests answered with an error.",
+            "decode_calls_total": "Calls of the decoder.",
+            "rows_total": "Sequences sampled.",
+            "prompt_tokens_total": "Tokens of the prompts.",
+            "completion_tokens_total": "Tokens sampled.",
+            "generate_seconds_total": "Time in the decoder.",
+            "weight_swaps_total": "Policy versions loaded.",
+            "policy_version": "Policy version that samples, -1 before the first.",
+            "waiting_requests": "Requests that wait for a slot.",
+            "admitted_requests": "Requests admitted and not yet answered.",
+            "decoding_rows": "Sequences being sampled.",
+            "max_rows": "Slots for sequences.",
+            "cache_bytes": "Size of the cache of keys and values.",
+        },
+    ),
+    _changed(
+        "infer",
+        "inference_version_timestamp_seconds",
+        "policy_version",
+        "When the policy version that samples was loaded.",
+    ),
+    *_rows(
+        "serve-weights",
+        "serving",
+        {
+            "replicas": "Engines.",
+            "serving_replicas": "Engines that sample with a version of the run.",
+            "drained_replicas": "Engines that are drained for an update.",
+            "unreachable_replicas": "Engines that do not answer.",
+            "policy_version": "Lowest policy version of an engine that serves, -1 before the first.",
+            "newest_version": "Newest policy version that is ready for engines, -1 before the first.",
+            "weight_swaps_total": "Versions loaded by engines.",
+            "failed_updates_total": "Updates that failed.",
+            "paused_seconds_total": "Time in which engines were paused for updates.",
+        },
+    ),
+    _changed(
+        "serve-weights",
+        "serving_version_timestamp_seconds",
+        "policy_version",
+        "When the lowest version of the engines last changed.",
+    ),
+)
+
+_EVALUATING = (
+    *_rows(
+        "eval",
+        "evaluation",
+        {
+            "evaluations_total": "Evaluations finished.",
+            "prompts_total": "Prompts answered in them.",
+            "failed_total": "Evaluations that failed.",
+            "policy_version": "Version evaluated last, -1 before the first.",
+        },
+    ),
+    *_rows(
+        "eval",
+        "evaluation",
+        {
+            "eval/version": "Newest policy version evaluated.",
+            "eval/lowest_version": "Lowest version that answered.",
+            "eval/highest_version": "Highest version that answered.",
+            "eval/prompts": "Prompts of the evaluation.",
+            "eval/reward": "Mean reward.",
+            "records_skipped_total": "Records that could not be read.",
+        },
+        labels=("environment",),
+        when="an evaluation has ended",
+        names={
+            **{f"eval/{name}": name for name in ("version", "lowest_version", "highest_version", "reward")},
+            "eval/prompts": "newest_prompts",
+        },
+    ),
+    *_rows(
+        "eval",
+        "evaluation",
+        {"eval/*": "Mean of a component of the reward."},
+        labels=("environment", "component"),
+        when="the reward has components",
+        names={"eval/*": "component"},
+    ),
+)
+
+_SUPERVISING = _rows(
+    "run",
+    "supervisor",
+    {
+        "processes": "Processes of the run.",
+        "processes_ready": "Processes that run and are ready.",
+        "restarts_total": "Processes started again after an exit.",
+    },
+)
+
+CATALOGUE_OF_METRICS: tuple[MetricSpec, ...] = (
+    *_PROCESS,
+    *_SUPERVISING,
+    *_LEARNING,
+    *_SERVING,
+    *_EXACTLY_ONCE,
+    *_GROUPING,
+    *_LABELING,
+    *_PRODUCING,
+    *_EVALUATING,
+)
+
+NOT_SERVED: Mapping[str, str] = {
+    "*_per_s": "rate() of the total says the same",
+    "running": "`up` says the same",
+    "commit_seconds_*": "rollstream_transaction_seconds says more",
+    "*_mean_length": "by environment and kind; the shifts are made of them",
+    "*_mean_reward": "by environment and kind; the shifts are made of them",
+}
+"""Names on topic `metrics` that are not served, and why. A sum over partitions is not served either."""
+SUMS = ("lag", "in_flight", "open_groups", "held_bytes")
+"""Names that a grouping process also reports without a partition, as sums: of served metrics, Prometheus makes them."""
+
+
+def of_role(role: str) -> tuple[MetricSpec, ...]:
+    """Return the metrics that a role serves."""
+    return tuple(spec for spec in CATALOGUE_OF_METRICS if role in spec.roles)

@@ -1,0 +1,64 @@
+"""Metrics in the text format of Prometheus, from the catalogue and the values of this process."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_1_0_0, generate_latest
+
+from rollstream.topics.metric_catalogue import LATENCIES_S, MetricSpec, of_role
+from rollstream.topics.metric_values import Distribution, MetricValues
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_1_0_0
+
+
+def text_of(role: str, figures: Mapping[str, float]) -> bytes:
+    """Return the metrics of a role from its figures alone, for a role that has a port of its own."""
+    values = MetricValues()
+    values.record(role, figures)
+    return Exposition((spec for spec in of_role(role) if spec.source and not spec.change), values, {}).text()
+
+
+class Exposition:
+    """Text of the metrics of one process."""
+
+    def __init__(
+        self,
+        specs: Iterable[MetricSpec],
+        values: MetricValues,
+        labels: Mapping[str, str],
+        *,
+        process: bool = False,
+    ) -> None:
+        """`labels` go on every sample; `process` adds memory, processor time and open files of the process."""
+        self._specs, self._values, self._labels = tuple(specs), values, labels
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        if process:
+            ProcessCollector(registry=self._registry)
+
+    def text(self) -> bytes:
+        """Return all values now."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield a family for each metric that has a value, as prometheus_client asks for them."""
+        for spec in self._specs:
+            if spec.kind == "histogram":
+                yield self._histogram(spec, self._values.distribution_of(spec))
+            elif values := self._values.values_of(spec):
+                yield self._numbers(spec, values)
+
+    def _numbers(self, spec: MetricSpec, values: Mapping[tuple[str, ...], float]) -> Metric:
+        kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+        family = kind(spec.name, spec.help, labels=(*self._labels, *spec.labels))
+        for labels, value in sorted(values.items()):
+            family.add_metric((*self._labels.values(), *labels), value)
+        return family
+
+    def _histogram(self, spec: MetricSpec, seen: Distribution) -> Metric:
+        family = HistogramMetricFamily(spec.name, spec.help, labels=tuple(self._labels))
+        bounds = [*(str(bound) for bound in LATENCIES_S), "+Inf"]
+        below = [sum(seen.counts[: place + 1]) for place in range(len(bounds))]
+        family.add_metric(tuple(self._labels.values()), list(zip(bounds, below, strict=True)), seen.total)
+        return family
