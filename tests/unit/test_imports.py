@@ -13,7 +13,12 @@ ALLOWED = {
     "producers": {"rollstream.producers", "rollstream.topics"},
     "consumers": {"rollstream.consumers", "rollstream.topics"},
     "pipeline": {f"rollstream.{name}" for name in ("pipeline", "consumers", "producers", "topics", "infra")},
-    "infra": {"rollstream.infra", "rollstream.topics.errors", "rollstream.topics.logs"},
+    "infra": {
+        "rollstream.infra",
+        "rollstream.topics.errors",
+        "rollstream.topics.logs",
+        "rollstream.topics.metric_catalogue",
+    },
 }
 KAFKA = "rollstream.topics.kafka"
 JAX = ("jax", "jaxlib", "optax", "orbax", "flax")

@@ -1,0 +1,145 @@
+"""Alert rules of Prometheus: what needs a person, with the page that helps. Written as JSON, which is YAML, too."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alert:
+    """One rule."""
+
+    name: str
+    expression: str
+    lasts: str
+    """How long it must hold."""
+    severity: str
+    summary: str
+    remedy: str
+
+
+ALERTS = (
+    Alert(
+        name="RollstreamLoopStuck",
+        expression="max by (run, process, loop) (rollstream_loop_age_seconds) > 300",
+        lasts="1m",
+        severity="critical",
+        summary="{{ $labels.process }} of run {{ $labels.run }} has made no progress in {{ $labels.loop }}",
+        remedy="Restart the process: a restart loses nothing. Its log ends where it is stuck.",
+    ),
+    Alert(
+        name="RollstreamNotReady",
+        expression="max by (run, process) (rollstream_ready) == 0",
+        lasts="15m",
+        severity="warning",
+        summary="{{ $labels.process }} of run {{ $labels.run }} does not become ready",
+        remedy="Its log says what it waits for.",
+    ),
+    Alert(
+        name="RollstreamRestarts",
+        expression="increase(rollstream_supervisor_restarts_total[30m]) > 1",
+        lasts="0m",
+        severity="warning",
+        summary="Processes of run {{ $labels.run }} exit and are started again",
+        remedy="The logs of the run name the cause.",
+    ),
+    Alert(
+        name="RollstreamGroupingLags",
+        expression=(
+            "sum by (run) (rollstream_grouping_lag) > 0 and sum by (run) (delta(rollstream_grouping_lag[15m])) > 0 "
+            "and sum by (run) (rate(rollstream_grouping_transactions_total[15m])) == 0"
+        ),
+        lasts="15m",
+        severity="critical",
+        summary="Grouping of run {{ $labels.run }} commits nothing, and what it has not read grows",
+        remedy="Look for open transactions with `rollstream broker mend`, and into the logs of the grouping processes.",
+    ),
+    Alert(
+        name="RollstreamRetentionNear",
+        expression="min by (run, partition) (rollstream_grouping_seconds_to_retention) < 3600",
+        lasts="1m",
+        severity="critical",
+        summary="Brokers delete unread rollouts of run {{ $labels.run }} within an hour",
+        remedy="Raise retention.ms of the topic now; then see why grouping lags.",
+    ),
+    Alert(
+        name="RollstreamDeadLetters",
+        expression="increase(rollstream_grouping_dead_lettered_total[15m]) > 0",
+        lasts="0m",
+        severity="warning",
+        summary="Records of run {{ $labels.run }} could not be used",
+        remedy="`rollstream dlq ls` names them.",
+    ),
+    Alert(
+        name="RollstreamSelectionBias",
+        expression="abs(rollstream_grouping_shift_length) > 0.05 or abs(rollstream_grouping_shift_reward) > 0.05",
+        lasts="30m",
+        severity="warning",
+        summary="Lost rollouts shift what run {{ $labels.run }} trains on, in {{ $labels.environment }}",
+        remedy="docs/selection.md says which settings lose rollouts.",
+    ),
+    Alert(
+        name="RollstreamTransactionsAbort",
+        expression="increase(rollstream_transaction_aborts_total[15m]) > 5",
+        lasts="0m",
+        severity="warning",
+        summary="Transactions of {{ $labels.process }} of run {{ $labels.run }} are aborted again and again",
+        remedy="Its log names the errors of the brokers.",
+    ),
+    Alert(
+        name="RollstreamLearnerStalls",
+        expression="time() - max by (run) (rollstream_learner_step_timestamp_seconds) > 1800",
+        lasts="0m",
+        severity="critical",
+        summary="The learner of run {{ $labels.run }} has made no step for half an hour",
+        remedy="rollstream_learner_stage_seconds and the lag of grouping say what it waits for.",
+    ),
+    Alert(
+        name="RollstreamMismatch",
+        expression="rollstream_learner_mismatch_kl_mean > 0.1",
+        lasts="10m",
+        severity="warning",
+        summary="Sampler and learner of run {{ $labels.run }} disagree about log-probabilities",
+        remedy="docs/losses.md names the likely causes.",
+    ),
+    Alert(
+        name="RollstreamVersionOld",
+        expression=(
+            "max by (run) (rollstream_learner_policy_version) "
+            "- on (run) min by (run) (rollstream_inference_policy_version) > 8"
+        ),
+        lasts="10m",
+        severity="warning",
+        summary="An inference server of run {{ $labels.run }} does not follow the learner",
+        remedy="Its log names the version that it could not load.",
+    ),
+    Alert(
+        name="RollstreamEnginesUnreachable",
+        expression="rollstream_serving_unreachable_replicas > 0",
+        lasts="5m",
+        severity="warning",
+        summary="Engines of run {{ $labels.run }} do not answer",
+        remedy="The log of serve-weights names them.",
+    ),
+)
+"""Rules, the ones about every process first."""
+
+
+def expressions() -> Iterator[str]:
+    """Yield the expression of every rule."""
+    yield from (alert.expression for alert in ALERTS)
+
+
+def alert_rules() -> str:
+    """Return the rules as a file for `rule_files`."""
+    rules = [
+        {
+            "alert": alert.name,
+            "expr": alert.expression,
+            "for": alert.lasts,
+            "labels": {"severity": alert.severity},
+            "annotations": {"summary": alert.summary, "description": alert.remedy},
+        }
+        for alert in ALERTS
+    ]
+    return json.dumps({"groups": [{"name": "rollstream", "rules": rules}]}, indent=2) + "\n"

@@ -1,0 +1,68 @@
+"""Dashboard and alert rules: every name and label in them is that of the catalogue, and both are files that load."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollstream.infra.monitoring import alerts, dashboard
+from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS, COMMON
+
+SPECS = {spec.name: spec for spec in CATALOGUE_OF_METRICS}
+EXPRESSIONS = [*dashboard.expressions(), *alerts.expressions()]
+
+
+def named(expression: str) -> set[str]:
+    """Names of the metrics in an expression; those of a histogram without what its series add."""
+    names = re.findall(r"rollstream_\w+", expression)
+    return {name if name in SPECS else re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_an_expression_names_metrics_and_labels_of_the_catalogue_alone(expression: str) -> None:
+    names = named(expression)
+    assert names
+    assert names <= set(SPECS)
+    labels = {*COMMON, "le"}.union(*(SPECS[name].labels for name in names))
+    used = [label for by in re.findall(r"(?:by|on) \(([a-z_, ]+)\)", expression) for label in by.split(", ")]
+    used += re.findall(r"[{,](\w+)=", expression)
+    assert set(used) <= labels
+    assert expression.count("(") == expression.count(")")
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_counters_are_read_as_rates_and_gauges_are_not(expression: str) -> None:
+    rated = set(re.findall(r"(?:rate|increase)\((rollstream_\w+)", expression))
+    for name in re.findall(r"rollstream_\w+", expression):
+        series = SPECS.get(name)
+        grows = series is None or series.kind == "counter"
+        shown_whole = series is not None and f"{name}{{}}" == expression
+        assert (name in rated) == grows or shown_whole
+
+
+def test_labels_in_legends_and_messages_are_those_of_their_expressions() -> None:
+    pairs = [(text, legend) for row in dashboard.ROWS.values() for panel in row for text, legend in panel.expressions]
+    pairs += [(alert.expression, alert.summary) for alert in alerts.ALERTS]
+    for expression, text in pairs:
+        kept = re.findall(r"by \(([a-z_, ]+)\)", expression)
+        labels = set(COMMON).union(*(SPECS[name].labels for name in named(expression)))
+        if kept:
+            labels = {label for by in kept for label in by.split(", ")}
+        assert set(re.findall(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}", text)) <= labels, text
+
+
+def test_the_command_writes_both_files(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "rollstream.infra.monitoring", str(tmp_path / "new")]
+    written = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    board, rules = (json.loads(Path(path).read_text()) for path in written)
+    graphs = [panel for panel in board["panels"] if panel["type"] == "timeseries"]
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    assert all(panel["description"] for panel in graphs)
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]]
+    assert len(set(places)) == len(places)
+    assert all('run=~"$run"' in target["expr"] for panel in graphs for target in panel["targets"])
+    [group] = rules["groups"]
+    assert {rule["labels"]["severity"] for rule in group["rules"]} == {"critical", "warning"}
