@@ -7,6 +7,7 @@ more processes; a restart under the same ordinal moves no partition.
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -120,7 +121,7 @@ class LabelingProcess:
         self._owned: set[int] = set()
         self._counts = LabelingCounts()
         self._metrics = MetricsWriter(kafka, run, self._name, "label")
-        self._written = time.monotonic()
+        self._written = -math.inf
         self._loop = asyncio.Runner() if is_asynchronous(labeler) else None
         """Event loop of an asynchronous labeler, which keeps its connections from one poll to the next."""
 
@@ -130,12 +131,12 @@ class LabelingProcess:
             self._publisher.start()
             self._member.join(self._on_assign, self._on_revoke, self._on_revoke)
             while not stop.is_set():
+                self._write_figures()  # first of all: the first labels may take for ever
                 try:
                     self._label(self._consume())
                 except OwnershipLost as lost:
                     event(logger, "ownership_lost", level=logging.WARNING, error=str(lost))
                     self._go_back()
-                self._write_figures()
         finally:
             if self._loop is not None:
                 close = getattr(self._labeler, "close", None)
