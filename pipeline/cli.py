@@ -36,7 +36,7 @@ COMMANDS = {
     "fill": ("roles.fill", "fill a trajectory buffer on disk from the log"),
     "run": ("run.command", "run all roles under one supervisor until interrupted or their work is done"),
     "runs": ("tools.runs", "list the runs that are on the brokers"),
-    "deploy": ("tools.deploy", "write down a run for what runs it elsewhere: a compose file"),
+    "deploy": ("tools.deploy", "write down a run for what runs it elsewhere, and what watches it"),
     "demo": ("run.demo", "train a small model through a local Kafka and print a report"),
     "ledger": ("tools.ledger", "prove from the topics alone that every record is in exactly one place"),
     "verify": ("tools.verify", "compute batches again from the log and compare them bit for bit"),

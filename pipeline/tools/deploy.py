@@ -1,4 +1,4 @@
-"""`rollstream deploy`: writes down a run for what runs it elsewhere: `compose` for containers of one machine."""
+"""`rollstream deploy`: writes down a run for what runs it elsewhere, and what watches it."""
 
 import argparse
 import os
@@ -43,6 +43,23 @@ def register(parser: argparse.ArgumentParser) -> None:
     ):
         shown = " (default: %(default)s)" if value else ""
         compose.add_argument(flag, default=value, metavar="IMAGE", help=f"{what}{shown}")
+
+    monitoring = add_command(commands, "monitoring", "write a dashboard for Grafana and alert rules for Prometheus")
+    monitoring.add_argument("directory", type=Path, metavar="DIR", help="where to; created if it does not exist")
+    monitoring.set_defaults(run=_write_monitoring)
+
+
+def _write_monitoring(args: argparse.Namespace) -> int:
+    """Write the dashboard and the alert rules, which are the same for every run; print their paths."""
+    from rollstream.infra.monitoring.alerts import alert_rules
+    from rollstream.infra.monitoring.dashboard import dashboard
+
+    directory: Path = args.directory
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in (("rollstream-dashboard.json", dashboard()), ("rollstream-alerts.yml", alert_rules())):
+        (directory / name).write_text(text, encoding="utf-8")
+        print(directory / name)
+    return 0
 
 
 def write_compose(config: RunConfig, args: argparse.Namespace) -> int:

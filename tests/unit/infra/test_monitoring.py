@@ -55,7 +55,7 @@ def test_labels_in_legends_and_messages_are_those_of_their_expressions() -> None
 
 
 def test_the_command_writes_both_files(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "rollstream.infra.monitoring", str(tmp_path / "new")]
+    command = [sys.executable, "-P", "-m", "rollstream", "deploy", "monitoring", str(tmp_path / "new")]
     written = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     board, rules = (json.loads(Path(path).read_text()) for path in written)
     graphs = [panel for panel in board["panels"] if panel["type"] == "timeseries"]
