@@ -8,8 +8,8 @@ from rollstream.pipeline import interruption
 
 def main() -> None:
     """Run one command and exit with its code."""
-    interruption.take_over()
     try:
+        interruption.take_over()
         from rollstream.pipeline.cli import main as run
 
         code = run()

@@ -31,12 +31,12 @@ _reported = threading.Lock()
 
 
 def take_over() -> None:
-    """Handle SIGINT from here on. Call it once, before anything slow is imported."""
+    """Handle SIGINT from here on. Call it once, before anything slow is imported; it raises KeyboardInterrupt, too."""
+    signal.signal(signal.SIGINT, _interrupt)
     read, write = os.pipe()
     os.set_blocking(write, False)
     # The C handler writes at once, whatever the main thread does; a Python handler waits for the next bytecode.
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _report_unless_interrupted
     threading.Thread(target=_watch, args=(read,), name="interruption", daemon=True).start()
 
