@@ -155,16 +155,12 @@ def test_every_process_of_a_run_serves_its_catalogued_metrics_and_drains_without
             assert shown - served == set()
             stages = {dict(labels)["stage"] for labels in seen["learn"]["rollstream_learner_stage_seconds"]}
             assert {"step", "wait_for_batch", "load", "snapshot"} <= stages
-            fates = [
-                dict(labels)["fate"]
-                for name in ("group-0", "group-1")
-                for labels in seen[name]["rollstream_grouping_rollouts_total"]
-            ]
-            assert "batched" in fates
-            batched = sum(
-                seen[name]["rollstream_grouping_rollout_to_batch_seconds_count"][()] for name in ("group-0", "group-1")
+            groupers = [urls["group-0"], urls["group-1"]]
+            # A grouping process counts what it has committed at each interval of its metrics.
+            eventually(lambda: sum(map(batched, groupers)) >= 3 * 32, 60, "the batches of three steps to be counted")
+            eventually(
+                lambda: any("batched" in fates(url) for url in groupers), 60, "rollouts to be counted as batched"
             )
-            assert batched >= 3 * 32
             assert seen["infer"]["rollstream_inference_version_timestamp_seconds"][()] > 1.7e9
             own = [
                 line for line in probe(f"http://127.0.0.1:{port}/metrics")[1].splitlines() if "open_sessions" in line
@@ -181,6 +177,16 @@ def test_every_process_of_a_run_serves_its_catalogued_metrics_and_drains_without
     assert killed == []
     book = ledger(KafkaConfig(bootstrap_servers=broker), run_name)
     assert book.balanced, book.problems
+
+
+def batched(url: str) -> float:
+    """Rollouts of which a grouping process has observed how long they took into a batch."""
+    return scrape(url)[0]["rollstream_grouping_rollout_to_batch_seconds_count"][()]
+
+
+def fates(url: str) -> set[str]:
+    """Fates of rollouts that a grouping process counts."""
+    return {dict(labels)["fate"] for labels in scrape(url)[0].get("rollstream_grouping_rollouts_total", {})}
 
 
 def shown_always(*roles: str) -> set[str]:
