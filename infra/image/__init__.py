@@ -1,4 +1,5 @@
-"""A Kafka image built from files of this machine, without a registry: `python -m rollstream.infra.image build`.
+"""Images of a broker and of every role, built from files of this machine: `python -m rollstream.infra.image build`.
 
-It keeps the contract of the official apache/kafka image. Builds from the same inputs are equal bit by bit.
+They need no registry. That of the broker keeps the contract of the official apache/kafka image. Builds from the same
+inputs are equal bit by bit.
 """
