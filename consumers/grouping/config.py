@@ -8,7 +8,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from typing import Any, get_type_hints
 
@@ -267,11 +267,44 @@ def check_batch_bytes(grouping: GroupingConfig, max_record_bytes: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AutoscaleConfig:
+    """When grouping processes are added and removed: by their lag, in `rollstream run` or on Kubernetes."""
+
+    enabled: bool = False
+    """Whether `rollstream run` adds and removes grouping processes by their lag."""
+    min_processes: int = 1
+    """Fewest processes."""
+    max_processes: int = 0
+    """Most processes; 0, or more than there are partitions: as many as partitions."""
+    lag_per_process: int = 2000
+    """Records of `rollouts` that may wait for each process; for one process more there must be as many more."""
+    interval_s: float = 15.0
+    """Time between two decisions."""
+    cooldown_s: float = 300.0
+    """Processes are removed only when so many were not needed for this long."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("min_processes", 1), ("max_processes", 0), ("lag_per_process", 1), ("cooldown_s", 0)):
+            if not getattr(self, name) >= least:
+                raise ConfigurationError(
+                    f"grouper.autoscale.{name} is {getattr(self, name)}; it must be at least {least}"
+                )
+        if not self.interval_s > 0:
+            raise ConfigurationError(f"grouper.autoscale.interval_s is {self.interval_s:g}; it must be above 0")
+        if 0 < self.max_processes < self.min_processes:
+            raise ConfigurationError(
+                f"grouper.autoscale.max_processes {self.max_processes} is below min_processes {self.min_processes}: "
+                "raise the one, or lower the other"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class GrouperConfig:
     """Settings that decide how a grouping process runs, never its batches."""
 
     processes: int = 2
     """Grouping processes that a supervised run starts."""
+    autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     group: str = "grouper"
     """Consumer group, prefixed with the run's name."""
     commit_interval_s: float = 0.03
@@ -287,6 +320,13 @@ class GrouperConfig:
     makers: tuple[str, ...] = ()
     """Your batch makers that grouping.maker may name, as package.module:Class or path/to/file.py:Class. No others are
     imported."""
+
+    def __post_init__(self) -> None:
+        if self.autoscale.enabled and not self.metrics_interval_s > 0:
+            raise ConfigurationError(
+                "grouper.autoscale.enabled needs the lag that processes write, and grouper.metrics_interval_s is "
+                f"{self.metrics_interval_s:g}; set it above 0"
+            )
 
     def group_id(self, run: str) -> str:
         """Return the full name of the consumer group of a run."""

@@ -118,10 +118,11 @@ class RealRun:
         flags = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
         for name in ("grouping", "grouper"):
             part = getattr(self, name)
+            usual = type(part)()
             flags += [
                 f"--set={name}.{f.name}={getattr(part, f.name)}"
                 for f in dataclasses.fields(part)
-                if getattr(part, f.name) != f.default
+                if getattr(part, f.name) != getattr(usual, f.name)
             ]
         flags.append(f"--set=topics.partitions={self.topics.partitions}")
         flags.append(f"--set=data_dir={self.directory}")
