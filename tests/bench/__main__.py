@@ -31,11 +31,13 @@ from tests.bench import (
     restore_row,
     slice_row,
     stall_row,
+    swap_row,
     trajectory_row,
     weights_row,
     worker_row,
 )
 from tests.bench.measure import LatencyRow, Row, Settings
+from tests.support.vllm_server import is_installed
 
 ROWS: dict[str, Callable[[Settings], Row | LatencyRow]] = {
     "codec": codec_row.measure,
@@ -59,6 +61,11 @@ ROWS: dict[str, Callable[[Settings], Row | LatencyRow]] = {
     "decode-mixed": decode_row.mixed,
     "decode-arrivals": decode_row.arrivals,
     "weights": weights_row.measure,
+    "weights-128": weights_row.row("weights-128", 128),
+    "weights-1024": weights_row.row("weights-1024", 1024),
+    "weights-2048": weights_row.row("weights-2048", 2048),
+    "swap": swap_row.row("swap", "infer"),
+    **({"swap-vllm": swap_row.row("swap-vllm", "vllm-plugin")} if is_installed() else {}),
     "stall-256": stall_row.row("stall-256", 256),
     "stall-1024": stall_row.row("stall-1024", 1024),
     "feed": learner_rows.measure_feed,

@@ -1,13 +1,14 @@
-"""Row `weights`: a policy version published and followed, against the same bytes sent in the same chunks and read back.
+"""Rows `weights` to `weights-2048`: a policy version of so many MiB published and followed, against the same bytes sent
+in the same chunks and read back.
 
-A mebibyte of parameters counts as a rollout. Figures compare deltas of 1 % and 3 % of the values with the full version,
-and versions in files of a directory with the same bytes written to a file, synced and read back.
+A mebibyte of parameters counts as a rollout. Figures of the first row compare deltas of 1 % and 3 % of the values with
+the full version, and versions in files of a directory with the same bytes written to a file, synced and read back.
 """
 
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from statistics import median
@@ -38,33 +39,47 @@ _SPARE_S = 120.0
 
 
 def measure(settings: Settings) -> Row:
-    """Publish and load versions of 32 MiB in full; then deltas."""
-    config = WeightsConfig(anchor_every=1)
-    with prepared(settings, "weights") as run, _publishing(settings, run, config) as (log, source):
-        arrays = random_arrays(0)
+    """Publish and load versions of 32 MiB in full; then deltas, and versions in files."""
+    return _through_the_log(settings, "weights", SIZE_MIB, _deltas(settings, random_arrays(0)) | _files(settings))
+
+
+def row(name: str, size_mib: int) -> Callable[[Settings], Row]:
+    """Return the row of versions of that size, or of as many MiB as a row has rollouts."""
+
+    def measure(settings: Settings) -> Row:
+        return _through_the_log(settings, name, min(size_mib, settings.rollouts), {})
+
+    return measure
+
+
+def _through_the_log(settings: Settings, name: str, size_mib: int, figures: dict[str, float]) -> Row:
+    # The log keeps one version beside the one that is published, so that no disk is filled.
+    config = WeightsConfig(anchor_every=1, keep_versions=1, transport="log")
+    arrays = random_arrays(0, size_mib // 2)
+    with prepared(settings, name) as run, publishing(settings, run, config) as (log, source):
 
         def ours() -> Timing:
             watch = Stopwatch()
-            manifest = _publish(source, log, arrays)
+            manifest = publish(source, log, arrays)
             with closing(ChunkFetcher(settings.kafka, run)) as fetcher:
                 load_version(fetcher, {manifest.version: manifest}, manifest.version)
-            return watch.timing(SIZE_MIB)
+            return watch.timing(size_mib)
 
         def raw() -> Timing:
             data = b"".join(array.tobytes() for array in arrays.values())
             watch = Stopwatch()
             copy_through_broker(settings, topic_name(run, "batches"), data, config.chunk_bytes)
-            return watch.timing(SIZE_MIB)
+            return watch.timing(size_mib)
 
         published, copied = interleaved(settings.repetitions, ours, raw)
     return Row(
-        name="weights",
-        what=f"publish a version of {SIZE_MIB} MiB, fetch it and check its digests; a MiB counts as a rollout",
+        name=name,
+        what=f"publish a version of {size_mib} MiB, fetch it and check its digests; a MiB counts as a rollout",
         baseline="send the same bytes in chunks of the same size and read them back",
         size_bytes=MIB,
         ours=published,
         raw=copied,
-        figures=_deltas(settings, arrays) | _files(settings),
+        figures=figures,
     )
 
 
@@ -90,14 +105,14 @@ def changed(arrays: Arrays, share: float) -> Arrays:
 
 def _deltas(settings: Settings, arrays: Arrays) -> dict[str, float]:
     figures = {}
-    with prepared(settings, "deltas") as run, _publishing(settings, run, WeightsConfig()) as (log, source):
-        full = _publish(source, log, arrays)
+    with prepared(settings, "deltas") as run, publishing(settings, run, WeightsConfig()) as (log, source):
+        full = publish(source, log, arrays)
         figures["full version: stored bytes / bytes"] = full.figures["stored_bytes"] / full.figures["full_bytes"]
         figures["full version, s to publish"] = _seconds(full)
         for percent in (1, 3):
-            delta = _publish(source, log, changed(arrays, percent / 100))
+            delta = publish(source, log, changed(arrays, percent / 100))
             # The next delta is against the version before, so that goes back to the first one.
-            _publish(source, log, arrays)
+            publish(source, log, arrays)
             figures[f"delta of {percent} %: bytes / full"] = delta.figures["stored_bytes"] / delta.figures["full_bytes"]
             figures[f"delta of {percent} %, s to publish"] = _seconds(delta)
     return figures
@@ -114,11 +129,11 @@ def _files(settings: Settings) -> dict[str, float]:
         arrays = random_arrays(0, size_mib // 2)
         with tempfile.TemporaryDirectory() as folder:
             config = WeightsConfig(anchor_every=1, keep_versions=1, transport="files", url=f"{folder}/weights")
-            with prepared(settings, f"files-{size_mib}") as run, _publishing(settings, run, config) as (log, source):
+            with prepared(settings, f"files-{size_mib}") as run, publishing(settings, run, config) as (log, source):
                 ours, raw = [], []
                 for _ in range(settings.repetitions):
                     began = time.perf_counter()
-                    manifest = _publish(source, log, arrays)
+                    manifest = publish(source, log, arrays)
                     with closing(ChunkFetcher(settings.kafka, run)) as fetcher:
                         load_version(fetcher, {manifest.version: manifest}, manifest.version)
                     ours.append(time.perf_counter() - began)
@@ -152,15 +167,19 @@ def _seconds(manifest: PolicyManifest) -> float:
 
 
 @contextmanager
-def _publishing(settings: Settings, run: str, config: WeightsConfig) -> Iterator[tuple[StepLog, WeightsPublisher]]:
+def publishing(
+    settings: Settings, run: str, config: WeightsConfig, model: str = "{}"
+) -> Iterator[tuple[StepLog, WeightsPublisher]]:
+    """The writers of versions, as a learner has them; `model` is the JSON of the model's configuration."""
     with (
         closing(StepLog(settings.kafka, run, "default")) as log,
-        closing(WeightsPublisher(settings.kafka, run, "default", "{}", config)) as source,
+        closing(WeightsPublisher(settings.kafka, run, "default", model, config)) as source,
     ):
         yield log, source
 
 
-def _publish(source: WeightsPublisher, log: StepLog, arrays: Arrays) -> PolicyManifest:
+def publish(source: WeightsPublisher, log: StepLog, arrays: Arrays) -> PolicyManifest:
+    """Publish the next version, as the record of a step does."""
     manifest = source.stage(source.latest_version + 1, arrays)
     log.commit([source.record(manifest)])
     source.committed(manifest)

@@ -2,10 +2,6 @@
 
 import asyncio
 import json
-import os
-import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +15,11 @@ from rollstream.consumers.files import safetensors_files
 from rollstream.consumers.models.huggingface import CONFIG, SINGLE, load_config
 from rollstream.consumers.serving.config import ServingConfig
 from rollstream.consumers.serving.engines import EngineHttp, VllmEngine
-from rollstream.consumers.serving.vllm_plugin.registration import BACKEND
-from rollstream.consumers.serving.vllm_plugin_engine import EXTENSION
-from rollstream.infra.ports import free_port
 from rollstream.topics.config import KafkaConfig
 from tests.support.checkpoints import SPECIAL_TOKENS, random_parameters, write_tokenizer
-from tests.support.paths import ROOT
 from tests.support.runs import RealRun
-from tests.support.waiting import eventually
+from tests.support.vllm_server import is_installed, vllm_server
 
-ENVIRONMENT = ROOT / ".venv" / "vllm"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}"
     "{% for c in m['tool_calls'] or [] %}<tool_call>\n"
@@ -39,8 +30,6 @@ CHAT_TEMPLATE = (
 TOOL_CALL = ('<tool_call>\n{"name": "add", "arguments": {"a": ', ("20", "21"), ', "b": 22}}\n</tool_call>')
 """Tokens with which the model answers in a chat: a call of the tool add, with one of two numbers."""
 VOCABULARY = 320
-READY_S = 600.0
-"""Most of it are imports, on a machine that does other things."""
 
 
 @dataclass(frozen=True)
@@ -110,50 +99,12 @@ def follow(parameters: dict[str, NDArray[np.float32]], before: int, after: Seque
 @pytest.fixture(scope="session")
 def vllm(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vllm]:
     """A vLLM in development mode, with the routes that replace weights and with our plug-in."""
-    if not (ENVIRONMENT / "bin" / "vllm").exists():
+    if not is_installed():
         pytest.fail("vLLM is not installed: run make .venv/vllm/.installed (6 GB)", pytrace=False)
-    port = free_port("127.0.0.1")
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [
-                *(ENVIRONMENT / "bin" / "vllm", "serve", checkpoint, "--served-model-name", "policy"),
-                *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--dtype", "float32"),
-                *("--enforce-eager", "--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-                *("--weight-transfer-config", json.dumps({"backend": BACKEND}), "--worker-extension-cls", EXTENSION),
-            ],
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            env={
-                **os.environ,
-                "PATH": f"{ENVIRONMENT / 'bin'}:{os.environ['PATH']}",
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_SERVER_DEV_MODE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
-                "HF_HUB_OFFLINE": "1",
-            },
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        eventually(lambda: process.poll() is not None or healthy(url), READY_S, f"vLLM to serve; see {log}")
-        assert process.poll() is None, log.read_text()[-3000:]
+    flags = ("--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    with vllm_server(checkpoint, log, *flags) as url:
         yield Vllm(f"{url}/v1", "policy", checkpoint)
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 async def update(vllm: Vllm, directory: Path, label: str) -> None:

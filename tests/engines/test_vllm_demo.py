@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.engines.conftest import ENVIRONMENT
+from tests.support.vllm_server import ENVIRONMENT
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 

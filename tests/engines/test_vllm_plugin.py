@@ -18,10 +18,11 @@ from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.producers.inference.client import Completion
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka import provisioning
-from tests.engines.conftest import ENVIRONMENT, Vllm
+from tests.engines.conftest import Vllm
 from tests.engines.vllm_answers import LongRequest, assert_sampled_by, few_changed, original, sample
 from tests.support.damaged_weights import damaged_delta
 from tests.support.runs import RealRun
+from tests.support.vllm_server import ENVIRONMENT
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]

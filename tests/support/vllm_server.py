@@ -1,0 +1,72 @@
+"""A vLLM as a process of its own, as `serve-weights` expects one: in development mode, with our plug-in."""
+
+import json
+import os
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollstream.consumers.serving.vllm_plugin.registration import BACKEND
+from rollstream.consumers.serving.vllm_plugin_engine import EXTENSION
+from rollstream.infra.ports import free_port
+from tests.support.paths import ROOT
+from tests.support.waiting import eventually
+
+ENVIRONMENT = ROOT / ".venv" / "vllm"
+READY_S = 600.0
+"""Most of it are imports, on a machine that does other things."""
+
+
+def is_installed() -> bool:
+    """Whether the environment of vLLM is there; `make test-all` installs it."""
+    return (ENVIRONMENT / "bin" / "vllm").exists()
+
+
+@contextmanager
+def vllm_server(checkpoint: Path, log: Path, *flags: str) -> Iterator[str]:
+    """URL of a vLLM in development mode that serves a checkpoint as `policy`; ended on leaving."""
+    port = free_port("127.0.0.1")
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [
+                *(ENVIRONMENT / "bin" / "vllm", "serve", checkpoint, "--served-model-name", "policy"),
+                *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024", "--dtype", "float32"),
+                *("--enforce-eager", "--weight-transfer-config", json.dumps({"backend": BACKEND})),
+                *("--worker-extension-cls", EXTENSION, *flags),
+            ],
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env={
+                **os.environ,
+                "PATH": f"{ENVIRONMENT / 'bin'}:{os.environ['PATH']}",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_SERVER_DEV_MODE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "HF_HUB_OFFLINE": "1",
+            },
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        eventually(lambda: process.poll() is not None or healthy(url), READY_S, f"vLLM to serve; see {log}")
+        assert process.poll() is None, log.read_text()[-3000:]
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def healthy(url: str) -> bool:
+    """Whether a server answers that it is well."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
