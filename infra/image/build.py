@@ -25,7 +25,8 @@ APPLICATION_TAG = "rollstream:local"
 PYTHON_TAG = "rollstream/python:local"
 EXTRAS = ("learner", "hf", "chat", "archive", "sql")
 """Extras of rollstream in its image, if none are named."""
-_LOAD_TIMEOUT_S = 300.0
+_LOAD_TIMEOUT_S = 1800.0
+"""Minutes on a busy machine, for the image of every role."""
 _KAFKA = ImageSettings(
     command=("/etc/kafka/docker/run",),
     variables={"PATH": "/opt/java/bin:/bin", "LANG": "C.UTF-8"},
@@ -117,9 +118,14 @@ def _build(
 
 
 def _load(docker: str, archive: Path) -> None:
-    answer = subprocess.run(
-        [docker, "load", "--quiet", "--input", str(archive)], capture_output=True, text=True, timeout=_LOAD_TIMEOUT_S
-    )
+    command = [docker, "load", "--quiet", "--input", str(archive)]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_LOAD_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise BrokerUnavailable(
+            f"the Docker engine did not take the image within {_LOAD_TIMEOUT_S:g} s: write it to a file with --output, "
+            "and load that"
+        ) from error
     if answer.returncode != 0:
         lines = answer.stderr.strip().splitlines() or [f"exit {answer.returncode}"]
         raise BrokerUnavailable(f"the Docker engine does not take the image: {lines[-1]}")

@@ -17,6 +17,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.container_settings import (
     HOME,
     KAFKA_PORT,
+    STARTING_S,
     ContainerSecrets,
     check_brokers,
     check_containers,
@@ -46,8 +47,6 @@ _USER = "1000:1000"
 _LOCAL = "127.0.0.1"
 _WAIT_FOR_BROKERS_S = 300
 _PROBE = "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{port}{path}', timeout=5)"
-_STARTING_S = 1800
-"""Time in which a failing probe of a container that starts does not count: a learner warms up, a server compiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +211,8 @@ def _probe(port: int, path: str) -> dict[str, Any]:
         "interval": "15s",
         "timeout": "10s",
         "retries": 4,
-        "start_period": f"{_STARTING_S}s",
+        # Within it a failing probe does not count.
+        "start_period": f"{STARTING_S}s",
     }
 
 
@@ -248,7 +248,8 @@ def _broker(config: RunConfig, options: ComposeOptions, name: str, number: int) 
         "user": _USER,
         "environment": {**variables, **dict(sorted(image_environment(properties).items()))},
         "volumes": [f"{name}:{_DATA}"],
-        "tmpfs": ["/tmp", "/opt/kafka/config:uid=1000,gid=1000", "/opt/kafka/logs:uid=1000,gid=1000"],
+        # Kafka unpacks the library of zstd there and loads it; where nothing may be executed, it takes no rollouts.
+        "tmpfs": ["/tmp:exec", "/opt/kafka/config:uid=1000,gid=1000", "/opt/kafka/logs:uid=1000,gid=1000"],
         "stop_grace_period": f"{math.ceil(config.broker.stop_timeout_s)}s",
         "restart": "unless-stopped",
     }

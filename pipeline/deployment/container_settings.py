@@ -22,6 +22,8 @@ KAFKA_PORT = 9092
 INFERENCE_PORT = 8000
 COORDINATOR_PORT = 8476
 SERVICE_PORT = 8081
+STARTING_S = 1800
+"""Time that a container may take until it is ready: a learner warms up, a server waits for it and compiles."""
 _EVERYWHERE = "0.0.0.0"
 _DIRECTORIES = ("learner.checkpoint.directory", "fill.directory", "serving.directory", "learner.weights.url")
 """Settings of directories that roles write to."""
@@ -79,6 +81,8 @@ def container_settings(config: RunConfig, host_of: HostOf, brokers: Sequence[str
         settings["topics.replication_factor"] = replicas = min(3, len(brokers))
         settings["topics.min_insync_replicas"] = max(1, replicas - 1)
     settings |= {"service.host": _EVERYWHERE, "service.port": config.service.port or SERVICE_PORT}
+    # A supervisor would tell that the learner, for whose first version a server waits, makes progress; here is none.
+    settings["supervisor.ready_timeout_s"] = max(float(STARTING_S), config.supervisor.ready_timeout_s)
     processes = counts(config)
     if servers := processes.get(INFER, 0):
         port = config.inference.port or INFERENCE_PORT

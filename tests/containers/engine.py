@@ -10,7 +10,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,11 +22,14 @@ from rollstream.infra.image.build import TAG, build
 from rollstream.topics.errors import BrokerUnavailable
 from tests.support.waiting import eventually
 
+_DESELECT = 'deselect these tests by name: make test ARGS="--ignore=tests/containers"'
 REMEDY = (
     "install Docker and start it (or run the tests as root on Linux, then they do), name an engine in DOCKER_HOST, or "
-    'deselect these tests by name: make test ARGS="--ignore=tests/containers"'
+    f"{_DESELECT}"
 )
 _PULL_TIMEOUT_S = 300
+_STARTS = 3
+"""On a busy machine the engine gives up waiting for its containerd, after 15 s."""
 
 
 def answers(host: str | None = None) -> bool:
@@ -53,28 +58,18 @@ def docker_engine(folder: Path) -> Iterator[None]:
         if answers():  # The package started it.
             yield
             return
-    host, log = f"unix://{folder}/docker.sock", folder / "dockerd.log"
+    host = f"unix://{folder}/docker.sock"
     command = ["dockerd", "--host", host, "--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec"]
     task = {
         "command": [*command, "--pidfile", f"{folder}/dockerd.pid"],
         "kill_command": [],
-        "log": str(log),
+        "log": f"{folder}/dockerd.log",
         "cwd": str(folder),
         "stop_timeout_s": 120,
     }
-    # Under a keeper, as brokers are: the engine ends with these tests, however they end.
-    engine = subprocess.Popen(
-        [sys.executable, "-I", "-S", rollstream.infra.child_keeper.__file__, json.dumps(task)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    engine = _started(task, host)
     before = os.environ.get("DOCKER_HOST")
     try:
-        eventually(lambda: engine.poll() is not None or answers(host), 60, "the Docker engine answers", every_s=0.2)
-        if engine.poll() is not None:
-            last = log.read_text(errors="replace").strip().splitlines()[-1:]
-            pytest.fail(f"the Docker engine does not start ({' '.join(last)}): {REMEDY}", pytrace=False)
         os.environ["DOCKER_HOST"] = host
         yield
     finally:
@@ -87,6 +82,26 @@ def docker_engine(folder: Path) -> Iterator[None]:
         engine.wait(300)
         _unmount_below(folder)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _started(task: dict[str, Any], host: str) -> "subprocess.Popen[bytes]":
+    """An engine that answers, under a keeper, as brokers are: it ends with these tests, however they end."""
+    for _ in range(_STARTS):
+        engine = subprocess.Popen(
+            [sys.executable, "-I", "-S", rollstream.infra.child_keeper.__file__, json.dumps(task)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        eventually(partial(_decided, engine, host), 60, "the Docker engine answers", every_s=0.2)
+        if engine.poll() is None:
+            return engine
+    last = Path(task["log"]).read_text(errors="replace").strip().splitlines()[-1:]
+    pytest.fail(f"the Docker engine does not start ({' '.join(last)}): {REMEDY}", pytrace=False)
+
+
+def _decided(engine: "subprocess.Popen[bytes]", host: str) -> bool:
+    return engine.poll() is not None or answers(host)
 
 
 def _unmount_below(folder: Path) -> None:
@@ -115,6 +130,23 @@ def kafka_image() -> str:
             pytest.fail(f"{error}; and {' '.join(pull)}: {answer.stderr.strip()}; {REMEDY}", pytrace=False)
         return official
     return TAG
+
+
+def docker_compose() -> list[str]:
+    """The command of compose: what is there, else docker-compose by apt."""
+    if shutil.which("docker-compose") is None and shutil.which("apt-get") and os.geteuid() == 0:
+        install = ["apt-get", "install", "--quiet", "--yes", "--no-install-recommends", "docker-compose"]
+        for command in (install, ["apt-get", "update", "--quiet"], install):
+            if shutil.which("docker-compose") is None:
+                subprocess.run(command, capture_output=True, timeout=600, check=False)
+    if shutil.which("docker-compose"):
+        return ["docker-compose"]
+    plugin = shutil.which("docker") and subprocess.run(
+        ["docker", "compose", "version"], capture_output=True, check=False
+    )
+    if not plugin or plugin.returncode:
+        pytest.fail(f"there is no docker-compose: install it, or {_DESELECT}", pytrace=False)
+    return ["docker", "compose"]
 
 
 def _install() -> None:

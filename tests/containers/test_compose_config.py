@@ -1,33 +1,11 @@
 """docker-compose of Debian 12, the oldest that is still installed, takes the compose file of a run."""
 
 import json
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-
+from tests.containers.engine import docker_compose
 from tests.support.command_line import answer_of
-
-REMEDY = "install docker-compose, or deselect this test by name"
-
-
-def docker_compose() -> list[str]:
-    """The command of compose: what is there, else docker-compose by apt."""
-    if shutil.which("docker-compose") is None and shutil.which("apt-get") and os.geteuid() == 0:
-        install = ["apt-get", "install", "--quiet", "--yes", "--no-install-recommends", "docker-compose"]
-        for command in (install, ["apt-get", "update", "--quiet"], install):
-            if shutil.which("docker-compose") is None:
-                subprocess.run(command, capture_output=True, timeout=600, check=False)
-    if shutil.which("docker-compose"):
-        return ["docker-compose"]
-    plugin = shutil.which("docker") and subprocess.run(
-        ["docker", "compose", "version"], capture_output=True, check=False
-    )
-    if not plugin or plugin.returncode:
-        pytest.fail(f"there is no docker-compose: {REMEDY}", pytrace=False)
-    return ["docker", "compose"]
 
 
 def test_compose_takes_the_file_of_a_run_with_all_its_services(tmp_path: Path) -> None:

@@ -152,6 +152,8 @@ def test_probes_ask_the_service_port_and_producers_start_once_consumers_are_read
         for other in waits:
             assert "/readyz" in " ".join(services[other]["healthcheck"]["test"])
         assert service["depends_on"]["topics"] == {"condition": "service_completed_successfully"}
+        assert service["healthcheck"]["start_period"] == "1800s"
+        assert config.supervisor.ready_timeout_s == 1800, "a server waits for a version as long as it may be starting"
     assert "/livez" in " ".join(services["env-0"]["healthcheck"]["test"])
     targets = json.loads(document["services"]["prometheus"]["environment"]["SCRAPE"])["scrape_configs"][0]
     assert {target.split(":")[0] for target in targets["static_configs"][0]["targets"]} == {
@@ -174,6 +176,7 @@ def test_containers_have_no_root_write_to_few_places_and_listen_on_this_machine_
         "prometheus",
         "grafana",
     }
+    assert "/tmp:exec" in document["services"]["broker"]["tmpfs"], "Kafka loads the library of zstd from there"
     learn = document["services"]["learn"]
     assert learn["restart"] == "on-failure", "a learner that has made its last step is not started again"
     assert learn["stop_grace_period"] == "20s"
