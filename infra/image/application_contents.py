@@ -47,6 +47,16 @@ _C_LIBRARY_PARTS = (
     *("libnss_dns.so.2", "libnss_files.so.2", "libresolv.so.2", "libdl.so.2", "libpthread.so.0", "librt.so.1"),
     *("libm.so.6", "libgcc_s.so.1", "libstdc++.so.6"),
 )
+PROGRAM = f"""\
+#!{VENV}/bin/python -P
+import sys
+
+from rollstream.pipeline.entry import main
+
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+"""The command in the image. Processes that it starts read it, too, and must not run it."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +154,7 @@ def _virtual_environment() -> Iterator[ImageEntry]:
     yield ImageEntry(f"{VENV}/pyvenv.cfg", text.encode(), mode=0o644)
     for name in ("python", "python3", _VERSION):
         yield ImageEntry(f"{VENV}/bin/{name}", link=f"{PYTHON}/bin/{_VERSION}")
-    program = f"#!{VENV}/bin/python -P\nimport sys\n\nfrom rollstream.pipeline.entry import main\n\nsys.exit(main())\n"
-    yield ImageEntry(f"{VENV}/bin/{ROOT}", program.encode())
+    yield ImageEntry(f"{VENV}/bin/{ROOT}", PROGRAM.encode())
 
 
 def _shell(busybox: Path | None) -> Iterator[ImageEntry]:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import runpy
+import sys
 from importlib.metadata import version
 from importlib.util import MAGIC_NUMBER
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import rollstream
+from rollstream.infra.image.application_contents import PROGRAM
 from rollstream.infra.image.bill_of_materials import bill_of_materials
 from rollstream.infra.image.bytecode import compiled
 from rollstream.infra.image.distributions import installed_files, needed_distributions, own_files
@@ -54,6 +57,21 @@ def test_the_files_of_rollstream_are_those_of_a_wheel() -> None:
     assert any(path.endswith(".dist-info/METADATA") for path in files)
     left_out = ("__pycache__", ".pyc", "direct_url.json", "RECORD", "/.")
     assert not [path for path in files if any(part in path for part in left_out)]
+
+
+def test_the_program_runs_where_it_is_started_and_not_where_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "rollstream"
+    program.write_text(PROGRAM)
+    monkeypatch.setattr(sys, "argv", [str(program), "--version"])
+    # As multiprocessing reads it in the processes of `verify`.
+    runpy.run_path(str(program), run_name="__mp_main__")
+    assert capsys.readouterr().out == ""
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(program), run_name="__main__")
+    assert not ended.value.code
+    assert capsys.readouterr().out.startswith("rollstream ")
 
 
 def test_files_of_a_distribution_lie_below_site_packages() -> None:
