@@ -219,12 +219,13 @@ CATALOGUE: tuple[TopicSpec, ...] = (
     TopicSpec(
         name="control",
         key="what, which",
-        values=("ExcludedBatch", "SkippedOffset", "RetiredLearner", "MixtureState", "RunSplit"),
+        values=("ExcludedBatch", "SkippedOffset", "PausedPartition", "RetiredLearner", "MixtureState", "RunSplit"),
         partitions="1",
         cleanup="compact",
         writers=("env", TOOLS),
         readers=("learn", "group", *_FOLLOW_PROGRESS, TOOLS),
-        doc="Decisions about a run: batches left out, skipped records, retired learners, states of mixtures, splits.",
+        doc="Decisions about a run: batches left out, skipped records, paused partitions, retired learners, states of "
+        "mixtures, splits.",
     ),
 )
 _BY_NAME = {spec.name: spec for spec in CATALOGUE}

@@ -43,6 +43,7 @@ RECORD_TYPES: tuple[type, ...] = (
     records.Metrics,
     records.ExcludedBatch,
     records.SkippedOffset,
+    records.PausedPartition,
     records.RetiredLearner,
     records.MixtureState,
     records.RunSplit,

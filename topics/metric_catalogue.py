@@ -142,6 +142,7 @@ _GROUPING = (
             "held_bytes": "Bytes of rollouts in flight.",
             "policy_version": "Newest policy version that the task knows, -1 before the first.",
             "stream_time_s": "Stream time of the task, in seconds since the Unix epoch.",
+            "paused": "1 while an operator has paused the partition, else 0.",
         },
         labels=("partition",),
         units={"lag": "records"},

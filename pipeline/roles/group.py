@@ -9,6 +9,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.following_splits import end_with_split
 from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
+from rollstream.topics.errors import ConfigurationError
 
 COLLECT_AFTER = (50_000, 50, 1000)
 """Thresholds of the garbage collector. A fold holds many objects in flight, none of them in cycles; with the default
@@ -22,22 +23,27 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         nargs="?",
-        choices=("recover", "adopt", "skip"),
+        choices=("recover", "adopt", "skip", "pause", "resume"),
         help="recover: commit lost positions again from the journal, and exit; adopt: the same for a run restored from "
-        "an archive; skip: have records left out unread",
+        "an archive; skip: have records left out unread; pause: read a partition no further; resume: do again",
     )
     parser.add_argument(
-        "record", nargs="?", metavar="PARTITION:OFFSET[-LAST]", help="records to skip, as the error names them"
+        "place",
+        nargs="?",
+        metavar="PARTITION[:OFFSET[-LAST]]",
+        help="records to skip, as the error names them; or the partition to pause or resume",
     )
-    parser.add_argument("--reason", default="", help="why it is skipped; stays in the journal")
+    parser.add_argument("--reason", default="", help="why; a skip's stays in the journal")
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Group rollouts until stopped, recover positions from the journal, or mark records to be skipped."""
+    """Group rollouts until stopped, or change what the processes of the run read."""
     if args.action in ("recover", "adopt"):
         return _recover(config, restored=args.action == "adopt")
     if args.action == "skip":
         return _skip(config, args)
+    if args.action in ("pause", "resume"):
+        return _pause(config, args)
     stop = stop_on_signals()
     end_with_split(config.kafka, config.run)
     gc.set_threshold(*COLLECT_AFTER)
@@ -57,11 +63,31 @@ def _recover(config: RunConfig, restored: bool) -> int:
 def _skip(config: RunConfig, args: argparse.Namespace) -> int:
     from rollstream.consumers.grouping.process.skipped_offsets import ask
 
-    skip = ask(config.kafka, config.run, config.grouper, args.record or "", args.reason)
+    skip = ask(config.kafka, config.run, config.grouper, args.place or "", args.reason)
     last = skip.offset + skip.count - 1
     offsets = f"offset {last} of" if skip.count == 1 else f"{skip.count} offsets, {skip.offset} to {last}, of"
     print(
         f"{offsets} partition {skip.partition} left out, dropped as skipped, by the task that starts before: start "
         f"`rollstream group` again"
+    )
+    return 0
+
+
+def _pause(config: RunConfig, args: argparse.Namespace) -> int:
+    from rollstream.topics.kafka import clients
+    from rollstream.topics.paused_partitions import pause, resume
+
+    if not (args.place or "").isdecimal():
+        raise ConfigurationError(f"name a partition, e.g. `rollstream group {args.action} 0 --run {config.run}`")
+    clients.check_broker(config.kafka)
+    partition = int(args.place)
+    if args.action == "resume":
+        resume(config.kafka, config.run, partition)
+        print(f"partition {partition} of rollouts is read again")
+        return 0
+    pause(config.kafka, config.run, partition, args.reason)
+    print(
+        f"partition {partition} of rollouts is read no further, by this process or the next, until `rollstream group "
+        f"resume {partition} --run {config.run}`"
     )
     return 0

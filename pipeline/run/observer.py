@@ -23,7 +23,16 @@ from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerStep, Metrics, PolicyManifest, Rollout
+from rollstream.topics.paused_partitions import note_paused
+from rollstream.topics.records import (
+    BatchIndexEntry,
+    JournalRecord,
+    LearnerStep,
+    Metrics,
+    PausedPartition,
+    PolicyManifest,
+    Rollout,
+)
 from rollstream.topics.validation import REWARD_LIMIT
 
 EXACT = "exact"
@@ -59,8 +68,8 @@ class MeanScores:
 
 
 class RunObserver:
-    """Follows `rollouts`, `batch-index`, `steps`, `policies` and `journal` of a run from the beginning, and the newest
-    records of `metrics`."""
+    """Follows `rollouts`, `batch-index`, `steps`, `policies`, `journal` and `control` of a run from the beginning, and
+    the newest records of `metrics`."""
 
     def __init__(
         self,
@@ -78,6 +87,8 @@ class RunObserver:
             topic_name(run, topic) for topic in ("rollouts", "batch-index", "steps", "policies", "journal")
         )
         self._metrics = topic_name(run, "metrics")
+        # A run of an early release has no topic `control`.
+        self._control = {topic_name(run, "control")}.intersection(topic_admin.topic_names(kafka))
         self._kafka = kafka
         self._kinds: dict[str, type] = {
             self._index: BatchIndexEntry,
@@ -86,9 +97,12 @@ class RunObserver:
             self._journal: JournalRecord,
             self._metrics: Metrics,
         }
+        self._paused: dict[int, PausedPartition] = {}
+        self._foreign = SkippedRecords(logged=False)
+        """Invalid records of `control`, which are counted by its readers among the roles."""
         partitions = topic_admin.partitions_of(kafka, self._rollouts)
         of_partitions = [(topic, p) for topic in (self._rollouts, self._journal) for p in range(partitions)]
-        places = [*of_partitions, (self._index, 0), (self._steps, 0), (self._policies, 0)]
+        places = [*of_partitions, *((topic, 0) for topic in (self._index, self._steps, self._policies, *self._control))]
         self._history = self._bounds()
         low, end = self._history[self._metrics, 0]
         self._history[self._metrics, 0] = max(low, end - _NEWEST_METRICS), end
@@ -117,6 +131,8 @@ class RunObserver:
             self._positions[message.topic, message.partition] = message.offset + 1
             if message.topic == self._rollouts:
                 self._score(message)
+            elif message.topic in self._control:
+                note_paused(self._paused, message, self._foreign)
             else:
                 self._count(message)
         self._positions.update(self._follower.ends)
@@ -148,7 +164,8 @@ class RunObserver:
 
     def _bounds(self) -> dict[tuple[str, int], tuple[int, int]]:
         """First and end offset of each followed partition now."""
-        topics = (self._rollouts, self._journal, self._index, self._steps, self._policies, self._metrics)
+        every_run = (self._rollouts, self._journal, self._index, self._steps, self._policies, self._metrics)
+        topics = (*every_run, *self._control)
         return {(topic, p): bounds for topic in topics for p, bounds in topic_admin.bounds(self._kafka, topic).items()}
 
     def first(self, count: int) -> MeanScores:
@@ -171,6 +188,7 @@ class RunObserver:
             snapshot,
             history=history,
             history_left=self.history_left,
+            paused=tuple(sorted(self._paused)),
             components=components,
             waiting_for_labels=labeling.waiting,
             read_by_labelers=labeling.read,

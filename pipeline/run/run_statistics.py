@@ -66,6 +66,8 @@ class RunSnapshot(RecordCounts):
     """Records of `unlabelled` that no labeler has read."""
     read_by_labelers: int = 0
     """Records of `unlabelled` that labelers have read."""
+    paused: tuple[int, ...] = ()
+    """Partitions of `rollouts` that an operator has paused."""
     components: tuple[ComponentMetrics, ...] = ()
     """Newest metrics of workers, servers and evaluators."""
 

@@ -26,6 +26,7 @@ from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.sender import Delivery, Sender
 from rollstream.topics.keys import encode_key
+from rollstream.topics.paused_partitions import paused_partitions
 from rollstream.topics.records import Mark
 
 _ORDINAL = 1_000_000_000
@@ -38,8 +39,14 @@ _GRACE_S = 10.0
 
 
 def check_movable(config: RunConfig) -> None:
-    """Raise StateRefused if a run holds what is not moved: records without labels, open sessions, trajectories."""
+    """Raise StateRefused if a run holds what is not moved (records without labels, open sessions, trajectories), or if
+    a partition is paused and cannot be read to its end."""
     kafka, run = config.kafka, config.run
+    if paused := sorted(paused_partitions(kafka, run)):
+        raise StateRefused(
+            f"partition {paused[0]} of run {run} is paused; `rollstream group resume {paused[0]} --run {run}`, and "
+            f"split again"
+        )
     book = Ledger()
     check_trajectories(kafka, run, config.labeling.group_id(run), HiddenRecords(kafka, run), book)
     check_calls(kafka, run, book)

@@ -182,8 +182,8 @@ def put_in_force(
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
                 f"the exclusion is on the log as generation {generation}, and partitions {behind} of {topic} were not "
-                f"read up to it within {timeout_s:g} s; start `rollstream group`, which goes by it, and run this again "
-                f"for the report"
+                f"read up to it within {timeout_s:g} s; start `rollstream group`, which goes by it (or resume paused "
+                f"partitions), and run this again for the report"
             )
         time.sleep(0.1)
     configurations = partition_configurations(kafka, run, grouper)

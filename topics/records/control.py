@@ -1,5 +1,5 @@
-"""Records of `control` and `metrics`: exclusions, skipped offsets, retired learners, states of workers, splits, and
-metrics."""
+"""Records of `control` and `metrics`: exclusions, skipped offsets, paused partitions, retired learners, states of
+workers, splits, and metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,6 +36,15 @@ class SkippedOffset:
     reason: str
     wall_time: float = 0.0
     count: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PausedPartition:
+    """A partition of `rollouts` that grouping reads no further until a tombstone follows."""
+
+    partition: int
+    reason: str
+    wall_time: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ Counts are since the process started; the journal has those of the run.
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
 
@@ -73,8 +73,10 @@ class GroupingFigures:
         ends: Mapping[int, int],
         restoring: Mapping[int, RestoreProgress],
         more: Mapping[str, float] = MappingProxyType({}),
+        paused: Collection[int] = (),
     ) -> None:
-        """Write the metrics now. `ends` holds the known ends of partitions, `more` metrics of the whole process."""
+        """Write the metrics now. `ends` holds the known ends of partitions, `more` metrics of the whole process, and
+        `paused` the partitions that are not read for now."""
         self._due_s = self._clock() + self._interval_s
         whole = dict.fromkeys(("lag", "in_flight", "open_groups", "held_bytes"), 0)
         counts: list[FateCount] = []
@@ -89,6 +91,7 @@ class GroupingFigures:
                 "held_bytes": fold.held_bytes,
                 "policy_version": fold.policy_version,
                 "stream_time_s": fold.stream_time_ms / 1000,
+                "paused": float(fold.partition in paused),
             }
             if fold.partition in ends:
                 values["lag"] = max(0, ends[fold.partition] - fold.position)

@@ -31,6 +31,7 @@ from rollstream.topics.kafka.reader import Polled
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
 from rollstream.topics.metrics import MetricsWriter
+from rollstream.topics.paused_partitions import PauseWatch
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class GroupingProcess:
         self._member = self._new_member()
         self._publisher = TransactionPublisher(kafka, run, self._group, ordinal, self._member)
         self._punctuator = Punctuator(kafka, run, grouping, self._skipped)
+        self._pauses = PauseWatch(kafka, run)
         self._figures = GroupingFigures(
             MetricsWriter(kafka, run, self._name, "group"),
             self._group,
@@ -100,6 +102,8 @@ class GroupingProcess:
         try:
             while not stop.is_set():
                 beat("grouping")
+                self._pauses.poll()
+                self._manager.pause(self._pauses.paused)
                 polled = self._poll()
                 if self._manager.restore():
                     self._ready()
@@ -107,7 +111,7 @@ class GroupingProcess:
                 self._punctuator.passed(polled.records)
                 self._manager.take_in(polled)
                 self._manager.seek()
-                self._punctuator.punctuate(self._manager.tasks)
+                self._punctuator.punctuate(self._manager.running)
                 self._manager.commit()
                 self._write_figures()
             self._close()
@@ -119,6 +123,7 @@ class GroupingProcess:
             self._manager.close()
             self._figures.close()
             self._punctuator.close()
+            self._pauses.close()
             self._member.close()
 
     def _poll(self) -> Polled:
@@ -139,14 +144,17 @@ class GroupingProcess:
         if self._grouper.metrics_interval_s <= 0 or not self._figures.due:
             return
         ends = {}
-        for partition in self._manager.tasks:
+        for partition in self._manager.running:
             end = self._member.known_end(partition)
             if end is not None:
                 ends[partition] = end
+        # Nothing is fetched of paused partitions, so the client does not learn their ends.
+        paused = self._manager.paused
+        ends |= {partition: end for partition, end in self._member.ends(paused).items() if end >= 0}
         folds = (task.fold for task in self._manager.tasks.values())
         ignored = len(self._punctuator.ignored_settings)
         more = {"records_skipped_total": self._skipped.total, "settings_ignored": ignored}
-        self._figures.write(folds, ends, self._restorer.progress, more)
+        self._figures.write(folds, ends, self._restorer.progress, more, paused=paused)
 
     # ------------------------------------------------------------------ membership
 

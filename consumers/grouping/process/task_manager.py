@@ -3,6 +3,7 @@
 A partition that was assigned waits for its restore, approaches offsets that are to be left out, has the client seek to
 its position, and then runs. A task that was suspended runs again without a restore if no other process committed for
 its partition meanwhile. After a transaction that was aborted without ownership intact, every task is restored.
+A task whose partition an operator pauses stays as it is, reads nothing and writes no marks; it is restored afterwards.
 """
 
 import logging
@@ -44,6 +45,8 @@ class TaskManager:
         self._approaches: dict[int, Approach] = {}
         """Restored tasks on their way past offsets ahead that are to be left out."""
         self._seeks = Seeks(kafka, self._topic, member)
+        self._paused: frozenset[int] = frozenset()
+        """Partitions that are not read for now, whoever owns them."""
         self.tasks: Mapping[int, GroupingTask] = MappingProxyType(self._tasks)
         """Restored tasks, by partition."""
 
@@ -62,6 +65,13 @@ class TaskManager:
     def revoke(self, partitions: list[int]) -> None:
         """Commit and suspend the tasks of partitions that are about to be taken away."""
         event(logger, "revoked", partitions=partitions)
+        self._commit_at_once(partitions)
+        self._stop_approaching(partitions)
+        self._suspended = {p: self._tasks.pop(p) for p in partitions if p in self._tasks}
+        self._seeks.forget(partitions)
+        self._restorer.withdraw(partitions)
+
+    def _commit_at_once(self, partitions: Collection[int]) -> None:
         try:
             self._committer.begin(
                 self._tasks[p] for p in partitions if p in self._tasks and self._tasks[p].fold.changed
@@ -69,10 +79,6 @@ class TaskManager:
             self._committer.settle()
         except OwnershipLost as error:
             self._ownership_lost(error)
-        self._stop_approaching(partitions)
-        self._suspended = {p: self._tasks.pop(p) for p in partitions if p in self._tasks}
-        self._seeks.forget(partitions)
-        self._restorer.withdraw(partitions)
 
     def lose(self, partitions: list[int]) -> None:
         """Drop the tasks of partitions that were taken away already; nothing can be committed for them."""
@@ -103,6 +109,37 @@ class TaskManager:
         self._stop_approaching()
         self._tasks.clear()
         self._suspended.clear()
+
+    # ------------------------------------------------------------------ pauses
+
+    @property
+    def running(self) -> Mapping[int, GroupingTask]:
+        """Restored tasks whose partition is not paused, by partition."""
+        return {partition: task for partition, task in self._tasks.items() if partition not in self._paused}
+
+    @property
+    def paused(self) -> set[int]:
+        """Partitions of restored tasks that are paused."""
+        return self._tasks.keys() & self._paused
+
+    def pause(self, partitions: Collection[int]) -> None:
+        """Leave exactly these partitions alone; those that are paused no more are restored, and so heed new skips."""
+        begun, over = set(partitions) - self._paused, self._paused - set(partitions)
+        self._paused = frozenset(partitions)
+        for partition in sorted(begun & self._tasks.keys()):
+            self._hold(partition)
+        if continued := sorted(over & self._tasks.keys()):
+            self._commit_at_once(continued)
+            for partition in continued:
+                event(logger, "partition_resumed", partition=partition)
+                self._tasks.pop(partition, None)
+            self._restorer.add(continued)
+
+    def _hold(self, partition: int) -> None:
+        event(logger, "partition_paused", level=logging.WARNING, partition=partition)
+        self._stop_approaching([partition])
+        self._seeks.forget([partition])
+        self._member.pause([partition])
 
     # ------------------------------------------------------------------ restores
 
@@ -143,7 +180,9 @@ class TaskManager:
     def _restored(self, task: GroupingTask) -> None:
         self._tasks[task.partition] = task
         self._restorer.withdraw([task.partition])
-        if task.fold.hops_ahead():
+        if task.partition in self._paused:
+            self._hold(task.partition)
+        elif task.fold.hops_ahead():
             self._approaches[task.partition] = Approach(self._kafka, self._run, task)
         else:
             self._send_on(task.partition)
@@ -184,8 +223,8 @@ class TaskManager:
                 task.at_end = True
 
     def _reading(self, partition: int) -> GroupingTask | None:
-        """Return the task that reads the records of a partition; None while it is approaching or seeking."""
-        elsewhere = partition in self._seeks or partition in self._approaches
+        """Return the task that reads the records of a partition; None while it is approaching, seeking or paused."""
+        elsewhere = partition in self._seeks or partition in self._approaches or partition in self._paused
         return None if elsewhere else self._tasks.get(partition)
 
     def commit(self, *, closing: bool = False) -> None:

@@ -1,0 +1,107 @@
+"""Partitions of `rollouts` that grouping leaves alone for a while, as the topic `control` records them.
+
+A pause changes no batch: what lies in a paused partition is read later, as after a stop of the grouping process.
+"""
+
+import time
+from contextlib import suppress
+
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.closing import Closing
+from rollstream.topics.codec import encode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError, TopicError
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
+from rollstream.topics.kafka.sender import Sender
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.keys import decode_key, encode_key
+from rollstream.topics.records import PausedPartition
+
+_PAUSED = "paused"
+"""First part of the key of a record that pauses a partition; the second is its number."""
+REASON_LIMIT = 300
+"""Largest number of characters of a reason."""
+
+
+class PauseWatch(Closing):
+    """The paused partitions of a run, followed."""
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        """Read the present state; nothing is paused in a run without the topic `control`."""
+        self.paused: dict[int, PausedPartition] = {}
+        """Records of the paused partitions, by number."""
+        self._skipped = SkippedRecords(logged=False)
+        self._follower: TopicFollower | None = None
+        topic, start = topic_name(run, "control"), BEGINNING
+        with suppress(TopicError):
+            # The follower starts behind what was read: a pause that is over would else come again for a moment.
+            for message in read_to_end(kafka, topic):
+                note_paused(self.paused, message, self._skipped)
+                start = message.offset + 1
+            self._follower = TopicFollower(kafka, {(topic, 0): start})
+
+    def poll(self) -> None:
+        """Take in what was recorded since."""
+        for message in self._follower.poll(100, 0.0) if self._follower else ():
+            note_paused(self.paused, message, self._skipped)
+
+    def close(self) -> None:
+        """Stop following."""
+        if self._follower is not None:
+            self._follower.close()
+
+
+def paused_partitions(kafka: KafkaConfig, run: str) -> dict[int, PausedPartition]:
+    """Return the partitions that are paused now, by number; none if the run has no topic `control`."""
+    paused: dict[int, PausedPartition] = {}
+    skipped = SkippedRecords(logged=False)
+    with suppress(TopicError):
+        for message in read_to_end(kafka, topic_name(run, "control")):
+            note_paused(paused, message, skipped)
+    return paused
+
+
+def note_paused(paused: dict[int, PausedPartition], message: KafkaRecord, skipped: SkippedRecords) -> None:
+    """Update `paused` from a record of `control`; other kinds of records change nothing."""
+    with skipped.passing(message):
+        key = decode_key(message.key)
+        if len(key) != 2 or key[0] != _PAUSED:
+            return
+        record = None if message.value is None else skipped.decode(PausedPartition, message)
+        if record is not None:
+            paused[record.partition] = record
+        elif message.value is None and str(key[1]).isdecimal():
+            paused.pop(int(key[1]), None)
+
+
+def pause(kafka: KafkaConfig, run: str, partition: int, reason: str) -> None:
+    """Record that grouping reads a partition no further. Raises ConfigurationError for one that does not exist, and
+    without a reason."""
+    if not 0 < len(reason.strip()) <= REASON_LIMIT:
+        raise ConfigurationError(
+            f"say why with --reason, in 1 to {REASON_LIMIT} characters: the next operator reads it"
+        )
+    partitions = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
+    if not 0 <= partition < partitions:
+        raise ConfigurationError(f"rollouts of run {run} has partitions 0 to {partitions - 1}, and no {partition}")
+    record = PausedPartition(partition=partition, reason=reason.strip(), wall_time=time.time())
+    _write(kafka, run, partition, encode(record))
+
+
+def resume(kafka: KafkaConfig, run: str, partition: int) -> None:
+    """Let grouping read a partition again. Raises ConfigurationError if it is not paused."""
+    paused = paused_partitions(kafka, run)
+    if partition not in paused:
+        names = ", ".join(map(str, sorted(paused))) or "none"
+        raise ConfigurationError(f"partition {partition} of run {run} is not paused; paused are: {names}")
+    _write(kafka, run, partition, None)
+
+
+def _write(kafka: KafkaConfig, run: str, partition: int, value: bytes | None) -> None:
+    topic = topic_name(run, "control")
+    topic_admin.partitions_of(kafka, topic)
+    with Sender(clients.producer(kafka)) as sender:
+        sender.send(topic, value, encode_key(_PAUSED, str(partition)), partition=0, name="the pause")
