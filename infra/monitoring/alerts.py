@@ -1,4 +1,5 @@
-"""Alert rules of Prometheus: what needs a person, with the page that helps. Written as JSON, which is YAML, too."""
+"""Alert rules of Prometheus: what needs a person, with the section of the runbook that helps. Written as JSON, which is
+YAML, too."""
 
 import json
 from collections.abc import Iterator
@@ -16,6 +17,13 @@ class Alert:
     severity: str
     summary: str
     remedy: str
+    section: str
+    """Heading in docs/runbook.md that says more."""
+
+    @property
+    def runbook(self) -> str:
+        """Page and section for whoever gets the alert."""
+        return f"docs/runbook.md#{self.section.lower().replace(' ', '-')}"
 
 
 ALERTS = (
@@ -26,6 +34,7 @@ ALERTS = (
         severity="critical",
         summary="{{ $labels.process }} of run {{ $labels.run }} has made no progress in {{ $labels.loop }}",
         remedy="Restart the process: a restart loses nothing. Its log ends where it is stuck.",
+        section="A process crash-loops or is stuck",
     ),
     Alert(
         name="RollstreamNotReady",
@@ -34,6 +43,7 @@ ALERTS = (
         severity="warning",
         summary="{{ $labels.process }} of run {{ $labels.run }} does not become ready",
         remedy="Its log says what it waits for.",
+        section="A process crash-loops or is stuck",
     ),
     Alert(
         name="RollstreamRestarts",
@@ -42,6 +52,7 @@ ALERTS = (
         severity="warning",
         summary="Processes of run {{ $labels.run }} exit and are started again",
         remedy="The logs of the run name the cause.",
+        section="A process crash-loops or is stuck",
     ),
     Alert(
         name="RollstreamGroupingLags",
@@ -53,6 +64,16 @@ ALERTS = (
         severity="critical",
         summary="Grouping of run {{ $labels.run }} commits nothing, and what it has not read grows",
         remedy="Look for open transactions with `rollstream broker mend`, and into the logs of the grouping processes.",
+        section="Lag grows",
+    ),
+    Alert(
+        name="RollstreamPartitionPaused",
+        expression="max by (run, partition) (rollstream_grouping_paused) > 0",
+        lasts="30m",
+        severity="warning",
+        summary="Partition {{ $labels.partition }} of run {{ $labels.run }} is paused, and its rollouts grow stale",
+        remedy="`rollstream group resume` once what it waits for is done.",
+        section="A partition is stuck",
     ),
     Alert(
         name="RollstreamRetentionNear",
@@ -60,7 +81,8 @@ ALERTS = (
         lasts="1m",
         severity="critical",
         summary="Brokers delete unread rollouts of run {{ $labels.run }} within an hour",
-        remedy="Raise retention.ms of the topic now; then see why grouping lags.",
+        remedy="`rollstream topics apply` lets the topic keep everything again; then see why grouping lags.",
+        section="Lag grows",
     ),
     Alert(
         name="RollstreamDeadLetters",
@@ -69,6 +91,7 @@ ALERTS = (
         severity="warning",
         summary="Records of run {{ $labels.run }} could not be used",
         remedy="`rollstream dlq ls` names them.",
+        section="Records cannot be used",
     ),
     Alert(
         name="RollstreamSelectionBias",
@@ -77,6 +100,7 @@ ALERTS = (
         severity="warning",
         summary="Lost rollouts shift what run {{ $labels.run }} trains on, in {{ $labels.environment }}",
         remedy="docs/selection.md says which settings lose rollouts.",
+        section="The learner stalls or learns the wrong thing",
     ),
     Alert(
         name="RollstreamTransactionsAbort",
@@ -85,6 +109,7 @@ ALERTS = (
         severity="warning",
         summary="Transactions of {{ $labels.process }} of run {{ $labels.run }} are aborted again and again",
         remedy="Its log names the errors of the brokers.",
+        section="A broker is lost",
     ),
     Alert(
         name="RollstreamLearnerStalls",
@@ -93,6 +118,7 @@ ALERTS = (
         severity="critical",
         summary="The learner of run {{ $labels.run }} has made no step for half an hour",
         remedy="rollstream_learner_stage_seconds and the lag of grouping say what it waits for.",
+        section="The learner stalls or learns the wrong thing",
     ),
     Alert(
         name="RollstreamMismatch",
@@ -101,6 +127,7 @@ ALERTS = (
         severity="warning",
         summary="Sampler and learner of run {{ $labels.run }} disagree about log-probabilities",
         remedy="docs/losses.md names the likely causes.",
+        section="The learner stalls or learns the wrong thing",
     ),
     Alert(
         name="RollstreamVersionOld",
@@ -112,6 +139,7 @@ ALERTS = (
         severity="warning",
         summary="An inference server of run {{ $labels.run }} does not follow the learner",
         remedy="Its log names the version that it could not load.",
+        section="Sampling falls behind",
     ),
     Alert(
         name="RollstreamEnginesUnreachable",
@@ -120,6 +148,7 @@ ALERTS = (
         severity="warning",
         summary="Engines of run {{ $labels.run }} do not answer",
         remedy="The log of serve-weights names them.",
+        section="Sampling falls behind",
     ),
 )
 """Rules, the ones about every process first."""
@@ -138,7 +167,7 @@ def alert_rules() -> str:
             "expr": alert.expression,
             "for": alert.lasts,
             "labels": {"severity": alert.severity},
-            "annotations": {"summary": alert.summary, "description": alert.remedy},
+            "annotations": {"summary": alert.summary, "description": alert.remedy, "runbook": alert.runbook},
         }
         for alert in ALERTS
     ]

@@ -34,6 +34,8 @@ _OTHER_PROGRAMS = {
     "kafka-console-consumer.sh",
     "kafka-consumer-groups.sh",
     "kafka-get-offsets.sh",
+    "kafka-reassign-partitions.sh",
+    "kafka-topics.sh",
     "kafka-transactions.sh",
     "pip",
     "python",

@@ -10,6 +10,7 @@ import pytest
 
 from rollstream.infra.monitoring import alerts, dashboard
 from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS, COMMON
+from tests.support.paths import ROOT
 
 SPECS = {spec.name: spec for spec in CATALOGUE_OF_METRICS}
 EXPRESSIONS = [*dashboard.expressions(), *alerts.expressions()]
@@ -54,6 +55,18 @@ def test_labels_in_legends_and_messages_are_those_of_their_expressions() -> None
         assert set(re.findall(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}", text)) <= labels, text
 
 
+def test_every_alert_leads_to_a_section_of_the_runbook_which_names_it() -> None:
+    page = (ROOT / "docs" / "runbook.md").read_text()
+    headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    led_to = {
+        name: section
+        for names, section in re.findall(r"^\| (`Rollstream.+?) \| \[(.+?)\]", page, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    assert led_to == {alert.name: alert.section for alert in alerts.ALERTS}
+    assert set(led_to.values()) <= set(headings)
+
+
 def test_the_command_writes_both_files(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "rollstream", "deploy", "monitoring", str(tmp_path / "new")]
     written = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -66,3 +79,4 @@ def test_the_command_writes_both_files(tmp_path: Path) -> None:
     assert all('run=~"$run"' in target["expr"] for panel in graphs for target in panel["targets"])
     [group] = rules["groups"]
     assert {rule["labels"]["severity"] for rule in group["rules"]} == {"critical", "warning"}
+    assert all(rule["annotations"]["runbook"].startswith("docs/runbook.md#") for rule in group["rules"])
