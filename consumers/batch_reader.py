@@ -20,6 +20,7 @@ from rollstream.topics.kafka.records import BEGINNING, UNREADABLE, KafkaRecord, 
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, TrainingBatch
 from rollstream.topics.rl_examples import RLExample, batch_digest, examples_of
+from rollstream.topics.traces.way import batch_fetched
 
 _AHEAD_BYTES = 128 * 1024 * 1024
 _GAP = 100
@@ -163,6 +164,7 @@ class BatchFetcher(Closing):
         batch = decode_as(TrainingBatch, value)
         if self._check_digests:
             self.check(entry, batch)
+        batch_fetched(self._run, entry, batch)
         return batch
 
     def _place(self, entry: BatchIndexEntry) -> Place:

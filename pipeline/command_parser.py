@@ -4,6 +4,7 @@ import argparse
 import difflib
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -126,14 +127,21 @@ def set_handler(
 
         config = config_of(args)
         logs.setup("warning" if config.log_level == "info" and not role else config.log_level)
-        if not (role and config.service.port and serves(args)):
+        if not (role and serves(args) and (config.service.port or config.traces.endpoint)):
             return handler(config, args)
-        from rollstream.pipeline.run.service import ServiceServer
-
         # Several processes of a role have numbers; other roles have one process.
         number = getattr(args, "ordinal", getattr(args, "process", None))
         process = args.command if number is None else f"{args.command}-{number}"
-        with ServiceServer(config.service, run=config.run, role=args.command, process=process):
+        with ExitStack() as stack:
+            if config.traces.endpoint:
+                from rollstream.topics.traces.spans import start
+
+                stack.callback(start(config.traces, config.run, process))
+            if config.service.port:
+                from rollstream.pipeline.run.service import ServiceServer
+
+                server = ServiceServer(config.service, run=config.run, role=args.command, process=process)
+                stack.enter_context(server)
             return handler(config, args)
 
     parser.set_defaults(run=run)

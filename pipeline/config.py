@@ -39,7 +39,7 @@ from rollstream.producers.config import (
 )
 from rollstream.producers.flow_control import check_capacity
 from rollstream.producers.gateway.config import GatewayConfig
-from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.config import KafkaConfig, TopicsConfig, TracesConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.secrets import is_secret, reference
 
@@ -145,6 +145,7 @@ class RunConfig:
     fill: FillConfig = field(default_factory=FillConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
+    traces: TracesConfig = field(default_factory=TracesConfig)
     demo: DemoConfig = field(default_factory=DemoConfig)
 
     def __post_init__(self) -> None:

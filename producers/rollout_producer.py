@@ -4,6 +4,7 @@ Rollouts that `send` accepted are on the log once `flush` returns. An error name
 large or not delivered. Memory is bounded: `send` waits while the queue is full, then raises.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import GroupCancelled, Rollout
+from rollstream.topics.traces.way import rollout_sent
 from rollstream.topics.validation import UIDS_LIMIT, cancellation_problems, problems
 
 
@@ -63,7 +65,11 @@ class RolloutProducer(RecordSender):
         if wrong:
             raise RecordError(f"rollout {rollout.uid!r} was not sent: {'; '.join(wrong)}")
 
+        begin_ns = time.time_ns()
+
         def delivered(partition: int, offset: int) -> None:
+            if self._trains:
+                rollout_sent(self.topic, rollout, begin_ns, partition, offset)
             if self._on_delivery:
                 self._on_delivery(RolloutDelivery(rollout.uid, partition, offset, rollout.environment))
 

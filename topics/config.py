@@ -37,6 +37,25 @@ class RegistryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TracesConfig:
+    """OpenTelemetry traces of the way of rollouts and policy versions."""
+
+    endpoint: str = ""
+    """URL to which a collector takes spans by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; empty: none are
+    made. Needs the extra `traces`."""
+    sample: float = 0.01
+    """Share of groups of rollouts, and of steps, that are traced; every role takes the same ones."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sample <= 1:
+            raise ConfigurationError(f"traces.sample is {self.sample:g}; it is a share, from 0 to 1")
+        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
+            raise ConfigurationError(
+                f"traces.endpoint is {self.endpoint!r}; give the whole URL, such as http://127.0.0.1:4318/v1/traces"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class KafkaConfig:
     """The connection to the brokers."""
 

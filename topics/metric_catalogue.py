@@ -112,6 +112,20 @@ _PROCESS = (
         roles=SERVING_ROLES,
         help="Names of metrics that the catalogue lacks; 0.",
     ),
+    MetricSpec(
+        name="rollstream_traces_spans_total",
+        roles=SERVING_ROLES,
+        help="Spans that the collector took.",
+        kind="counter",
+        when="traces.endpoint is set",
+    ),
+    MetricSpec(
+        name="rollstream_traces_lost_total",
+        roles=SERVING_ROLES,
+        help="Spans that were lost because the collector was slow or away.",
+        kind="counter",
+        when="traces.endpoint is set",
+    ),
 )
 
 _EXACTLY_ONCE = (

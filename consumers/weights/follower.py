@@ -6,6 +6,7 @@ gone is skipped. The follower never goes back to an older version.
 
 import logging
 import threading
+import time
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.traces.way import version_loaded
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +116,11 @@ class WeightsFollower:
                 self._kafka, self._run, config=self._config, skipped=self.skipped, stop=self._stopping
             )
             with source:
+                began_ns = time.time_ns()
                 while not self._stopping.is_set():
                     whole = source.poll()
                     if whole is not None:
+                        version_loaded(self._run, whole[0], max(began_ns, int(whole[0].created * 1e9)))
                         with self._changed:
                             self._manifest, self._arrays = whole
                             self._changed.notify_all()

@@ -50,6 +50,7 @@ def check_containers(config: RunConfig) -> None:
         )
     urls = {"worker.inference_urls": () if config.inference.replicas else config.worker.inference_urls}
     urls |= {"serving.urls": config.serving.urls, "labeling.judge.url": (config.labeling.judge.url,)}
+    urls |= {"traces.endpoint": (config.traces.endpoint,)}
     for key, values in urls.items():
         for url in values:
             if _is_loopback(urlsplit(url).hostname or ""):

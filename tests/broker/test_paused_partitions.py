@@ -52,7 +52,7 @@ def batched(run: RealRun) -> dict[int, int]:
 
 
 def reported(run: RealRun, name: str) -> list[float]:
-    """What grouping wrote about partition 0."""
+    """Values that grouping wrote about partition 0."""
     records = [record for record in run.read("metrics") if isinstance(record, Metrics)]
     return [r.values[name] for r in records if r.labels.get("partition") == "0" and name in r.values]
 

@@ -8,6 +8,7 @@ from rollstream.consumers.grouping.core.grouping_task import GroupingTask, TaskC
 from rollstream.consumers.grouping.process.grouping_metrics import GroupingFigures
 from rollstream.consumers.grouping.process.transaction_publisher import TransactionPublisher
 from rollstream.topics.logs import event
+from rollstream.topics.traces.way import batch_committed
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +16,9 @@ logger = logging.getLogger(__name__)
 class Committer:
     """The transaction in progress, if there is one."""
 
-    def __init__(self, publisher: TransactionPublisher, figures: GroupingFigures) -> None:
+    def __init__(self, run: str, group: str, publisher: TransactionPublisher, figures: GroupingFigures) -> None:
+        """`group` is the full name of the consumer group."""
+        self._run, self._group = run, group
         self._publisher = publisher
         self._figures = figures
         self._publishing: list[TaskCommit] = []
@@ -49,6 +52,9 @@ class Committer:
             self._figures.committed([commit.effects for commit in commits], self._publisher.latest_s)
         for commit in commits:
             _report(commit.effects)
+            for batch in commit.effects.batches:
+                offset = self._publisher.batch_offsets.get(batch.batch_id, -1)
+                batch_committed(self._run, self._group, batch, offset, self._publisher.latest_s)
 
 
 def _report(effects: Effects) -> None:

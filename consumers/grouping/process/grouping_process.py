@@ -91,7 +91,7 @@ class GroupingProcess:
             grouper.metrics_interval_s,
             retention_s=topic_admin.retention_s(kafka, self._topic),
         )
-        self._committer = Committer(self._publisher, self._figures)
+        self._committer = Committer(run, self._group, self._publisher, self._figures)
         self._manager = self._new_manager()
         self._on_ready: Callable[[], None] | None = on_ready
 

@@ -28,6 +28,8 @@ class TransactionPublisher(ExactlyOnce[TaskCommit]):
     def __init__(self, kafka: KafkaConfig, run: str, group: str, ordinal: int, member: Poller) -> None:
         """`group` is the full name of the consumer group that `member` belongs to."""
         super().__init__(kafka, run, group, "grouper", ordinal, member, topic_name(run, "rollouts"))
+        self.batch_offsets: dict[str, int] = {}
+        """Offsets in `batches` of the batches of the latest transaction, by id."""
 
     def _write(self, transaction: Transaction, commits: Sequence[TaskCommit]) -> list[GroupPosition]:
         offsets: dict[tuple[str, object], int] = {}
@@ -45,6 +47,7 @@ class TransactionPublisher(ExactlyOnce[TaskCommit]):
                 self._send(transaction, "journal", encode(record), encode_key(partition), partition, name, offsets)
         self._flush(transaction)
         positions = []
+        self.batch_offsets = {str(name): offset for (topic, name), offset in offsets.items() if topic == "batches"}
         for commit in commits:
             journal = commit.effects.journal
             for batch in commit.effects.batches:

@@ -25,6 +25,7 @@ from rollstream.topics.logs import event
 from rollstream.topics.params_checksum import CHECKSUM
 from rollstream.topics.params_digest import digest_as
 from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
+from rollstream.topics.traces.way import step_recorded
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,8 @@ class StepRecorder(Closing):
 
         `oldest` and `stream_time_ms` are as in `StepPlan`. Raises StateRefused if the step is on record and differs.
         """
-        started = time.monotonic()
+        started, again = time.monotonic(), step in self._recorded
+        began_ns = time.time_ns() - int(metrics.get("time/step", 0.0) * 1e9)
         digest = self._as_recorded(step, params)
         self._compare(step, digest, uses)
         manifest = self._publisher.published(step, digest)
@@ -155,6 +157,8 @@ class StepRecorder(Closing):
         self._made = step
         if staged is not None:
             self._publisher.committed(staged)
+        if not again:
+            step_recorded(self._run, record, began_ns)
         event(
             logger,
             "step",

@@ -59,6 +59,7 @@ def test_metrics_are_written_of_partitions_and_of_the_process() -> None:
             "held_bytes": d.fold.held_bytes,
             "policy_version": 0,
             "stream_time_s": 2.5,
+            "paused": 0.0,
         },
         {"consumergroup": "r.grouper", "topic": "r.rollouts", "partition": "0"},
     )

@@ -1,0 +1,148 @@
+"""Ids and samples of traces, and spans that never cost more than a bounded queue."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.topics.config import TracesConfig
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
+from rollstream.topics.metric_values import VALUES
+from rollstream.topics.records import BatchGroup
+from rollstream.topics.traces import spans
+from rollstream.topics.traces.identity import SpanPlace, is_sampled, span_of, trace_of_group, trace_of_step
+from rollstream.topics.traces.spans import MOST_WAITING, SPANS, TraceSpan, start
+from tests.support.runs import rollout
+from tests.support.waiting import eventually
+
+
+def test_a_rollout_and_its_group_in_a_batch_name_one_trace_and_others_another() -> None:
+    sent = rollout("x", policy_version=3, group_id="g")
+    group = BatchGroup(
+        environment="env", example_id="x", policy_version=3, group_id="g", size=4, opened_ms=1, sealed_ms=2
+    )
+    trace = trace_of_group("main", sent)
+    assert trace == trace_of_group("main", group) == 0x74075843FE2D097D4616BA201D48988C
+    others = [
+        trace_of_group("other", sent),
+        trace_of_group("main", rollout("y", policy_version=3, group_id="g")),
+        trace_of_group("main", rollout("x", policy_version=4, group_id="g")),
+        trace_of_step("main", "default", 3),
+    ]
+    assert len({trace, *others}) == 5
+    assert span_of(trace, "group") == span_of(trace, "group") != span_of(trace, "group", "x")
+
+
+@given(st.integers(1, 2**128 - 1), st.floats(0, 1), st.floats(0, 1))
+def test_a_larger_sample_holds_every_trace_of_a_smaller_one(trace: int, one: float, other: float) -> None:
+    small, large = sorted((one, other))
+    assert is_sampled(trace, large) or not is_sampled(trace, small)
+    assert is_sampled(trace, 1.0)
+    assert not is_sampled(trace, 0.0)
+
+
+def test_a_sample_has_its_share_and_is_that_of_opentelemetry() -> None:
+    from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
+
+    traces = [trace_of_step("main", "default", step) for step in range(4000)]
+    taken = [is_sampled(trace, 0.25) for trace in traces]
+    assert 900 < sum(taken) < 1100
+    sampler = TraceIdRatioBased(0.25)
+    assert taken == [sampler.should_sample(None, t, "x").decision is Decision.RECORD_AND_SAMPLE for t in traces]
+
+
+class StuckExporter:
+    """A collector that answers nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.stuck = True
+        self.given_up = False
+
+    def export(self, spans: Sequence[TraceSpan]) -> bool:
+        while self.stuck and not self.given_up:
+            time.sleep(0.01)
+        self.taken += len(spans)
+        return not self.given_up
+
+    def give_up(self) -> None:
+        self.given_up = True
+
+
+@pytest.fixture
+def stuck() -> Iterator[StuckExporter]:
+    exporter = StuckExporter()
+    SPANS.start(1.0, exporter)
+    yield exporter
+    exporter.given_up = True
+    SPANS.close()
+
+
+def a_span(number: int) -> TraceSpan:
+    return TraceSpan(name="x", place=SpanPlace(number + 1, 1), begin_ns=1, end_ns=2)
+
+
+LOST = next(spec for spec in CATALOGUE_OF_METRICS if spec.name == "rollstream_traces_lost_total")
+
+
+def lost() -> float:
+    return VALUES.values_of(LOST).get((), 0.0)
+
+
+def test_a_collector_that_hangs_costs_spans_and_no_time(stuck: StuckExporter) -> None:
+    before = lost()
+    began = time.monotonic()
+    for number in range(3 * MOST_WAITING):
+        SPANS.add(a_span(number))
+    assert time.monotonic() - began < 30, "nothing waited for the collector"
+    assert lost() - before >= MOST_WAITING
+    stuck.stuck = False
+    kept = 3 * MOST_WAITING - (lost() - before)
+    eventually(lambda: stuck.taken == kept, 60, "what was kept is sent")
+
+
+def test_nothing_waits_long_for_a_collector_at_the_end(stuck: StuckExporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "_CLOSE_S", 0.1)
+    SPANS.add(a_span(1))
+    SPANS.close()
+    assert stuck.given_up
+    assert not SPANS.enabled
+
+
+def test_without_an_endpoint_there_are_no_spans() -> None:
+    end = start(TracesConfig(), "main", "group-0")
+    assert not SPANS.enabled
+    assert not SPANS.wants(1)
+    end()
+
+
+def test_a_collector_that_is_away_loses_spans_and_raises_nothing() -> None:
+    before = lost()
+    end = start(TracesConfig(endpoint="http://127.0.0.1:1/v1/traces", sample=1.0), "main", "group-0")
+    try:
+        SPANS.add(a_span(1))
+        eventually(lambda: lost() > before, 60, "the span is lost")
+    finally:
+        end()
+
+
+@pytest.mark.parametrize(("settings", "named"), [({"sample": 1.5}, "sample"), ({"endpoint": "localhost"}, "whole URL")])
+def test_settings_without_sense_are_refused(settings: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        TracesConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_nothing_of_opentelemetry_is_imported_where_no_traces_are_wanted() -> None:
+    program = (
+        "import sys\n"
+        "import rollstream.consumers.batch_reader, rollstream.consumers.grouping.process.grouping_process\n"
+        "import rollstream.producers.rollout_producer, rollstream.pipeline.config\n"
+        "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,143 @@
+"""The spans of this process: given by any of its threads, sent by one of its own, lost rather than waited for.
+
+One object a process, as with logs. Without `start` it takes nothing, and nothing of OpenTelemetry is imported.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from rollstream.topics.config import TracesConfig
+from rollstream.topics.logs import event
+from rollstream.topics.metric_values import VALUES
+from rollstream.topics.traces.identity import SpanPlace, is_sampled
+
+logger = logging.getLogger(__name__)
+Attribute = str | int | float | bool | Sequence[int]
+MOST_WAITING = 4096
+"""Spans that wait to be sent; more are lost."""
+MOST_SENT = 512
+"""Spans in one request."""
+_EVERY_S = 1.0
+_CLOSE_S = 3.0
+_LOG_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSpan:
+    """An operation that is over."""
+
+    name: str
+    place: SpanPlace
+    parent: SpanPlace | None = None
+    kind: Literal["producer", "consumer", "internal"] = "internal"
+    begin_ns: int
+    end_ns: int
+    attributes: Mapping[str, Attribute] = field(default_factory=dict)
+    links: tuple[SpanPlace, ...] = ()
+
+
+class SpanExporter(Protocol):
+    """The way to a collector."""
+
+    def export(self, spans: Sequence[TraceSpan]) -> bool:
+        """Send spans; return whether the collector took them. It may take some seconds, and raises nothing."""
+
+    def give_up(self) -> None:
+        """End an `export` that waits."""
+
+
+class TraceSpans:
+    """Spans that wait for the collector."""
+
+    def __init__(self) -> None:
+        self._share = 0.0
+        self._exporter: SpanExporter | None = None
+        self._thread: threading.Thread | None = None
+        self._waiting: deque[TraceSpan] = deque()
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._logged_s = -_LOG_EVERY_S
+
+    @property
+    def enabled(self) -> bool:
+        """Whether spans are wanted at all."""
+        return self._thread is not None
+
+    def start(self, share: float, exporter: SpanExporter) -> None:
+        """Take a share of all traces from now on."""
+        self._share, self._exporter, self._stopping = share, exporter, False
+        for name in ("rollstream_traces_spans_total", "rollstream_traces_lost_total"):
+            VALUES.count(name, 0)
+        self._thread = threading.Thread(target=self._send, args=(exporter,), name="traces", daemon=True)
+        self._thread.start()
+
+    def wants(self, trace: int) -> bool:
+        """Whether a trace is in the sample."""
+        return self._thread is not None and is_sampled(trace, self._share)
+
+    def add(self, span: TraceSpan) -> None:
+        """Have a span sent. Never waits: a span too many is lost, and counted."""
+        with self._changed:
+            full = len(self._waiting) >= MOST_WAITING
+            if not full:
+                self._waiting.append(span)
+                if len(self._waiting) >= MOST_SENT:
+                    self._changed.notify()
+        if full:
+            self._lose(1, "the collector is slower than the spans come")
+
+    def close(self) -> None:
+        """Send what waits, for a short time, and take no more."""
+        thread, self._thread = self._thread, None
+        if thread is None or self._exporter is None:
+            return
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        thread.join(_CLOSE_S)
+        if thread.is_alive():
+            self._exporter.give_up()
+
+    def _send(self, exporter: SpanExporter) -> None:
+        stopping = False
+        while not stopping:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or len(self._waiting) >= MOST_SENT, _EVERY_S)
+                stopping = self._stopping
+            while spans := self._taken():
+                if exporter.export(spans):
+                    VALUES.count("rollstream_traces_spans_total", len(spans))
+                else:
+                    self._lose(len(spans), "the collector does not take them")
+
+    def _taken(self) -> list[TraceSpan]:
+        with self._changed:
+            return [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_SENT))]
+
+    def _lose(self, count: int, reason: str) -> None:
+        VALUES.count("rollstream_traces_lost_total", count)
+        now = time.monotonic()
+        if now - self._logged_s >= _LOG_EVERY_S:
+            self._logged_s = now
+            event(logger, "spans_lost", level=logging.WARNING, spans=count, reason=reason)
+
+
+SPANS = TraceSpans()
+"""The spans of this process."""
+
+
+def start(config: TracesConfig, run: str, process: str) -> Callable[[], None]:
+    """Take spans and send them where the settings say, if they say so; return what ends that.
+
+    Raises ConfigurationError if the packages of the extra `traces` are missing.
+    """
+    if config.endpoint:
+        from rollstream.topics.traces.otlp import OtlpExporter
+
+        SPANS.start(config.sample, OtlpExporter(config.endpoint, run, process))
+    return SPANS.close
