@@ -107,11 +107,10 @@ def test_a_trace_goes_on_to_the_step_and_that_of_the_step_to_a_server(
     small = {k: v for k, v in SMALL_LEARNER.items() if not k.startswith("grouping")} | {"learner__rollouts_per_step": 8}
     learner = run.start("learn", **small, **traced(collector), learner__max_steps=2)
     eventually(lambda: len(run.read("policies")) > 0, 300, "version 0")
+    send(run, collector, "a", 8)
+    assert learner.wait(600) == 0
     end = start(TracesConfig(endpoint=collector.endpoint, sample=1.0), run.name, "infer-0")
     with WeightsFollower(run.kafka, run.name) as follower:
-        follower.wait_for(0, 300)
-        send(run, collector, "a", 8)
-        assert learner.wait(600) == 0
         follower.wait_for(2, 300)
     end()
     eventually(lambda: len(collector.named("process batches")) >= 4, 60, "spans of the steps")
