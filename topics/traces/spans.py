@@ -91,7 +91,7 @@ class TraceSpans:
         if full:
             self._lose(1, "the collector is slower than the spans come")
 
-    def close(self) -> None:
+    def close(self, for_s: float = _CLOSE_S) -> None:
         """Send what waits, for a short time, and take no more."""
         thread, self._thread = self._thread, None
         if thread is None or self._exporter is None:
@@ -99,7 +99,7 @@ class TraceSpans:
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        thread.join(_CLOSE_S)
+        thread.join(for_s)
         if thread.is_alive():
             self._exporter.give_up()
 

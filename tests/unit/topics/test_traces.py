@@ -14,7 +14,6 @@ from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
 from rollstream.topics.metric_values import VALUES
 from rollstream.topics.records import BatchGroup
-from rollstream.topics.traces import spans
 from rollstream.topics.traces.identity import SpanPlace, is_sampled, span_of, trace_of_group, trace_of_step
 from rollstream.topics.traces.spans import MOST_WAITING, SPANS, TraceSpan, start
 from tests.support.runs import rollout
@@ -106,10 +105,9 @@ def test_a_collector_that_hangs_costs_spans_and_no_time(stuck: StuckExporter) ->
     eventually(lambda: stuck.taken == kept, 60, "what was kept is sent")
 
 
-def test_nothing_waits_long_for_a_collector_at_the_end(stuck: StuckExporter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spans, "_CLOSE_S", 0.1)
+def test_nothing_waits_long_for_a_collector_at_the_end(stuck: StuckExporter) -> None:
     SPANS.add(a_span(1))
-    SPANS.close()
+    SPANS.close(0.1)
     assert stuck.given_up
     assert not SPANS.enabled
 
