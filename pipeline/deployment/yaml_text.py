@@ -1,11 +1,13 @@
 """Writes plain values as YAML for people to read: block style, texts quoted wherever YAML could read them otherwise.
 
-Only what our deployments need: tables, lists, texts, numbers, booleans and nothing. Keys are written as they are.
+Only what our deployments need: tables, lists, texts, numbers, booleans and nothing. Keys are written as they are. In
+templates of YAML, Raw is a scalar that the template's engine fills in, and Enclosed an entry that it may leave out.
 """
 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 _PLAIN = re.compile(r"(--?)?[A-Za-z/][A-Za-z0-9_./-]*")
@@ -13,6 +15,24 @@ _WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
 """Texts that YAML 1.1 reads as something else."""
 _WIDTH = 90
 """Longest list that is written in one line."""
+MERGE = "<<"
+"""Key whose value is the name of an anchor."""
+
+
+class Raw(str):
+    """A scalar that is written as it is, without quotes."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Enclosed:
+    """A value of a table, or items of a list, between two lines that are not YAML."""
+
+    before: str
+    value: Any
+    """The value of its key, or in a list the list of the items."""
+    after: str
 
 
 def render_yaml(table: Mapping[str, Any], anchors: Mapping[str, str] | None = None) -> str:
@@ -25,29 +45,49 @@ def render_yaml(table: Mapping[str, Any], anchors: Mapping[str, str] | None = No
     return "\n".join(lines) + "\n"
 
 
-MERGE = "<<"
-"""Key whose value is the name of an anchor."""
-
-
 def _entry(key: str, value: Any) -> Iterator[str]:
-    if key == MERGE:
+    if isinstance(value, Enclosed):
+        yield value.before
+        yield from _entry(key, value.value)
+        yield value.after
+    elif key == MERGE:
         yield f"{key}: *{value}"
     elif isinstance(value, Mapping) and value:
         yield f"{key}:"
-        for name, item in value.items():
-            yield from (f"  {line}" for line in _entry(name, item))
+        yield from (f"  {line}" for name, item in value.items() for line in _entry(name, item))
     elif isinstance(value, Sequence) and not isinstance(value, str) and value:
-        items = [_scalar(item) for item in value]
-        if sum(map(len, items)) < _WIDTH:
-            yield f"{key}: [{', '.join(items)}]"
-        else:
-            yield f"{key}:"
-            yield from (f"  - {item}" for item in items)
+        yield from _list(key, value)
     else:
         yield f"{key}:" if value is None else f"{key}: {_scalar(value)}"
 
 
+def _list(key: str, values: Sequence[Any]) -> Iterator[str]:
+    if not any(isinstance(value, Mapping | Enclosed) for value in values):
+        items = [_scalar(item) for item in values]
+        if sum(map(len, items)) < _WIDTH:
+            yield f"{key}: [{', '.join(items)}]"
+            return
+    yield f"{key}:"
+    yield from (f"  {line}" for line in _items(values))
+
+
+def _items(values: Sequence[Any]) -> Iterator[str]:
+    for value in values:
+        if isinstance(value, Enclosed):
+            yield value.before
+            yield from _items(value.value)
+            yield value.after
+        elif isinstance(value, Mapping) and value:
+            lines = (line for name, item in value.items() for line in _entry(name, item))
+            yield f"- {next(lines)}"
+            yield from (f"  {line}" for line in lines)
+        else:
+            yield f"- {_scalar(value)}"
+
+
 def _scalar(value: Any) -> str:
+    if isinstance(value, Raw):
+        return str(value)
     if isinstance(value, str):
         is_plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS
         if is_plain:
@@ -56,7 +96,7 @@ def _scalar(value: Any) -> str:
             return "'{}'".format(value.replace("'", "''"))  # such as JSON, which is easier to read so
         return f'"{"".join(map(_escaped, value))}"'
     if isinstance(value, Mapping | Sequence) and value:
-        raise TypeError(f"a list holds {value!r}; only texts and numbers are written in lists")
+        raise TypeError(f"a list holds {value!r}; only texts, numbers and tables are written in lists")
     return json.dumps(value)
 
 

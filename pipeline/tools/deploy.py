@@ -7,8 +7,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from rollstream.pipeline.command_parser import add_command, set_handler
+from rollstream.pipeline.command_parser import add_command, set_handler, wait_seconds
 from rollstream.pipeline.config import RunConfig, secret_variables
+from rollstream.pipeline.deployment.description import ROLES
 from rollstream.pipeline.settings import is_setting_variable, variable_of
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.secrets import is_secret
@@ -43,6 +44,27 @@ def register(parser: argparse.ArgumentParser) -> None:
     ):
         shown = " (default: %(default)s)" if value else ""
         compose.add_argument(flag, default=value, metavar="IMAGE", help=f"{what}{shown}")
+
+    chart = add_command(commands, "chart", "write a Helm chart: brokers, topics and every role of the run")
+    set_handler(chart, write_chart, example="rollstream deploy chart run.toml -o chart")
+    chart.add_argument("file", type=Path, nargs="?", metavar="run.toml", help="the same as --config")
+    chart.add_argument("-o", "--output", type=Path, metavar="DIR", required=True, help="directory of the chart")
+    for flag, what in (("--image", "image of the roles"), ("--worker-image", "image of the workers, if it is another")):
+        shown = default.image if flag == "--image" else ""
+        chart.add_argument(flag, default=shown, metavar="IMAGE", help=f"{what}; a value of the chart, too")
+
+    wait = add_command(commands, "wait", "wait until a role may start, in a cluster that starts all at once")
+    set_handler(wait, wait_to_start, example="rollstream deploy wait env --ready main-group:8081")
+    wait.add_argument("role", choices=[role.name for role in ROLES], metavar="ROLE", help="command of the role")
+    wait.add_argument(
+        "--ready",
+        action="append",
+        default=[],
+        type=service_address,
+        metavar="HOST:PORT",
+        help="service port of a role that must be ready; repeatable",
+    )
+    wait.add_argument("--wait", type=wait_seconds, default=600, metavar="S", help="longest wait (default: %(default)s)")
 
     monitoring = add_command(commands, "monitoring", "write a dashboard for Grafana and alert rules for Prometheus")
     monitoring.add_argument("directory", type=Path, metavar="DIR", help="where to; created if it does not exist")
@@ -86,6 +108,48 @@ def write_compose(config: RunConfig, args: argparse.Namespace) -> int:
         args.output.write_text(text, encoding="utf-8")
         print(f"{args.output}: run {config.run}; start it with docker compose -f {args.output} up --detach")
     return 0
+
+
+def write_chart(config: RunConfig, args: argparse.Namespace) -> int:
+    """Write the chart of a run to a directory, and delete templates of ours there that it no longer has."""
+    from rollstream.pipeline.deployment.chart.context import ChartOptions, RunChart
+    from rollstream.pipeline.deployment.chart.files import chart_files
+    from rollstream.pipeline.deployment.chart.templates import MARK
+
+    file = args.config or args.file
+    options = ChartOptions(
+        image=args.image,
+        worker_image=args.worker_image,
+        config_text=file.read_text(encoding="utf-8") if file else "",
+        variables=given_variables(config, args, os.environ),
+    )
+    files, directory = chart_files(config, options), args.output
+    release = RunChart(config, options).name
+    for old in directory.glob("templates/*.yaml"):
+        if f"templates/{old.name}" not in files and old.read_text(encoding="utf-8").startswith(MARK):
+            old.unlink()
+    for name, text in files.items():
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    print(f"{directory}: run {config.run}; install it with helm install {release} {directory}")
+    return 0
+
+
+def wait_to_start(config: RunConfig, args: argparse.Namespace) -> int:
+    """Wait until a role may start."""
+    from rollstream.pipeline.deployment.start_order import await_start
+
+    await_start(config, args.role, args.ready, args.wait)
+    return 0
+
+
+def service_address(text: str) -> str:
+    """Return host:port as it is given. Raises ArgumentTypeError for anything else."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no address; give host:port, such as main-group:8081")
+    return text
 
 
 def _beside(path: Path, folder: Path) -> str:

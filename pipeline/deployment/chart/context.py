@@ -1,0 +1,160 @@
+"""Facts that every part of a chart is made from: the settings of the run, its names in a cluster, and its processes."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from urllib.parse import urlsplit
+
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.deployment.container_settings import (
+    COORDINATOR_PORT,
+    ContainerSecrets,
+    container_secrets,
+    container_settings,
+    variables_of,
+)
+from rollstream.pipeline.deployment.description import ARCHIVE, LEARN, PRUNE, RoleDescription, counts, role_of
+from rollstream.pipeline.settings import variable_of
+from rollstream.topics.errors import ConfigurationError
+
+_LONGEST_NAME = 30
+"""Longest name of a run whose pods' names still are names of hosts, which have 63 characters."""
+BOOTSTRAP, REPLICAS, IN_SYNC = (
+    variable_of(key) for key in ("kafka.bootstrap_servers", "topics.replication_factor", "topics.min_insync_replicas")
+)
+COORDINATOR = variable_of("learner.coordinator")
+PROCESSES = "processes"
+"""Name of the jobs of a learner of several processes within its JobSet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChartOptions:
+    """Choices of a chart beside the settings of the run; most can be changed as values, too."""
+
+    image: str = "rollstream:local"
+    """Image of every role."""
+    worker_image: str = ""
+    """Image of the workers, if the libraries of environments need one of their own."""
+    config_text: str = ""
+    """Text of the run's file; empty: none."""
+    variables: Mapping[str, str] | None = None
+    """Variables of settings that were given otherwise than in the file."""
+
+
+@dataclass(frozen=True)
+class RunChart:
+    """The run that a chart is of."""
+
+    config: RunConfig
+    options: ChartOptions
+
+    @cached_property
+    def name(self) -> str:
+        """Name of the run, as names of a cluster are spelled."""
+        name = re.sub("[^a-z0-9]+", "-", self.config.run.lower()).strip("-")
+        if not name or name[0].isdigit() or len(name) > _LONGEST_NAME:
+            raise ConfigurationError(
+                f"run {self.config.run} would be {name!r} in a cluster, where a name begins with a letter and leaves "
+                f"room for those of its pods: choose a name of {_LONGEST_NAME} characters at most"
+            )
+        return name
+
+    @cached_property
+    def processes(self) -> dict[str, int]:
+        """Number of processes of each role, with the tools that a chart can run beside them."""
+        return {**counts(self.config), ARCHIVE: 1, PRUNE: 1}
+
+    @cached_property
+    def roles(self) -> tuple[RoleDescription, ...]:
+        """Roles of the run, and the tools."""
+        return tuple(role_of(name) for name in self.processes)
+
+    @property
+    def team(self) -> bool:
+        """Whether the learner has several processes."""
+        return self.processes.get(LEARN, 0) > 1
+
+    @cached_property
+    def secrets(self) -> ContainerSecrets:
+        """Secrets that settings refer to."""
+        return container_secrets(self.config)[0]
+
+    @cached_property
+    def settings(self) -> dict[str, object]:
+        """Settings that pods have beside those of the file, by dotted key, whichever brokers there are."""
+        _secrets, references = container_secrets(self.config)
+        settings = {**container_settings(self.config, self.host), **references}
+        for key in ("kafka.bootstrap_servers", "learner.coordinator"):
+            settings.pop(key, None)
+        return settings
+
+    @cached_property
+    def variables(self) -> dict[str, str]:
+        """Variables that all pods have."""
+        given = {
+            key: text for key, text in (self.options.variables or {}).items() if key not in (BOOTSTRAP, COORDINATOR)
+        }
+        return dict(sorted({**given, **variables_of(self.settings)}.items()))
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of all settings: pods that began with others are replaced."""
+        text = repr((self.options.config_text, self.variables))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def service_port(self) -> int:
+        """Port of the probes and metrics of each pod."""
+        port = self.settings["service.port"]
+        assert isinstance(port, int)
+        return port
+
+    @property
+    def cluster(self) -> str:
+        """Name of the brokers of the chart."""
+        return f"{self.name}-kafka"
+
+    @property
+    def own_brokers(self) -> bool:
+        """Whether the brokers may be those of the chart: settings of a secured connection name others."""
+        return self.config.kafka.client.get("security.protocol", "PLAINTEXT") == "PLAINTEXT"
+
+    def object_name(self, role: str) -> str:
+        """Return the name of the objects of a role, or of another part."""
+        return f"{self.name}-{role}"
+
+    def host(self, role: str, number: int) -> str:
+        """Return the name of the host of a process."""
+        return f"{self.object_name(role)}-{number}.{self.object_name(role)}"
+
+    def coordinator(self, digest: str) -> str:
+        """Return host and port of the first process of a learner of several, whose JobSet has this digest."""
+        name = self.object_name(LEARN)
+        return f"{name}-{digest}-{PROCESSES}-0-0.{name}:{COORDINATOR_PORT}"
+
+    def labels(self, role: str) -> dict[str, str]:
+        """Return the labels by which the objects of a role are selected."""
+        return {**self.run_labels, "app.kubernetes.io/component": role}
+
+    @property
+    def run_labels(self) -> dict[str, str]:
+        """Labels by which all pods of the run are selected."""
+        return {"app.kubernetes.io/name": "rollstream", "app.kubernetes.io/instance": self.name}
+
+    def metadata(self, name: str, role: str) -> dict[str, object]:
+        """Return name and labels of an object."""
+        return {"name": name, "labels": {**self.labels(role), "app.kubernetes.io/managed-by": "Helm"}}
+
+
+def values_key(role: str) -> str:
+    """Return the name of a role among the values, where a dash would be a minus."""
+    first, *rest = role.split("-")
+    return first + "".join(part.capitalize() for part in rest)
+
+
+def port_of(url: str) -> int:
+    """Return the port of a URL."""
+    parts = urlsplit(url)
+    return parts.port or (443 if parts.scheme == "https" else 80)

@@ -1,0 +1,102 @@
+"""Waits for what a role needs before it starts: its topics, the first state of grouping, and roles that come before it.
+
+Under `rollstream run` the supervisor sees to that order. Elsewhere each process waits for itself, so an upgrade keeps
+the order, too: a role starts once one process of each role before it is ready, and none that is has another release.
+"""
+
+import re
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.deployment.description import GROUP, role_of
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.errors import BrokerUnavailable, DeadlineExceeded
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.reader import Reader
+
+_LOOK_S = 1.0
+"""Longest wait of one question, and the pause between two."""
+_VERSION = re.compile(rb'^rollstream_info\{[^}]*version="([^"]*)"', re.MULTILINE)
+
+
+def await_start(config: RunConfig, role: str, hosts: Sequence[str], timeout_s: float) -> None:
+    """Wait until a role may start. Raises DeadlineExceeded, which names what is missing.
+
+    `hosts` are those of the roles before it, as host:port of their service ports; one may stand for several processes.
+    """
+    deadline = time.monotonic() + timeout_s
+    while missing := next(_missing(config, role, hosts), ""):
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"{role} does not start: after {timeout_s:g} s {missing}")
+        time.sleep(_LOOK_S)
+
+
+def _missing(config: RunConfig, role: str, hosts: Sequence[str]) -> Iterator[str]:
+    """Yield what is missing, the first thing first."""
+    yield from _missing_topics(config, role)
+    for host in hosts:
+        yield from _missing_process(host)
+
+
+def _missing_topics(config: RunConfig, name: str) -> Iterator[str]:
+    role = role_of(name)
+    needed = {topic_name(config.run, topic) for topic in (*role.reads, *role.writes)}
+    rollouts = topic_name(config.run, "rollouts")
+    try:
+        present = topic_admin.topic_names(config.kafka)
+        partitions = range(topic_admin.partitions_of(config.kafka, rollouts)) if rollouts in present else ()
+    except BrokerUnavailable as error:
+        yield str(error)
+        return
+    if absent := sorted(needed - set(present)):
+        yield f"topics {', '.join(absent)} are missing; `rollstream topics apply` creates them"
+    elif name == GROUP:
+        # A member of the group would keep the first state from being written.
+        try:
+            with Reader(config.kafka, group=config.grouper.group_id(config.run)) as reader:
+                positions = reader.committed(rollouts, partitions, "reading positions of grouping", 10 * _LOOK_S)
+        except BrokerUnavailable as error:
+            yield str(error)
+            return
+        if any(position.offset < 0 for position in positions):
+            yield "the first state of grouping is missing; `rollstream topics apply` writes it"
+
+
+def _missing_process(host: str) -> Iterator[str]:
+    """Yield what is missing of the processes of a host: one must be ready, and all that answer of this release."""
+    name, _, port = host.rpartition(":")
+    ready, own = 0, version("rollstream").encode()
+    for address in _addresses(name, int(port)):
+        url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+        if _answer(f"{url}/readyz") is None:
+            continue
+        others = set(_VERSION.findall(_answer(f"{url}/metrics") or b"")) - {own}
+        if others:
+            yield f"a process at {host} is of release {others.pop().decode()}, and this one of {own.decode()}"
+            return
+        ready += 1
+    if not ready:
+        yield f"no process at {host} is ready"
+
+
+def _addresses(name: str, port: int) -> list[str]:
+    try:
+        resolved = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return sorted({str(address[0]) for *_rest, address in resolved})
+
+
+def _answer(url: str) -> bytes | None:
+    """Return the body of an answer of 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=5 * _LOOK_S) as answer:
+            body: bytes = answer.read()
+            return body
+    except (OSError, urllib.error.URLError):
+        return None

@@ -1,0 +1,108 @@
+"""Charts for tests: written as a user writes them, and read back as the objects that a cluster would get."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollstream.pipeline.cli import build_parser
+from rollstream.pipeline.config import RunConfig, load
+from tests.support.helm_templates import chart_values, rendered_documents
+
+MUCH = """
+run = "arithmetic"
+
+[[environments]]
+use = "tasks.py:Sums"
+rewards = "labeler"
+
+[labeling]
+labeler = "judge"
+judge.url = "http://judge:8000/v1"
+
+[gateway]
+port = 8100
+api_key = "file:keys/gateway"
+
+[inference]
+replicas = 2
+
+[learner]
+processes = 2
+
+[evaluation]
+every_versions = 50
+
+[serving]
+urls = ["http://engine:8001"]
+
+[worker]
+api_key = "env:MODEL_KEY"
+"""
+CONTROL = 'run = "Cells_2"\n[collect]\nprocesses = 2\nplayer = "cell:play"\n[fill]\ndirectory = "windows"\n'
+DEVELOPMENT, PRODUCTION = "values-development.yaml", "values-production.yaml"
+THEIR_BROKERS: Mapping[str, Any] = {"brokers": {"enabled": False, "bootstrapServers": "kafka:9094"}}
+Object = dict[str, Any]
+
+
+def write_chart(folder: Path, text: str = MUCH, *flags: str) -> Path:
+    """The directory of the chart that the command writes."""
+    (folder / "run.toml").write_text(text)
+    chart = folder / "chart"
+    args = build_parser().parse_args(["deploy", "chart", str(folder / "run.toml"), "-o", str(chart), *flags])
+    assert args.run(args) == 0
+    return chart
+
+
+class Release:
+    """The objects of a chart under some of its values."""
+
+    def __init__(self, chart: Path, *files: str, over: Mapping[str, Any] | None = None) -> None:
+        """Render a chart with files of values beside it, and values of one's own."""
+        self.chart, self.values = chart, chart_values(chart, *files, over=over)
+        self.objects = rendered_documents(chart, self.values)
+
+    @property
+    def name(self) -> str:
+        """The beginning of the names of all objects."""
+        [settings] = [name for name in self.of("ConfigMap") if name.endswith("-settings")]
+        return settings.removesuffix("-settings")
+
+    def of(self, kind: str) -> dict[str, Object]:
+        """Objects of a kind, by name."""
+        found = [each for each in self.objects if each["kind"] == kind]
+        named = {each["metadata"]["name"]: each for each in found}
+        assert len(named) == len(found), f"two objects {kind} have one name"
+        return named
+
+    def pods(self) -> dict[str, Object]:
+        """Templates of the pods of all workloads, by what the pods are."""
+        templates: dict[str, Object] = {}
+        for each in self.objects:
+            spec = each.get("spec", {})
+            if each["kind"] in ("StatefulSet", "Job"):
+                template = spec["template"]
+            elif each["kind"] == "CronJob":
+                template = spec["jobTemplate"]["spec"]["template"]
+            elif each["kind"] == "JobSet":
+                [job] = spec["replicatedJobs"]
+                template = job["template"]["spec"]["template"]
+            else:
+                continue
+            templates[template["metadata"]["labels"]["app.kubernetes.io/component"]] = template
+        return templates
+
+    def settings(self, role: str) -> RunConfig:
+        """The settings that a pod of a role has: those of its file under its variables."""
+        pod = self.pods()[role]["spec"]
+        [container] = pod["containers"]
+        maps = self.of("ConfigMap")
+        variables: dict[str, str] = {}
+        for source in container["envFrom"]:
+            variables |= maps[source["configMapRef"]["name"]]["data"]
+        for variable in container.get("env", ()):
+            variables[variable["name"]] = variable.get("value", "a secret")
+        assert all(isinstance(value, str) for value in variables.values())
+        file = self.chart.parent / f"of-{role}.toml"
+        mounted = [volume["configMap"]["name"] for volume in pod["volumes"] if volume["name"] == "config"]
+        file.write_text("".join(maps[name]["data"]["run.toml"] for name in mounted))
+        return load(file, environment=variables)

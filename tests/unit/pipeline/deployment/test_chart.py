@@ -1,0 +1,437 @@
+"""The chart of a run: its objects are valid, and what they name is in the catalogue, the description, the settings."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import jsonschema
+import kubernetes_validate
+import pytest
+
+from rollstream.pipeline.cli import build_parser
+from rollstream.pipeline.config import load
+from rollstream.pipeline.deployment.chart.pods import USER
+from rollstream.pipeline.deployment.container_settings import HOME
+from rollstream.pipeline.deployment.description import ROLES, counts, role_of
+from rollstream.pipeline.deployment.scaling import bounds
+from rollstream.pipeline.process_number import AUTO, number_of_host
+from rollstream.pipeline.settings import is_setting_variable
+from rollstream.topics.catalogue import CATALOGUE, topic_name
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
+from tests.support.charts import CONTROL, DEVELOPMENT, MUCH, PRODUCTION, THEIR_BROKERS, Release, write_chart
+from tests.support.custom_resources import SPECS, check_custom
+from tests.support.helm_templates import chart_values
+
+OLDEST, NEWEST = "1.31", kubernetes_validate.latest_version()
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KAFKA_BOOTSTRAP_SERVERS", "ROLLSTREAM_RUN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chart(tmp_path_factory.mktemp("much"))
+
+
+@pytest.fixture(scope="module")
+def releases(chart: Path) -> dict[str, Release]:
+    return {
+        "defaults": Release(chart),
+        "development": Release(chart, DEVELOPMENT),
+        "production": Release(chart, PRODUCTION),
+        "their brokers": Release(chart, PRODUCTION, over=THEIR_BROKERS),
+    }
+
+
+# ------------------------------------------------------------------ validity
+
+
+def test_every_object_is_valid_in_old_and_new_clusters_and_by_its_operator(
+    releases: dict[str, Release], tmp_path: Path
+) -> None:
+    kinds, seen = set(), set()
+    for name, release in {**releases, "control": Release(write_chart(tmp_path, CONTROL), PRODUCTION)}.items():
+        for document in release.objects:
+            key = (document["apiVersion"], document["kind"])
+            kinds.add(key)
+            if (text := json.dumps(document)) in seen:
+                continue
+            seen.add(text)
+            if key in SPECS:
+                check_custom(document)
+                if document["kind"] == "JobSet":
+                    [job] = document["spec"]["replicatedJobs"]
+                    metadata = {"name": "job"}
+                    document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, **job["template"]}
+                else:
+                    continue
+            for version in (OLDEST, NEWEST):
+                try:
+                    kubernetes_validate.validate(document, version, strict=True)
+                except kubernetes_validate.ValidationError as error:
+                    pytest.fail(f"{name}: {document['kind']} {document['metadata']['name']} in {version}: {error}")
+            assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", document["metadata"]["name"])
+    assert kinds >= SPECS.keys(), "each custom kind was seen"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"roles": {"group": {"replicas": 5}}},
+        {"roles": {"env": {"replicas": 3}}},
+        {"autoscaling": {"minReplicas": 0}},
+        {"autoscaling": {"maxReplicas": 5}},
+        {"autoscaling": {"lagPerReplica": "many"}},
+        {"brokers": {"enabled": False}},
+        {"brokers": {"count": 0}},
+        {"roles": {"grouping": {}}},
+        {"netwrokPolicies": {"enabled": False}},
+        {"roles": {"infer": {"replicas": 3}}},
+    ],
+    ids=str,
+)
+def test_values_out_of_the_settings_bounds_are_refused(change: Mapping[str, Any], chart: Path) -> None:
+    schema = json.loads((chart / "values.schema.json").read_text())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(chart_values(chart, over=change), schema)
+
+
+def test_the_values_of_the_chart_keep_their_own_schema(releases: dict[str, Release], chart: Path) -> None:
+    schema = json.loads((chart / "values.schema.json").read_text())
+    for release in releases.values():
+        jsonschema.validate(release.values, schema)
+
+
+# ------------------------------------------------------------------ roles
+
+
+def test_every_process_of_the_run_is_a_pod_whose_command_its_role_takes(chart: Path) -> None:
+    release = Release(chart, PRODUCTION, over={"autoscaling": {"enabled": False}})
+    config = load(chart.parent / "run.toml")
+    pods = release.pods()
+    assert pods.keys() == {*counts(config), "topics", "archive", "prune"}
+    numbers = {}
+    for workload in release.objects:
+        spec = workload.get("spec", {})
+        if workload["kind"] == "StatefulSet":
+            numbers[workload["metadata"]["name"]] = spec["replicas"]
+        elif workload["kind"] == "JobSet":
+            [job] = spec["replicatedJobs"]
+            numbers["arithmetic-learn"] = job["template"]["spec"]["completions"]
+    assert numbers == {f"arithmetic-{name}": count for name, count in counts(config).items()} | {
+        "arithmetic-archive": 1
+    }
+    for name, pod in pods.items():
+        [container] = pod["spec"]["containers"]
+        assert container["command"] == ["rollstream"]
+        arguments = ["0" if word == AUTO else word for word in container["args"]]
+        assert build_parser().parse_args(arguments).command == container["args"][0]
+        if name == "topics":
+            assert arguments[:2] == ["topics", "apply"]
+            continue
+        role = role_of(name)
+        assert container["args"][: 1 + len(role.flags)] == [name, *role.flags]
+        assert (AUTO in container["args"]) == role.numbered
+
+
+def test_all_pods_agree_on_settings_and_every_address_is_a_pod_that_listens_there(releases: dict[str, Release]) -> None:
+    for case, release in releases.items():
+        configs = {role: release.settings(role) for role in release.pods()}
+        env = configs["env"]
+        for role, config in configs.items():
+            user = {key: config.kafka.client.get(key) for key in ("sasl.username", "sasl.password")}
+            own = {"sasl.username": f"arithmetic-{role}", "sasl.password": user["sasl.password"]}
+            assert user == (own if case in ("defaults", "production") else dict.fromkeys(user)), role
+            assert (config.service.host, config.service.port) == ("0.0.0.0", 8081)
+            assert (config.run, config.data_dir, config.topics) == ("arithmetic", Path(HOME), env.topics)
+        services = release.of("Service")
+        for url in env.worker.inference_urls:
+            host, port = urlsplit(url).hostname or "", urlsplit(url).port
+            pod, _, service = host.partition(".")
+            assert services[service]["spec"]["clusterIP"] == "None"
+            assert release.of("StatefulSet")[pod.rpartition("-")[0]]["spec"]["serviceName"] == service
+            assert configs["infer"].inference.replica(number_of_host(host)).port == port
+            assert configs["infer"].inference.host == "0.0.0.0"
+        assert len(env.worker.inference_urls) == env.inference.replicas == 2
+        [(name, learner)] = release.of("JobSet").items()
+        host, _, port = configs["learn"].learner.coordinator.partition(":")
+        network = learner["spec"]["network"]
+        assert (host, port) == (f"{name}-processes-0-0.{network['subdomain']}", "8476")
+        assert number_of_host(host) == 0
+        assert len(host.partition(".")[0]) <= 63
+
+
+def test_addresses_of_brokers_are_those_of_the_listener_or_of_the_values(releases: dict[str, Release]) -> None:
+    for case, replicas, addresses in (
+        ("defaults", (3, 2), "arithmetic-kafka-kafka-bootstrap:9093"),
+        ("development", (1, 1), "arithmetic-kafka-kafka-bootstrap:9092"),
+        ("their brokers", (1, 1), "kafka:9094"),
+    ):
+        release = releases[case]
+        config = release.settings("group")
+        assert config.kafka.bootstrap_servers == addresses
+        assert (config.topics.replication_factor, config.topics.min_insync_replicas) == replicas
+        clusters = release.of("Kafka")
+        if case == "their brokers":
+            assert not clusters
+            assert not release.of("KafkaTopic")
+            assert not release.of("KafkaUser")
+            continue
+        [listener] = clusters["arithmetic-kafka"]["spec"]["kafka"]["listeners"]
+        assert addresses.endswith(f":{listener['port']}")
+        assert config.kafka.client.get("security.protocol", "PLAINTEXT") == (
+            "SASL_SSL" if listener["tls"] else "PLAINTEXT"
+        )
+        assert (clusters["arithmetic-kafka"]["spec"]["kafka"].get("authorization") is not None) == listener["tls"]
+        nodes = release.of("KafkaNodePool")["arithmetic-nodes"]
+        assert nodes["metadata"]["labels"]["strimzi.io/cluster"] == "arithmetic-kafka"
+        assert nodes["spec"]["replicas"] == replicas[0]
+
+
+def test_topics_are_those_that_topics_apply_would_create(releases: dict[str, Release]) -> None:
+    for case in ("development", "production"):
+        release = releases[case]
+        config = release.settings("topics")
+        topics = {topic["spec"]["topicName"]: topic["spec"] for topic in release.of("KafkaTopic").values()}
+        assert topics.keys() == {topic_name("arithmetic", spec.name) for spec in CATALOGUE}
+        for spec in CATALOGUE:
+            topic = topics[topic_name("arithmetic", spec.name)]
+            assert topic["partitions"] == spec.partition_count(config.topics)
+            assert topic["replicas"] == config.topics.replication_factor
+            wanted = spec.settings(config.topics, config.kafka)
+            assert {key: str(value) for key, value in topic["config"].items()} == wanted
+    for topic in release.of("KafkaTopic").values():
+        assert topic["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}, "the log outlives a release"
+
+
+def test_probes_ask_the_service_port_and_producers_wait_for_consumers(chart: Path) -> None:
+    release = Release(chart)
+    services = release.of("Service")
+    for name, pod in release.pods().items():
+        if name in ("topics", "prune", "archive"):
+            continue
+        role, [container] = role_of(name), pod["spec"]["containers"]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert ports["service"] == release.settings(name).service.port
+        for probe, path in (("startupProbe", "/readyz"), ("livenessProbe", "/livez"), ("readinessProbe", "/readyz")):
+            assert container[probe]["httpGet"] == {"path": path, "port": "service"}
+        assert container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] >= 1800
+        stop_s = release.settings(name).supervisor.stop_timeout_s
+        assert pod["spec"]["terminationGracePeriodSeconds"] > stop_s
+        [wait] = pod["spec"]["initContainers"]
+        args = build_parser().parse_args(wait["args"])
+        assert args.role == name
+        assert {host.partition(":")[0].removeprefix("arithmetic-") for host in args.ready} == {
+            other for other in role.after if other in release.pods()
+        }
+        for host in args.ready:
+            service, _, port = host.partition(":")
+            network = service == "arithmetic-learn"  # the operator makes that of a JobSet
+            assert network or int(port) in [each["port"] for each in services[service]["spec"]["ports"]]
+
+
+def test_containers_have_no_rights_and_write_to_few_places(releases: dict[str, Release]) -> None:
+    for release in releases.values():
+        for name, pod in release.pods().items():
+            spec = pod["spec"]
+            assert spec["automountServiceAccountToken"] is False
+            assert spec["securityContext"]["runAsNonRoot"] is True
+            assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+            assert spec["securityContext"]["fsGroup"] == USER
+            writable = {
+                volume["name"] for volume in spec["volumes"] if {"emptyDir", "persistentVolumeClaim"} & volume.keys()
+            }
+            for container in (*spec["containers"], *spec.get("initContainers", ())):
+                assert container["securityContext"]["readOnlyRootFilesystem"] is True
+                assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+                assert container["securityContext"]["allowPrivilegeEscalation"] is False
+                assert container["resources"]["limits"]["memory"], name
+                mounted = {mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in writable}
+                assert mounted == {str(HOME), "/tmp"}
+                assert all(mount.get("readOnly") or mount["name"] in writable for mount in container["volumeMounts"])
+
+
+def test_roles_that_keep_files_have_a_claim_that_outlives_the_release(chart: Path, tmp_path: Path) -> None:
+    release = Release(chart)
+    claims = {
+        name: volume["persistentVolumeClaim"]["claimName"]
+        for name, pod in release.pods().items()
+        for volume in pod["spec"]["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    assert claims == {name: f"arithmetic-{name}" for name in ("learn", "serve-weights", "archive")}
+    there = release.of("PersistentVolumeClaim")
+    assert there.keys() == set(claims.values())
+    assert there["arithmetic-learn"]["spec"]["accessModes"] == ["ReadWriteMany"], "processes on several machines"
+    assert all(claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for claim in there.values())
+    assert release.settings("learn").learner.checkpoint.directory.startswith(str(HOME))
+    control = Release(write_chart(tmp_path, CONTROL))
+    assert control.of("PersistentVolumeClaim").keys() == {"cells-2-fill", "cells-2-archive"}
+    assert control.settings("fill").fill.directory == f"{HOME}/windows"
+
+
+def test_what_ends_by_itself_is_a_job_that_another_one_replaces(tmp_path: Path) -> None:
+    release = Release(write_chart(tmp_path, 'run = "Cells_2"\n[collect]\nprocesses = 2\nplayer = "cell:play"\n'))
+    [name] = [name for name in release.of("Job") if name.startswith("cells-2-collect-")]
+    job = release.of("Job")[name]["spec"]
+    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 2, 2)
+    pod = job["template"]["spec"]
+    assert (pod["restartPolicy"], pod["subdomain"]) == ("OnFailure", "cells-2-collect")
+    other = Release(release.chart, over={"image": "other:2"})
+    assert name not in other.of("Job"), "jobs cannot be changed"
+    scaled = Release(release.chart, over={"brokers": {"storage": {"size": "1Ti"}}})
+    assert name in scaled.of("Job"), "what a pod does not see starts none again"
+    learner = Release(write_chart(tmp_path, ""))
+    assert any(name.startswith("main-learn-") for name in learner.of("Job"))
+    assert not learner.of("JobSet")
+
+
+def test_secrets_are_referred_to_and_written_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLSTREAM_LABELING__JUDGE__API_KEY", "canary in a variable")
+    monkeypatch.setenv("MODEL_KEY", "canary")
+    chart = write_chart(tmp_path, MUCH)
+    assert not any("canary" in path.read_text() for path in chart.rglob("*") if path.is_file())
+    release = Release(chart, over={"secretName": "theirs"})
+    [container] = release.pods()["env"]["spec"]["containers"]
+    keys = {v["name"]: v["valueFrom"]["secretKeyRef"] for v in container["env"] if "valueFrom" in v}
+    password = keys.pop("ROLLSTREAM_KAFKA__CLIENT__SASL_PASSWORD")
+    assert password == {"name": "arithmetic-env", "key": "password"}
+    assert keys == {
+        name: {"name": "theirs", "key": name} for name in ("MODEL_KEY", "ROLLSTREAM_LABELING__JUDGE__API_KEY")
+    }
+    config = release.settings("gateway")
+    assert config.gateway.api_key == "file:/run/secrets/gateway-api-key"
+    volumes = {volume["name"]: volume for volume in release.pods()["gateway"]["spec"]["volumes"]}
+    assert volumes["secrets"]["secret"]["items"] == [{"key": "gateway-api-key", "path": "gateway-api-key"}]
+
+
+def test_texts_that_helm_would_read_as_its_own_stay_what_they_are(tmp_path: Path) -> None:
+    odd = '{{ .Values.image }} "{{{" $x'
+    chart = write_chart(tmp_path, f"# {odd}\n", f"--set=worker.worker_id={odd}")
+    release = Release(chart)
+    assert release.settings("env").worker.worker_id == odd
+    assert release.of("ConfigMap")["main-config"]["data"]["run.toml"] == f"# {odd}\n"
+
+
+def test_every_variable_is_a_setting(releases: dict[str, Release]) -> None:
+    for release in releases.values():
+        names = {
+            name for each in release.of("ConfigMap").values() for name in each["data"] if name.startswith("ROLLSTREAM_")
+        }
+        for pod in release.pods().values():
+            [container] = pod["spec"]["containers"]
+            names |= {v["name"] for v in container.get("env", ()) if v["name"] != "MODEL_KEY"}
+        assert len(names) > 8
+        assert all(is_setting_variable(type(release.settings("env")), name) for name in names)
+
+
+# ------------------------------------------------------------------ operations
+
+
+def test_grouping_is_scaled_by_a_metric_that_it_serves_and_not_below_one_process(chart: Path) -> None:
+    release = Release(chart, PRODUCTION)
+    [scaled] = release.of("ScaledObject").values()
+    [trigger] = scaled["spec"]["triggers"]
+    [metric] = re.findall(r"rollstream_\w+", trigger["metadata"]["query"])
+    [spec] = [spec for spec in CATALOGUE_OF_METRICS if spec.name == metric]
+    assert {"partition"} <= set(spec.labels)
+    assert 'run="arithmetic"' in trigger["metadata"]["query"]
+    target = release.of("StatefulSet")[scaled["spec"]["scaleTargetRef"]["name"]]
+    assert "replicas" not in target["spec"], "the number is KEDA's"
+    config = release.settings("group")
+    least, most = bounds(config.grouper.autoscale, config.topics.partitions)
+    assert (scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"]) == (least, most) == (1, 4)
+    assert trigger["metadata"]["threshold"] == str(config.grouper.autoscale.lag_per_process)
+    assert Release(chart).of("StatefulSet")["arithmetic-group"]["spec"]["replicas"] == 2
+
+
+def test_monitoring_finds_the_pods_by_their_labels_and_port(chart: Path) -> None:
+    release = Release(chart, PRODUCTION)
+    [monitor] = release.of("PodMonitor").values()
+    labels = monitor["spec"]["selector"]["matchLabels"].items()
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+    seen = {
+        name
+        for name, pod in release.pods().items()
+        if labels <= pod["metadata"]["labels"].items()
+        and endpoint["port"] in [port["name"] for port in pod["spec"]["containers"][0].get("ports", ())]
+    }
+    assert seen == {role.name for role in ROLES if role.name in release.pods() and not role.is_tool}
+    assert "RollstreamLoopStuck" in {
+        rule["alert"] for rule in release.of("PrometheusRule")["arithmetic"]["spec"]["groups"][0]["rules"]
+    }
+    assert (
+        "rollstream" in json.loads(release.of("ConfigMap")["arithmetic-dashboard"]["data"]["rollstream.json"])["title"]
+    )
+
+
+def test_disruptions_take_one_pod_of_a_role_at_a_time_and_none_of_a_learner(chart: Path) -> None:
+    release = Release(chart, PRODUCTION)
+    budgets = release.of("PodDisruptionBudget")
+    assert budgets["arithmetic-learn"]["spec"]["minAvailable"] == 2
+    assert {name for name, each in budgets.items() if each["spec"].get("maxUnavailable") == 1} == {
+        f"arithmetic-{name}" for name in ("infer", "group", "label", "env")
+    }
+    pods = {name: pod["metadata"]["labels"] for name, pod in release.pods().items()}
+    for name, budget in budgets.items():
+        selector = budget["spec"]["selector"]["matchLabels"].items()
+        assert [role for role, labels in pods.items() if selector <= labels.items()] == [
+            name.removeprefix("arithmetic-")
+        ]
+
+
+# ------------------------------------------------------------------ the command
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "says"),
+    [
+        ('run = "9"', [], "a name begins with a letter"),
+        (f'run = "{"r" * 40}"', [], "choose a name of 30 characters at most"),
+        ("", ["--set=learner.weights.url=weights"], "pods share no directory; name a URL of a store"),
+        ("", ["-X", "security.protocol=SSL"], "kafka.bootstrap_servers has 127.0.0.1:9092"),
+        ("", ["--set=supervisor.worker_python=vf/bin/python"], "with --worker-image"),
+        (
+            "",
+            ['--set=worker.inference_urls=["http://127.0.0.1:8000/v1"]'],
+            "worker.inference_urls has http://127.0.0.1",
+        ),
+    ],
+)
+def test_what_no_pod_can_have_is_refused_with_the_remedy(
+    text: str, flags: list[str], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        write_chart(tmp_path, text, *flags)
+    assert says in str(refused.value)
+
+
+def test_brokers_whose_connection_the_settings_secure_are_not_of_the_chart(tmp_path: Path) -> None:
+    flags = ["-X", "security.protocol=SASL_SSL", "-X", "sasl.password=env:SASL", "-b", "kafka:9093"]
+    chart = write_chart(tmp_path, "", *flags)
+    release = Release(chart, PRODUCTION)
+    assert not release.of("Kafka")
+    config = release.settings("env")
+    assert config.kafka.bootstrap_servers == "kafka:9093"
+    assert config.kafka.client["sasl.password"] == "env:SASL"
+    schema = json.loads((chart / "values.schema.json").read_text())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(chart_values(chart, over={"brokers": {"enabled": True}}), schema)
+
+
+def test_a_chart_written_again_loses_our_templates_of_before_and_nobody_elses(tmp_path: Path) -> None:
+    chart = write_chart(tmp_path)
+    (chart / "templates" / "mine.yaml").write_text("# mine\n")
+    assert (chart / "templates" / "label.yaml").exists()
+    version = (chart / "Chart.yaml").read_text()
+    write_chart(tmp_path, 'run = "arithmetic"\n')
+    assert not (chart / "templates" / "label.yaml").exists()
+    assert (chart / "templates" / "mine.yaml").exists()
+    assert (chart / "Chart.yaml").read_text() != version

@@ -1,0 +1,109 @@
+"""Network policies and access rules of a chart: each role reaches what it uses, and nothing else."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rollstream.pipeline.config import RunConfig, load
+from rollstream.pipeline.deployment.access_rules import READERS, TOPICS, access_rules
+from rollstream.pipeline.deployment.description import ROLES, counts, expanded, role_of
+from rollstream.topics.catalogue import CATALOGUE, topic_name
+from tests.support.charts import DEVELOPMENT, THEIR_BROKERS, Release, write_chart
+from tests.support.network_policies import allowed
+
+BROKER = {"strimzi.io/cluster": "arithmetic-kafka", "app.kubernetes.io/name": "kafka"}
+STRANGER = {"app": "stranger"}
+
+
+@pytest.fixture(scope="module")
+def chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chart(tmp_path_factory.mktemp("much"))
+
+
+def test_pods_reach_what_they_use_and_nothing_else(chart: Path) -> None:
+    release = Release(chart)
+    policies = release.of("NetworkPolicy").values()
+    pods = {name: pod["metadata"]["labels"] for name, pod in release.pods().items()}
+    service = release.settings("env").service.port
+    callers, servers = {"env", "eval", "gateway"}, {"infer"}
+    for name, labels in pods.items():
+        assert allowed(policies, labels, BROKER, 9093), name
+        assert not allowed(policies, labels, BROKER, 9091), "the port of the brokers among themselves"
+        assert not allowed(policies, labels, STRANGER, 443)
+        for other, theirs in pods.items():
+            waits = name not in ("topics", "prune", "archive") and other in role_of(name).after
+            team = name == other == "learn"
+            assert allowed(policies, labels, theirs, service) == (waits or team), f"{name} to {other}"
+            for port in (8000, 8001):
+                asks = name in callers and other in servers
+                # The engine of others listens at 8001, and whoever asks it may ask that port anywhere.
+                assert allowed(policies, labels, theirs, port) == (asks or team), f"{name} to {other}:{port}"
+        assert not allowed(policies, STRANGER, labels, service)
+        assert allowed(policies, STRANGER, labels, 8100) == (name == "gateway"), "agents of the namespace"
+    assert allowed(policies, pods["serve-weights"], STRANGER, 8001), "engines"
+    assert allowed(policies, pods["label"], STRANGER, 8000), "the judge"
+    assert allowed(policies, pods["learn"], pods["learn"], 8476)
+    assert not allowed(policies, pods["env"], pods["learn"], 8476)
+    monitored = [p["spec"] for p in policies if p["metadata"]["name"] == "arithmetic-net-run"]
+    [scraper] = monitored[0]["ingress"]
+    assert scraper["from"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    theirs = Release(chart, over=THEIR_BROKERS).of("NetworkPolicy").values()
+    assert allowed(theirs, pods["env"], STRANGER, 9094), "brokers of others"
+    assert not Release(chart, DEVELOPMENT).of("NetworkPolicy")
+
+
+def test_every_role_may_use_what_its_description_names_and_nothing_of_other_runs(chart: Path) -> None:
+    config = load(chart.parent / "run.toml")
+    users = Release(chart).of("KafkaUser")
+    assert users.keys() == {f"arithmetic-{name}" for name in (*counts(config), "archive", "prune", TOPICS)}
+    for name in counts(config):
+        role = role_of(name)
+        acls = users[f"arithmetic-{name}"]["spec"]["authorization"]["acls"]
+        may = {(acl["resource"]["name"], operation) for acl in acls for operation in acl["operations"]}
+        assert {(topic_name("arithmetic", topic), "Read") for topic in role.reads} <= may
+        assert {(topic_name("arithmetic", topic), "Write") for topic in role.writes} <= may
+        written = {resource for resource, operation in may if operation == "Write" and "/" not in resource}
+        assert written == {topic_name("arithmetic", topic) for topic in role.writes}
+        for template in role.transactional_ids:
+            identity = expanded(template, config, 7)
+            assert [acl for acl in acls if _covers(acl["resource"], "transactionalId", identity)]
+        for template in role.groups:
+            assert [acl for acl in acls if _covers(acl["resource"], "group", expanded(template, config, 7))]
+
+
+def _covers(resource: dict[str, str], kind: str, name: str) -> bool:
+    begins = resource["patternType"] == "prefix" and name.startswith(resource["name"])
+    return resource["type"] == kind and (begins or resource["name"] == name)
+
+
+@pytest.mark.parametrize("role", [*(role.name for role in ROLES), TOPICS])
+def test_rules_name_only_what_is_this_runs_in_the_catalogue(role: str) -> None:
+    config = RunConfig(run="exp")
+    topics = {topic_name("exp", spec.name) for spec in CATALOGUE}
+    for rule in access_rules(config, role):
+        others = [f"exp-lr{rest}" for rest in (".rollouts", "/grouper/0", ".grouper", ".grouper.turn-0")]
+        assert not any(rule.name == name or (rule.prefix and name.startswith(rule.name)) for name in others)
+        assert set(rule.operations) <= {
+            "Read",
+            "Write",
+            "Describe",
+            "DescribeConfigs",
+            "Create",
+            "AlterConfigs",
+            "Delete",
+        }
+        if rule.resource == "topic":
+            assert rule.name in topics or (role == TOPICS and rule.name == "exp.")
+        else:
+            assert rule.name == READERS or re.match(r"exp[./]", rule.name)
+
+
+def test_only_prune_deletes_and_only_the_job_of_the_topics_creates() -> None:
+    config = RunConfig(run="exp")
+    may = {
+        role: {o for r in access_rules(config, role) for o in r.operations}
+        for role in [*(r.name for r in ROLES), TOPICS]
+    }
+    assert [role for role, operations in may.items() if "Delete" in operations] == ["prune"]
+    assert [role for role, operations in may.items() if {"Create", "AlterConfigs"} & operations] == [TOPICS]
