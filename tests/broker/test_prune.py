@@ -177,7 +177,7 @@ def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed
 @pytest.mark.long
 def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_run: RealRun) -> None:
     run = real_run
-    run.grouping = GroupingConfig(batch_rollouts=8, max_batch_age_s=0.3, group_deadline_s=60.0, horizon_s=1.0)
+    run.grouping = GroupingConfig(batch_rollouts=8, max_batch_age_s=0.3, group_deadline_s=600.0, horizon_s=1.0)
     run.grouper = GrouperConfig(snapshot_every=10)
     run.prepare()
     process = run.start("group")
