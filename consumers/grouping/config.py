@@ -311,6 +311,9 @@ class GrouperConfig:
     """Time that effects may wait for their transaction."""
     max_poll_records: int = 500
     """Most records of one call to the Kafka client."""
+    records_per_s: float = 0.0
+    """Most records that a process reads in a second, to leave a machine to others or to show what a slow one does; 0:
+    as many as it can."""
     snapshot_every: int = 2000
     """Records between full snapshots of a task's unfinished offsets in the journal."""
     mark_interval_s: float = 0.25
@@ -322,6 +325,10 @@ class GrouperConfig:
     imported."""
 
     def __post_init__(self) -> None:
+        if not self.records_per_s >= 0:
+            raise ConfigurationError(
+                f"grouper.records_per_s is {self.records_per_s:g}; it must be above 0, or 0 for no limit"
+            )
         if self.autoscale.enabled and not self.metrics_interval_s > 0:
             raise ConfigurationError(
                 "grouper.autoscale.enabled needs the lag that processes write, and grouper.metrics_interval_s is "
@@ -331,3 +338,7 @@ class GrouperConfig:
     def group_id(self, run: str) -> str:
         """Return the full name of the consumer group of a run."""
         return f"{run}.{self.group}"
+
+    def member(self, run: str, ordinal: int) -> str:
+        """Return the name of a process as a member of that group, and in metrics."""
+        return f"grouper-{run}-{ordinal}"

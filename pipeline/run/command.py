@@ -19,6 +19,7 @@ from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.roles.jax_runtime import require_jax
 from rollstream.pipeline.run import control_run
 from rollstream.pipeline.run import plan as plans
+from rollstream.pipeline.run.autoscaling import GroupScaler, at_first
 from rollstream.pipeline.run.display import Display
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.observer import RunObserver
@@ -28,7 +29,7 @@ from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.stall_watch import StallWatch
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.run.workspace import log_to
-from rollstream.pipeline.tools.top import NEWEST, line
+from rollstream.pipeline.tools.top import NEWEST, frame, line
 from rollstream.pipeline.tools.topics import provision
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.logs import event
@@ -55,6 +56,8 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     interrupts.install()
     try:
         provision(config)
+        if config.grouper.autoscale.enabled:
+            config = at_first(config)
         config = plans.settle(config)
         path = plans.write(config)
         log_dir = config.run_dir / "logs"
@@ -70,7 +73,11 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
                 control_run.watch(config, supervisor, roles)
                 print(f"run {config.run}: what was collected is on the log, labeled and filled in", flush=True)
             else:
-                watch(config, supervisor, interrupts)
+                with ExitStack() as stack:
+                    scaler = None
+                    if config.grouper.autoscale.enabled:
+                        scaler = stack.enter_context(closing(GroupScaler(config, path, supervisor, ports)))
+                    watch(config, supervisor, interrupts, scaler)
                 print(f"run {config.run}: the learner has made its last step", flush=True)
     except Interrupted as interrupted:
         if interrupted.signal_number != signal.SIGTERM:
@@ -94,13 +101,13 @@ def start(supervisor: Supervisor, roles: RunPlan) -> None:
         supervisor.wait_ready(spec.name for spec in specs)
 
 
-def watch(config: RunConfig, supervisor: Supervisor, interrupts: Interrupts) -> None:
-    """Show progress, and warn if the run stalls, until the learner has made its last step."""
-    display = Display(
+def watch(config: RunConfig, supervisor: Supervisor, interrupts: Interrupts, scaler: GroupScaler | None = None) -> None:
+    """Show progress, scale grouping, and warn if the run stalls, until the learner has made its last step."""
+    display: Display[RunObserver] = Display(
         json=False,
         began=time.monotonic(),
-        newest=NEWEST,
         line=lambda observer: line(observer.snapshot(NEWEST)),
+        frame=lambda observer, width: frame(observer.snapshot(NEWEST), width),
         every_s=_LINE_S,
     )
 
@@ -121,6 +128,8 @@ def watch(config: RunConfig, supervisor: Supervisor, interrupts: Interrupts) -> 
         stack.enter_context(display.live())
         while not supervisor.finished(LEARN):
             supervisor.poll(0.25)
+            if scaler is not None and not _scaled(scaler, display):
+                scaler = None
             if observer is None:
                 continue
             try:
@@ -134,3 +143,17 @@ def watch(config: RunConfig, supervisor: Supervisor, interrupts: Interrupts) -> 
                 # Training goes on without an observer.
                 display.say(f"{error}; the run goes on, and is no longer shown: see `rollstream top`")
                 observer = None
+
+
+def _scaled(scaler: GroupScaler, display: Display[RunObserver]) -> bool:
+    """Let the scaler look once; False if it can no longer, while the run goes on."""
+    before = scaler.processes
+    try:
+        scaler.poll()
+    except RollstreamError as error:
+        display.say(f"{error}; there remain {before} grouping processes, whatever their lag")
+        return False
+    if scaler.processes != before:
+        lag = scaler.gauges.lag
+        display.say(f"grouping has {scaler.processes} processes, after {before}: {lag:,} records wait for it")
+    return True

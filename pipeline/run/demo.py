@@ -41,6 +41,7 @@ from rollstream.pipeline.tools import topics
 from rollstream.pipeline.tools.lineage import LineageNode, record_lineage
 from rollstream.pipeline.tools.replay import replay
 from rollstream.pipeline.tools.run_view import RolloutPlace, RunView
+from rollstream.pipeline.tools.top import frame
 from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
@@ -50,7 +51,8 @@ OTHER_ESTIMATOR = "grpo"
 """Estimator with which the log is folded again, beside the original; `_ANOTHER` if the run uses this one itself."""
 _ANOTHER = "rloo"
 
-_RECIPES = Path(__file__).parents[1] / "recipes"
+_SETTINGS = Path(__file__).parents[1]
+_RECIPES = _SETTINGS / "recipes"
 """Settings of demos by task, where those of the default task do not suit."""
 
 Say = Callable[[str], None]
@@ -98,17 +100,28 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", action="store_true", help="train the same recipe in one process, too, and show what the log costs"
     )
+    parser.add_argument(
+        "--scale",
+        action="store_true",
+        help="train nothing: show grouping processes that are added and removed as a load rises and falls, and draw it",
+    )
     parser.set_defaults(default_config=recipe_of)
 
 
 def recipe_of(args: argparse.Namespace) -> Path:
-    """Return the settings of the demo of a task: those of its own recipe, or of the default task."""
+    """Return the settings of the demo of a task: those of its own recipe, or of the default task; or of scaling."""
+    if args.scale:
+        return _SETTINGS / "scale.toml"
     own = _RECIPES / f"{getattr(args, 'task=', None) or ''}.toml"
-    return own if own.is_file() else _RECIPES.with_name("demo.toml")
+    return own if own.is_file() else _SETTINGS / "demo.toml"
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Run the demo; 0 if the model learned, the ledger balances and every batch follows from the log, else 1."""
+    if args.scale:
+        from rollstream.pipeline.run import scale_demo
+
+        return scale_demo.run(config, args, start_kafka)
     began = time.monotonic()
     require_jax()
     if config.awaits_labels:
@@ -124,7 +137,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     workspace.forget_earlier(base)
     config = workspace.prepare(config)
     workspace.log_to(config.run_dir / "logs" / "demo.log", config.log_level)
-    display = Display(json=args.json, began=began, newest=config.demo.window)
+    display = display_of(config, json=args.json, began=began)
     say = display.say
     with ExitStack() as stack:
         stack.callback(workspace.leave, config, keep=args.keep)
@@ -143,6 +156,25 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     workspace.write_report(config, report.as_dict())
     print(json.dumps(report.as_dict()) if args.json else f"\n{report.as_text()}", flush=True)
     return 0 if report.passed else 1
+
+
+def display_of(config: RunConfig, *, json: bool, began: float) -> Display[RunObserver]:
+    """Return the display of the demo: rewards over the window of the stop rule."""
+    newest = config.demo.window
+
+    def line(observer: RunObserver) -> str:
+        recent = observer.last(newest)
+        return (
+            f"step {observer.steps:4d}   rollouts {len(observer.scored):7,}   batches {observer.batches:5,}   "
+            f"reward {recent.reward:.3f}   exact {recent.exact:.3f}"
+        )
+
+    return Display(
+        json=json,
+        began=began,
+        line=line,
+        frame=lambda observer, width: frame(observer.snapshot(newest), width),
+    )
 
 
 def start_kafka(config: RunConfig, keep: bool, stack: ExitStack, say: Say) -> RunConfig:
@@ -170,7 +202,7 @@ def _end_broker(
 
 
 def train(
-    config: RunConfig, stack: ExitStack, interrupts: Interrupts, display: Display, *, faults: bool = True
+    config: RunConfig, stack: ExitStack, interrupts: Interrupts, display: Display[RunObserver], *, faults: bool = True
 ) -> TrainingOutcome:
     """Train until the stop rule holds, evaluate before and after, stop the workers and drain what they wrote.
 
@@ -219,7 +251,11 @@ def train(
 
 
 def watch(
-    config: RunConfig, supervisor: Supervisor, observer: RunObserver, injector: FaultInjector, display: Display
+    config: RunConfig,
+    supervisor: Supervisor,
+    observer: RunObserver,
+    injector: FaultInjector,
+    display: Display[RunObserver],
 ) -> str:
     """Show progress until the stop rule holds or the learner has made its last step; return the reason for stopping, as
     text."""

@@ -7,29 +7,32 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Generic, TypeVar
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
-
-from rollstream.pipeline.run.observer import RunObserver
-from rollstream.pipeline.tools.top import frame
 
 _FRAME_S = 0.5
 _LINE_S = 2.0
-Line = Callable[[RunObserver], str]
+T = TypeVar("T")
 
 
-class Display:
-    """Prints to standard output, or to standard error if standard output carries JSON."""
+class Display(Generic[T]):
+    """Prints to standard output, or to standard error if standard output carries JSON. T is what is shown."""
 
     def __init__(
-        self, *, json: bool, began: float, newest: int, line: Line | None = None, every_s: float = _LINE_S
+        self,
+        *,
+        json: bool,
+        began: float,
+        line: Callable[[T], str],
+        frame: Callable[[T, int], RenderableType],
+        every_s: float = _LINE_S,
     ) -> None:
-        """`line` formats progress where there is no terminal, every `every_s` seconds."""
+        """`line` formats progress where there is no terminal, every `every_s` seconds; `frame` draws it in a width."""
         self._stream = sys.stderr if json else sys.stdout
         self._began = began
-        self._newest = newest
-        self._line = line or self._learning
+        self._line, self._frame = line, frame
         self._line_s = every_s
         self._console = Console(file=self._stream) if self._stream.isatty() else None
         self._live: Live | None = None
@@ -56,23 +59,16 @@ class Display:
             finally:
                 self._live = None
 
-    def show(self, observer: RunObserver) -> None:
+    def show(self, shown: T) -> None:
         """Show progress, unless it was shown a moment ago."""
         if time.monotonic() < self._due:
             return
         if self._live is not None and self._console is not None:
             self._due = time.monotonic() + _FRAME_S
-            self._live.update(frame(observer.snapshot(self._newest), self._console.width), refresh=True)
+            self._live.update(self._frame(shown, self._console.width), refresh=True)
             return
         self._due += self._line_s
-        self.say(self._line(observer))
-
-    def _learning(self, observer: RunObserver) -> str:
-        recent = observer.last(self._newest)
-        return (
-            f"step {observer.steps:4d}   rollouts {len(observer.scored):7,}   batches {observer.batches:5,}   "
-            f"reward {recent.reward:.3f}   exact {recent.exact:.3f}"
-        )
+        self.say(self._line(shown))
 
     def restore(self) -> None:
         """Restore the terminal's cursor, for a process that is about to end at once."""

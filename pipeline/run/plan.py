@@ -96,13 +96,14 @@ def plan(config: RunConfig, path: Path) -> RunPlan:
     """Return the processes of a run whose configuration lies at `path`."""
     return RunPlan(
         {
-            name: tuple(_spec(config, path, role_of(name), number) for number in range(count))
+            name: tuple(process_spec(config, path, role_of(name), number) for number in range(count))
             for name, count in counts(config).items()
         }
     )
 
 
-def _spec(config: RunConfig, path: Path, role: RoleDescription, number: int) -> RoleSpec:
+def process_spec(config: RunConfig, path: Path, role: RoleDescription, number: int) -> RoleSpec:
+    """Return a process of a role, with its number."""
     command, *flags = role.arguments(number)
     supervisor = config.supervisor
     return RoleSpec(

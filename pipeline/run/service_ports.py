@@ -17,6 +17,7 @@ class ServicePorts:
     def __init__(self, config: RunConfig) -> None:
         self._service, self._run, self._supervisor = config.service, config.run, config.service.port
         self._ports: dict[str, int] = {}
+        self._retired: set[str] = set()
         self.path: Path = config.run_dir / "targets.json"
 
     def place(self, spec: RoleSpec) -> RoleSpec:
@@ -24,11 +25,19 @@ class ServicePorts:
         if not self._service.port:
             return spec
         port = self._ports.setdefault(spec.name, self._service.port + 1 + len(self._ports))
+        self._retired.discard(spec.name)
         self._write()
         return replace(spec, arguments=(*spec.arguments, "--set", f"service.port={port}"))
 
+    def retire(self, name: str) -> None:
+        """Take a process that is no longer wanted from the list; its port remains its own."""
+        if self._service.port:
+            self._retired.add(name)
+            self._write()
+
     def _write(self) -> None:
-        processes = {"supervisor": self._supervisor, **self._ports}
+        listed = {name: port for name, port in self._ports.items() if name not in self._retired}
+        processes = {"supervisor": self._supervisor, **listed}
         targets = [
             {
                 "targets": [f"{self._service.host}:{port}"],

@@ -4,7 +4,6 @@ Each role has its own session, log file and two pipes: one for readiness, and a 
 the supervisor is gone, even by kill -9. A role that exits by itself is started again a bounded number of times.
 """
 
-import itertools
 import logging
 import math
 import os
@@ -89,6 +88,8 @@ class _Role:
     reaped: bool = False
     exits: int = 0
     restart_at: float | None = None
+    retired_until: float | None = None
+    """When it is killed, by the supervisor's clock, if it was retired and has not ended."""
 
 
 class Supervisor:
@@ -169,6 +170,9 @@ class Supervisor:
         now = self._clock()
         for role in list(self._roles.values()):
             self._notice_exit(role, now)
+            if role.retired_until is not None:
+                self._end_retired(role, now)
+                continue
             if role.restart_at is not None and now >= role.restart_at:
                 self._spawn(role.spec, before=role)
             late = now - role.heard > role.spec.ready_timeout_s
@@ -223,11 +227,21 @@ class Supervisor:
                 event(logger, "role_killed", level=logging.WARNING, role=role.spec.name, seconds=_since(began))
             self._kill(role)
 
+    def retire(self, *names: str) -> None:
+        """Send SIGTERM to roles that are no longer wanted, without waiting. `poll` kills one that takes too long, and
+        forgets each that has ended: its name may be started anew then."""
+        for role in (self._roles[name] for name in names):
+            role.stopping, role.restart_at = True, None
+            role.retired_until = self._clock() + role.spec.stop_timeout_s
+            if not role.reaped:
+                event(logger, "role_stopping", role=role.spec.name)
+                role.process.terminate()
+
     def stop_all(self) -> None:
-        """Stop every role in the reverse order of their start, those of one kind together."""
-        started = reversed(list(self._roles.values()))
-        for _, kin in itertools.groupby(started, key=lambda role: role.spec.kind):
-            self.stop([role.spec.name for role in kin])
+        """Stop every role, kind by kind in the reverse order of their first starts, those of one kind together."""
+        kinds = dict.fromkeys(role.spec.kind for role in self._roles.values())
+        for kind in reversed(list(kinds)):
+            self.stop([role.spec.name for role in self._roles.values() if role.spec.kind == kind])
 
     def kill_all(self) -> None:
         """SIGKILL every role and what it started, now."""
@@ -325,6 +339,18 @@ class Supervisor:
         pause_s = spec.backoff_s * 2**role.exits
         event(logger, "role_exited", level=logging.WARNING, role=spec.name, exit_code=code, restart_in_s=pause_s)
         role.ready, role.restart_at = False, now + pause_s
+
+    def _end_retired(self, role: _Role, now: float) -> None:
+        """Forget a role that was retired once it has ended, or is killed because it takes too long."""
+        code = None if role.reaped else role.process.poll()
+        if code is None and not role.reaped and role.retired_until is not None and now < role.retired_until:
+            return
+        if code is not None:
+            event(logger, "role_stopped", role=role.spec.name, exit_code=code)
+        elif not role.reaped:
+            event(logger, "role_killed", level=logging.WARNING, role=role.spec.name)
+        self._kill(role)
+        del self._roles[role.spec.name]
 
     def _kill(self, role: _Role) -> None:
         """SIGKILL the role's process group, which holds whatever it started, and reap it; once, as ids are reused."""

@@ -16,7 +16,7 @@ from rollstream.pipeline.cli import main
 from rollstream.pipeline.run.display import Display
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.tools import top
-from rollstream.pipeline.tools.top import NEWEST, line
+from rollstream.pipeline.tools.top import NEWEST, frame, line
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.topics.config import KafkaConfig
 from tests.support.runs import RealRun, rollout
@@ -100,8 +100,12 @@ def test_rollouts_that_wait_for_labels_are_counted(run: RealRun, capfd: pytest.C
 
 
 def test_the_display_of_a_run_says_it_too(run: RealRun, capfd: pytest.CaptureFixture[str]) -> None:
-    display = Display(
-        json=False, began=time.monotonic(), newest=NEWEST, line=lambda seen: line(seen.snapshot(NEWEST)), every_s=0.0
+    display: Display[RunObserver] = Display(
+        json=False,
+        began=time.monotonic(),
+        line=lambda seen: line(seen.snapshot(NEWEST)),
+        frame=lambda seen, width: frame(seen.snapshot(NEWEST), width),
+        every_s=0.0,
     )
     with closing(RunObserver(run.kafka, run.name)) as observer, display.live():
         display.show(observer)

@@ -2,7 +2,7 @@
 
 Readers of the partition, and requests for committed offsets, wait for them forever. A broker that loses a transaction
 marker leaves one (docs/decisions/0012). `open_on` explains the wait in error messages; `rollstream broker mend` ends
-hanging transactions. librdkafka lacks these requests: they, and no others, go through kafka-python.
+hanging transactions. librdkafka lacks these requests: they, and the removal of group members, go through kafka-python.
 """
 
 import logging

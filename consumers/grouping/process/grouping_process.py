@@ -17,6 +17,7 @@ from rollstream.consumers.grouping.makers.registry import load_makers
 from rollstream.consumers.grouping.process.committer import Committer
 from rollstream.consumers.grouping.process.grouping_metrics import GroupingFigures
 from rollstream.consumers.grouping.process.punctuator import Punctuator
+from rollstream.consumers.grouping.process.reading_pace import ReadingPace
 from rollstream.consumers.grouping.process.restorer import Restorer
 from rollstream.consumers.grouping.process.task_manager import TaskManager
 from rollstream.consumers.grouping.process.transaction_publisher import TransactionPublisher
@@ -74,7 +75,8 @@ class GroupingProcess:
         on_ready: Callable[[], None],
     ) -> None:
         self._kafka, self._run, self._grouper = kafka, run, grouper
-        self._name = f"grouper-{run}-{ordinal}"
+        self._name = grouper.member(run, ordinal)
+        self._pace = ReadingPace(grouper.records_per_s, grouper.commit_interval_s)
         self._topic = topic_name(run, "rollouts")
         self._group = grouper.group_id(run)
         self._skipped = SkippedRecords(self._name)
@@ -130,7 +132,9 @@ class GroupingProcess:
         # Restores do not wait for records.
         wait_s = 0.0 if self._manager.preparing else self._grouper.commit_interval_s
         try:
-            return self._member.poll(self._grouper.max_poll_records, wait_s)
+            polled = self._member.poll(self._pace.most(self._grouper.max_poll_records), wait_s)
+            self._pace.passed(len(polled.records))
+            return polled
         except MembershipLost as lost:
             self._join_anew(str(lost))
             return Polled([], {})

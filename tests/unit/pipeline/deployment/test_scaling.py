@@ -137,3 +137,5 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         AutoscaleConfig(min_processes=3, max_processes=2)
     with pytest.raises(ConfigurationError, match="set it above 0"):
         GrouperConfig(autoscale=AutoscaleConfig(enabled=True), metrics_interval_s=0)
+    with pytest.raises(ConfigurationError, match="records_per_s is -1"):
+        GrouperConfig(records_per_s=-1)

@@ -29,3 +29,18 @@ def test_every_process_gets_a_port_after_that_of_the_supervisor_and_keeps_it(tmp
         **{spec.name: [f"127.0.0.1:{port}"] for port, spec in enumerate(placed, 9101)},
     }
     assert {entry["labels"]["__meta_run"] for entry in targets} == {"main"}
+
+
+def test_a_process_that_was_retired_is_not_listed_until_it_comes_back_with_its_port(tmp_path: Path) -> None:
+    config = load(flags=[f"data_dir={tmp_path}", "service.port=9100", "grouper.processes=2"])
+    first, second = plan(config, Path("run.toml")).of("group")
+    ports = ServicePorts(config)
+    placed = ports.place(first), ports.place(second)
+
+    def listed() -> list[str]:
+        return [entry["labels"]["__meta_process"] for entry in json.loads(ports.path.read_text())]
+
+    ports.retire("group-1")
+    assert listed() == ["supervisor", "group-0"]
+    assert ports.place(second) == placed[1]
+    assert listed() == ["supervisor", "group-0", "group-1"]

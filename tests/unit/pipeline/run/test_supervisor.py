@@ -1,5 +1,6 @@
 """Roles are started, watched and stopped, and none of them outlives the supervisor, however it ends."""
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from rollstream.pipeline.run.role_process import READY_VARIABLE, announce_progress
 from rollstream.pipeline.run.supervisor import RoleFailed, RoleSpec, Supervisor
 from rollstream.topics.errors import DeadlineExceeded
+from rollstream.topics.logs import JsonFormatter
 from tests.support.interrupting import LIMIT_S, FairTime
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually
@@ -115,6 +117,35 @@ def test_a_role_that_was_killed_is_not_ready_until_it_says_so_again(supervisor: 
         assert supervisor.pids["a-0"] != before
         await_finished(supervisor, "b-0")
         assert supervisor.kill("b-0") is None
+
+
+def test_roles_that_are_retired_end_while_others_are_watched_and_may_come_back(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", OBEDIENT), role("a-1", OBEDIENT), role("a-2", STUBBORN, stop_timeout_s=0.5))
+        supervisor.wait_ready(["a-0", "a-1", "a-2"])
+        before = dict(supervisor.pids)
+        supervisor.retire("a-1", "a-2")
+        poll_until(supervisor, lambda: list(supervisor.pids) == ["a-0"], "the end of both")
+        assert gone(before["a-1"])
+        assert gone(before["a-2"])
+        supervisor.start(role("a-1", OBEDIENT))
+        supervisor.wait_ready(["a-1"])
+        # Nothing is left of its end: it is started again like any other, and stops with its kin.
+        os.kill(supervisor.pids["a-1"], signal.SIGKILL)
+        poll_until(supervisor, lambda: supervisor.pids.get("a-1", 0) not in (0, before["a-1"]), "a restart")
+
+
+def test_roles_of_a_kind_stop_together_when_some_were_added_later(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "rollstream")
+    with supervisor:
+        supervisor.start(role("a-0", OBEDIENT))
+        supervisor.start(role("b-0", OBEDIENT))
+        supervisor.start(role("a-1", OBEDIENT))
+        supervisor.wait_ready(["a-0", "b-0", "a-1"])
+    events = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+    assert [event["role"] for event in events if event["event"] == "role_stopped"] == ["b-0", "a-0", "a-1"]
 
 
 def test_a_role_that_fails_before_it_was_ready_fails_the_run_with_its_log(supervisor: Supervisor) -> None:

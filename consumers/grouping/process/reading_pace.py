@@ -1,0 +1,43 @@
+"""The pace of a grouping process that is told to read at most so many records a second."""
+
+import math
+import time
+from collections.abc import Callable
+
+
+class ReadingPace:
+    """Says how many records the next poll may return, and waits while that is none."""
+
+    def __init__(
+        self,
+        records_per_s: float,
+        turn_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`records_per_s` of 0 sets no limit. The room of one turn of `turn_s` is all that is saved up, so that no
+        burst follows idle time."""
+        self._rate, self._clock, self._sleep = records_per_s, clock, sleep
+        self._room = max(1.0, records_per_s * turn_s)
+        self._left = self._room
+        self._at = clock()
+
+    def most(self, limit: int) -> int:
+        """Return how many records may be read now, at least 1 and at most `limit`; waits for those of half a turn,
+        since every poll costs."""
+        if not self._rate:
+            return limit
+        self._refill()
+        if (lacking := max(1.0, self._room / 2) - self._left) > 0:
+            self._sleep(lacking / self._rate)
+            self._refill()
+        return max(1, min(limit, math.floor(self._left)))
+
+    def passed(self, records: int) -> None:
+        """Count records that were read."""
+        self._left -= records
+
+    def _refill(self) -> None:
+        now = self._clock()
+        self._left = min(self._room, self._left + (now - self._at) * self._rate)
+        self._at = now
