@@ -90,6 +90,39 @@ class ServiceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScaleDemoConfig:
+    """The load of `rollstream demo --scale`: rollouts of random tokens, by workers that play nothing."""
+
+    workers: int = 24
+    """Workers in whose names rollouts are written."""
+    tokens: int = 128
+    """Tokens of a rollout."""
+    low_per_s: float = 60.0
+    """Rollouts a second of all workers, at the beginning and at the end."""
+    high_per_s: float = 500.0
+    """Rollouts a second of all workers at the height."""
+    low_s: float = 8.0
+    """How long the low rate lasts at the beginning; at the end it lasts until the fewest processes are left."""
+    ramp_s: float = 10.0
+    """How long the rate takes to rise from low to high, and to fall again."""
+    high_s: float = 25.0
+    """How long the high rate lasts."""
+    patience_s: float = 180.0
+    """Longest wait at the end for the fewest processes."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low_per_s <= self.high_per_s:
+            raise ConfigurationError(
+                f"demo.scale.low_per_s is {self.low_per_s:g} and high_per_s {self.high_per_s:g}; the low rate must be "
+                "above 0, and at most the high one"
+            )
+        if self.workers < 1 or self.tokens < 2 or not min(self.low_s, self.ramp_s, self.high_s, self.patience_s) > 0:
+            raise ConfigurationError(
+                "demo.scale has no load of these settings: it needs a worker, two tokens, and times above 0"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DemoConfig:
     """When `rollstream demo` ends, and how much a task must be learned for it to pass."""
 
@@ -99,6 +132,7 @@ class DemoConfig:
     """Least rise of exact match, from the first `window` rollouts to the last, with which the demo passes."""
     window: int = 1000
     """Rollouts over which exact match is measured."""
+    scale: ScaleDemoConfig = field(default_factory=ScaleDemoConfig)
 
     def __post_init__(self) -> None:
         if not 0 < self.gain <= self.target <= 1:

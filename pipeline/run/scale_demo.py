@@ -1,0 +1,229 @@
+"""`rollstream demo --scale`: grouping grows and shrinks with its load, under the rule of the autoscaler.
+
+Synthetic workers write rollouts at a rate that one grouping process cannot take, and no learner takes the batches.
+Processes, Kafka and records are real. However the demo ends, no process that it started remains.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from typing import Any
+
+from rollstream.consumers.grouping.process.mark_writer import drain
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.audit.verification import verify
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.deployment.description import GROUP
+from rollstream.pipeline.deployment.scaling import bounds
+from rollstream.pipeline.run import plan as plans
+from rollstream.pipeline.run import workspace
+from rollstream.pipeline.run.autoscaling import GroupScaler, at_first
+from rollstream.pipeline.run.display import Display
+from rollstream.pipeline.run.reading_evidence import append_times, coverage, handovers, readings
+from rollstream.pipeline.run.role_process import Interrupted, Interrupts
+from rollstream.pipeline.run.scale_drawing import picture, text
+from rollstream.pipeline.run.scale_report import ScaleReport
+from rollstream.pipeline.run.scale_series import ScalePoint, ScaleSeries
+from rollstream.pipeline.run.service_ports import ServicePorts
+from rollstream.pipeline.run.supervisor import Supervisor
+from rollstream.pipeline.run.synthetic_load import SyntheticWorkers, duration_s
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import encode
+from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.sender import Sender
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import PolicyManifest
+
+PICTURE = "scale.svg"
+_POINT_S = 1.0
+"""Time between two points of the series."""
+_SETTLED_POINTS = 3
+"""Points that are still taken when the fewest processes are left, so that the picture shows it."""
+StartKafka = Callable[[RunConfig, bool, ExitStack, Callable[[str], None]], RunConfig]
+
+
+def run(config: RunConfig, args: argparse.Namespace, start_kafka: StartKafka) -> int:
+    """Run the demo; 0 if processes came and went, and every rollout is in one place, read once, else 1."""
+    began = time.monotonic()
+    if not config.grouper.autoscale.enabled:
+        raise ConfigurationError("grouper.autoscale.enabled is false, and this demo shows what it does; leave it true")
+    if args.compare:
+        raise ConfigurationError("--compare trains a model, and --scale trains none: leave one of them out")
+    interrupts = Interrupts()
+    interrupts.install()
+    workspace.forget_earlier(config.data_dir)
+    config = at_first(workspace.prepare(config))
+    workspace.log_to(config.run_dir / "logs" / "demo.log", config.log_level)
+    display: Display[ScaleSeries] = Display(
+        json=args.json, began=began, line=_line, frame=lambda series, width: "\n".join(text(series, min(width, 120)))
+    )
+    with ExitStack() as stack:
+        stack.callback(workspace.leave, config, keep=args.keep)
+        try:
+            config = start_kafka(config, args.keep, stack, display.say)
+            _publish_version(config)
+            series, written = _scale(config, stack, interrupts, display)
+            display.say("checking: ledger, verification of every batch, how often each offset was read")
+            report = _examine(config, series, written, kept=args.keep, began=began)
+        except Interrupted as interrupted:
+            display.say(f"{interrupted}: stopping what was started")
+            raise
+    (config.run_dir / PICTURE).write_text(
+        picture(report.series, "rollstream: grouping scales with its lag", report.summary()), encoding="utf-8"
+    )
+    workspace.write_report(config, report.as_dict())
+    print(json.dumps(report.as_dict()) if args.json else f"\n{report.as_text()}", flush=True)
+    return 0 if report.passed else 1
+
+
+def _publish_version(config: RunConfig) -> None:
+    """Publish the policy version of the rollouts, without which grouping would wait for it; no weights belong to it."""
+    manifest = PolicyManifest(
+        version=0,
+        learner="synthetic",
+        step=0,
+        epoch="synthetic",
+        tensors=(),
+        chunks=(),
+        digest="",
+        kind="external",
+        created=time.time(),
+    )
+    with Sender(clients.producer(config.kafka), remedy="start the demo again") as sender:
+        sender.send(topic_name(config.run, "policies"), encode(manifest), encode_key(manifest.version))
+
+
+def _scale(
+    config: RunConfig, stack: ExitStack, interrupts: Interrupts, display: Display[ScaleSeries]
+) -> tuple[ScaleSeries, int]:
+    """Let the load rise and fall until the fewest processes are left; return the series, and how many were written."""
+    path = plans.write(config)
+    ports = ServicePorts(config)
+    supervisor = stack.enter_context(
+        Supervisor(
+            config.run_dir / "logs",
+            interrupts=interrupts,
+            environment=plans.child_environment(config),
+            place=ports.place,
+        )
+    )
+
+    def kill_now() -> None:
+        display.restore()
+        supervisor.kill_now()
+
+    interrupts.kill_now = kill_now
+    groupers = plans.plan(config, path).of(GROUP)
+    display.say(f"starting grouping: {len(groupers)} of up to {bounds(*_rule(config))[1]} processes; {_limit(config)}")
+    supervisor.start(*groupers)
+    supervisor.wait_ready(spec.name for spec in groupers)
+    load = config.demo.scale
+    scaler = stack.enter_context(closing(GroupScaler(config, path, supervisor, ports)))
+    workers = stack.enter_context(SyntheticWorkers(config.kafka, config.run, load, config.seed))
+    display.say(
+        f"{load.workers} synthetic workers write {load.low_per_s:,.0f} to {load.high_per_s:,.0f} rollouts a second"
+    )
+    series = _watch(config, supervisor, scaler, workers, display)
+    written = workers.stop()
+    display.say(f"{written:,} rollouts written; draining")
+    drain(config.kafka, config.run, config.grouper, timeout_s=load.patience_s)
+    supervisor.stop_all()
+    return series, written
+
+
+def _watch(
+    config: RunConfig,
+    supervisor: Supervisor,
+    scaler: GroupScaler,
+    workers: SyntheticWorkers,
+    display: Display[ScaleSeries],
+) -> ScaleSeries:
+    """Take points until the load is over and the fewest processes are left. Raises DeadlineExceeded if they are not."""
+    load = config.demo.scale
+    least, _most = bounds(*_rule(config))
+    series, began, settled = ScaleSeries(), time.monotonic(), 0
+    over_s = duration_s(load)
+    with display.live():
+        while settled < _SETTLED_POINTS:
+            supervisor.poll(0.1)
+            workers.check()
+            before = scaler.processes
+            scaler.poll()
+            if scaler.processes != before:
+                display.say(f"{scaler.gauges.lag:,} records wait: {before} -> {scaler.processes} grouping processes")
+            at_s = time.monotonic() - began
+            if at_s >= len(series.points) * _POINT_S:
+                series = series.with_point(_point(at_s, supervisor, scaler, workers))
+                newest = series.points[-1]
+                settled += at_s > over_s and newest.processes == newest.wanted == least and scaler.settled
+            display.show(series)
+            if at_s > over_s + load.patience_s:
+                raise DeadlineExceeded(
+                    f"{scaler.processes} grouping processes are left {load.patience_s:g} s after the load was low "
+                    f"again, with {scaler.gauges.lag:,} records waiting; see {supervisor.log_dir}"
+                )
+    return series
+
+
+def _point(at_s: float, supervisor: Supervisor, scaler: GroupScaler, workers: SyntheticWorkers) -> ScalePoint:
+    return ScalePoint(
+        at_s=round(at_s, 3),
+        produced=workers.written,
+        read=scaler.gauges.position,
+        lag=scaler.gauges.lag,
+        processes=sum(supervisor.is_ready(name) for name in supervisor.pids),
+        wanted=scaler.processes,
+    )
+
+
+def _examine(config: RunConfig, series: ScaleSeries, written: int, *, kept: bool, began: float) -> ScaleReport:
+    """Build the report from the topics."""
+    rule, partitions = _rule(config)
+    done = readings(config.kafka, config.run)
+    places: dict[str, Any] = workspace.places(config, kept=kept)
+    del places["checkpoints"]
+    again = ("rollstream demo --scale --keep", f"rollstream demo --scale --seed {config.seed + 1}")
+    return ScaleReport(
+        run=config.run,
+        seed=config.seed,
+        partitions=partitions,
+        limit_per_s=config.grouper.records_per_s,
+        high_per_s=config.demo.scale.high_per_s,
+        fewest=bounds(rule, partitions)[0],
+        rule=(
+            f"A process for every {rule.lag_per_process:,} records that wait, every {rule.interval_s:g} s; fewer once "
+            f"so many were not needed for {rule.cooldown_s:g} s."
+        ),
+        written=written,
+        series=series,
+        coverage=coverage(done),
+        handovers=tuple(handovers(done, append_times(config.kafka, config.run))),
+        ledger=ledger(config.kafka, config.run).as_dict(),
+        verify=verify(config.kafka, config.run, config.grouper.makers).as_dict(),
+        seconds=round(time.monotonic() - began, 1),
+        kept=kept,
+        places={"picture": str(config.run_dir / PICTURE), **places},
+        next=workspace.next_commands(config, kept=True) if kept else again,
+    )
+
+
+def _rule(config: RunConfig) -> tuple[Any, int]:
+    return config.grouper.autoscale, config.topics.partitions
+
+
+def _limit(config: RunConfig) -> str:
+    limit = config.grouper.records_per_s
+    return f"each may read {limit:,.0f} records a second (grouper.records_per_s)" if limit else "none is held back"
+
+
+def _line(series: ScaleSeries) -> str:
+    if not series.points:
+        return "nothing measured yet"
+    newest = series.points[-1]
+    return (
+        f"lag {newest.lag:6,}   processes {newest.processes} of {newest.wanted} wanted   "
+        f"written {series.produced_per_s[-1]:6,.0f}/s   read {series.read_per_s[-1]:6,.0f}/s"
+    )

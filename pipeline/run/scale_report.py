@@ -1,0 +1,152 @@
+"""The report of a demo of scaling, for programs and for people. Pure."""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rollstream.pipeline.run.demo_report import ledger_text, verification_text
+from rollstream.pipeline.run.reading_evidence import Coverage, Handover
+from rollstream.pipeline.run.scale_series import ScaleSeries
+from rollstream.pipeline.text_tables import command_text, table
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleReport:
+    """Results of a demo of scaling."""
+
+    run: str
+    seed: int
+    partitions: int
+    limit_per_s: float
+    """Records a second that one process was allowed."""
+    high_per_s: float
+    """Rollouts a second that were asked for at the height."""
+    fewest: int
+    """Fewest processes that the rule allows."""
+    rule: str
+    """The rule, in words."""
+    written: int
+    """Rollouts that the workers wrote, by the broker's acknowledgements."""
+    series: ScaleSeries
+    coverage: Coverage
+    handovers: tuple[Handover, ...]
+    ledger: Mapping[str, Any]
+    verify: Mapping[str, Any]
+    seconds: float
+    """Time from the start of the command to this report."""
+    kept: bool
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Paths of picture, report, logs and data."""
+    next: tuple[str, ...] = ()
+    """Commands to try next."""
+
+    @property
+    def rollouts(self) -> dict[str, int]:
+        """Rollouts by place: by reason if dropped, and open if their group or batch is not complete."""
+        dropped = {f"dropped: {reason}": count for reason, count in sorted(self.ledger["dropped"].items())}
+        return {
+            "batched": self.ledger["batched"],
+            **dropped,
+            "open": self.ledger["in_flight"],
+            "unread": self.ledger["unread"],
+        }
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Promises that did not hold; empty if the demo passed."""
+        failures = []
+        placed = sum(self.rollouts.values())
+        last = self.series.points[-1].processes if self.series.points else 0
+        if self.series.most_processes <= self.fewest:
+            failures.append(f"there were never more than {self.fewest} grouping processes")
+        if last != self.fewest:
+            failures.append(f"{last} grouping processes were left, {self.fewest} were expected")
+        if placed != self.written:
+            failures.append(f"{self.written:,} rollouts were written, and {placed:,} are in a place")
+        if self.rollouts["unread"]:
+            failures.append(f"{self.rollouts['unread']:,} records were left unread")
+        if self.coverage.twice or self.coverage.missing:
+            failures.append(f"{self.coverage.twice:,} offsets were read twice, {self.coverage.missing:,} never")
+        if not self.ledger["balanced"]:
+            failures.append("the ledger does not balance")
+        if self.verify["mismatches"]:
+            failures.append(f"verification found {self.verify['mismatches']:,} differences")
+        return tuple(failures)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every promise held."""
+        return not self.failures
+
+    @property
+    def waits(self) -> tuple[float, ...]:
+        """Seconds that the records of each partition waited when it went to another process, in ascending order."""
+        return tuple(sorted(change.seconds for change in self.handovers))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain values for JSON."""
+        values = {name: value for name, value in vars(self).items() if name not in ("series", "coverage", "handovers")}
+        return {
+            **values,
+            "rollouts": self.rollouts,
+            "batches": self.verify["batches"],
+            "peak_lag": self.series.peak_lag,
+            "most_processes": self.series.most_processes,
+            "processes": [list(change) for change in self.series.changes],
+            "read": asdict(self.coverage),
+            "handovers": [asdict(change) for change in self.handovers],
+            "points": self.series.as_list(),
+            "passed": self.passed,
+            "failures": list(self.failures),
+        }
+
+    def as_text(self) -> str:
+        """The report for people."""
+        return "\n\n".join((self._load(), self._processes(), self._rollouts(), self._books(), self._places()))
+
+    def summary(self) -> tuple[str, ...]:
+        """Lines of text for the picture."""
+        held = f"; one process reads {self.limit_per_s:,.0f} a second at most" if self.limit_per_s else ""
+        rollouts = f"{self.written:,} rollouts over {self.partitions} partitions{held}"
+        return f"run {self.run}, seed {self.seed}: {rollouts}", self.rule
+
+    def _load(self) -> str:
+        lines = [
+            f"{self.written:,} rollouts, up to {self.high_per_s:,.0f} a second, over {self.partitions} partitions; "
+            f"{self.seconds:.0f} s in all."
+        ]
+        if self.limit_per_s:
+            lines += [
+                f"One grouping process may read {self.limit_per_s:,.0f} records a second (grouper.records_per_s):",
+                "the limit is set, so that a small machine can show it.",
+            ]
+        return "\n".join([*lines, self.rule])
+
+    def _processes(self) -> str:
+        rows = [(f"{at_s:.0f} s", count) for at_s, count in self.series.changes]
+        waits = self.waits
+        changed = "no partition changed hands"
+        if waits:
+            changed = (
+                f"{len(waits)} times a partition went to another process; its records waited "
+                f"{statistics.median(waits):.1f} s (median), {waits[-1]:.1f} s at most"
+            )
+        return f"{table(('at', 'processes'), rows)}\n\npeak lag {self.series.peak_lag:,} records; {changed}"
+
+    def _rollouts(self) -> str:
+        rows: list[tuple[object, ...]] = [("written", self.written)]
+        rows += [(f"  {name.replace('_', ' ')}", count) for name, count in self.rollouts.items()]
+        return (
+            f"{table(('rollouts', 'records'), rows)}\n{self.coverage.offsets:,} offsets read in committed "
+            f"transactions, {self.coverage.twice:,} of them twice, {self.coverage.missing:,} passed over"
+        )
+
+    def _books(self) -> str:
+        return f"{ledger_text(self.ledger)}\n{verification_text(self.verify)}"
+
+    def _places(self) -> str:
+        lines = [f"{name}: {place}" for name, place in self.places.items()]
+        lines += ["", "what to try next:", *(command_text(command, "    ") for command in self.next)]
+        lines += ["", "PASSED" if self.passed else "FAILED: " + "; ".join(self.failures)]
+        return "\n".join(lines)
