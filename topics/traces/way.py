@@ -60,6 +60,8 @@ def _about(run: str, group: Rollout | BatchGroup) -> dict[str, Attribute]:
 
 def rollout_sent(topic: str, rollout: Rollout, begin_ns: int, partition: int, offset: int) -> None:
     """A rollout is on the log; `topic` is a full name."""
+    if not SPANS.enabled:
+        return
     run = topic.rpartition(".")[0]
     trace = trace_of_group(run, rollout)
     if not SPANS.wants(trace):
@@ -221,6 +223,8 @@ def _process_batches(
 
 def version_loaded(run: str, manifest: PolicyManifest, begin_ns: int) -> None:
     """A process that follows the versions of a run holds one whole."""
+    if not SPANS.enabled:
+        return
     trace = trace_of_step(run, manifest.learner, manifest.step)
     if not SPANS.wants(trace):
         return
