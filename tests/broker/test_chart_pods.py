@@ -35,7 +35,7 @@ FLAGS = (
 
 EARLIER_IDS = {f"TransactionalId:LITERAL:{name}" for name in ("grouper-pods-0", "learner-pods-default")}
 HARMLESS = {"Topic:LITERAL:__transaction_state", *EARLIER_IDS}
-"""What may be denied: a client's first question, of which any answer will do, and ids of earlier releases."""
+"""Denials that cost nothing: a first question, for which any answer will do, and ids of earlier releases."""
 
 
 class Machine:
