@@ -1,0 +1,135 @@
+"""A run in containers, written and started as users do, in the hands of docker-compose, and what its containers say."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollstream.pipeline.deployment.compose import CONFIG
+from rollstream.pipeline.deployment.description import ARCHIVE
+from tests.containers.engine import docker_compose
+from tests.support.command_line import answer_of
+from tests.support.paths import ROOT
+
+SMALLER = (
+    *("--set=supervisor.workers=1", "--set=topics.partitions=2", "--set=worker.group_size=8"),
+    *("--set=grouping.batch_rollouts=16", "--set=learner.rollouts_per_step=32"),
+)
+"""Flags for a run of the demo's settings that a machine with two cores trains beside tests."""
+TERMINATED = 143
+"""Exit code of Java, and of a tool of rollstream that has no end, such as the archive, after SIGTERM."""
+
+
+@dataclass(frozen=True)
+class ContainedRun:
+    """A run whose compose file is in a folder; its name is that of the project."""
+
+    folder: Path
+    name: str
+    services: tuple[str, ...]
+    """Services that `up` starts."""
+
+    @property
+    def brokers(self) -> tuple[str, ...]:
+        return tuple(name for name in self.services if name.startswith("broker"))
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Services that run until they are stopped, or their work is done."""
+        return tuple(name for name in self.services if name not in (*self.brokers, "topics"))
+
+    def compose(self, *words: str, timeout_s: float = 1800.0) -> str:
+        """Output of a command of docker-compose, which must succeed."""
+        answer = self._compose(words, timeout_s)
+        assert answer.returncode == 0, f"{words}: {answer.stdout[-2000:]}\n{answer.stderr[-6000:]}"
+        return answer.stdout
+
+    def tool(self, *words: str) -> str:
+        """Output of a command of rollstream in the container for them, as a page shows it to users."""
+        return self.compose("run", "--rm", "-T", "tools", *words, "--config", CONFIG)
+
+    def evidence(self) -> dict[str, Any]:
+        """The findings of the independent auditor, made within the containers' network; see contained_audit."""
+        owner = ROOT.stat()
+        code = ("--volume", f"{ROOT}:/source:ro", "--workdir", "/source", "-e", "PYTHONPATH=/source")
+        user = ("--user", f"{owner.st_uid}:{owner.st_gid}")
+        module = ("-m", "tests.containers.contained_audit", self.name, ",".join(f"{b}:9092" for b in self.brokers))
+        once = ("run", "--rm", "-T", "--no-deps", "--entrypoint", "python")
+        found = json.loads(self.compose(*once, *code, *user, "tools", *module).splitlines()[-1])
+        assert isinstance(found, dict)
+        return found
+
+    def inspect(self, service: str) -> dict[str, Any]:
+        """State of a service's container, running or not, as the engine has it."""
+        labels = {"project": self.name, "service": service, "oneoff": "False"}
+        filters = [f"--filter=label=com.docker.compose.{key}={value}" for key, value in labels.items()]
+        [container] = docker("ps", "--all", "--quiet", "--no-trunc", *filters).split()
+        [state] = json.loads(docker("inspect", container))
+        assert isinstance(state, dict)
+        return state
+
+    def ended(self, service: str) -> int | None:
+        """Exit code of a container that has ended, None for one that runs."""
+        state = self.inspect(service)["State"]
+        return None if state["Running"] or state["Restarting"] else int(state["ExitCode"])
+
+    def stop(self, *services: str) -> None:
+        """Stop services, which must end by themselves within their grace periods."""
+        self.compose("stop", *services)
+        ended = {name: self.ended(name) for name in services}
+        without_end = (*self.brokers, ARCHIVE)
+        assert ended == {name: TERMINATED if name in without_end else 0 for name in services}
+
+    def troubles(self) -> dict[str, str]:
+        """Containers that were killed for memory or started again by the engine, with what is known of them."""
+        found = {}
+        for name in self.services:
+            state = self.inspect(name)
+            if state["State"]["OOMKilled"] or state["RestartCount"]:
+                found[name] = f"restarts {state['RestartCount']}, for memory: {state['State']['OOMKilled']}"
+        return found
+
+    def log(self, service: str) -> str:
+        """The log of a container so far, over all its starts."""
+        return self._compose(("logs", "--no-color", service), 120.0).stdout
+
+    def show(self) -> None:
+        """Print the end of every log, for a test that fails."""
+        for name in self.services:
+            print(f"--- {name}", self.log(name)[-3000:], sep="\n")
+
+    def _compose(self, words: Sequence[str], timeout_s: float) -> "subprocess.CompletedProcess[str]":
+        command = [*docker_compose(), "--file=compose.yaml", "--project-name", self.name, *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=self.folder)
+
+
+def docker(*words: str, timeout_s: float = 600.0) -> str:
+    """Output of a command of the engine, which must succeed."""
+    answer = subprocess.run(["docker", *words], capture_output=True, text=True, timeout=timeout_s)
+    assert answer.returncode == 0, f"{words}: {answer.stderr}"
+    return answer.stdout
+
+
+@contextmanager
+def contained_run(folder: Path, name: str, *flags: str) -> Iterator[ContainedRun]:
+    """A run of the demo's settings that is up, with its first policy version; nothing of it is left afterwards."""
+    shutil.copy(ROOT / "pipeline" / "demo.toml", folder / "run.toml")
+    (folder / "run.toml").chmod(0o644)
+    written = answer_of(folder, "deploy", "compose", "run.toml", "-o", "compose.yaml", f"--run={name}", *flags)
+    assert written.returncode == 0, written.stderr
+    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    run = ContainedRun(folder, name, tuple(s for s in services if "profiles" not in services[s]))
+    try:
+        run.compose("up", "--detach")
+        yield run
+    except BaseException:
+        run.show()
+        raise
+    finally:
+        run.compose("down", "--volumes", "--timeout", "1")
