@@ -6,9 +6,11 @@ Pure: the same settings always render the same properties. `rollstream.infra.bro
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from rollstream.topics.errors import ConfigurationError
 
+T = TypeVar("T")
 NODE_ID = 1
 PROVIDERS = ("auto", "java", "docker")
 
@@ -134,15 +136,19 @@ def server_properties(
         "controller.listener.names": "CONTROLLER",
         "controller.quorum.voters": ",".join(voters),
         "log.dirs": log_dir,
-        **_replication(len(node.controller_ports)),
+        **_replication_of(len(node.controller_ports)),
         **COMMON,
         **config.properties,
     }
 
 
-def _replication(nodes: int) -> dict[str, str]:
+def _replication_of(nodes: int) -> dict[str, str]:
     """Three replicas of everything, two of them in sync, or fewer if there are fewer nodes."""
-    replicas, in_sync = str(min(3, nodes)), str(max(1, min(3, nodes) - 1))
+    return replication(str(min(3, nodes)), str(max(1, min(3, nodes) - 1)))
+
+
+def replication(replicas: T, in_sync: T) -> dict[str, T]:
+    """Return the settings of so many replicas of every topic, the brokers' own too, and of those in sync."""
     return {
         "default.replication.factor": replicas,
         "min.insync.replicas": in_sync,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rollstream.infra.config import COMMON, BrokerConfig
+from rollstream.infra.config import COMMON, BrokerConfig, replication
 from rollstream.pipeline.deployment.access_rules import TOPICS, access_rules
 from rollstream.pipeline.deployment.chart.context import RunChart
 from rollstream.pipeline.deployment.chart.pods import IN_CHART, WITH_USERS
@@ -85,15 +85,8 @@ def _nodes(chart: RunChart) -> dict[str, Any]:
 
 
 def _cluster(chart: RunChart) -> dict[str, Any]:
-    replicas, in_sync = value("brokers.replicationFactor"), value("brokers.minInSyncReplicas")
     settings: dict[str, Any] = {
-        "default.replication.factor": replicas,
-        "min.insync.replicas": in_sync,
-        "offsets.topic.replication.factor": replicas,
-        "transaction.state.log.replication.factor": replicas,
-        "transaction.state.log.min.isr": in_sync,
-        "share.coordinator.state.topic.replication.factor": replicas,
-        "share.coordinator.state.topic.min.isr": in_sync,
+        **replication(value("brokers.replicationFactor"), value("brokers.minInSyncReplicas")),
         **{key: COMMON[key] for key in SETTINGS},
         **dict(chart.config.broker.properties),
     }
