@@ -100,9 +100,7 @@ def _stateful_set(chart: RunChart, role: RoleDescription, volume: str) -> dict[s
             "podManagementPolicy": "Parallel",
             "updateStrategy": {"type": "RollingUpdate"},
             "selector": {"matchLabels": labels},
-            "template": pod_template(
-                chart, role.name, _arguments(role), volume=volume, waits=_waits(chart, role), described=role
-            ),
+            "template": _pod(chart, role, volume),
         },
     }
 
@@ -110,16 +108,7 @@ def _stateful_set(chart: RunChart, role: RoleDescription, volume: str) -> dict[s
 def _job(chart: RunChart, role: RoleDescription, volume: str) -> dict[str, Any]:
     name = chart.object_name(role.name)
     digest = digest_of(chart.digest, (*pod_values(chart), f"roles.{values_key(role.name)}"))
-    pod = pod_template(
-        chart,
-        role.name,
-        _arguments(role),
-        volume=volume,
-        waits=_waits(chart, role),
-        described=role,
-        restart="OnFailure",
-        subdomain=name,
-    )
+    pod = _pod(chart, role, volume, restart="OnFailure", subdomain=name)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -131,15 +120,7 @@ def _job(chart: RunChart, role: RoleDescription, volume: str) -> dict[str, Any]:
 def _job_set(chart: RunChart, role: RoleDescription, volume: str) -> dict[str, Any]:
     """Return the job of all processes of a learner: if one fails, all begin again from their checkpoint."""
     name = chart.object_name(role.name)
-    pod = pod_template(
-        chart,
-        role.name,
-        _arguments(role),
-        volume=volume,
-        waits=_waits(chart, role),
-        described=role,
-        restart="Never",
-    )
+    pod = _pod(chart, role, volume, restart="Never")
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -170,6 +151,20 @@ def _cron_job(chart: RunChart, role: RoleDescription) -> dict[str, Any]:
             "jobTemplate": {"spec": {"backoffLimit": 2, "template": pod}},
         },
     }
+
+
+def _pod(chart: RunChart, role: RoleDescription, volume: str, restart: str = "", subdomain: str = "") -> dict[str, Any]:
+    """Return the template of the pods of a role, which wait for what comes before it."""
+    return pod_template(
+        chart,
+        role.name,
+        _arguments(role),
+        volume=volume,
+        waits=_waits(chart, role),
+        described=role,
+        restart=restart,
+        subdomain=subdomain,
+    )
 
 
 def _indexed(count: int) -> dict[str, Any]:
