@@ -21,12 +21,11 @@ from rollstream.pipeline.deployment.description import (
     role_of,
 )
 from rollstream.topics.catalogue import CATALOGUE, topic_name
+from rollstream.topics.kafka.clients import FIRST_TOPIC, READERS
 
 if TYPE_CHECKING:
     from rollstream.pipeline.config import RunConfig
 
-READERS = "rollstream-reader"
-"""Group that every client names that reads outside a group; librdkafka asks for it and commits nothing."""
 TOPICS = "topics"
 """User of `rollstream topics apply`: it creates the topics and writes the first state of grouping."""
 _PLACE = "{" + NUMBER + "}"
@@ -43,11 +42,15 @@ class AccessRule:
     """Whether it covers every name that begins so."""
 
 
+EVERYONE = (AccessRule("group", READERS, ("Describe",)), AccessRule("topic", FIRST_TOPIC, ("Describe",)))
+"""Rules of every role. Without the second, clients work and brokers log a denial for each of them."""
+
+
 def access_rules(config: "RunConfig", role: str) -> tuple[AccessRule, ...]:
     """Return the rules of a role, or of TOPICS, in a run of these settings, each resource once."""
     rules = _of_topics_apply(config) if role == TOPICS else _of_role(config, role)
     merged: dict[tuple[str, str, bool], AccessRule] = {}
-    for rule in (*rules, AccessRule("group", READERS, ("Describe",))):
+    for rule in (*rules, *EVERYONE):
         key = (rule.resource, rule.name, rule.prefix)
         before = merged[key].operations if key in merged else ()
         operations = tuple(dict.fromkeys((*before, *rule.operations)))

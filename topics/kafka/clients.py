@@ -23,8 +23,11 @@ logger = logging.getLogger(__name__)
 _MIB = 1024 * 1024
 _CONNECT_S = 0.25
 """Longest wait for a producer's connection; after it, the connection is made in the background."""
-_ANY_TOPIC = "__transaction_state"
-"""A small topic of every cluster; a metadata request can create it only with the brokers' own settings."""
+FIRST_TOPIC = "__transaction_state"
+"""Topic that a producer asks for first, to connect: a small one of every cluster. A metadata request can create it only
+with the brokers' own settings."""
+READERS = "rollstream-reader"
+"""Group that clients name that read outside a group; librdkafka asks for it and commits nothing."""
 C = TypeVar("C")
 
 
@@ -100,8 +103,8 @@ def _connect(producer: Producer) -> None:
     """Connect a producer to a broker. An unconnected producer requests its producer id, or its transaction
     coordinator, half a second after its first record or init_transactions (librdkafka's timer)."""
     with suppress(KafkaException):  # No broker answers yet, or access is denied: the caller learns it on writing.
-        producer.list_topics(_ANY_TOPIC, timeout=_CONNECT_S)  # the bootstrap address gives the brokers' addresses
-        producer.list_topics(_ANY_TOPIC, timeout=_CONNECT_S)
+        producer.list_topics(FIRST_TOPIC, timeout=_CONNECT_S)  # the bootstrap address gives the brokers' addresses
+        producer.list_topics(FIRST_TOPIC, timeout=_CONNECT_S)
 
 
 def transactional_producer(config: KafkaConfig, transactional_id: str, **overrides: Any) -> Producer:
@@ -140,7 +143,7 @@ def reader(
     *,
     isolation: str = "read_committed",
     fetch_wait_ms: int = 100,
-    group: str = "rollstream-reader",
+    group: str = READERS,
     **overrides: Any,
 ) -> Consumer:
     """A consumer for `assign`, not a group member: follows topics, commits nothing, reports the end of each partition.

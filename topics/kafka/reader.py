@@ -177,7 +177,7 @@ class Reader(Poller):
         *,
         isolation: str = "read_committed",
         fetch_wait_ms: int = 100,
-        group: str = "rollstream-reader",
+        group: str = clients.READERS,
         doing: str = "reading",
         **overrides: Any,
     ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.pipeline.config import RunConfig, load
-from rollstream.pipeline.deployment.access_rules import READERS, TOPICS, access_rules
+from rollstream.pipeline.deployment.access_rules import EVERYONE, TOPICS, access_rules
 from rollstream.pipeline.deployment.description import ROLES, counts, expanded, role_of
 from rollstream.topics.catalogue import CATALOGUE, topic_name
 from tests.support.charts import DEVELOPMENT, THEIR_BROKERS, Release, write_chart
@@ -81,7 +81,9 @@ def _covers(resource: dict[str, str], kind: str, name: str) -> bool:
 def test_rules_name_only_what_is_this_runs_in_the_catalogue(role: str) -> None:
     config = RunConfig(run="exp")
     topics = {topic_name("exp", spec.name) for spec in CATALOGUE}
-    for rule in access_rules(config, role):
+    rules = set(access_rules(config, role))
+    assert rules >= set(EVERYONE)
+    for rule in rules - set(EVERYONE):
         others = [f"exp-lr{rest}" for rest in (".rollouts", "/grouper/0", ".grouper", ".grouper.turn-0")]
         assert not any(rule.name == name or (rule.prefix and name.startswith(rule.name)) for name in others)
         assert set(rule.operations) <= {
@@ -96,7 +98,7 @@ def test_rules_name_only_what_is_this_runs_in_the_catalogue(role: str) -> None:
         if rule.resource == "topic":
             assert rule.name in topics or (role == TOPICS and rule.name == "exp.")
         else:
-            assert rule.name == READERS or re.match(r"exp[./]", rule.name)
+            assert re.match(r"exp[./]", rule.name)
 
 
 def test_only_prune_deletes_and_only_the_job_of_the_topics_creates() -> None:
