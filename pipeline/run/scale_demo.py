@@ -11,7 +11,9 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
 
+from rollstream.consumers.grouping.config import AutoscaleConfig
 from rollstream.consumers.grouping.process.mark_writer import drain
+from rollstream.consumers.step_writer import publish_version
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.config import RunConfig
@@ -29,13 +31,7 @@ from rollstream.pipeline.run.scale_series import ScalePoint, ScaleSeries
 from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.run.synthetic_load import SyntheticWorkers, duration_s
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import encode
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
-from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.sender import Sender
-from rollstream.topics.keys import encode_key
-from rollstream.topics.records import PolicyManifest
 
 PICTURE = "scale.svg"
 _POINT_S = 1.0
@@ -64,7 +60,8 @@ def run(config: RunConfig, args: argparse.Namespace, start_kafka: StartKafka) ->
         stack.callback(workspace.leave, config, keep=args.keep)
         try:
             config = start_kafka(config, args.keep, stack, display.say)
-            _publish_version(config)
+            # Grouping would wait for the policy version of the rollouts; no weights belong to it.
+            publish_version(config.kafka, config.run, learner="synthetic")
             series, written = _scale(config, stack, interrupts, display)
             display.say("checking: ledger, verification of every batch, how often each offset was read")
             report = _examine(config, series, written, kept=args.keep, began=began)
@@ -77,23 +74,6 @@ def run(config: RunConfig, args: argparse.Namespace, start_kafka: StartKafka) ->
     workspace.write_report(config, report.as_dict())
     print(json.dumps(report.as_dict()) if args.json else f"\n{report.as_text()}", flush=True)
     return 0 if report.passed else 1
-
-
-def _publish_version(config: RunConfig) -> None:
-    """Publish the policy version of the rollouts, without which grouping would wait for it; no weights belong to it."""
-    manifest = PolicyManifest(
-        version=0,
-        learner="synthetic",
-        step=0,
-        epoch="synthetic",
-        tensors=(),
-        chunks=(),
-        digest="",
-        kind="external",
-        created=time.time(),
-    )
-    with Sender(clients.producer(config.kafka), remedy="start the demo again") as sender:
-        sender.send(topic_name(config.run, "policies"), encode(manifest), encode_key(manifest.version))
 
 
 def _scale(
@@ -210,7 +190,7 @@ def _examine(config: RunConfig, series: ScaleSeries, written: int, *, kept: bool
     )
 
 
-def _rule(config: RunConfig) -> tuple[Any, int]:
+def _rule(config: RunConfig) -> tuple[AutoscaleConfig, int]:
     return config.grouper.autoscale, config.topics.partitions
 
 
