@@ -91,7 +91,7 @@ def _published(
         for arrays in versions:
             began = time.perf_counter()
             version = publish(source, log, arrays).version
-            while swapped() < version and version:
+            while swapped() < version:
                 if time.perf_counter() - began > _READY_S:
                     raise RuntimeError(f"the server did not answer with version {version} within {_READY_S:g} s")
                 time.sleep(_POLL_S)

@@ -6,38 +6,10 @@ from typing import Any
 
 from rollstream.pipeline.cli import build_parser
 from rollstream.pipeline.config import RunConfig, load
+from tests.support import run_files
 from tests.support.helm_templates import chart_values, rendered_documents
 
-MUCH = """
-run = "arithmetic"
-
-[[environments]]
-use = "tasks.py:Sums"
-rewards = "labeler"
-
-[labeling]
-labeler = "judge"
-judge.url = "http://judge:8000/v1"
-
-[gateway]
-port = 8100
-api_key = "file:keys/gateway"
-
-[inference]
-replicas = 2
-
-[learner]
-processes = 2
-
-[evaluation]
-every_versions = 50
-
-[serving]
-urls = ["http://engine:8001"]
-
-[worker]
-api_key = "env:MODEL_KEY"
-"""
+MUCH = run_files.MUCH + '\n[serving]\nurls = ["http://engine:8001"]\n'
 CONTROL = 'run = "Cells_2"\n[collect]\nprocesses = 2\nplayer = "cell:play"\n[fill]\ndirectory = "windows"\n'
 DEVELOPMENT, PRODUCTION = "values-development.yaml", "values-production.yaml"
 THEIR_BROKERS: Mapping[str, Any] = {"brokers": {"enabled": False, "bootstrapServers": "kafka:9094"}}

@@ -19,34 +19,7 @@ from rollstream.pipeline.deployment.compose import CODE, CONFIG, ComposeOptions
 from rollstream.pipeline.deployment.container_settings import HOME
 from rollstream.pipeline.deployment.description import counts, process_name, role_of
 from rollstream.topics.errors import ConfigurationError
-
-MUCH = """
-run = "arithmetic"
-
-[[environments]]
-use = "tasks.py:Sums"
-rewards = "labeler"
-
-[labeling]
-labeler = "judge"
-judge.url = "http://judge:8000/v1"
-
-[gateway]
-port = 8100
-api_key = "file:keys/gateway"
-
-[inference]
-replicas = 2
-
-[learner]
-processes = 2
-
-[evaluation]
-every_versions = 50
-
-[worker]
-api_key = "env:MODEL_KEY"
-"""
+from tests.support.run_files import MUCH
 
 
 def rendered(folder: Path, text: str = MUCH, *flags: str) -> dict[str, Any]:
