@@ -83,7 +83,7 @@ def test_records_that_ended_every_grouping_process_are_invalid_and_the_run_goes_
     assert verify(run.kafka, run.name).mismatches == []
 
 
-@pytest.mark.parametrize("compression", ["gzip", "lz4"])
+@pytest.mark.parametrize("compression", ["gzip", pytest.param("lz4", marks=pytest.mark.long)])
 def test_a_bomb_is_a_dead_letter_and_costs_grouping_no_more_memory_than_a_client_may_take(
     run: RealRun, compression: str
 ) -> None:

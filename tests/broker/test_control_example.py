@@ -26,6 +26,7 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.trajectories import aligned, from_record
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.long
 EXAMPLE = ROOT / "examples" / "control"
 Played = Callable[..., tuple[KafkaConfig, dict[str, Any], Path]]
 
@@ -69,7 +70,6 @@ def test_the_return_rises(play: Played) -> None:
     assert report["versions"] == 13
 
 
-@pytest.mark.long
 def test_the_return_rises_on_images(play: Played) -> None:
     _kafka, report, _data = play("--seed", "0", "--image")
     assert report["first_return"] < 0 < 0.5 < report["last_return"]

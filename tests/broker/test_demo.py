@@ -96,9 +96,9 @@ def start(compiled: Path) -> Iterator[Start]:
 
 
 def test_a_small_loop_closes_its_books_and_can_be_asked_again(start: Start, tmp_path: Path, broker: str) -> None:
-    demo = start("demo", "--steps", "40", "--json", "--keep", "--data", str(tmp_path), KAFKA_BOOTSTRAP_SERVERS=broker)
+    demo = start("demo", "--steps", "24", "--json", "--keep", "--data", str(tmp_path), KAFKA_BOOTSTRAP_SERVERS=broker)
     output, progress = demo.communicate(timeout=800)
-    # Forty small steps teach nothing: the one promise that may not hold is the gain.
+    # Two dozen small steps teach nothing: the one promise that may not hold is the gain.
     assert demo.returncode == 1, progress
     report = json.loads(output)
     assert report == json.loads((tmp_path / "report.json").read_text())
@@ -106,11 +106,11 @@ def test_a_small_loop_closes_its_books_and_can_be_asked_again(start: Start, tmp_
     assert report["ledger"].keys() >= LEDGER_KEYS
     assert len(report["failures"]) == 1
     assert "exact match rose by" in report["failures"][0]
-    assert report["steps"] == 40
+    assert report["steps"] == 24
     book = report["ledger"]
     assert book["balanced"]
     assert book["unread"] == 0
-    assert book["trained"] >= 40 * 32
+    assert book["trained"] >= 24 * 32
     assert book["produced"] == report["rollouts"] + book["control"] + book["dead_lettered"]
     assert report["verify"]["batches"] == report["batches"] >= 20
     assert report["verify"]["mismatches"] == 0
@@ -164,7 +164,8 @@ def family(process: psutil.Process) -> Iterator[psutil.Process]:
     yield from process.children(recursive=True)
 
 
-@pytest.mark.parametrize("seed", [5, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 6))])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2, 5, 6])
 def test_ctrl_c_at_any_moment_leaves_no_process_behind(seed: int, start: Start, tmp_path: Path) -> None:
     demo = start("demo", "--data", str(tmp_path))
     assert demo.stdout is not None

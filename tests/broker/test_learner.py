@@ -270,6 +270,7 @@ def resealed(batch: TrainingBatch) -> TrainingBatch:
     return replace(batch, digest=batch_digest(batch))
 
 
+@pytest.mark.long
 def test_a_step_without_a_token_to_train_on_is_an_error_that_says_why(real_run: RealRun) -> None:
     run = with_batches(real_run, 4)
     short = {"learner__sequence_length": 3, "learner__too_long": "skip", "learner__warm_start__steps": 0}

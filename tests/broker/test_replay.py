@@ -50,6 +50,7 @@ def finish(run: RealRun, process, timeout_s: float = 300.0) -> None:
     assert process.wait(timeout_s) == 0, run.log_of(process)[-3000:]
 
 
+@pytest.mark.long
 def test_a_learner_with_a_buffer_killed_between_checkpoints_ends_with_the_bits_of_an_uninterrupted_one(
     real_run: RealRun,
 ) -> None:

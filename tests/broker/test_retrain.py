@@ -141,6 +141,7 @@ def refused(answer: Answer) -> str:
     return line
 
 
+@pytest.mark.long
 def test_executed_again_from_a_checkpoint_every_step_has_its_parameters(
     source: RealRun, answers: dict[str, Answer]
 ) -> None:
@@ -155,6 +156,7 @@ def test_executed_again_from_a_checkpoint_every_step_has_its_parameters(
     ]
 
 
+@pytest.mark.long
 def test_without_a_checkpoint_it_begins_with_the_initial_parameters_and_only_there(
     source: RealRun, answers: dict[str, Answer]
 ) -> None:
@@ -169,6 +171,7 @@ def test_without_a_checkpoint_it_begins_with_the_initial_parameters_and_only_the
     assert f"learner 'default' of run {source.name} has steps 0 to 8 on record" in refused(answers["too late"])
 
 
+@pytest.mark.long
 def test_other_settings_make_another_step_which_is_named_with_what_changed(
     source: RealRun, answers: dict[str, Answer]
 ) -> None:
@@ -181,6 +184,7 @@ def test_other_settings_make_another_step_which_is_named_with_what_changed(
     assert line.split() == ["learner.optimizer.learning_rate", "0.002", "0.01"]
 
 
+@pytest.mark.long
 def test_a_fork_goes_on_from_a_step_with_other_settings_on_the_same_batches(
     source: RealRun, answers: dict[str, Answer]
 ) -> None:

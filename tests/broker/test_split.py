@@ -226,6 +226,7 @@ def test_producers_that_write_until_they_are_refused_go_on_in_the_successor_and_
     assert [*verify(run.kafka, run.name).mismatches, *verify(run.kafka, wide.name).mismatches] == []
 
 
+@pytest.mark.long
 def test_a_learner_goes_on_with_the_same_parameters_and_the_batches_it_had_yet_to_read(real_run: RealRun) -> None:
     run = real_run
     run.grouping = replace(run.grouping, batch_rollouts=8)

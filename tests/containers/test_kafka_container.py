@@ -19,6 +19,8 @@ from rollstream.topics.errors import BrokerUnavailable
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def contained_run(kafka_image: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:
@@ -67,7 +69,6 @@ def test_a_container_that_ends_while_starting_shows_its_log_and_is_removed(kafka
     assert container.get_container_id()[:12] not in left
 
 
-@pytest.mark.long
 def test_the_docker_provider_of_the_local_broker_keeps_its_data(kafka_image: str, tmp_path: Path) -> None:
     config = BrokerConfig(data_dir=tmp_path, provider="docker", image=kafka_image)
     with LocalBroker.start(config=config, bound_to_parent=True) as broker:
@@ -82,7 +83,6 @@ def test_the_docker_provider_of_the_local_broker_keeps_its_data(kafka_image: str
         assert len(run.read("rollouts")) == 1
 
 
-@pytest.mark.long
 def test_two_builds_of_the_image_are_one_image(kafka_image: str, tmp_path: Path) -> None:
     assert kafka_image
     first, second = build(output=tmp_path / "first.tar"), build(output=tmp_path / "second.tar")

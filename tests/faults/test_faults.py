@@ -102,6 +102,7 @@ def test_killing_groupers_twenty_times_loses_and_repeats_nothing(fault_run: Real
     kill_at_random(fault_run, 20, random.randrange(2**32), protocol)
 
 
+@pytest.mark.long
 def test_two_groupers_become_four_become_one_under_load(fault_run: RealRun) -> None:
     run = fault_run.prepare()
     first = [grouper(run, ordinal) for ordinal in (0, 1)]
@@ -173,7 +174,8 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("protocol", ["classic", pytest.param("consumer", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("protocol", ["classic", "consumer"])
 def test_a_grouper_that_wakes_up_in_a_call_that_never_ends_leaves_its_replacement_alone(
     fault_run: RealRun, protocol: str
 ) -> None:
