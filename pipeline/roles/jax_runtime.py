@@ -8,6 +8,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.topics.errors import ConfigurationError
 
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+CACHED_FROM_VARIABLE = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 
 
 def require_jax() -> None:
@@ -28,4 +29,6 @@ def prepare_jax(config: RunConfig) -> None:
     cache = config.data_dir.resolve() / "cache" / "jax"
     cache.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault(CACHE_VARIABLE, str(cache))
+    # By default only what took a second is kept; a learner's start compiles dozens of smaller functions.
+    os.environ.setdefault(CACHED_FROM_VARIABLE, "0")
     prepare_environment(config.learner)
