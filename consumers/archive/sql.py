@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from rollstream.consumers.archive import manifest as manifests
-from rollstream.consumers.archive.tables import SCHEMAS
+from rollstream.consumers.archive.tables import ENTRIES, SCHEMAS
 from rollstream.consumers.files.stores import FsspecStore, LocalStore, Store
 from rollstream.topics.errors import ConfigurationError
 
@@ -86,11 +86,16 @@ _TIMES = {"timestamp_ms": 1, "cut_ms": 1, "opened_ms": 1, "sealed_ms": 1, "finis
 """Columns with points in time since 1970, and the milliseconds in their unit."""
 
 
+def queried_type(stored: pa.DataType) -> pa.DataType:
+    """The type that a stored column has in queries: entries are maps there."""
+    return pa.map_(pa.string(), stored.value_type.field("value").type) if stored in ENTRIES else stored
+
+
 def _with_times(table: str, stored: str) -> str:
-    """The query for a table, with each numeric time followed by its timestamp."""
+    """The query for a table: entries as maps, and each numeric time followed by its timestamp."""
     times, columns = times_of(table), []
-    for name in SCHEMAS[table].names:
-        columns.append(f'"{name}"')
+    for name, kind in zip(SCHEMAS[table].names, SCHEMAS[table].types, strict=True):
+        columns.append(f'map_from_entries("{name}") as "{name}"' if kind in ENTRIES else f'"{name}"')
         if name in times:
             ms = f'"{name}" * {_TIMES[name]}'
             columns.append(
@@ -162,7 +167,7 @@ def _tables(store: Store, runs: Sequence[str] | None) -> dict[str, Any]:
     tables: dict[str, Any] = {}
     for name, schema in SCHEMAS.items():
         paths = [place(file.path) for manifest in current for file in manifest.files_of(name)]
-        # Files hold all columns; none is inferred from folders.
+        # Files hold all columns; none is inferred from folders. Maps in files of earlier releases are read as entries.
         tables[name] = (
             dataset.dataset(paths, schema=schema, format="parquet", filesystem=files)
             if paths

@@ -32,8 +32,15 @@ class ArchivedRecord(NamedTuple):
     headers: tuple[tuple[str, bytes | None], ...] | None = None
 
 
-_TEXTS = pa.map_(pa.string(), pa.string())
-_FIGURES = pa.map_(pa.string(), pa.float64())
+def _entries(value: pa.DataType) -> pa.DataType:
+    """Type of a column of names with values: lists of entries, because many readers of Parquet refuse maps."""
+    return pa.list_(pa.struct([pa.field("key", pa.string(), nullable=False), ("value", value)]))
+
+
+_TEXTS = _entries(pa.string())
+_FIGURES = _entries(pa.float64())
+ENTRIES = (_TEXTS, _FIGURES)
+"""Types of columns of names with values."""
 _HEADERS = pa.list_(pa.struct([("name", pa.string()), ("value", pa.binary())]))
 _PLACE = [
     ("run", pa.string()),
@@ -358,10 +365,17 @@ def table_of(name: str, run: str, environment: str, date: str, rows: Sequence[Ro
     schema = SCHEMAS[name]
     same = [pa.repeat(pa.scalar(value, pa.string()), len(rows)) for value in (run, environment, date)]
     columns = [
-        pa.array(column, field.type)
+        _array(column, field.type)
         for column, field in zip(zip(*rows, strict=True), list(schema)[len(same) :], strict=True)
     ]
     return pa.Table.from_arrays([*same, *columns], schema=schema)
+
+
+def _array(column: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    if kind not in ENTRIES:
+        return pa.array(column, kind)
+    # Pairs make a map, which has the memory of a list of entries.
+    return pa.array(column, pa.map_(pa.string(), kind.value_type.field("value").type)).cast(kind)
 
 
 def parquet(tables: Iterable[pa.Table], schema: pa.Schema) -> tuple[bytes, int]:

@@ -10,7 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from rollstream.consumers.archive.sql import VIEWS, QueryResult, query, times_of
+from rollstream.consumers.archive.sql import VIEWS, QueryResult, queried_type, query, times_of
 from rollstream.consumers.archive.tables import SCHEMAS
 from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.command_parser import set_handler
@@ -59,7 +59,7 @@ def show_tables(as_json: bool) -> None:
     """Print the tables with their columns, and the views."""
     tables = {
         name: [
-            *(f"{f.name} {f.type}" for f in schema),
+            *(f"{f.name} {queried_type(f.type)}" for f in schema),
             *(f"{column} timestamp with time zone" for column in times_of(name).values()),
         ]
         for name, schema in SCHEMAS.items()

@@ -335,7 +335,7 @@ def test_a_rollout_has_its_columns_and_its_arrays_where_they_are_asked_for() -> 
         2 * DAY_MS,
     )
     assert (row["uid"], row["reward"], row["length"], row["sampled"], row["tokens"]) == ("x-2", 1.0, 6, 3, None)
-    assert row["reward_components"] == [("exact", 1.0)]
+    assert row["reward_components"] == [{"key": "exact", "value": 1.0}]
     [row] = rows(archived(sent, arrays=True), "rollouts")
     assert row["tokens"] == subject.tokens.tolist()
     assert row["loss_mask"] == subject.loss_mask.tolist()
@@ -361,7 +361,7 @@ def test_drops_steps_and_uses_are_rows() -> None:
     [row] = rows(store, "drops")
     assert (row["rollout_offset"], row["reason"], row["environment"], row["age_ms"]) == (7, "late", "env", 9)
     [row] = rows(store, "steps")
-    assert (row["step"], row["metrics"], row["environment"]) == (1, [("loss", 0.5)], "")
+    assert (row["step"], row["metrics"], row["environment"]) == (1, [{"key": "loss", "value": 0.5}], "")
     [row] = rows(store, "uses")
     assert (row["batch_id"], row["use"], row["rows"]) == ("0-0", "trained", 4)
 

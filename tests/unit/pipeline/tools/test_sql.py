@@ -9,6 +9,8 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rollstream.consumers.archive.sql import VIEWS, query
@@ -192,3 +194,22 @@ def test_timestamps_stand_beside_their_numbers(tmp_path: Path) -> None:
     assert found.rows[1] == (2**62, None, None)
     assert found.rows[2][1:] == (datetime(1969, 12, 31, 23, 59, 59, 995_000, tzinfo=UTC), None)
     assert query(store, "select count(*) as n from steps where timestamp_at > '2023-01-01'").rows == [(1,)]
+
+
+def test_entries_are_maps_in_queries_also_from_files_of_earlier_releases(
+    archive: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    statement = "select step, metrics['loss'] as loss from latest_steps"
+    now = query(open_store(str(archive)), statement).rows
+    assert now == [(1, 0.5), (2, 0.25)]
+    [file] = archive.glob("run=main/table=steps/**/*.parquet")
+    table = pq.read_table(file)
+    pairs = [[(entry["key"], entry["value"]) for entry in row] for row in table["metrics"].to_pylist()]
+    maps = pa.array(pairs, pa.map_(pa.string(), pa.float64()))
+    pq.write_table(table.set_column(table.schema.get_field_index("metrics"), "metrics", maps), file, store_schema=False)
+    assert pa.types.is_map(pq.read_table(file).schema.field("metrics").type)
+    assert query(open_store(str(archive)), statement).rows == now
+    assert rollstream(archive) == 0
+    assert "metrics" in capsys.readouterr().out
+    assert main(["sql", "--archive", str(archive), "--json"]) == 0
+    assert "metrics map<string, double>" in json.loads(capsys.readouterr().out)["tables"]["steps"]
