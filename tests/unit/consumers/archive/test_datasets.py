@@ -1,6 +1,5 @@
 """Files of archives and group stores, read by Hugging Face's `datasets` with no word about their columns."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.support.group_stores import context, group, opened
 from tests.support.runs import rollout
 
 DAY_MS = 86_400_000
-TURNS = (Turn(role="user", text="1+1="), Turn(role="assistant", text="zwei \N{LATIN SMALL LETTER U WITH DIAERESIS}"))
+TURNS = (Turn(role="user", text="1+1="), Turn(role="assistant", text="f\u00fcnf"))
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +29,8 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "cache"
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
 
 
 def loaded(files: str, cache: Path, streaming: bool) -> Any:
