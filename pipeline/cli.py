@@ -73,6 +73,7 @@ COMMANDS = {
     "cat": ("tools.cat", "print the records of a topic, decoded, one a line"),
     "trajectories": ("tools.trajectories", "saved trajectory buffers: show, merge, split"),
     "top": ("tools.top", "show how a run goes, on one screen"),
+    "ui": ("ui.command", "show runs in a browser: rollouts, groups, curves, drops, weights, ledger"),
     "completion": ("tools.completion", "print the script that lets a shell complete commands and flags"),
 }
 """Module, below rollstream.pipeline, and summary of each command."""

@@ -27,6 +27,7 @@ from rollstream.pipeline.settings import (
     plain,
 )
 from rollstream.pipeline.toml import render
+from rollstream.pipeline.ui.config import UiConfig
 from rollstream.producers.config import (
     CapacityConfig,
     CollectConfig,
@@ -180,6 +181,7 @@ class RunConfig:
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
     traces: TracesConfig = field(default_factory=TracesConfig)
+    ui: UiConfig = field(default_factory=UiConfig)
     demo: DemoConfig = field(default_factory=DemoConfig)
 
     def __post_init__(self) -> None:
@@ -353,6 +355,7 @@ def secret_references(config: RunConfig) -> dict[str, tuple[str, str]]:
         "gateway.api_key": config.gateway.api_key,
         "serving.api_key": config.serving.api_key,
         "labeling.judge.api_key": config.labeling.judge.api_key,
+        "ui.token": config.ui.token,
         "kafka.registry.password": config.kafka.registry.password,
     }
     values = keys | {f"kafka.client.{key}": value for key, value in config.kafka.client.items()}

@@ -1,0 +1,1 @@
+"""The page of a run: an index of its records, a server, and the files that a browser loads."""

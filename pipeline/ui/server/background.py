@@ -1,0 +1,58 @@
+"""Runs what blocks, such as reads of topics and of files, on threads beside the event loop.
+
+The threads are daemons: a server that stops waits for no broker.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_Task = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
+
+
+class Background:
+    """A few threads that call functions for coroutines, in the order of the calls."""
+
+    def __init__(self, name: str, threads: int = 1) -> None:
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._threads = threads
+        for number in range(threads):
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True).start()
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Return what the function returns on a thread, or raise what it raises there."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._tasks.put((function, loop, future))
+        return await future
+
+    def close(self) -> None:
+        """Let each thread end after what it does now."""
+        for _ in range(self._threads):
+            self._tasks.put(None)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            function, loop, future = task
+            if future.cancelled():
+                continue
+            try:
+                result, error = function(), None
+            except Exception as raised:  # handed to the coroutine that waits for it
+                result, error = None, raised
+            try:
+                loop.call_soon_threadsafe(_settle, future, result, error)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                return
+
+
+def _settle(future: "asyncio.Future[Any]", result: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,131 @@
+"""Follows one run for the page, on a thread of its own, whether the run goes on or is over.
+
+What the topics held before is read while the page already shows what was read of it.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.observer import RunObserver
+from rollstream.pipeline.run.run_statistics import RunSnapshot
+from rollstream.pipeline.tools.top import NEWEST
+from rollstream.topics.errors import RollstreamError
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_EVERY_S = 1.0
+_POLL_S = 0.2
+_AGAIN_S = 5.0
+"""Pause after an error of the brokers."""
+
+
+class LiveRun:
+    """The newest snapshot of a run, and the streams that wait for the next one."""
+
+    source = "topics"
+
+    def __init__(self, config: RunConfig) -> None:
+        self.name, self._config = config.run, config
+        self._stop = threading.Event()
+        self._snapshot: RunSnapshot | None = None
+        self._problem = ""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._first = asyncio.Event()
+        self._waiting: set[asyncio.Event] = set()
+        self._thread = threading.Thread(target=self._follow, name=f"run {config.run}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read, on behalf of the event loop that runs."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop reading; the thread ends with what it does now."""
+        self._stop.set()
+
+    def add_waiting(self, moved: asyncio.Event) -> None:
+        """Set this event whenever the run moves."""
+        self._waiting.add(moved)
+
+    def remove_waiting(self, moved: asyncio.Event) -> None:
+        self._waiting.discard(moved)
+
+    async def overview(self, timeout_s: float) -> dict[str, Any]:
+        """Return the state of the run; the first is there as soon as the brokers have answered.
+
+        Raises TimeoutError, with the error of the brokers if there was one.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._first.wait()
+        except TimeoutError:
+            raise TimeoutError(self._problem or "the brokers have not answered yet") from None
+        snapshot = self._snapshot
+        assert snapshot is not None, "the first snapshot was announced"
+        done = snapshot.history - snapshot.history_left
+        return {
+            "top": snapshot.as_dict(),
+            "indexed": {"offset_total": snapshot.history, "offset_done": done},
+            "live": is_live(snapshot),
+            "commands": False,
+            "problem": self._problem or None,
+        }
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            try:
+                config = self._config
+                group = config.labeling.group_id(config.run)
+                with closing(
+                    RunObserver(config.kafka, config.run, keep=NEWEST, logged=False, labeling_group=group)
+                ) as observer:
+                    self._read(observer)
+            except RollstreamError as error:
+                event(logger, "run_not_read", level=logging.WARNING, run=self.name, error=str(error))
+                self._problem = str(error)
+                self._publish()
+                self._stop.wait(_AGAIN_S)
+
+    def _read(self, observer: RunObserver) -> None:
+        shown: object = None
+        due = 0.0
+        while not self._stop.is_set():
+            observer.poll(_POLL_S)
+            if time.monotonic() < due:
+                continue
+            due = time.monotonic() + _EVERY_S
+            self._snapshot, self._problem = observer.snapshot(NEWEST), ""
+            now = essence(self._snapshot)
+            if now != shown:
+                shown = now
+                self._publish()
+
+    def _publish(self) -> None:
+        assert self._loop is not None, "the thread was started"
+        try:
+            self._loop.call_soon_threadsafe(self._tell)
+        except RuntimeError:  # the loop is closed
+            self._stop.set()
+
+    def _tell(self) -> None:
+        if self._snapshot is not None:
+            self._first.set()
+        for moved in self._waiting:
+            moved.set()
+
+
+def is_live(snapshot: RunSnapshot) -> bool:
+    """Whether records still arrive."""
+    return not (snapshot.quiet or snapshot.history_left)
+
+
+def essence(snapshot: RunSnapshot) -> tuple[RunSnapshot, bool]:
+    """What a snapshot says apart from the time that has passed."""
+    components = tuple(replace(component, age_s=0.0) for component in snapshot.components)
+    return replace(snapshot, quiet_s=0.0, policy_age_s=0.0, components=components), snapshot.quiet

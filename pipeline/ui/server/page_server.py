@@ -1,0 +1,141 @@
+"""The HTTP server of the page: who may ask, which function answers, and that every answer says what it is."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+from aiohttp import web
+
+from rollstream.pipeline.ui.config import OFF, UiConfig
+from rollstream.pipeline.ui.server import answers
+from rollstream.pipeline.ui.server.access import CHANGE_HEADER, Access
+from rollstream.pipeline.ui.server.api import Api
+from rollstream.pipeline.ui.server.live_run import LiveRun
+from rollstream.pipeline.ui.server.page_files import PageFiles
+from rollstream.topics.errors import ConfigurationError, RollstreamError
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+_MOST_QUERY = 4096
+_MOST_BODY = 1 << 20
+_MOST_LINE = 1 << 16
+"""Longer requests are refused by the parser, which closes the connection."""
+_CLOSE_S = 0.5
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class PageServer:
+    """Serves the page of some runs; use it as an async context manager. `url` is its address once it listens."""
+
+    def __init__(self, config: UiConfig, runs: Mapping[str, LiveRun]) -> None:
+        """Raises ConfigurationError if ui.token cannot be resolved."""
+        self._config, self._runs = config, runs
+        self._access = Access(config)
+        self._files = PageFiles()
+        self._closing = asyncio.Event()
+        self._api = Api(runs, self._closing)
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def __aenter__(self) -> Self:
+        """Listen. Raises ConfigurationError if the address cannot be had."""
+        app = web.Application(client_max_size=_MOST_BODY, middlewares=[self._guard])
+        app.add_routes(self._api.routes())
+        app.router.add_get("/{path:.*}", self._file)
+        app.on_response_prepare.append(_add_headers)
+        self._runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=_CLOSE_S, max_line_size=_MOST_LINE, max_field_size=_MOST_LINE
+        )
+        await self._runner.setup()
+        host, port = self._config.host, max(self._config.port, 0)
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigurationError(
+                f"the page cannot listen on {host}:{port} ({error.strerror}); stop what uses the port, or set ui.port "
+                "(0 takes a free one)"
+            ) from error
+        for run in self._runs.values():
+            run.start()
+        self.url = self._address(self._runner.addresses[0][1])
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        """End the streams of events, and stop listening."""
+        self._closing.set()
+        for run in self._runs.values():
+            run.close()
+        if self._runner:
+            await self._runner.cleanup()
+
+    def _address(self, port: int) -> str:
+        """URL to type: with the token, and with an address of this machine where it listens on all."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.host, self._config.host)
+        base = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        return f"{base}?token={self._access.token}" if self._access.token else base
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        if self._access.token and "token" in request.query:
+            # The token leaves the address, which browsers remember and show.
+            response = web.Response(status=303, headers={"Location": "./", "Cache-Control": answers.NO_STORE})
+            response.set_cookie(
+                self._access.cookie,
+                self._access.session,
+                httponly=True,
+                samesite="Strict",
+                secure=request.secure,
+                path="/",
+            )
+            return response
+        return self._files.answer(request)
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            self._check(request)
+            return await handler(request)
+        except answers.BadRequest as error:
+            return answers.refusal(400, error.error, error.remedy)
+        except web.HTTPException as error:
+            return answers.refusal(error.status, error.reason)
+        except (TimeoutError, RollstreamError) as error:
+            return answers.refusal(503, str(error), "the page asks again; see whether the brokers answer")
+        except Exception as error:  # this request fails, the server goes on
+            event(logger, "request_failed", level=logging.ERROR, path=request.path, error=repr(error))
+            return answers.refusal(500, "this request failed; the server's log has the error")
+
+    def _check(self, request: web.Request) -> None:
+        """Raise the error of a request that may not be answered."""
+        if not self._access.knows_host(request.headers.get("Host", "")):
+            raise web.HTTPMisdirectedRequest(reason="this server is not known by that name; see ui.names")
+        if len(request.rel_url.raw_query_string) > _MOST_QUERY:
+            raise web.HTTPRequestURITooLong(reason=f"a query may have {_MOST_QUERY:,} characters")
+        changes = request.method not in ("GET", "HEAD")
+        if (changes or request.path.startswith("/api/")) and not self._access.is_own_page(request.headers):
+            raise web.HTTPForbidden(reason="a page of another origin asks")
+        if changes and request.headers.get(CHANGE_HEADER) != "1":
+            raise web.HTTPForbidden(reason=f"changes need the header {CHANGE_HEADER}: 1")
+        if not self._may_ask(request):
+            raise web.HTTPUnauthorized(reason="open the address that the server printed, with ?token=")
+
+    def _may_ask(self, request: web.Request) -> bool:
+        given = request.query.getall("token", [])
+        if request.method == "GET" and not request.path.startswith("/api/") and given:
+            return self._access.is_token(given[0])
+        cookie = request.cookies.get(self._access.cookie, "")
+        return self._access.admits(cookie, request.headers.get("Authorization", ""))
+
+
+async def _add_headers(_request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(answers.HEADERS)
+    response.headers.pop("Server", None)
+
+
+def serves(config: UiConfig) -> bool:
+    """Whether `rollstream run` and `rollstream demo` serve the page."""
+    return config.port != OFF
