@@ -22,7 +22,7 @@ HEADERS = {
 NO_STORE = "no-store"
 
 
-class BadRequest(Exception):
+class UnusableParameter(Exception):
     """A request whose parameters cannot be used."""
 
     def __init__(self, error: str, remedy: str) -> None:

@@ -1,6 +1,6 @@
 """Follows one run for the page, on a thread of its own, whether the run goes on or is over.
 
-What the topics held before is read while the page already shows what was read of it.
+The page shows the part of the history that is read while the thread reads the rest.
 """
 
 import asyncio
@@ -126,6 +126,6 @@ def is_live(snapshot: RunSnapshot) -> bool:
 
 
 def essence(snapshot: RunSnapshot) -> tuple[RunSnapshot, bool]:
-    """What a snapshot says apart from the time that has passed."""
+    """Return a snapshot without the times that pass while nothing happens, and whether it is quiet."""
     components = tuple(replace(component, age_s=0.0) for component in snapshot.components)
     return replace(snapshot, quiet_s=0.0, policy_age_s=0.0, components=components), snapshot.quiet

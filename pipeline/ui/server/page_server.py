@@ -99,7 +99,7 @@ class PageServer:
         try:
             self._check(request)
             return await handler(request)
-        except answers.BadRequest as error:
+        except answers.UnusableParameter as error:
             return answers.refusal(400, error.error, error.remedy)
         except web.HTTPException as error:
             return answers.refusal(error.status, error.reason)

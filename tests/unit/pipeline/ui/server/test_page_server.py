@@ -1,4 +1,4 @@
-"""Who may ask the server of the page, and what every answer says to a browser; over real connections."""
+"""The server of the page answers whom it should, and tells browsers what they may do; over real connections."""
 
 import asyncio
 import socket
