@@ -13,7 +13,7 @@ from typing import Any
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools.plain_values import compact, decoded, tell, time_text
-from rollstream.pipeline.tools.run_view import Fate, RolloutPlace, RunView, StepUse
+from rollstream.pipeline.tools.run_view import Fate, RecordedRun, RolloutPlace, RunView, StepUse
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.fates import BATCHED, DROPPED, MOVED
 from rollstream.topics.offset_ranges import to_ranges
@@ -111,7 +111,7 @@ def parse_place(text: str) -> RolloutPlace:
 # ---------------------------------------------------------------------- from a record of rollouts
 
 
-def record_lineage(view: RunView, place: RolloutPlace) -> LineageNode:
+def record_lineage(view: RecordedRun, place: RolloutPlace) -> LineageNode:
     """Lineage of a record of `rollouts`: the version that sampled it, its group, its fate and its batch."""
     message = view.record("rollouts", *place)
     record = decoded(message.value)
@@ -143,7 +143,7 @@ def _name_of(record: Any) -> tuple[str, str]:
     return "record", "of nothing rollstream knows"
 
 
-def _sampler(view: RunView, rollout: Rollout) -> LineageNode:
+def _sampler(view: RecordedRun, rollout: Rollout) -> LineageNode:
     versions = {rollout.lowest_version, rollout.highest_version}
     facts: dict[str, Any] = {"worker": rollout.metadata.worker_id} if rollout.metadata.worker_id else {}
     if len(versions) > 1:
@@ -155,7 +155,7 @@ def _sampler(view: RunView, rollout: Rollout) -> LineageNode:
     return node
 
 
-def fate_node(view: RunView, place: RolloutPlace, fate: Fate, batch: TrainingBatch | None) -> LineageNode:
+def fate_node(view: RecordedRun, place: RolloutPlace, fate: Fate, batch: TrainingBatch | None) -> LineageNode:
     """Node of a record's fate; `batch` is the batch that carries it, if any."""
     if fate.name == DROPPED and fate.drop is not None:
         return LineageNode(
@@ -190,7 +190,7 @@ def fate_node(view: RunView, place: RolloutPlace, fate: Fate, batch: TrainingBat
 # ---------------------------------------------------------------------- batches, steps, policies
 
 
-def batch_lineage(view: RunView, batch: TrainingBatch) -> LineageNode:
+def batch_lineage(view: RecordedRun, batch: TrainingBatch) -> LineageNode:
     """Lineage of a batch: its offsets, the versions that sampled it, and the steps that used or skipped it."""
     node = _batch(view, batch)
     node.facts |= {"cut": f"by {batch.cut} at {time_text(batch.cut_ms)}", "digest": batch.digest}
@@ -198,7 +198,7 @@ def batch_lineage(view: RunView, batch: TrainingBatch) -> LineageNode:
     return node
 
 
-def step_lineage(view: RunView, step: LearnerStep) -> LineageNode:
+def step_lineage(view: RecordedRun, step: LearnerStep) -> LineageNode:
     """Lineage of a learner's step: the batches it used or skipped, and the version published after it."""
     node = _step(view, step)
     for use in step.uses:
@@ -210,7 +210,7 @@ def step_lineage(view: RunView, step: LearnerStep) -> LineageNode:
     return node
 
 
-def policy_lineage(view: RunView, manifest: PolicyManifest) -> LineageNode:
+def policy_lineage(view: RecordedRun, manifest: PolicyManifest) -> LineageNode:
     """Lineage of a policy version: the step that made it with its batches, and the batches of its rollouts."""
     node = LineageNode("policy", str(manifest.version), _made_by(manifest))
     node.children += [step_lineage(view, step) for step in view.steps if step.policy_version == manifest.version]
@@ -233,7 +233,7 @@ def _made_by(manifest: PolicyManifest) -> dict[str, Any]:
     return {"published_after_step": f"{manifest.learner}/{manifest.step}"}
 
 
-def _batch(view: RunView, batch: TrainingBatch, row: int | None = None) -> LineageNode:
+def _batch(view: RecordedRun, batch: TrainingBatch, row: int | None = None) -> LineageNode:
     """Node of a batch with the steps that used or skipped any row of it, or one row."""
     offset, entry = view.index[batch.batch_id]
     facts = {"rollouts": len(batch), "at": f"batches {entry.partition}:{entry.offset}", "index_offset": offset}
@@ -247,7 +247,7 @@ def _batch(view: RunView, batch: TrainingBatch, row: int | None = None) -> Linea
     )
 
 
-def _use(view: RunView, use: StepUse) -> LineageNode:
+def _use(view: RecordedRun, use: StepUse) -> LineageNode:
     node = _step(view, use.step)
     rows = {"rows": use.use.rows} if use.use.row_numbers else {}
     again = {"again": "yes"} if use.use.again else {}
@@ -256,7 +256,7 @@ def _use(view: RunView, use: StepUse) -> LineageNode:
     return node
 
 
-def _step(view: RunView, step: LearnerStep) -> LineageNode:
+def _step(view: RecordedRun, step: LearnerStep) -> LineageNode:
     facts: dict[str, Any] = {"parameters": step.params_digest[:12]} if step.params_digest else {}
     node = LineageNode("step", f"{step.learner}/{step.step}", facts)
     manifest = view.policies.get(step.policy_version)

@@ -3,10 +3,10 @@
 Everything is as of the moment it was read. A live run continues meanwhile, so missing records may still appear.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.pipeline.audit.topic_reading import Index, batch_at, read_index, read_journal
@@ -22,7 +22,16 @@ from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.skipping_reader import records_around, records_between
 from rollstream.topics.offset_ranges import from_ranges
-from rollstream.topics.records import BatchUse, Drop, JournalRecord, LearnerStep, PolicyManifest, Rollout, TrainingBatch
+from rollstream.topics.records import (
+    BatchIndexEntry,
+    BatchUse,
+    Drop,
+    JournalRecord,
+    LearnerStep,
+    PolicyManifest,
+    Rollout,
+    TrainingBatch,
+)
 from rollstream.topics.run_splits import moved_from, splits_of
 
 IN_FLIGHT, UNREAD = "in_flight", "unread"
@@ -54,6 +63,52 @@ class StepUse(NamedTuple):
 
     step: LearnerStep
     use: BatchUse
+
+
+class RecordedRun(Protocol):
+    """One run as lineage asks about it: a view of its topics, or an index of them."""
+
+    run: str
+
+    @property
+    def index(self) -> Mapping[str, tuple[int, BatchIndexEntry]]:
+        """Entry of each batch with its offset in the index, in the order learners follow."""
+        ...
+
+    @property
+    def steps(self) -> list[LearnerStep]:
+        """The newest record of each step of each learner, in order."""
+        ...
+
+    @property
+    def uses(self) -> Mapping[str, list[StepUse]]:
+        """Steps that used or skipped a batch, by batch."""
+        ...
+
+    @property
+    def policies(self) -> Mapping[int, PolicyManifest]:
+        """Manifest of each policy version."""
+        ...
+
+    def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
+        """Fetch one record. Raises TopicError if it does not exist."""
+        ...
+
+    def fates(self, partition: int, offsets: set[int]) -> dict[int, Fate]:
+        """Fates of these offsets of a partition."""
+        ...
+
+    def moved_to(self, place: RolloutPlace) -> dict[str, str]:
+        """The run that a moved record went to, and its place there, if that run still holds it."""
+        ...
+
+    def batch(self, batch_id: str) -> TrainingBatch:
+        """Fetch a batch. Raises TopicError if the index does not name it."""
+        ...
+
+    def batch_of(self, place: RolloutPlace, fate: Fate) -> TrainingBatch | None:
+        """Find the batch that carries a batched record."""
+        ...
 
 
 class RunView(Closing):

@@ -84,11 +84,12 @@ def _details(view: RunView, place: RolloutPlace) -> RolloutDetails:
         raise TopicError(f"rollouts[{place.partition}] holds no rollout at offset {place.offset}; try `rollstream cat`")
     fate = view.fates(place.partition, {place.offset})[place.offset]
     batch = view.batch_of(place, fate) if fate.name == BATCHED else None
-    group, advantage = _group(batch, place) if batch is not None else ([], None)
+    group, advantage = batch_group(batch, place) if batch is not None else ([], None)
     return RolloutDetails(place, message.timestamp_ms, rollout, advantage, group, fate_node(view, place, fate, batch))
 
 
-def _group(batch: TrainingBatch, place: RolloutPlace) -> tuple[list[tuple[str, float, float]], float]:
+def batch_group(batch: TrainingBatch, place: RolloutPlace) -> tuple[list[tuple[str, float, float]], float]:
+    """Uid, reward and advantage of the members of a rollout's group in its batch, and its own advantage."""
     row = batch.source_offsets.tolist().index(place.offset)
     advantages = batch.advantages[batch.splits[:-1]].tolist()
     members = [i for i, group in enumerate(batch.group_index.tolist()) if group == int(batch.group_index[row])]

@@ -1,0 +1,176 @@
+"""One rollout whole: turns, a strip of tokens, its group, its fate and its lineage, from its index and its record."""
+
+import math
+import sqlite3
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rollstream.pipeline.tools.lineage import fate_node, record_lineage
+from rollstream.pipeline.tools.run_view import RecordedRun, RolloutPlace
+from rollstream.pipeline.ui.index.rollout_query import rows_of
+from rollstream.pipeline.ui.index.rollout_rows import finite
+from rollstream.topics.codec import decode
+from rollstream.topics.errors import RecordError, TopicError
+from rollstream.topics.fates import BATCHED
+from rollstream.topics.records import NamedArray, Rollout, TrainingBatch, Turn
+from rollstream.topics.rl_examples import REFERENCE
+
+TOKENS = 20_000
+"""Most tokens of one answer."""
+VERSIONS = "weight_version"
+"""Array of a rollout's `token_arrays` with the version that sampled each token."""
+_MOST_MEMBERS = 1000
+
+
+def details(db: sqlite3.Connection, view: RecordedRun, place: RolloutPlace, tokens_from: int = 0) -> dict[str, Any]:
+    """Return everything about one rollout. Raises TopicError if the index or the log has none at this place."""
+    row_id = id_at(db, place)
+    rollout = _rollout(view, place)
+    fate = view.fates(place.partition, {place.offset})[place.offset]
+    batch = view.batch_of(place, fate) if fate.name == BATCHED else None
+    return {
+        "row": rows_of(db, [row_id])[0],
+        "turns": [_turn(turn) for turn in rollout.turns],
+        "tokens": _tokens(rollout, batch, place, max(tokens_from, 0)),
+        "components": {name: finite(value) for name, value in rollout.reward_components.items()},
+        "sampling": _sampling(rollout),
+        "extra": dict(rollout.extra),
+        "group": rows_of(db, members_of(db, row_id)),
+        "fate": json_safe(fate_node(view, place, fate, batch).as_dict()),
+        "lineage": [json_safe(record_lineage(view, place).as_dict())],
+    }
+
+
+def id_at(db: sqlite3.Connection, place: RolloutPlace) -> int:
+    """Id of the row of a place. Raises TopicError if the index has none."""
+    row = db.execute(
+        "select id from rollouts where partition = ? and offset = ?", (place.partition, place.offset)
+    ).fetchone()
+    if row is None:
+        raise TopicError(f"the index has no record of rollouts at {place}; it was pruned, or is not read yet")
+    return int(row[0])
+
+
+def members_of(db: sqlite3.Connection, row_id: int) -> list[int]:
+    """Ids of the members of a rollout's group, this one included, in the order of the log."""
+    answer = db.execute(
+        "select id from rollouts where grp = (select grp from rollouts where id = ?) order by id limit ?",
+        (row_id, _MOST_MEMBERS),
+    )
+    return [number for (number,) in answer] or [row_id]
+
+
+def json_safe(value: Any) -> Any:
+    """A value without numbers that JSON lacks: None stands for them."""
+    if isinstance(value, dict):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    return finite(value) if isinstance(value, float) else value
+
+
+def _rollout(view: RecordedRun, place: RolloutPlace) -> Rollout:
+    message = view.record("rollouts", *place)
+    try:
+        record = decode(message.value)
+    except RecordError as error:
+        raise TopicError(f"rollouts {place} cannot be read: {error}") from error
+    if not isinstance(record, Rollout):
+        raise TopicError(f"rollouts {place} is a {type(record).__name__}, not a rollout")
+    return record
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    return {
+        "role": turn.role,
+        "text": turn.text,
+        "start": turn.start,
+        "stop": turn.stop,
+        "reward": finite(turn.reward),
+        "model_version": turn.inference.model_version,
+        "sampling": dict(turn.inference.sampling_params),
+        "has_logprobs": turn.has_logprobs,
+    }
+
+
+def _sampling(rollout: Rollout) -> dict[str, Any]:
+    sampling = rollout.sampling
+    return {
+        "temperature": finite(sampling.temperature),
+        "top_p": finite(sampling.top_p),
+        "top_k": sampling.top_k,
+        "min_p": finite(sampling.min_p),
+        "logprobs_mode": rollout.logprobs_mode,
+    }
+
+
+def _tokens(rollout: Rollout, batch: TrainingBatch | None, place: RolloutPlace, begin: int) -> dict[str, Any]:
+    """Tokens from one position on, with what is known of each; only sampled tokens have log-probabilities."""
+    total = len(rollout.tokens)
+    window = slice(begin, min(begin + TOKENS, total))
+    mask = rollout.loss_mask[window].tolist()
+    logprobs = _masked(rollout.logprobs[window].tolist(), mask)
+    return {
+        "ids": rollout.tokens[window].tolist(),
+        "texts": None,
+        "mask": [int(sampled) for sampled in mask],
+        "logprobs": logprobs,
+        "advantages": _masked(_advantages(batch, place, total)[window], mask),
+        "ratios": _ratios(rollout, window, logprobs),
+        "versions": _masked(_versions(rollout)[window], mask),
+        "token_rewards": [finite(value) for value in rollout.token_rewards[window].tolist()] or [None] * len(mask),
+        "total": total,
+        "from": begin,
+    }
+
+
+def _masked(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    return [
+        (finite(value) if isinstance(value, float) else value) if sampled else None
+        for value, sampled in zip(values, mask, strict=True)
+    ]
+
+
+def _advantages(batch: TrainingBatch | None, place: RolloutPlace, total: int) -> list[float | None]:
+    if batch is None:
+        return [None] * total
+    row = batch.source_offsets.tolist().index(place.offset)
+    values: list[float | None] = batch.advantages[int(batch.splits[row]) : int(batch.splits[row + 1])].tolist()
+    return values if len(values) == total else [None] * total
+
+
+def _versions(rollout: Rollout) -> list[int]:
+    """The version that sampled each token: as the rollout names it, else that of its turn."""
+    total = len(rollout.tokens)
+    named = _array(rollout.token_arrays.get(VERSIONS), total)
+    if named is not None:
+        return [int(version) for version in named]
+    versions = np.full(total, rollout.policy_version, "<i8")
+    for turn in rollout.turns:
+        if turn.inference.model_version >= 0 and 0 <= turn.start <= turn.stop:
+            versions[turn.start : turn.stop] = turn.inference.model_version
+    return list(versions.tolist())
+
+
+def _ratios(rollout: Rollout, window: slice, logprobs: Sequence[float | None]) -> list[float | None]:
+    """Ratio of the reference policy's probability of each token to that under which it was sampled."""
+    reference = _array(rollout.token_arrays.get(REFERENCE), len(rollout.tokens))
+    if reference is None:
+        return [None] * len(logprobs)
+    return [
+        None if sampled is None else finite(math.exp(max(min(float(value) - sampled, 50.0), -50.0)))
+        for value, sampled in zip(reference[window], logprobs, strict=True)
+    ]
+
+
+def _array(named: NamedArray | None, total: int) -> list[float] | None:
+    """The values of an array over the tokens; None if there is none, or one of another shape."""
+    if named is None:
+        return None
+    try:
+        array = named.array()
+    except RecordError:
+        return None
+    return array.tolist() if array.shape == (total,) and array.dtype.kind in "fiu" else None

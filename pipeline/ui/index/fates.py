@@ -1,0 +1,13 @@
+"""Fates as the index has them: those of the journal, and what became of batched rollouts; stored as small numbers."""
+
+from rollstream.pipeline.tools.run_view import IN_FLIGHT, UNREAD
+from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED, MOVED
+
+TRAINED, SKIPPED = "trained", "skipped"
+SETTLED = "settled"
+"""Fate of a record that was finished before the journal begins, because the journal was pruned."""
+NAMES = (UNREAD, IN_FLIGHT, SETTLED, BATCHED, TRAINED, SKIPPED, DROPPED, DEAD_LETTERED, CONTROL, MOVED)
+"""Fates in the order of their numbers."""
+CODES = {name: number for number, name in enumerate(NAMES)}
+OPEN = CODES[SETTLED]
+"""Numbers up to this one may still change when the journal names the record."""

@@ -1,0 +1,299 @@
+"""Writes records of a log into an index. Each record is written whole or, if it is invalid, counted and passed over.
+
+The result depends on the records of each partition in their order, not on the portions in which they arrive.
+"""
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rollstream.pipeline.tools.run_view import IN_FLIGHT, UNREAD
+from rollstream.pipeline.ui.index import fates, refresh
+from rollstream.pipeline.ui.index.rollout_rows import Clock, finite, group_name, row_of, success_of, values_of
+from rollstream.topics.catalogue import name_in_run
+from rollstream.topics.codec import kind_of
+from rollstream.topics.errors import RecordError
+from rollstream.topics.fates import BATCHED, DROPPED
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.records import (
+    BatchIndexEntry,
+    JournalRecord,
+    LearnerStep,
+    PolicyManifest,
+    Rollout,
+    TrainingBatch,
+)
+from rollstream.topics.validation import batch_problems, entry_problems
+
+_INSERT_ROLLOUT = """insert or ignore into rollouts
+    (id, partition, offset, time_ms, environment, worker, version, lowest, highest, reward, length, sampled, truncated,
+     fate, grp)
+    values (:id, :partition, :offset, :time_ms, :environment, :worker, :version, :lowest, :highest, :reward, :length,
+            :sampled, :truncated, :fate, :grp)"""
+_NOTHING = dict.fromkeys(
+    ("worker", "version", "lowest", "highest", "reward", "length", "sampled", "truncated", "grp", "environment")
+)
+_ADD_PRODUCED = """insert into produced values (?, ?, ?, 1, ?, ?, ?, ?, ?) on conflict do update set
+    rollouts = rollouts + 1, reward = reward + excluded.reward, successes = successes + excluded.successes,
+    length = length + excluded.length, sampled = sampled + excluded.sampled, truncated = truncated + excluded.truncated
+"""
+_FATE_OF_RANGE = "update rollouts set fate = ?, reason = ? where partition = ? and offset between ? and ? and fate <= ?"
+
+
+class Ingest:
+    """Writes into one connection, whose owner begins and commits the transactions."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.db = connection
+        self.skipped = SkippedRecords("index", logged=False)
+        self._names: dict[tuple[str, str], int] = {}
+        self._groups: dict[str, int] = {}
+        self._clocks: dict[int, Clock] = {}
+        self._touched: set[int] = set()
+        """Groups whose figures changed in this transaction."""
+        self._takers: dict[str, Callable[[KafkaRecord], None]] = {
+            "journal": self._journal,
+            "batches": self._batch,
+            "batch-index": self._entry,
+            "steps": self._step,
+            "policies": self._policy,
+        }
+
+    def forget(self) -> None:
+        """Forget what a transaction that was rolled back has written."""
+        self._names.clear()
+        self._groups.clear()
+        self._clocks.clear()
+        self._touched.clear()
+
+    def finish(self) -> None:
+        """Write what depends on several records, and the positions of the clocks, before the transaction commits."""
+        refresh.groups(self.db, self._touched)
+        self._touched.clear()
+        self.db.executemany(
+            "update positions set last_ms = ?, repeated = ? where topic = 'rollouts' and partition = ?",
+            [(clock.last_ms, clock.repeated, partition) for partition, clock in self._clocks.items()],
+        )
+        if len(self._groups) > 200_000:
+            self._groups.clear()
+
+    # ------------------------------------------------------------------ rollouts
+
+    def rollouts(self, messages: Sequence[KafkaRecord]) -> None:
+        """Write records of `rollouts`."""
+        rows, names, texts, produced = [], [], [], []
+        for message in messages:
+            answer = row_of(message)
+            rollout = answer.rollout
+            row: dict[str, Any] = {
+                **_NOTHING,
+                "id": self._clock(message.partition).next(message.timestamp_ms),
+                "partition": message.partition,
+                "offset": message.offset,
+                "time_ms": message.timestamp_ms,
+                "fate": fates.CODES[UNREAD],
+                "version": answer.version,
+            }
+            if answer.environment is not None:
+                row["environment"] = self._name("environment", answer.environment)
+            if rollout is not None:
+                row |= values_of(rollout)
+                row["worker"] = self._name("worker", rollout.metadata.worker_id)
+                row["grp"] = self._group(rollout, row["environment"])
+                self._touched.add(row["grp"])
+                produced.append(_produced(message.partition, rollout, row))
+            rows.append(row)
+            names.append((row["id"], rollout.uid if rollout else None, answer.example, answer.preview))
+            if answer.text:
+                texts.append((row["id"], answer.text))
+        self.db.executemany(_INSERT_ROLLOUT, rows)
+        self.db.executemany("insert or ignore into rollout_names values (?, ?, ?, ?)", names)
+        # The table of texts takes rows in the order of their ids much faster.
+        self.db.executemany("insert into texts (rowid, text) values (?, ?)", sorted(texts))
+        self.db.executemany(_ADD_PRODUCED, produced)
+
+    def _clock(self, partition: int) -> Clock:
+        if partition not in self._clocks:
+            answer = self.db.execute(
+                "select last_ms, repeated from positions where topic = 'rollouts' and partition = ?", (partition,)
+            ).fetchone()
+            self._clocks[partition] = Clock(partition, *(answer or ()))
+        return self._clocks[partition]
+
+    def _name(self, kind: str, name: str) -> int:
+        key = (kind, name)
+        if key not in self._names:
+            self.db.execute("insert or ignore into names (kind, name) values (?, ?)", key)
+            answer = self.db.execute("select id from names where kind = ? and name = ?", key).fetchone()
+            self._names[key] = answer[0]
+        return self._names[key]
+
+    def _group(self, rollout: Rollout, environment: int) -> int:
+        name = group_name(rollout)
+        if name not in self._groups:
+            about = (name, environment, rollout.example_id, rollout.policy_version, rollout.group_size)
+            self.db.execute(
+                "insert or ignore into groups (name, environment, example, version, declared) values (?, ?, ?, ?, ?)",
+                about,
+            )
+            self._groups[name] = self.db.execute("select id from groups where name = ?", (name,)).fetchone()[0]
+        return self._groups[name]
+
+    # ------------------------------------------------------------------ the other topics
+
+    def other(self, message: KafkaRecord) -> None:
+        """Write a record of another topic."""
+        take = self._takers.get(name_in_run(message.topic))
+        if take is not None:
+            with self.skipped.passing(message):
+                take(message)
+
+    def _journal(self, message: KafkaRecord) -> None:
+        record = self.skipped.decode(JournalRecord, message)
+        if record is None:
+            return
+        partition = record.partition
+        answer = self.db.execute("select position from journals where partition = ?", (partition,)).fetchone()
+        read = answer[0] if answer else record.begin
+        if answer is None and record.sequence > 0:
+            self._before(record)
+        self.db.execute(
+            "update rollouts set fate = ? where partition = ? and offset >= ? and offset < ? and fate = ?",
+            (fates.CODES[IN_FLIGHT], partition, read, record.position, fates.CODES[UNREAD]),
+        )
+        for first, count in _pairs(record.unfinished.tolist()) if record.snapshot else ():
+            self._settle(partition, [(first, first + count - 1)], IN_FLIGHT, among=fates.SETTLED)
+        drops = {drop.offset: drop for drop in record.drops}
+        for finished in record.finished:
+            ranges = [(first, first + count - 1) for first, count in _pairs(finished.runs.tolist())]
+            if finished.fate in fates.CODES:
+                self._settle(partition, ranges, finished.fate)
+        for drop in drops.values():
+            self._settle(partition, [(drop.offset, drop.offset)], DROPPED, drop.reason, among=DROPPED)
+            self.db.execute(
+                "insert or replace into drops values (?, ?, ?, ?, ?)",
+                (partition, drop.offset, drop.reason, drop.detail, drop.age_ms),
+            )
+        self.db.execute(
+            "insert or replace into journals values (?, ?, ?)", (partition, record.position, record.sequence)
+        )
+
+    def _before(self, record: JournalRecord) -> None:
+        """Settle the rollouts whose fate was in a part of the journal that is pruned."""
+        self._settle(record.partition, [(0, record.position - 1)], fates.SETTLED, among=UNREAD)
+
+    def _settle(
+        self, partition: int, ranges: Iterable[tuple[int, int]], fate: str, reason: str = "", among: str = fates.SETTLED
+    ) -> None:
+        """Set the fate of ranges of offsets whose fate, so far, is `among` or one before it."""
+        code = fates.CODES[fate]
+        known = self._name("reason", reason) if reason else None
+        spans = list(ranges)
+        self.db.executemany(
+            _FATE_OF_RANGE, [(code, known, partition, first, last, fates.CODES[among]) for first, last in spans]
+        )
+        for first, last in spans:
+            answer = self.db.execute(
+                "select distinct grp from rollouts where partition = ? and offset between ? and ? and grp is not null",
+                (partition, first, last),
+            )
+            self._touched.update(group for (group,) in answer)
+
+    def _batch(self, message: KafkaRecord) -> None:
+        batch = self.skipped.decode(TrainingBatch, message)
+        if batch is None:
+            return
+        if problems := batch_problems(batch):
+            raise RecordError(problems[0])
+        number = self._batch_id(batch.batch_id)
+        self.db.execute(
+            "update batches set partition = ?, offset = ?, rollouts = ?, cut_ms = ? where id = ?",
+            (message.partition, message.offset, len(batch), batch.cut_ms, number),
+        )
+        starts = batch.splits.tolist()
+        rows = []
+        for row, offset in enumerate(batch.source_offsets.tolist()):
+            span = slice(starts[row], starts[row + 1])
+            sampled = batch.advantages[span][batch.loss_mask[span]]
+            advantage = finite(float(sampled[0])) if len(sampled) else None
+            rows.append((number, row, advantage, message.partition, offset))
+        self.db.executemany(
+            "update rollouts set batch = ?, batch_row = ?, advantage = ? where partition = ? and offset = ?", rows
+        )
+        self.db.execute(
+            "update rollouts set fate = ? where batch = ? and fate = ?",
+            (fates.CODES[BATCHED], number, fates.CODES[fates.SETTLED]),
+        )
+        self._touched |= refresh.uses_of_batch(self.db, batch.batch_id, self._name)
+
+    def _batch_id(self, name: str) -> int:
+        self.db.execute("insert or ignore into batches (name) values (?)", (name,))
+        return int(self.db.execute("select id from batches where name = ?", (name,)).fetchone()[0])
+
+    def _entry(self, message: KafkaRecord) -> None:
+        entry = self.skipped.decode(BatchIndexEntry, message)
+        if entry is None or entry.run:
+            return
+        if problems := entry_problems(entry):
+            raise RecordError(problems[0])
+        # The first of two entries of a batch counts.
+        self.db.execute(
+            "insert or ignore into entries values (?, ?, ?)", (entry.batch_id, message.offset, message.value)
+        )
+
+    def _step(self, message: KafkaRecord) -> None:
+        if message.value is None:
+            return
+        step = self.skipped.decode(LearnerStep, message)
+        if step is None:
+            return
+        key = (step.learner, step.step)
+        before = self.db.execute("select batch from uses where learner = ? and step = ?", key).fetchall()
+        for table in ("uses", "step_metrics"):
+            self.db.execute(f"delete from {table} where learner = ? and step = ?", key)
+        time_ms = int(step.timestamp * 1000) if abs(step.timestamp) < 1e12 else message.timestamp_ms
+        self.db.execute(
+            "insert or replace into steps values (?, ?, ?, ?, ?, ?)",
+            (*key, step.input_run, step.policy_version, time_ms, message.value),
+        )
+        self.db.executemany(
+            "insert or replace into step_metrics values (?, ?, ?, ?)",
+            [(step.learner, name, step.step, finite(value)) for name, value in step.metrics.items()],
+        )
+        batches = {name for (name,) in before}
+        for part, use in enumerate(step.uses) if step.input_run == message.topic.rpartition(".")[0] else ():
+            rows = json.dumps(use.row_numbers)
+            trained = int(use.use == "trained")
+            reason = use.code or use.reason
+            self.db.execute(
+                "insert into uses values (?, ?, ?, ?, ?, ?, ?)", (use.batch_id, *key, part, trained, reason, rows)
+            )
+            batches.add(use.batch_id)
+        for name in sorted(batches):
+            self._touched |= refresh.uses_of_batch(self.db, name, self._name)
+
+    def _policy(self, message: KafkaRecord) -> None:
+        if message.value is None or kind_of(message.value) != "PolicyManifest":
+            return
+        manifest = self.skipped.decode(PolicyManifest, message)
+        if manifest is None:
+            return
+        size = sum(chunk.size_bytes for chunk in manifest.chunks)
+        seconds = finite(manifest.figures.get("publish_s"))
+        created_ms = int(manifest.created * 1000) if 0 < manifest.created < 1e12 else message.timestamp_ms
+        about = (manifest.version, manifest.learner, manifest.step, manifest.kind, size, created_ms, manifest.digest)
+        self.db.execute(
+            "insert or replace into policies values (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*about, seconds, message.value)
+        )
+
+
+def _produced(partition: int, rollout: Rollout, row: dict[str, Any]) -> tuple[Any, ...]:
+    success = success_of(rollout)
+    figures = (row["reward"] or 0.0, success, row["length"], row["sampled"], row["truncated"])
+    return (partition, row["version"], row["environment"], *figures)
+
+
+def _pairs(runs: list[int]) -> Iterable[tuple[int, int]]:
+    return zip(runs[::2], runs[1::2], strict=True)

@@ -1,0 +1,231 @@
+"""Sources of an index: the topics of a run, or its archive. Both give records by topic, from positions on.
+
+Records of `rollouts` come apart from the others, because the others name them: an index reads them first.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from rollstream.consumers.archive import manifest as manifests
+from rollstream.consumers.archive.manifest import LOG, ArchiveManifest
+from rollstream.consumers.archive.tables import ArchivedRecord, archived_records
+from rollstream.consumers.archive.writer import records as records_of_archive
+from rollstream.consumers.files.stores import Store, checked
+from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.records import KafkaRecord, Place
+
+ROLLOUTS = "rollouts"
+OTHERS = (
+    "journal",
+    "batches",
+    "batch-index",
+    "steps",
+    "policies",
+    "dead-letters",
+    "metrics",
+    "control",
+    "evals",
+    "calls",
+)
+"""Topics that an index reads besides `rollouts`."""
+Positions = Mapping[Place, int]
+"""Offset of the next record by name of the topic in the catalogue and partition."""
+
+
+class IndexSource(Protocol):
+    """The log of one run, as an index reads it. Names of topics are those in the catalogue."""
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """topics or archive."""
+        ...
+
+    def identity(self) -> dict[str, str]:
+        """Facts that identify this log: another run, or topics that were created again, have others."""
+        ...
+
+    def bounds(self) -> dict[Place, tuple[int, int]]:
+        """First offset and end of every partition now."""
+        ...
+
+    def begin(self, positions: Positions) -> None:
+        """Read from these positions on, and from where a partition begins if it has none."""
+        ...
+
+    def poll(self, rollouts: bool, most: int, wait_s: float) -> list[KafkaRecord]:
+        """Return up to `most` records of `rollouts`, or of the other topics; wait at most `wait_s` for the first."""
+        ...
+
+    def ends(self) -> Positions:
+        """Ends of partitions that are read to their end; transaction markers count."""
+        ...
+
+    def close(self) -> None:
+        """Release clients and files."""
+        ...
+
+
+class TopicSource:
+    """The topics of a run on its brokers."""
+
+    kind = "topics"
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        self.run = run
+        self._kafka = kafka
+        clients.check_broker(kafka)
+        existing = set(topic_admin.topic_names(kafka))
+        if topic_name(run, ROLLOUTS) not in existing:
+            topic_admin.partitions_of(kafka, topic_name(run, ROLLOUTS))  # Raises the error that names the remedy.
+        # A run of an early release lacks some.
+        self._names = [name for name in (ROLLOUTS, *OTHERS) if topic_name(run, name) in existing]
+        self._followers: dict[bool, TopicFollower] = {}
+
+    def identity(self) -> dict[str, str]:
+        ids = topic_admin.topic_ids(self._kafka, [topic_name(self.run, name) for name in self._names])
+        return {"run": self.run, "source": self.kind, **{f"topic {name}": topic_id for name, topic_id in ids.items()}}
+
+    def bounds(self) -> dict[Place, tuple[int, int]]:
+        return {
+            (name, partition): bounds
+            for name in self._names
+            for partition, bounds in topic_admin.bounds(self._kafka, topic_name(self.run, name)).items()
+        }
+
+    def begin(self, positions: Positions) -> None:
+        self.close()
+        starts: dict[bool, dict[Place, int]] = {True: {}, False: {}}
+        for (name, partition), (low, _end) in self.bounds().items():
+            at = max(low, positions.get((name, partition), low))
+            starts[name == ROLLOUTS][topic_name(self.run, name), partition] = at
+        left_out = {
+            (topic_name(self.run, ROLLOUTS), partition): offsets
+            for partition, offsets in never_fetched(self._kafka, self.run).items()
+        }
+        self._followers[True] = TopicFollower(self._kafka, starts[True], left_out=left_out)
+        self._followers[False] = TopicFollower(self._kafka, starts[False])
+
+    def poll(self, rollouts: bool, most: int, wait_s: float) -> list[KafkaRecord]:
+        return self._followers[rollouts].poll(most, wait_s)
+
+    def ends(self) -> Positions:
+        prefix = len(topic_name(self.run, ROLLOUTS)) - len(ROLLOUTS)
+        return {
+            (topic[prefix:], partition): end
+            for follower in self._followers.values()
+            for (topic, partition), end in follower.ends.items()
+        }
+
+    def close(self) -> None:
+        for follower in self._followers.values():
+            follower.close()
+        self._followers = {}
+
+
+class ArchiveSource:
+    """The archive of a run; files that a writer adds are read, too."""
+
+    kind = "archive"
+
+    def __init__(self, store: Store, run: str) -> None:
+        self.run = run
+        self._store = store
+        self._manifest = self._newest()
+        self._at: dict[Place, int] = {}
+        self._reading: dict[Place, Iterator[ArchivedRecord]] = {}
+
+    def _newest(self) -> ArchiveManifest:
+        manifest = manifests.newest(self._store, self.run)
+        if manifest is None:
+            raise ConfigurationError(
+                f"{self._store.url} holds no archive of run {self.run}; it holds {manifests.runs_of(self._store)}"
+            )
+        return manifest
+
+    def identity(self) -> dict[str, str]:
+        topics = {f"topic {name}": topic.topic_id for name, topic in self._manifest.topics.items()}
+        return {"run": self.run, "source": self.kind, "url": self._store.url, **topics}
+
+    def bounds(self) -> dict[Place, tuple[int, int]]:
+        self._manifest = self._newest()
+        return {
+            (name, partition): (topic.begin[partition], end)
+            for name, topic in self._manifest.topics.items()
+            for partition, end in topic.position.items()
+            if name in (ROLLOUTS, *OTHERS)
+        }
+
+    def begin(self, positions: Positions) -> None:
+        self.close()
+        self._at = {place: max(low, positions.get(place, low)) for place, (low, _end) in self.bounds().items()}
+
+    def poll(self, rollouts: bool, most: int, wait_s: float) -> list[KafkaRecord]:
+        del wait_s  # An archive has all that it has.
+        answer: list[KafkaRecord] = []
+        for place in sorted(self._at):
+            if (place[0] == ROLLOUTS) is rollouts:
+                answer += self._portion(place, most - len(answer))
+            if len(answer) >= most:
+                break
+        return answer
+
+    def _portion(self, place: Place, most: int) -> list[KafkaRecord]:
+        records: list[KafkaRecord] = []
+        if self._at[place] >= self._manifest.topics[place[0]].position[place[1]]:
+            return records
+        reading = self._reading.setdefault(place, self._from(place))
+        while len(records) < most:
+            entry = next(reading, None)
+            if entry is None:
+                del self._reading[place]
+                self._at[place] = self._manifest.topics[place[0]].position[place[1]]
+                break
+            records.append(_record(self.run, entry))
+            self._at[place] = entry.offset + 1
+        return records
+
+    def _from(self, place: Place) -> Iterator[ArchivedRecord]:
+        start = self._at[place]
+        for file in self._manifest.files_of(LOG):
+            if (file.topic, file.partition) == place and file.end > start:
+                data = checked(self._store, file.path, file.sha256)
+                yield from (e for e in archived_records(data, *place) if e.offset >= start)
+
+    def record(self, name: str, partition: int, offset: int) -> KafkaRecord | None:
+        """Return one record; None if the archive has none at this offset."""
+        for file in self._manifest.files_of(LOG):
+            if (file.topic, file.partition) == (name, partition) and file.first <= offset <= file.last:
+                data = checked(self._store, file.path, file.sha256)
+                answer = (e for e in archived_records(data, name, partition) if e.offset == offset)
+                return next((_record(self.run, entry) for entry in answer), None)
+        return None
+
+    def messages(self, name: str) -> Iterator[KafkaRecord]:
+        """Every record of a topic."""
+        topic = self._manifest.topics.get(name)
+        for partition in sorted(topic.position) if topic else ():
+            for entry in records_of_archive(self._store, self._manifest, name, partition):
+                yield _record(self.run, entry)
+
+    def ends(self) -> Positions:
+        return {place: at for place, at in self._at.items() if at >= self._manifest.topics[place[0]].position[place[1]]}
+
+    def close(self) -> None:
+        self._reading = {}
+
+
+def _record(run: str, entry: ArchivedRecord) -> KafkaRecord:
+    headers = entry.headers or ()
+    return KafkaRecord(
+        topic_name(run, entry.topic), entry.partition, entry.offset, entry.timestamp_ms, entry.key, entry.value, headers
+    )

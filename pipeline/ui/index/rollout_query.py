@@ -1,0 +1,244 @@
+"""Lists of rollouts: filters, orders and pages, over the tables of an index.
+
+Every value is a parameter of its statement. A page is answer by walking the index of its order, as long as enough of
+the first rows match; if few do, by the filter that leaves the fewest rows.
+"""
+
+import base64
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rollstream.pipeline.ui.index import fates
+from rollstream.topics.errors import ConfigurationError
+
+Order = Literal["newest", "oldest", "reward", "length", "advantage"]
+ORDERS: Mapping[str, tuple[str, str]] = {
+    "newest": ("id", "desc"),
+    "oldest": ("id", "asc"),
+    "reward": ("reward", "desc"),
+    "length": ("length", "desc"),
+    "advantage": ("advantage", "desc"),
+}
+MOST = 1000
+"""Most rows of a page."""
+COUNTED = 10_000
+"""Matching rows are counted up to this many."""
+_WALKED = 20_000
+"""Rows of an order that are looked at before filters are used instead."""
+_LEAST_TEXT = 3
+_COLUMNS = (
+    "id", "partition", "offset", "time_ms", "environment", "worker", "version", "lowest", "highest", "reward", "length",
+    "sampled", "truncated", "fate", "reason", "batch", "step", "advantage", "grp",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutFilter:
+    """Conditions that rollouts must meet; None and empty texts leave a choice open."""
+
+    environment: str | None = None
+    version: int | None = None
+    version_min: int | None = None
+    version_max: int | None = None
+    worker: str | None = None
+    fate: str | None = None
+    reason: str | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    example: str | None = None
+    group: str | None = None
+    batch: str | None = None
+    step: int | None = None
+    uid: str | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class _Condition:
+    sql: str
+    values: tuple[Any, ...]
+
+
+def page(
+    db: sqlite3.Connection, wanted: RolloutFilter, order: str = "newest", after: str | None = None, limit: int = 100
+) -> dict[str, Any]:
+    """Return one page of rollouts, the cursor of the next, and how many match. Raises ConfigurationError."""
+    column, direction = _order_of(order)
+    conditions = _conditions(db, wanted)
+    if column == "advantage":
+        conditions.append(_Condition("advantage is not null", ()))
+    limit = min(max(limit, 1), MOST)
+    start = _after(column, direction, order, after)
+    ids = _ids(db, conditions, start, column, direction, limit + 1)
+    rows = rows_of(db, ids[:limit])
+    matching, exact = _count(db, conditions)
+    more = len(ids) > limit
+    return {
+        "rows": rows,
+        "next": _cursor(db, order, column, ids[limit - 1]) if more else None,
+        "matching": matching,
+        "matching_exact": exact,
+    }
+
+
+def _order_of(order: str) -> tuple[str, str]:
+    if order not in ORDERS:
+        raise ConfigurationError(f"order is {order[:40]!r}; orders are {', '.join(ORDERS)}")
+    return ORDERS[order]
+
+
+# ---------------------------------------------------------------------- conditions
+
+
+def _conditions(db: sqlite3.Connection, wanted: RolloutFilter) -> list[_Condition]:
+    """Conditions on the table rollouts, from the filter that leaves the fewest rows on, as far as that is known."""
+    answer = [*_conditions_by_name(db, wanted)]
+    if wanted.step is not None:
+        answer.append(_Condition("step = ?", (wanted.step,)))
+    if wanted.fate:
+        if wanted.fate not in fates.CODES:
+            raise ConfigurationError(f"fate is {wanted.fate[:40]!r}; fates are {', '.join(fates.NAMES)}")
+        answer.append(_Condition("fate = ?", (fates.CODES[wanted.fate],)))
+    if wanted.version is not None:
+        answer.append(_Condition("version = ?", (wanted.version,)))
+    ranges = (
+        ("version >= ?", wanted.version_min),
+        ("version <= ?", wanted.version_max),
+        ("reward >= ?", wanted.reward_min),
+        ("reward <= ?", wanted.reward_max),
+    )
+    return answer + [_Condition(sql, (value,)) for sql, value in ranges if value is not None]
+
+
+def _conditions_by_name(db: sqlite3.Connection, wanted: RolloutFilter) -> list[_Condition]:
+    answer = []
+    if wanted.uid:
+        answer.append(_Condition("id in (select id from rollout_names where uid = ?)", (wanted.uid,)))
+    if wanted.example:
+        answer.append(_Condition("id in (select id from rollout_names where example = ?)", (wanted.example,)))
+    if wanted.text:
+        answer.append(_Condition("id in (select rowid from texts where texts match ?)", (phrase(wanted.text),)))
+    for column, table, name in (("grp", "groups", wanted.group), ("batch", "batches", wanted.batch)):
+        if name:
+            row = db.execute(f"select id from {table} where name = ?", (name,)).fetchone()
+            answer.append(_Condition(f"{column} = ?", (row[0] if row else -1,)))
+    for kind, name in (("environment", wanted.environment), ("worker", wanted.worker), ("reason", wanted.reason)):
+        if name is not None and name != "":
+            answer.append(_Condition(f"{kind} = ?", (name_id(db, kind, name),)))
+    return answer
+
+
+def name_id(db: sqlite3.Connection, kind: str, name: str) -> int:
+    """Number of a name; -1 if the index has none such."""
+    row = db.execute("select id from names where kind = ? and name = ?", (kind, name)).fetchone()
+    return int(row[0]) if row else -1
+
+
+def phrase(text: str) -> str:
+    """A text as a phrase of FTS5, in which nothing is syntax. Raises ConfigurationError if it is too short."""
+    text = text.replace("\0", " ")
+    if len(text) < _LEAST_TEXT:
+        raise ConfigurationError(f"text is {text!r}; give at least {_LEAST_TEXT} characters to search for")
+    return '"' + text.replace('"', '""') + '"'
+
+
+# ---------------------------------------------------------------------- pages
+
+
+def _ids(
+    db: sqlite3.Connection, conditions: Sequence[_Condition], start: _Condition, column: str, direction: str, limit: int
+) -> list[int]:
+    """Ids of a page in order."""
+    order = f"{column} {direction}" + ("" if column == "id" else f", id {direction}")
+    where = " and ".join(c.sql for c in (*conditions, start)) or "1"
+    values = [value for c in (*conditions, start) for value in c.values]
+    answer = db.execute(f"select id from rollouts where {where} order by {order} limit ?", (*values, limit))
+    return [row[0] for row in answer]
+
+
+def _count(db: sqlite3.Connection, conditions: Sequence[_Condition]) -> tuple[int, bool]:
+    """Number of matching rows, up to `COUNTED`, and whether it is exact."""
+    if not conditions:
+        return int(db.execute("select count(*) from rollouts").fetchone()[0]), True
+    where = " and ".join(c.sql for c in conditions)
+    values = [value for c in conditions for value in c.values]
+    statement = f"select count(*) from (select 1 from rollouts where {where} limit ?)"
+    count = int(db.execute(statement, (*values, COUNTED + 1)).fetchone()[0])
+    return min(count, COUNTED), count <= COUNTED
+
+
+def _after(column: str, direction: str, order: str, after: str | None) -> _Condition:
+    """The condition of rows behind a cursor."""
+    if not after:
+        return _Condition("1", ())
+    value, row_id = _read_cursor(order, after)
+    sign = "<" if direction == "desc" else ">"
+    if column == "id":
+        return _Condition(f"id {sign} ?", (row_id,))
+    if value is None:  # SQLite puts null last in a descending order.
+        return _Condition(f"({column} is null and id {sign} ?)", (row_id,))
+    return _Condition(
+        f"({column} {sign} ? or ({column} = ? and id {sign} ?) or {column} is null)", (value, value, row_id)
+    )
+
+
+def _cursor(db: sqlite3.Connection, order: str, column: str, row_id: int) -> str:
+    value = db.execute(f"select {column} from rollouts where id = ?", (row_id,)).fetchone()[0]
+    return base64.urlsafe_b64encode(json.dumps([order, value, row_id]).encode()).decode().rstrip("=")
+
+
+def _read_cursor(order: str, cursor: str) -> tuple[float | None, int]:
+    try:
+        padded = cursor.encode() + b"=" * (-len(cursor) % 4)
+        of_order, value, row_id = json.loads(base64.urlsafe_b64decode(padded))
+        known = of_order == order and type(row_id) is int and isinstance(value, int | float | None)
+    except (ValueError, TypeError, RecursionError):
+        known = False
+    if not known:
+        raise ConfigurationError(f"cursor {cursor[:40]!r} is none of this list; begin again without it")
+    return value, row_id
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def rows_of(db: sqlite3.Connection, ids: Sequence[int]) -> list[dict[str, Any]]:
+    """The rows of a list, in the order of their ids here."""
+    statement = f"""
+        select {", ".join(f"r.{name}" for name in _COLUMNS)}, n.uid, n.example, n.preview,
+               e.name, w.name, x.name, b.name, g.name
+        from rollouts r join rollout_names n on n.id = r.id
+        left join names e on e.id = r.environment left join names w on w.id = r.worker
+        left join names x on x.id = r.reason left join batches b on b.id = r.batch left join groups g on g.id = r.grp
+        where r.id = ?"""
+    return [_row(db.execute(statement, (row_id,)).fetchone()) for row_id in ids]
+
+
+def _row(values: Sequence[Any]) -> dict[str, Any]:
+    plain = dict(zip(_COLUMNS, values, strict=False))
+    uid, example, preview, environment, worker, reason, batch, group = values[len(_COLUMNS) :]
+    return {
+        "place": f"{plain['partition']}:{plain['offset']}",
+        "time_ms": plain["time_ms"],
+        "uid": uid,
+        "environment": environment,
+        "example": example,
+        "version": plain["version"],
+        "lowest_version": plain["lowest"],
+        "highest_version": plain["highest"],
+        "worker": worker,
+        "reward": plain["reward"],
+        "length": plain["length"],
+        "sampled": plain["sampled"],
+        "truncated": None if plain["truncated"] is None else bool(plain["truncated"]),
+        "fate": fates.NAMES[plain["fate"]],
+        "reason": reason,
+        "batch": batch,
+        "step": plain["step"],
+        "advantage": plain["advantage"],
+        "group": group,
+        "preview": preview,
+    }

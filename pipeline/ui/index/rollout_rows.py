@@ -1,0 +1,133 @@
+"""Rows of an index from records of `rollouts`: a row for each offset, whatever the record is. Pure."""
+
+import math
+from typing import Any, NamedTuple
+
+from rollstream.topics.codec import decode
+from rollstream.topics.errors import RecordError
+from rollstream.topics.kafka.records import UNREADABLE, KafkaRecord
+from rollstream.topics.records import GroupCancelled, Mark, Rollout, Turn
+
+PREVIEW = 200
+"""Most characters of a rollout that lists show."""
+TEXT = 4000
+"""Most characters of a rollout that can be searched: half of them from its beginning, half from its end."""
+EXACT = "exact"
+"""Reward component that says whether an answer is right, of environments that have partial credit."""
+_EPOCH_MS = 1_577_836_800_000
+"""2020-01-01: ids count milliseconds from then."""
+_LAST_MS = 2**41 - 2**32
+_PARTITION_BITS, _TIE_BITS = 12, 10
+
+
+class RolloutRow(NamedTuple):
+    """One record of `rollouts` for the index."""
+
+    rollout: Rollout | None
+    """None for marks, cancellations and what cannot be decoded."""
+    preview: str
+    text: str
+    environment: str | None = None
+    example: str | None = None
+    version: int | None = None
+
+
+def row_of(message: KafkaRecord) -> RolloutRow:
+    """Return what the index keeps of a record; a bad record has a row that says what is wrong."""
+    try:
+        if message.value is None:
+            raise RecordError("no value" if message.readable else UNREADABLE)
+        record = decode(message.value)
+    except RecordError as error:
+        return RolloutRow(None, clipped(str(error)), "")
+    if isinstance(record, Rollout):
+        text = searchable(record.turns)
+        return RolloutRow(record, preview_of(record.turns), text, record.environment, record.example_id)
+    if isinstance(record, GroupCancelled):
+        preview = clipped(f"cancels {', '.join(record.uids[:20])}: {record.reason}")
+        return RolloutRow(None, preview, "", record.environment, record.example_id, record.policy_version)
+    if isinstance(record, Mark):
+        return RolloutRow(None, f"mark {record.kind}", "", None, None, record.policy_version)
+    return RolloutRow(None, f"a {type(record).__name__}, which does not belong here", "")
+
+
+def preview_of(turns: tuple[Turn, ...]) -> str:
+    """The last turn of a model, or the last turn of all, on one line."""
+    spoken = [turn for turn in turns if turn.role == "assistant"] or turns
+    return clipped(spoken[-1].text) if spoken else ""
+
+
+def searchable(turns: tuple[Turn, ...]) -> str:
+    """The text by which a rollout is answer."""
+    text = "\n".join(turn.text for turn in turns)
+    return text if len(text) <= TEXT else f"{text[: TEXT // 2]}\n{text[-(TEXT // 2) :]}"
+
+
+def clipped(text: str) -> str:
+    """A text on one line, cut to `PREVIEW` characters."""
+    line = " ".join(text[: 4 * PREVIEW].split())
+    return line if len(line) <= PREVIEW else line[: PREVIEW - 1] + "…"
+
+
+def group_name(rollout: Rollout) -> str:
+    """Name of the group of a rollout, as grouping and lineage have it."""
+    suffix = f"/{rollout.group_id}" if rollout.group_id else ""
+    return f"{rollout.environment}/{rollout.example_id}@{rollout.policy_version}{suffix}"
+
+
+def finite(value: float | None) -> float | None:
+    """A number that JSON has, or None."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def success_of(rollout: Rollout) -> float:
+    """Whether an answer is right: by its component `exact`, else by a reward above 0."""
+    exact = rollout.reward_components.get(EXACT)
+    return float(rollout.reward > 0) if exact is None or not math.isfinite(exact) else float(exact)
+
+
+class Clock:
+    """Ids of the records of one partition: they rise with the append time, and depend on nothing but its records."""
+
+    def __init__(self, partition: int, last_ms: int = 0, repeated: int = 0) -> None:
+        if partition >= 1 << _PARTITION_BITS:
+            raise ValueError(f"partition {partition} is beyond the {1 << _PARTITION_BITS} that an index has room for")
+        self._partition = partition
+        self.last_ms, self.repeated = last_ms, repeated
+
+    def next(self, time_ms: int) -> int:
+        """Return the id of the next record."""
+        at = max(self.last_ms, min(max(time_ms - _EPOCH_MS, 0), _LAST_MS))
+        self.repeated = self.repeated + 1 if at == self.last_ms else 0
+        if self.repeated >> _TIE_BITS:
+            at, self.repeated = at + 1, 0
+        self.last_ms = at
+        return (((at << _PARTITION_BITS) | self._partition) << _TIE_BITS) | self.repeated
+
+
+def time_of(row_id: int) -> int:
+    """Append time in an id, ms since the epoch."""
+    return (row_id >> (_PARTITION_BITS + _TIE_BITS)) + _EPOCH_MS
+
+
+def first_id_at(time_ms: int) -> int:
+    """The lowest id that a record of this time can have."""
+    return max(time_ms - _EPOCH_MS, 0) << (_PARTITION_BITS + _TIE_BITS)
+
+
+def sampled_of(rollout: Rollout) -> int:
+    """Number of tokens that the policy sampled."""
+    return len(rollout.loss_mask) - rollout.loss_mask.tobytes().count(0)
+
+
+def values_of(rollout: Rollout) -> dict[str, Any]:
+    """Columns of a rollout that need no other table."""
+    return {
+        "version": rollout.policy_version,
+        "lowest": rollout.lowest_version,
+        "highest": rollout.highest_version,
+        "reward": finite(rollout.reward),
+        "length": len(rollout.tokens),
+        "sampled": sampled_of(rollout),
+        "truncated": int(rollout.truncated),
+    }

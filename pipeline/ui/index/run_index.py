@@ -1,0 +1,165 @@
+"""RunIndex: what the page of a run asks, answered from its index. It needs no server.
+
+One thread, or a process of its own, fills the index; any number of threads and processes query it meanwhile.
+"""
+
+import hashlib
+import sqlite3
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollstream.consumers.files.stores import open_store
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.tools.run_view import RolloutPlace, RunView
+from rollstream.pipeline.ui.index import details as rollout_details
+from rollstream.pipeline.ui.index import facets, rollout_query, schema, series
+from rollstream.pipeline.ui.index.indexed_view import IndexedView
+from rollstream.pipeline.ui.index.log_source import ArchiveSource, IndexSource, TopicSource
+from rollstream.pipeline.ui.index.rollout_query import RolloutFilter
+from rollstream.pipeline.ui.index.writer import IndexWriter
+from rollstream.topics.closing import Closing
+from rollstream.topics.errors import TopicError
+from rollstream.topics.kafka.records import KafkaRecord
+
+
+class IndexProgress(NamedTuple):
+    """How far an index has read its source."""
+
+    offset_total: int
+    offset_done: int
+
+
+class RunIndex(Closing):
+    """The index of one run."""
+
+    def __init__(self, config: RunConfig, path: Path, source: IndexSource) -> None:
+        """Use `RunIndex.open`."""
+        self._config, self._path, self._source = config, path, source
+        self._writer = IndexWriter(path, source)
+        self._local = threading.local()
+        self._connections: list[sqlite3.Connection] = []
+        self._view: RunView | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, config: RunConfig, archive: str = "") -> "RunIndex":
+        """Open the index of a run: of its topics, or of an archive at a path or URL.
+
+        Raises TopicError if the run does not exist, BrokerUnavailable, or ConfigurationError for a missing archive.
+        """
+        source: IndexSource
+        if archive:
+            source = ArchiveSource(open_store(archive), config.run)
+            name = f"index-{hashlib.sha256(archive.encode()).hexdigest()[:12]}.sqlite"
+        else:
+            source = TopicSource(config.kafka, config.run)
+            name = "index.sqlite"
+        index = cls(config, config.run_dir / name, source)
+        index.begin()
+        return index
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        return self._source.run
+
+    @property
+    def source(self) -> str:
+        """Kind of its source: topics or archive."""
+        return self._source.kind
+
+    def begin(self) -> None:
+        """Make the file, unless another process writes to it already."""
+        self._writer.begin()
+
+    def close(self) -> None:
+        """Close all connections; the index stays."""
+        self._writer.close()
+        for connection in self._connections:
+            connection.close()
+        if self._view is not None:
+            self._view.close()
+
+    # ------------------------------------------------------------------ filling
+
+    def poll(self, wait_s: float = 0.0) -> int:
+        """Index the records that arrived, waiting at most `wait_s` for the first; return how many were read.
+
+        By one thread at a time. Returns 0 while another process fills this index.
+        """
+        return self._writer.poll(wait_s)
+
+    def catch_up(self) -> None:
+        """Index every record that is on the log now."""
+        self._writer.catch_up()
+
+    def progress(self) -> IndexProgress:
+        """How far the source is read."""
+        bounds = self._source.bounds()
+        answer = self._db().execute("select topic, partition, position from positions")
+        at = {(topic, partition): position for topic, partition, position in answer}
+        total = sum(end - low for low, end in bounds.values())
+        left = sum(max(0, end - max(low, at.get(place, low))) for place, (low, end) in bounds.items())
+        return IndexProgress(total, total - left)
+
+    # ------------------------------------------------------------------ queries, with the keys of the HTTP contract
+
+    def rollouts(
+        self, wanted: RolloutFilter | None = None, *, order: str = "newest", after: str | None = None, limit: int = 100
+    ) -> dict[str, Any]:
+        """One page of rollouts: rows, next, matching, matching_exact."""
+        return rollout_query.page(self._db(), wanted or RolloutFilter(), order, after, limit)
+
+    def facets(self) -> dict[str, Any]:
+        """Values by which rollouts can be filtered, with counts of fates and reasons."""
+        return facets.facets(self._db())
+
+    def details(self, partition: int, offset: int, *, tokens_from: int = 0) -> dict[str, Any]:
+        """One rollout whole."""
+        place = RolloutPlace(partition, offset)
+        return rollout_details.details(self._db(), self._indexed_view(), place, tokens_from)
+
+    def series(
+        self, learner: str | None = None, names: Sequence[str] = (), points: int = series.POINTS
+    ) -> dict[str, Any]:
+        """Figures by step: learner, learners, series."""
+        return series.series(self._db(), learner, names, points)
+
+    # ------------------------------------------------------------------ connections
+
+    def _db(self) -> sqlite3.Connection:
+        """This thread's connection for queries."""
+        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = schema.reader(self._path)
+            self._local.connection = connection
+            with self._lock:
+                self._connections.append(connection)
+        return connection
+
+    def _indexed_view(self) -> IndexedView:
+        return IndexedView(self._db(), self.run, self._record, self._moved_to)
+
+    def _record(self, name: str, partition: int, offset: int) -> KafkaRecord:
+        """Fetch one record from the source."""
+        with self._lock:
+            if isinstance(self._source, ArchiveSource):
+                answer = self._source.record(name, partition, offset)
+                if answer is None:
+                    raise TopicError(f"the archive of run {self.run} has no {name} {partition}:{offset}")
+                return answer
+            return self._topics().record(name, partition, offset)
+
+    def _moved_to(self, place: RolloutPlace) -> dict[str, str]:
+        with self._lock:
+            return {} if isinstance(self._source, ArchiveSource) else self._topics().moved_to(place)
+
+    def _topics(self) -> RunView:
+        if self._view is None:
+            self._view = RunView(self._config.kafka, self.run)
+        return self._view
+
+
+__all__ = ["IndexProgress", "RolloutFilter", "RunIndex"]

@@ -1,0 +1,144 @@
+"""The SQLite file of an index: its tables, and connections to it. It can be deleted at any time, and is built again.
+
+A file made by another version of this module, or from other topics, is built again from nothing.
+"""
+
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollstream.topics.errors import ConfigurationError
+
+VERSION = 1
+"""Version of the tables and of what is written to them; each change of either raises it."""
+_OLDEST_SQLITE = (3, 35, 0)
+_CACHE_KIB = 64 * 1024
+
+TABLES = """
+create table meta (name text primary key, value text not null) without rowid;
+create table positions (
+    topic text, partition integer, position integer not null, last_ms integer not null, repeated integer not null,
+    primary key (topic, partition)
+) without rowid;
+create table names (id integer primary key, kind text not null, name text not null, unique (kind, name));
+create table rollouts (
+    id integer primary key, partition integer not null, offset integer not null, time_ms integer not null,
+    environment integer, worker integer, version integer, lowest integer, highest integer, reward real,
+    length integer, sampled integer, truncated integer, fate integer not null, reason integer, batch integer,
+    batch_row integer, step integer, advantage real, grp integer
+);
+create unique index rollouts_by_place on rollouts (partition, offset);
+create index rollouts_by_environment on rollouts (environment, id);
+create index rollouts_by_worker on rollouts (worker, id);
+create index rollouts_by_version on rollouts (version, id);
+create index rollouts_by_fate on rollouts (fate, reason, id);
+create index rollouts_by_reward on rollouts (reward, id);
+create index rollouts_by_length on rollouts (length, id);
+create index rollouts_by_advantage on rollouts (advantage, id) where advantage is not null;
+create index rollouts_by_group on rollouts (grp);
+create index rollouts_by_batch on rollouts (batch) where batch is not null;
+create index rollouts_by_step on rollouts (step, id) where step is not null;
+create table rollout_names (id integer primary key, uid text, example text, preview text not null);
+create index rollouts_by_uid on rollout_names (uid);
+create index rollouts_by_example on rollout_names (example);
+create virtual table texts using fts5 (text, content='', tokenize='trigram');
+create table groups (
+    id integer primary key, name text not null unique, environment integer, example text, version integer,
+    declared integer, members integer not null default 0, mean real, std real, lowest real, highest real,
+    zero_variance integer not null default 0, fate integer, time_ms integer, first integer
+);
+create index groups_by_first on groups (first);
+create index groups_by_std on groups (std, first);
+create table journals (partition integer primary key, position integer not null, sequence integer not null);
+create table drops (
+    partition integer, offset integer, reason text not null, detail text not null, age_ms integer not null,
+    primary key (partition, offset)
+) without rowid;
+create table batches (
+    id integer primary key, name text not null unique, partition integer, offset integer, rollouts integer,
+    cut_ms integer
+);
+create table entries (batch text primary key, index_offset integer not null, value blob not null) without rowid;
+create table steps (
+    learner text, step integer, input_run text not null, version integer not null, time_ms integer not null,
+    value blob not null, primary key (learner, step)
+) without rowid;
+create table uses (
+    batch text, learner text, step integer, part integer, trained integer not null, reason text not null,
+    row_numbers text not null, primary key (batch, learner, step, part)
+) without rowid;
+create index uses_by_step on uses (learner, step);
+create table step_metrics (learner text, name text, step integer, value real, primary key (learner, name, step))
+    without rowid;
+create table policies (
+    version integer primary key, learner text, step integer, kind text, bytes integer, created_ms integer,
+    digest text, seconds real, value blob not null
+);
+create table produced (
+    partition integer, version integer, environment integer, rollouts integer not null, reward real not null,
+    successes real not null, length real not null, sampled real not null, truncated integer not null,
+    primary key (partition, version, environment)
+) without rowid;
+"""
+
+
+def create(path: Path, identity: Mapping[str, str]) -> sqlite3.Connection:
+    """Open the index for writing; one of other topics or of another version is deleted and made anew.
+
+    Raises ConfigurationError if this Python's SQLite cannot hold it.
+    """
+    if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
+        raise ConfigurationError(
+            f"the index of a run needs SQLite {'.'.join(map(str, _OLDEST_SQLITE))}, and this Python has "
+            f"{sqlite3.sqlite_version}; use a newer Python"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    wanted = {"version": str(VERSION), **identity}
+    connection = _opened(path)
+    try:
+        if _meta(connection) == wanted:
+            return connection
+    except sqlite3.DatabaseError:
+        pass  # It is no SQLite file, or a damaged one.
+    connection.close()
+    remove(path)
+    connection = _opened(path)
+    connection.executescript(f"begin; {TABLES} commit;")
+    with connection:
+        connection.executemany("insert into meta values (?, ?)", wanted.items())
+    return connection
+
+
+def remove(path: Path) -> None:
+    """Delete an index with the files that SQLite keeps beside it."""
+    for name in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+        name.unlink(missing_ok=True)
+
+
+def reader(path: Path) -> sqlite3.Connection:
+    """A connection that cannot write."""
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60.0, check_same_thread=False)
+    connection.execute("pragma query_only = on")
+    connection.execute(f"pragma cache_size = -{_CACHE_KIB}")
+    connection.execute(f"pragma mmap_size = {8 * 1024**3}")
+    return connection
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=60.0, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute("pragma journal_mode = wal")
+    except sqlite3.DatabaseError:
+        connection.close()
+        remove(path)
+        return _opened(path)
+    # Transactions that a crash of the machine loses are read from the log again.
+    connection.execute("pragma synchronous = normal")
+    connection.execute(f"pragma cache_size = -{4 * _CACHE_KIB}")
+    connection.execute("pragma temp_store = memory")
+    return connection
+
+
+def _meta(connection: sqlite3.Connection) -> dict[str, str]:
+    answer = connection.execute("select 1 from sqlite_master where name = 'meta'").fetchone()
+    return dict(connection.execute("select name, value from meta")) if answer else {}

@@ -1,0 +1,122 @@
+"""Series of figures by step: those of a learner's steps, and those of the rollouts that each version produced.
+
+The x of a version's rollouts is the step that published the version, so that both stand over one axis.
+"""
+
+import math
+import sqlite3
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+POINTS = 600
+SHORT_NAMES = {
+    "kl/mean": "kl",
+    "entropy/mean": "entropy",
+    "mismatch_kl/mean": "mismatch",
+    "off_policy/staleness": "staleness",
+    "perf/throughput": "tokens_per_s",
+    "time/step": "step_s",
+}
+"""Names of series by those of a learner's metrics; all others keep theirs, and time/STAGE is step_s/STAGE."""
+Points = dict[int, float]
+"""Values by step."""
+
+
+def learners(db: sqlite3.Connection) -> list[str]:
+    """Learners with steps on record; the one with the most steps first."""
+    answer = db.execute("select learner from steps group by learner order by count(*) desc, learner")
+    return [name for (name,) in answer]
+
+
+def series(
+    db: sqlite3.Connection, learner: str | None = None, names: Sequence[str] = (), points: int = POINTS
+) -> dict[str, Any]:
+    """Series of one learner, by default the one with the most steps; all series, or those with the names asked for."""
+    known = learners(db)
+    chosen = learner or (known[0] if known else None)
+    answer = {**_produced(db, chosen), **_trained(db, chosen)}
+    wanted = [name for name in names if name in answer] if names else sorted(answer)
+    most = min(max(points, 2), 10_000)
+    rows = []
+    for name in wanted:
+        x, y = _thinned(answer[name], most)
+        rows.append({"name": name, "group": group_of(name), "x": x, "y": y})
+    return {"learner": chosen, "learners": known, "series": rows}
+
+
+def group_of(name: str) -> str:
+    """The group of series that a chart shows together."""
+    return name.partition("/")[0] if "/" in name else name
+
+
+def _trained(db: sqlite3.Connection, learner: str | None) -> dict[str, Points]:
+    answer: dict[str, Points] = defaultdict(dict)
+    rows = db.execute("select name, step, value from step_metrics where learner = ? order by name, step", (learner,))
+    for name, step, value in rows:
+        if value is not None:
+            answer[series_name(name)][step] = value
+    return answer
+
+
+def series_name(metric: str) -> str:
+    """Name of the series of a learner's metric."""
+    if metric in SHORT_NAMES:
+        return SHORT_NAMES[metric]
+    return f"step_s/{metric.removeprefix('time/')}" if metric.startswith("time/") else metric
+
+
+def _produced(db: sqlite3.Connection, learner: str | None) -> dict[str, Points]:
+    """Figures of the rollouts of each version."""
+    sums: dict[str, dict[int, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
+    for version, environment, count, reward, successes, sampled, truncated in db.execute(
+        "select version, (select name from names where id = environment), rollouts, reward, successes, sampled,"
+        " truncated from produced"
+    ):
+        figures = {
+            "reward/produced": reward,
+            f"reward/{environment}": reward,
+            f"success/{environment}": successes,
+            "length/produced": sampled,
+            "truncated/produced": truncated,
+        }
+        for name, value in figures.items():
+            sums[name][version].append((value, count))
+    steps = _steps_of_versions(db, learner)
+    answer: dict[str, Points] = {}
+    for name, by_version in sums.items():
+        by_step = ((steps.get(version), _mean(parts)) for version, parts in sorted(by_version.items()))
+        answer[name] = {step: mean for step, mean in by_step if step is not None}
+    return answer
+
+
+def _mean(parts: Iterable[tuple[float, int]]) -> float:
+    values = list(parts)
+    return math.fsum(value for value, _count in values) / sum(count for _value, count in values)
+
+
+def _steps_of_versions(db: sqlite3.Connection, learner: str | None) -> dict[int, int]:
+    """The step behind each version of a learner; a version without a manifest stands for its own number."""
+    known = {
+        version: (publisher, step)
+        for version, publisher, step in db.execute("select version, learner, step from policies")
+    }
+    versions = [version for (version,) in db.execute("select distinct version from produced")]
+    steps = {}
+    for version in versions:
+        publisher, step = known.get(version, (learner, version))
+        if publisher == learner or learner is None or version == 0:
+            steps[version] = step
+    return steps
+
+
+def _thinned(points: Points, most: int) -> tuple[list[int], list[float]]:
+    """At most `most` points: means of neighbours, each at the last of their steps."""
+    steps = sorted(points)
+    each = -(-len(steps) // most) if steps else 1
+    x, y = [], []
+    for begin in range(0, len(steps), each):
+        part = steps[begin : begin + each]
+        x.append(part[-1])
+        y.append(math.fsum(points[step] for step in part) / len(part))
+    return x, y

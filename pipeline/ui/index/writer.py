@@ -1,0 +1,193 @@
+"""Fills an index from a source: rows and positions commit in one transaction, so that it is restored by position.
+
+One process writes to an index at a time; another one waits until that one has ended, and reads meanwhile.
+"""
+
+import fcntl
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollstream.pipeline.ui.index import schema
+from rollstream.pipeline.ui.index.ingest import Ingest
+from rollstream.pipeline.ui.index.log_source import ROLLOUTS, IndexSource
+from rollstream.topics.catalogue import name_in_run
+from rollstream.topics.closing import Closing
+from rollstream.topics.codec import decode
+from rollstream.topics.errors import DeadlineExceeded, RecordError
+from rollstream.topics.kafka.client_errors import OffsetGone
+from rollstream.topics.kafka.records import KafkaRecord, Place
+from rollstream.topics.records import JournalRecord, TrainingBatch
+
+_PORTION = 1000
+"""Most records of one poll; their transaction holds what waits for rollouts, too."""
+_PATIENCE_S = 60.0
+_WAITING_BYTES = 64 * 1024 * 1024
+"""Bytes of records that wait for the rollouts which they name; beyond, no more such records are read."""
+
+
+class IndexWriter(Closing):
+    """The writer of one index."""
+
+    def __init__(self, path: Path, source: IndexSource) -> None:
+        """Raises ConfigurationError if SQLite is too old, and as the source does."""
+        self._path, self._source = path, source
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        self._ingest: Ingest | None = None
+        self._at: dict[Place, int] = {}
+        self._waiting: deque[tuple[KafkaRecord, Place, int]] = deque()
+        """Records whose rollouts are not read, with the position of `rollouts` that they need."""
+        self._waiting_bytes = 0
+
+    @property
+    def owned(self) -> bool:
+        """Whether this process writes to the index."""
+        return self._ingest is not None
+
+    def close(self) -> None:
+        """Release the file and the source."""
+        self._source.close()
+        if self._ingest is not None:
+            self._ingest.db.close()
+            self._ingest = None
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def begin(self) -> bool:
+        """Take the index; return False while another process writes to it."""
+        if self._ingest is not None:
+            return True
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        self._ingest = Ingest(schema.create(self._path, self._source.identity()))
+        self._restart()
+        return True
+
+    def poll(self, wait_s: float = 0.0) -> int:
+        """Write the records that arrived; wait at most `wait_s` for the first. Returns how many were read."""
+        if not self.begin():
+            return 0
+        try:
+            return self._poll(wait_s)
+        except OffsetGone:
+            self._restart()  # Records were pruned meanwhile.
+            return 1
+
+    def catch_up(self) -> None:
+        """Write every record that is on the log now. Raises DeadlineExceeded if the source gives nothing for long."""
+        wanted = {place: end for place, (_low, end) in self._source.bounds().items()}
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._waiting or any(self._at.get(place, 0) < end for place, end in wanted.items()):
+            if self.poll(0.1):
+                deadline = time.monotonic() + _PATIENCE_S
+            elif time.monotonic() > deadline:
+                behind = next(place for place, end in wanted.items() if self._at.get(place, 0) < end)
+                raise DeadlineExceeded(f"{behind[0]}[{behind[1]}] was not read to its end for {_PATIENCE_S:g} s")
+
+    def _restart(self) -> None:
+        """Read from the positions of the index on."""
+        assert self._ingest is not None
+        self._ingest.forget()
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        answer = self._ingest.db.execute("select topic, partition, position from positions")
+        positions = {(topic, partition): at for topic, partition, at in answer}
+        self._at = {place: max(low, positions.get(place, low)) for place, (low, _end) in self._source.bounds().items()}
+        self._source.begin(self._at)
+
+    def _poll(self, wait_s: float) -> int:
+        rollouts = self._source.poll(True, _PORTION, 0.0)
+        others: list[KafkaRecord] = []
+        if self._waiting_bytes < _WAITING_BYTES:
+            others = self._source.poll(False, _PORTION, 0.0 if rollouts or self._waiting else wait_s)
+        if not rollouts and not others and self._waiting:
+            self._release()
+        ends = {place: end for place, end in self._source.ends().items() if end > self._at.get(place, 0)}
+        if rollouts or others or ends or self._waiting:
+            with self._transaction() as ingest:
+                self._write(ingest, rollouts, others, ends)
+        return len(rollouts) + len(others)
+
+    def _write(
+        self, ingest: Ingest, rollouts: list[KafkaRecord], others: list[KafkaRecord], ends: dict[Place, int]
+    ) -> None:
+        ingest.rollouts(rollouts)
+        for message in rollouts:
+            self._at[ROLLOUTS, message.partition] = message.offset + 1
+        for place, end in ends.items():
+            if place[0] == ROLLOUTS:
+                self._at[place] = max(self._at.get(place, 0), end)
+        for message in others:
+            self._waiting.append((message, *needs(message)))
+            self._waiting_bytes += len(message.value or b"")
+        self._take_waiting(ingest)
+        held = {(name_in_run(message.topic), message.partition) for message, _place, _at in self._waiting}
+        for place, end in ends.items():
+            if place not in held:
+                self._at[place] = max(self._at.get(place, 0), end)
+
+    def _take_waiting(self, ingest: Ingest) -> None:
+        """Write the records whose rollouts are read, those of a partition in their order."""
+        kept: deque[tuple[KafkaRecord, Place, int]] = deque()
+        held: set[Place] = set()
+        for item in self._waiting:
+            message, place, needed = item
+            own = (name_in_run(message.topic), message.partition)
+            if own in held or self._at.get(place, needed) < needed:
+                held.add(own)
+                kept.append(item)
+            else:
+                ingest.other(message)
+                self._at[own] = message.offset + 1
+                self._waiting_bytes -= len(message.value or b"")
+        self._waiting = kept
+
+    def _release(self) -> None:
+        """Let records no longer wait for offsets beyond the end of `rollouts`, which was cut off."""
+        bounds = self._source.bounds()
+        self._waiting = deque(
+            (message, place, min(needed, self._at.get(place, 0)) if bounds.get(place, (0, 0))[1] < needed else needed)
+            for message, place, needed in self._waiting
+        )
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Ingest]:
+        """Commit what is written in the block, with the positions; or nothing, and read again from where it began."""
+        assert self._ingest is not None
+        db = self._ingest.db
+        db.execute("begin immediate")
+        try:
+            yield self._ingest
+            db.executemany(
+                "insert into positions values (?, ?, ?, 0, 0) on conflict do update set position = excluded.position",
+                [(*place, at) for place, at in self._at.items()],
+            )
+            self._ingest.finish()
+            db.execute("commit")
+        except BaseException:
+            db.execute("rollback")
+            self._restart()
+            raise
+
+
+def needs(message: KafkaRecord) -> tuple[Place, int]:
+    """The partition of `rollouts` and the position in it from which a record can be written."""
+    place = (ROLLOUTS, message.partition)
+    if name_in_run(message.topic) not in ("journal", "batches"):
+        return place, 0
+    try:
+        record = decode(message.value)
+    except RecordError:
+        return place, 0
+    if isinstance(record, JournalRecord):
+        return (ROLLOUTS, record.partition), record.position
+    if isinstance(record, TrainingBatch) and len(record.source_offsets):
+        return place, int(record.source_offsets.max()) + 1
+    return place, 0
