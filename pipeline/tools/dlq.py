@@ -121,10 +121,10 @@ def dlq(config: RunConfig, args: argparse.Namespace) -> int:
     tell(skipped)
     if args.action == "ls":
         return _list(letters, args)
-    chosen = _chosen(letters, args.letter, config.run)
+    selected = chosen(letters, args.letter, config.run)
     if args.action == "show":
-        return _show(chosen, args)
-    return _redrive(config, chosen if args.letter else [letter for letter in chosen if not letter.redriven], args)
+        return _show(selected, args)
+    return _redrive(config, selected if args.letter else [letter for letter in selected if not letter.redriven], args)
 
 
 def read(kafka: KafkaConfig, run: str, skipped: SkippedRecords | None = None) -> list[Letter]:
@@ -161,7 +161,8 @@ def _number(headers: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _chosen(letters: Sequence[Letter], wanted: Sequence[str], run: str) -> list[Letter]:
+def chosen(letters: Sequence[Letter], wanted: Sequence[str], run: str) -> list[Letter]:
+    """Return the letters of these names, all of them if none is named. Raises TopicError for one that is not there."""
     by_name = {letter.name: letter for letter in letters}
     for name in wanted:
         if name not in by_name:
@@ -222,7 +223,25 @@ def _dump(data: bytes, most: int = 256) -> str:
 
 
 def _redrive(config: RunConfig, letters: Sequence[Letter], args: argparse.Namespace) -> int:
-    fix = _fix_of(args.fix)
+    sent, refused = resend(config, letters, _fix_of(args.fix), dry_run=args.dry_run)
+    if args.json:
+        names = [letter.name for letter in sent]
+        print(compact({"redriven": names, "left": {letter.name: why for letter, why in refused}}))
+    else:
+        verb = "would be sent" if args.dry_run else "sent"
+        print(f"{len(sent)} of {len(letters)} dead letters {verb} again")
+        for letter, why in refused:
+            print(printable(f"  left {letter.name}: {why}"), file=sys.stderr)
+    return 1 if refused else 0
+
+
+def resend(
+    config: RunConfig, letters: Sequence[Letter], fix: Fix | None = None, *, dry_run: bool = False
+) -> tuple[list[Letter], list[tuple[Letter, str]]]:
+    """Send letters to their source again, each once; return those sent, and those left, with the reasons.
+
+    With `dry_run` nothing is sent. Raises DeliveryError, and then nothing was sent.
+    """
     ready: list[tuple[Letter, bytes, bytes]] = []
     refused: list[tuple[Letter, str]] = []
     for letter in letters:
@@ -231,19 +250,11 @@ def _redrive(config: RunConfig, letters: Sequence[Letter], args: argparse.Namesp
             refused.append((letter, why))
         else:
             ready.append((letter, key, value))
-    if ready and not args.dry_run:
+    if ready and not dry_run:
         done = _send(config, ready)
         refused += [(letter, "was redriven meanwhile") for letter, _key, _value in ready if letter.place not in done]
         ready = [item for item in ready if item[0].place in done]
-    if args.json:
-        sent = [letter.name for letter, _key, _value in ready]
-        print(compact({"redriven": sent, "left": {letter.name: why for letter, why in refused}}))
-    else:
-        verb = "would be sent" if args.dry_run else "sent"
-        print(f"{len(ready)} of {len(letters)} dead letters {verb} again")
-        for letter, why in refused:
-            print(printable(f"  left {letter.name}: {why}"), file=sys.stderr)
-    return 1 if refused else 0
+    return [letter for letter, _key, _value in ready], refused
 
 
 def _fix_of(path: Path | None) -> Fix | None:

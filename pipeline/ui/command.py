@@ -8,7 +8,7 @@ from dataclasses import replace
 from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
-from rollstream.pipeline.ui.server.live_run import LiveRun
+from rollstream.pipeline.ui.server.page_run import PageRun
 from rollstream.pipeline.ui.server.page_server import PageServer
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.kafka import clients, topic_admin
@@ -33,7 +33,7 @@ def ui(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 async def _serve(config: RunConfig, configs: list[RunConfig], stop: asyncio.Event, *, opens: bool) -> None:
-    runs = {one.run: LiveRun(one) for one in configs}
+    runs = {one.run: PageRun(one) for one in configs}
     async with PageServer(replace(config.ui, port=max(config.ui.port, 0)), runs) as server:
         print(f"page of {'run' if len(runs) == 1 else 'runs'} {', '.join(runs)}: {server.url}", flush=True)
         announce_ready()

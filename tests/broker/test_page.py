@@ -7,31 +7,45 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka import clients
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import EnvironmentState, MixtureState, SessionEvent
 from tests.support.page import PageClient
+from tests.support.planted import Planted, plant
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
-GROUPS = 24
 TIMES = ("quiet_s", "policy_age_s", "rollouts_per_s", "read_per_s", "batches_per_s", "policies_per_s", "history")
 """Fields of a snapshot that depend on when it was made."""
+CHANGE = {"X-Rollstream": "1"}
 
 
 @pytest.fixture(scope="module")
-def run(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
-    """A run with batches, drops and a dead letter, and its grouping process."""
-    run = RealRun(KafkaConfig(bootstrap_servers=broker), "paged", tmp_path_factory.mktemp("paged")).prepare()
+def planted(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
+    """A run that is over, with one of each kind of facts."""
+    run = RealRun(KafkaConfig(bootstrap_servers=broker), "paged", tmp_path_factory.mktemp("paged"))
     try:
-        run.start("group")
-        run.send(rollout(f"x{n}", member, reward=float(member == n % 4)) for n in range(GROUPS) for member in range(4))
-        run.send_bytes("rollouts", b"nothing known", b"key", 0)
-        eventually(lambda: len(run.read("batches")) >= 4, 60, "batches")
-        yield run
+        planted = plant(run)
+        for kind, more in (("start", {"environment": "env"}), ("failed", {"reason": "no agent"}), ("finished", {})):
+            event = SessionEvent(session="s1", kind=kind, author="a", group_id="g", wall_time=1.0, **more)  # type: ignore[arg-type]
+            run.send_bytes("calls", encode(event), encode_key("s1"), 0)
+        easy = EnvironmentState(environment="env", drawn=7, successes=3.0, trials=6.0)
+        state = MixtureState(worker_id="w0", environments=(easy,), wall_time=1.0)
+        run.send_bytes("control", encode(state), encode_key("mixture", "w0"))
+        yield planted
     finally:
         run.stop()
+
+
+@pytest.fixture(scope="module")
+def run(planted: Planted) -> RealRun:
+    return planted.run
 
 
 def url_of(run: RealRun, process: subprocess.Popen[bytes]) -> str:
@@ -53,17 +67,166 @@ def command(run: RealRun, *words: str) -> object:
     return json.loads(done.stdout)
 
 
-def test_the_overview_is_what_top_prints(run: RealRun, page: PageClient) -> None:
-    assert page.json("/api/runs")["runs"][0]["run"] == run.name
-    eventually(lambda: page.json(f"/api/runs/{run.name}/overview")["top"]["dead_lettered"], 60, "the dead letter")
-    expected = command(run, "top")
-    overview = page.json(f"/api/runs/{run.name}/overview")
+def of_run(page: PageClient, run: RealRun, path: str) -> Any:
+    return page.json(f"/api/runs/{run.name}/{path}")
+
+
+@pytest.fixture(scope="module")
+def indexed(run: RealRun, page: PageClient) -> PageClient:
+    """The page, once it has indexed what the run holds."""
+
+    def done() -> bool:
+        indexed = of_run(page, run, "overview")["indexed"]
+        return bool(indexed["offset_done"] == indexed["offset_total"] > 0 and of_run(page, run, "facets")["fates"])
+
+    eventually(done, 60, "the index of the run")
+    return page
+
+
+def test_the_overview_is_what_top_prints(run: RealRun, indexed: PageClient) -> None:
+    assert indexed.json("/api/runs") == {"runs": [{"run": run.name, "source": "topics", "learners": ["main"]}]}
+    expected: Any = command(run, "top")
+    overview = of_run(indexed, run, "overview")
     for snapshot in (expected, overview["top"]):
         for name in TIMES:
             del snapshot[name]
     assert overview["top"] == expected
     assert overview["top"]["rewards"]
-    assert overview["indexed"]["offset_done"] == overview["indexed"]["offset_total"] > 0
+    assert (overview["live"], overview["problem"]) == (False, None)
+
+
+def test_the_ledger_is_what_the_command_proves_and_offsets_are_listed_by_fate(run: RealRun, page: PageClient) -> None:
+    assert of_run(page, run, "ledger")["running"] or of_run(page, run, "ledger")["ledger"]
+    kept = eventually(lambda: (got := of_run(page, run, "ledger"))["ledger"] and got, 60, "the ledger")
+    assert kept["ledger"] == command(run, "ledger")
+    assert kept["seconds"] > 0
+    book = kept["ledger"]
+    for fate in ("batched", "dead_lettered", "control", "in_flight", "unread"):
+        listed = of_run(page, run, f"ledger/offsets?fate={fate}")
+        assert listed["total"] == book[fate] == sum(map(length_of, listed["ranges"])), fate
+    assert of_run(page, run, "ledger/offsets?fate=dropped&reason=stale_version")["total"] == 4
+    first = of_run(page, run, "ledger/offsets?fate=dropped&limit=1")
+    second = of_run(page, run, f"ledger/offsets?fate=dropped&limit=1&after={first['next']}")
+    assert second["ranges"] != first["ranges"]
+
+
+def length_of(text: str) -> int:
+    first, _, last = text.partition(":")[2].partition("-")
+    return int(last) - int(first) + 1
+
+
+def test_a_rollout_is_what_show_and_lineage_print(run: RealRun, planted: Planted, indexed: PageClient) -> None:
+    found = of_run(indexed, run, f"rollouts?uid={planted.batches[0].uids[0]}")
+    assert (found["matching"], found["next"]) == (1, None)
+    place = found["rows"][0]["place"]
+    details = of_run(indexed, run, f"rollouts/{place.replace(':', '/')}")
+    shown: Any = command(run, "show", place)
+    assert details["row"] == found["rows"][0]
+    assert details["fate"] == shown[0]["fate"]
+    assert details["row"]["advantage"] == pytest.approx(shown[0]["advantage"])
+    assert {row["uid"] for row in details["group"]} == {member["uid"] for member in shown[0]["group"]}
+    assert details["lineage"] == command(run, "lineage", "--offset", place)
+
+
+def test_rollouts_are_filtered_and_paged(run: RealRun, indexed: PageClient) -> None:
+    facets = of_run(indexed, run, "facets")
+    assert facets["fates"]["dead_lettered"] == 1
+    stale = of_run(indexed, run, "rollouts?fate=dropped&reason=stale_version&order=oldest&limit=3")
+    assert (stale["matching"], len(stale["rows"])) == (4, 3)
+    rest = of_run(indexed, run, f"rollouts?fate=dropped&reason=stale_version&order=oldest&after={stale['next']}")
+    assert [row["uid"] for row in stale["rows"] + rest["rows"]] == [f"stale-{n}" for n in range(4)]
+    assert [s["name"] for s in of_run(indexed, run, "series?names=reward/produced")["series"]] == ["reward/produced"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "named"),
+    [
+        ("rollouts?limit=many", 400, "limit"),
+        ("rollouts?version=1.5", 400, "version"),
+        ("rollouts?reward_min=nan", 400, "reward_min"),
+        ("rollouts?fate=eaten", 400, "fate"),
+        ("rollouts?order=random", 400, "order"),
+        ("rollouts?after=nonsense", 400, "cursor"),
+        ("rollouts?version=99999999999999999999", 400, "version"),
+        ("rollouts/0/x", 400, "place"),
+        ("rollouts/0/999999", 404, "999999"),
+        ("rollouts/77/0", 404, "77"),
+        ("ledger/offsets?fate=gone", 400, "fate"),
+        ("dead-letters?after=9:9", 400, "after"),
+        ("sessions/none", 404, "session"),
+    ],
+)
+def test_a_parameter_that_cannot_be_used_is_told_with_a_remedy(
+    run: RealRun, indexed: PageClient, path: str, status: int, named: str
+) -> None:
+    answer = indexed.get(f"/api/runs/{run.name}/{path}")
+    assert answer.status == status, answer.body
+    assert named in answer.json["error"] + answer.json.get("remedy", "")
+    if status == 400:
+        assert answer.json["remedy"]
+
+
+def test_texts_of_a_run_travel_as_json_and_never_as_a_page(run: RealRun, indexed: PageClient) -> None:
+    script = "<script>alert(1)</script>"
+    answer = indexed.get(f"/api/runs/{run.name}/rollouts?environment={script.replace('<', '%3C')}")
+    assert (answer.status, answer.json["rows"]) == (200, [])
+    letter = indexed.get(f"/api/runs/{run.name}/dead-letters")
+    for each in (answer, letter):
+        assert each.headers["Content-Type"] == "application/json; charset=utf-8"
+        assert each.headers["X-Content-Type-Options"] == "nosniff"
+    assert "not a record" in letter.json["rows"][0]["preview"]
+
+
+def test_dead_letters_are_listed_and_sent_again_once(run: RealRun, page: PageClient) -> None:
+    listed = of_run(page, run, "dead-letters")
+    expected: Any = command(run, "dlq", "ls")
+    assert [row["place"] for row in listed["rows"]] == [letter["letter"] for letter in expected]
+    assert (listed["rows"][0]["reason"], listed["rows"][0]["redriven"]) == (expected[0]["reason"], False)
+    path, poison = f"/api/runs/{run.name}/dead-letters/redrive", listed["rows"][0]["place"]
+    for body in (b"", b"[]", b"{", b'{"places": "0:1"}', b'{"places": []}'):
+        assert page.ask("POST", path, CHANGE, body).status == 400
+    left = page.ask("POST", path, CHANGE, json.dumps({"places": [poison]}).encode()).json
+    assert (left["redriven"], list(left["left"])) == (0, [poison])
+    mended = dead_letter(run)
+    sent = page.ask("POST", path, CHANGE, json.dumps({"places": [mended]}).encode())
+    assert (sent.status, sent.json["redriven"]) == (200, 1)
+    assert {row["place"]: row["redriven"] for row in of_run(page, run, "dead-letters")["rows"]}[mended]
+    again = page.ask("POST", path, CHANGE, json.dumps({"places": [mended]}).encode())
+    assert (again.json["redriven"], list(again.json["left"])) == (0, [mended])
+
+
+def dead_letter(run: RealRun) -> str:
+    """A dead letter that holds a sound rollout, as after an error that is mended; return its place."""
+    places: list[str] = []
+    headers = {
+        "__streams.errors.topic": run.topic("rollouts"),
+        "__streams.errors.partition": "0",
+        "__streams.errors.offset": "3",
+        "__streams.errors.message": "planted",
+    }
+    producer = clients.producer(run.kafka)
+    producer.produce(
+        run.topic("dead-letters"),
+        encode(rollout("again")),
+        encode_key("env", "again"),
+        0,
+        headers=list(headers.items()),
+        on_delivery=lambda _error, message: places.append(f"{message.partition()}:{message.offset()}"),
+    )
+    assert producer.flush(120) == 0
+    return places[0]
+
+
+def test_sessions_and_mixtures_are_those_on_the_log(run: RealRun, page: PageClient) -> None:
+    (row,) = of_run(page, run, "sessions?state=cancelled")["rows"]
+    assert (row["session"], row["environment"], row["reason"], row["calls"]) == ("s1", "env", "no agent", 0)
+    assert of_run(page, run, "sessions?state=open")["rows"] == []
+    session = of_run(page, run, "sessions/s1")
+    assert session["session"] == row
+    assert [event["kind"] for event in session["events"]] == ["start", "failed", "finished"]
+    (worker,) = of_run(page, run, "mixture")["workers"]
+    environment = {"environment": "env", "weight": 1.0, "drawn": 7, "success": 0.5, "unlocked": True}
+    assert worker == {"worker": "w0", "environments": [environment]}
 
 
 def test_a_run_that_moves_tells_its_streams(run: RealRun, page: PageClient) -> None:
@@ -71,10 +234,12 @@ def test_a_run_that_moves_tells_its_streams(run: RealRun, page: PageClient) -> N
         name, first = next(events)
         assert name == "overview"
         run.send([rollout("more", 0)])
-        for name, overview in events:
-            if name == "overview" and overview["top"]["produced"] > first["top"]["produced"]:
-                break
-        assert overview["live"]
+        told: dict[str, Any] = {}
+        while "changed" not in told or told["overview"]["top"]["produced"] == first["top"]["produced"]:
+            name, value = next(events)
+            told[name] = value
+    assert told["overview"]["live"]
+    assert set(told["changed"]) >= {"rollouts", "steps", "versions", "dead_letters"}
 
 
 def test_the_page_ends_at_once_while_browsers_listen(run: RealRun) -> None:

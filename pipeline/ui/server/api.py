@@ -1,49 +1,156 @@
-"""The API of the page: which function answers a path, and what it answers."""
+"""The API of the page: which function answers a path, and what it answers. docs/page.md has its contract."""
 
 import asyncio
+import json
 from collections.abc import Mapping
+from typing import Any
 
 from aiohttp import web
 
-from rollstream.pipeline.ui.server.answers import answer
+from rollstream.pipeline.tools import dlq
+from rollstream.pipeline.ui.index.run_index import RolloutFilter
+from rollstream.pipeline.ui.server import dead_letters, offset_fates, session_list
+from rollstream.pipeline.ui.server import parameters as given
+from rollstream.pipeline.ui.server.answers import UnusableParameter, answer
 from rollstream.pipeline.ui.server.event_stream import stream
-from rollstream.pipeline.ui.server.live_run import LiveRun
+from rollstream.pipeline.ui.server.page_run import PageRun
 
-_PATIENCE_S = 20.0
-"""How long a request waits for what is not read yet."""
+_POINTS, _MOST_POINTS = 600, 10_000
+ORDERS = ("newest", "oldest", "reward", "length", "advantage")
 
 
 class Api:
     """Handlers of the paths below /api/."""
 
-    def __init__(self, runs: Mapping[str, LiveRun], closing: asyncio.Event) -> None:
+    def __init__(self, runs: Mapping[str, PageRun], closing: asyncio.Event) -> None:
         """`closing` is set when streams of events must end."""
         self._runs, self._closing = runs, closing
 
     def routes(self) -> list[web.RouteDef]:
+        """Return every route; a path that none has is an error in JSON, too."""
         run = "/api/runs/{run}"
         return [
             web.get("/api/runs", self._list),
             web.get(f"{run}/overview", self._overview),
             web.get(f"{run}/events", self._events),
+            web.get(f"{run}/series", self._series),
+            web.get(f"{run}/rollouts", self._rollouts),
+            web.get(f"{run}/facets", self._facets),
+            web.get(f"{run}/rollouts/{{partition}}/{{offset}}", self._details),
+            web.get(f"{run}/ledger", self._ledger),
+            web.get(f"{run}/ledger/offsets", self._offsets),
+            web.get(f"{run}/sessions", self._sessions),
+            web.get(f"{run}/sessions/{{session}}", self._session),
+            web.get(f"{run}/dead-letters", self._letters),
+            web.post(f"{run}/dead-letters/redrive", self._redrive),
+            web.get(f"{run}/mixture", self._mixture),
             web.route("*", "/api/{path:.*}", self._unknown),
         ]
 
-    def _run(self, request: web.Request) -> LiveRun:
+    def _run(self, request: web.Request, *, live: bool = False) -> PageRun:
+        """The run that a path names. `live` is for what an archive does not have."""
         name = request.match_info["run"]
         if name not in self._runs:
             raise web.HTTPNotFound(reason="this server has no such run; /api/runs lists those it has")
-        return self._runs[name]
+        run = self._runs[name]
+        if live and run.source != "topics":
+            raise web.HTTPNotFound(reason="an archive does not have this; `rollstream restore` makes a run of it")
+        return run
 
     async def _list(self, _request: web.Request) -> web.Response:
-        runs = [{"run": run.name, "source": run.source, "learners": []} for run in self._runs.values()]
+        runs = [
+            {"run": run.name, "source": run.source, "learners": await run.learners()} for run in self._runs.values()
+        ]
         return answer({"runs": runs})
 
     async def _overview(self, request: web.Request) -> web.Response:
-        return answer(await self._run(request).overview(_PATIENCE_S))
+        return answer(await self._run(request).overview())
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         return await stream(request, self._run(request), self._closing)
 
+    async def _series(self, request: web.Request) -> web.Response:
+        query = request.query
+        learner, names = given.text(query, "learner"), [n for n in query.get("names", "").split(",") if n]
+        points = given.within(query, "points", _POINTS, _MOST_POINTS)
+        return answer(await self._run(request).ask(lambda index: index.series(learner, names, points)))
+
+    async def _rollouts(self, request: web.Request) -> web.Response:
+        query = request.query
+        wanted, order = rollout_filter(query), given.choice(query, "order", ORDERS)
+        after, limit = given.text(query, "after"), given.within(query, "limit", given.LIMIT, given.MOST)
+        run = self._run(request)
+        return answer(await run.ask(lambda index: index.rollouts(wanted, order=order, after=after, limit=limit)))
+
+    async def _facets(self, request: web.Request) -> web.Response:
+        return answer(await self._run(request).ask(lambda index: index.facets()))
+
+    async def _details(self, request: web.Request) -> web.Response:
+        place = given.place(request.match_info["partition"], request.match_info["offset"])
+        begin = given.integer(request.query, "tokens_from") or 0
+        return answer(await self._run(request).details(place, begin))
+
+    async def _ledger(self, request: web.Request) -> web.Response:
+        return answer(self._run(request, live=True).ledger.answer())
+
+    async def _offsets(self, request: web.Request) -> web.Response:
+        run, query = self._run(request, live=True), request.query
+        fate, reason = given.choice(query, "fate", offset_fates.FATES), given.text(query, "reason")
+        fates = await run.offsets.get()
+        ranges = await run.compute(lambda: fates.ranges(fate, reason))
+        names = [f"{each.partition}:{each.first}-{each.last}" for each in ranges]
+        shown, following = given.page_of(names, names, query)
+        total = sum(each.last - each.first + 1 for each in ranges)
+        return answer({"ranges": shown, "next": following, "total": total})
+
+    async def _sessions(self, request: web.Request) -> web.Response:
+        run, query = self._run(request, live=True), request.query
+        state = given.choice(query, "state", ("", *session_list.STATES))
+        sessions = await run.sessions.get()
+        chosen = [s for s in sessions.by_name.values() if not state or session_list.state_of(s) == state]
+        shown, following = given.page_of(chosen, [session.name for session in chosen], query)
+        return answer({"rows": [sessions.row(session) for session in shown], "next": following, "total": len(chosen)})
+
+    async def _session(self, request: web.Request) -> web.Response:
+        run = self._run(request, live=True)
+        sessions, name = await run.sessions.get(), request.match_info["session"]
+        return answer(await run.compute(lambda: sessions.details(name)))
+
+    async def _letters(self, request: web.Request) -> web.Response:
+        letters = await self._run(request, live=True).letters.get()
+        newest_first: list[dlq.Letter] = letters[::-1]
+        shown, following = given.page_of(newest_first, [letter.name for letter in newest_first], request.query)
+        return answer(
+            {"rows": [dead_letters.row(letter) for letter in shown], "next": following, "total": len(letters)}
+        )
+
+    async def _redrive(self, request: web.Request) -> web.Response:
+        run, body = self._run(request, live=True), await _object(request)
+        return answer(await run.redrive(body.get("places")))
+
+    async def _mixture(self, request: web.Request) -> web.Response:
+        return answer(await self._run(request, live=True).mixture.get())
+
     async def _unknown(self, _request: web.Request) -> web.Response:
         raise web.HTTPNotFound(reason="the API has no such path")
+
+
+def rollout_filter(query: Mapping[str, str]) -> RolloutFilter:
+    """The conditions on rollouts that a query has."""
+    texts = ("environment", "worker", "fate", "reason", "example", "group", "batch", "uid", "text")
+    numbers = ("version", "version_min", "version_max", "step")
+    conditions: dict[str, Any] = {name: given.text(query, name) for name in texts}
+    conditions |= {name: given.integer(query, name) for name in numbers}
+    conditions |= {name: given.number(query, name) for name in ("reward_min", "reward_max")}
+    return RolloutFilter(**conditions)
+
+
+async def _object(request: web.Request) -> dict[str, Any]:
+    """The body of a request, which must be a JSON object."""
+    try:
+        body = json.loads(await request.read() or b"null")
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        raise UnusableParameter("the body is no JSON object", 'send an object such as {"places": ["0:3"]}')
+    return body

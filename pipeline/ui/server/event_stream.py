@@ -1,4 +1,5 @@
-"""Server-sent events of a run: its overview when it moves, at most once a second, and from time to time in any case."""
+"""Server-sent events of a run: its overview when it moves, at most once a second, and from time to time in any case;
+and, when its index has moved, that views should ask again."""
 
 import asyncio
 from contextlib import suppress
@@ -6,40 +7,43 @@ from contextlib import suppress
 from aiohttp import web
 
 from rollstream.pipeline.ui.server.answers import NO_STORE, json_text
-from rollstream.pipeline.ui.server.live_run import LiveRun
+from rollstream.pipeline.ui.server.page_run import PageRun
 
-LEAST_S, MOST_S = 1.0, 15.0
+LEAST_S, MOST_S = 1.0, 14.0
 """Time between two overviews."""
-_FIRST_S = 60.0
 
 
-async def stream(request: web.Request, run: LiveRun, closing: asyncio.Event) -> web.StreamResponse:
+async def stream(request: web.Request, run: PageRun, closing: asyncio.Event) -> web.StreamResponse:
     """Write events until the browser leaves or the server closes."""
     headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": NO_STORE, "X-Accel-Buffering": "no"}
     response = web.StreamResponse(headers=headers)
     moved = asyncio.Event()
-    run.add_waiting(moved)
+    run.live.add_waiting(moved)
     writing = asyncio.ensure_future(_write(request, response, run, moved))
     ending = asyncio.ensure_future(closing.wait())
     try:
         await asyncio.wait((writing, ending), return_when=asyncio.FIRST_COMPLETED)
-        if writing.done() and not writing.cancelled():
+        if writing.done():
             with suppress(ConnectionError):
                 writing.result()
     finally:
-        run.remove_waiting(moved)
+        run.live.remove_waiting(moved)
         for task in (writing, ending):
             task.cancel()
     return response
 
 
-async def _write(request: web.Request, response: web.StreamResponse, run: LiveRun, moved: asyncio.Event) -> None:
+async def _write(request: web.Request, response: web.StreamResponse, run: PageRun, moved: asyncio.Event) -> None:
     await response.prepare(request)
     await response.write(b"retry: 2000\n\n")
+    indexed = run.live.indexed
     while True:
         moved.clear()
-        with suppress(TimeoutError):  # told by an overview later, or by the API
-            await _send(response, "overview", await run.overview(_FIRST_S))
+        with suppress(TimeoutError):  # the brokers do not answer, which the API says
+            await _send(response, "overview", await run.overview())
+        if run.live.indexed != indexed:
+            indexed = run.live.indexed
+            await _send(response, "changed", run.live.counts)
         await asyncio.sleep(LEAST_S)
         with suppress(TimeoutError):
             async with asyncio.timeout(MOST_S - LEAST_S):

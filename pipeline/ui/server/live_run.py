@@ -28,8 +28,6 @@ _AGAIN_S = 5.0
 class LiveRun:
     """The newest snapshot of a run, and the streams that wait for the next one."""
 
-    source = "topics"
-
     def __init__(self, config: RunConfig) -> None:
         self.name, self._config = config.run, config
         self._stop = threading.Event()
@@ -38,12 +36,29 @@ class LiveRun:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._first = asyncio.Event()
         self._waiting: set[asyncio.Event] = set()
+        self.revision = 0
+        """Number of times that the run has moved."""
+        self.indexed = 0
+        """Number of times that its index has moved."""
         self._thread = threading.Thread(target=self._follow, name=f"run {config.run}", daemon=True)
 
     def start(self) -> None:
         """Begin to read, on behalf of the event loop that runs."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Numbers that grow as the run goes on."""
+        s = self._snapshot
+        if s is None:
+            return {}
+        return {
+            "rollouts": s.produced,
+            "steps": s.step,
+            "versions": s.policy_version + 1,
+            "dead_letters": s.dead_lettered,
+        }
 
     def close(self) -> None:
         """Stop reading; the thread ends with what it does now."""
@@ -113,9 +128,18 @@ class LiveRun:
         except RuntimeError:  # the loop is closed
             self._stop.set()
 
+    def note_indexed(self) -> None:
+        """Tell the streams that the index has moved."""
+        self.indexed += 1
+        self._wake()
+
     def _tell(self) -> None:
+        self.revision += 1
         if self._snapshot is not None:
             self._first.set()
+        self._wake()
+
+    def _wake(self) -> None:
         for moved in self._waiting:
             moved.set()
 

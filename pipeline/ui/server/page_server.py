@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Self
@@ -12,9 +13,9 @@ from rollstream.pipeline.ui.config import OFF, UiConfig
 from rollstream.pipeline.ui.server import answers
 from rollstream.pipeline.ui.server.access import CHANGE_HEADER, Access
 from rollstream.pipeline.ui.server.api import Api
-from rollstream.pipeline.ui.server.live_run import LiveRun
 from rollstream.pipeline.ui.server.page_files import PageFiles
-from rollstream.topics.errors import ConfigurationError, RollstreamError
+from rollstream.pipeline.ui.server.page_run import PageRun, closed
+from rollstream.topics.errors import ConfigurationError, RollstreamError, TopicError
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class PageServer:
     """Serves the page of some runs; use it as an async context manager. `url` is its address once it listens."""
 
-    def __init__(self, config: UiConfig, runs: Mapping[str, LiveRun]) -> None:
+    def __init__(self, config: UiConfig, runs: Mapping[str, PageRun]) -> None:
         """Raises ConfigurationError if ui.token cannot be resolved."""
         self._config, self._runs = config, runs
         self._access = Access(config)
@@ -68,10 +69,9 @@ class PageServer:
     ) -> None:
         """End the streams of events, and stop listening."""
         self._closing.set()
-        for run in self._runs.values():
-            run.close()
         if self._runner:
             await self._runner.cleanup()
+        await closed(list(self._runs.values()))
 
     def _address(self, port: int) -> str:
         """URL to type: with the token, and with an address of this machine where it listens on all."""
@@ -103,8 +103,8 @@ class PageServer:
             return answers.refusal(400, error.error, error.remedy)
         except web.HTTPException as error:
             return answers.refusal(error.status, error.reason)
-        except (TimeoutError, RollstreamError) as error:
-            return answers.refusal(503, str(error), "the page asks again; see whether the brokers answer")
+        except (TimeoutError, RollstreamError, sqlite3.Error) as error:
+            return of_error(error)
         except Exception as error:  # this request fails, the server goes on
             event(logger, "request_failed", level=logging.ERROR, path=request.path, error=repr(error))
             return answers.refusal(500, "this request failed; the server's log has the error")
@@ -129,6 +129,15 @@ class PageServer:
             return self._access.is_token(given[0])
         cookie = request.cookies.get(self._access.cookie, "")
         return self._access.admits(cookie, request.headers.get("Authorization", ""))
+
+
+def of_error(error: Exception) -> web.Response:
+    """The answer to a request that raised an error which is expected at times."""
+    if isinstance(error, ConfigurationError | TopicError):
+        status = 400 if isinstance(error, ConfigurationError) else 404
+        what, _, remedy = str(error).partition("; ")
+        return answers.refusal(status, what, remedy)
+    return answers.refusal(503, str(error), "the page asks again; see whether the brokers answer")
 
 
 async def _add_headers(_request: web.Request, response: web.StreamResponse) -> None:

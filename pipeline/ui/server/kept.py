@@ -1,0 +1,42 @@
+"""Values that take time to read: read on a thread, for all who ask meanwhile, and kept for a while."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from rollstream.pipeline.ui.server.background import Background
+
+T = TypeVar("T")
+
+
+class Kept(Generic[T]):
+    """A value that is read again when it is older than `keep_s`."""
+
+    def __init__(self, background: Background, read: Callable[[], T], keep_s: float) -> None:
+        self._background, self._read, self._keep_s = background, read, keep_s
+        self._value: T | None = None
+        self._read_at = -keep_s
+        self._reading: asyncio.Task[T] | None = None
+
+    async def get(self) -> T:
+        """Return the value; raise what reading it raised."""
+        if self._value is not None and time.monotonic() - self._read_at < self._keep_s:
+            return self._value
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._refresh())
+        # One of several that wait may be cancelled; the others still want the value.
+        return await asyncio.shield(self._reading)
+
+    def forget(self) -> None:
+        """Read it again for whoever asks next."""
+        self._value = None
+
+    async def _refresh(self) -> T:
+        began = time.monotonic()
+        try:
+            self._value = value = await self._background.call(self._read)
+            self._read_at = began
+            return value
+        finally:
+            self._reading = None

@@ -1,0 +1,53 @@
+"""Keeps a ledger of a run: proven on a thread while requests get the newest one, and again once the run has moved."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rollstream.topics.errors import RollstreamError
+
+_REST = 5
+"""A ledger that takes a second is proven again at the earliest so many seconds later."""
+_LEAST_REST_S = 5.0
+
+
+class LedgerKeeper:
+    """The newest ledger of a run."""
+
+    def __init__(self, prove: Callable[[], dict[str, Any]], revision: Callable[[], object]) -> None:
+        """`prove` returns a ledger; `revision` returns something else whenever the run has moved."""
+        self._prove, self._revision = prove, revision
+        self._book: dict[str, Any] | None = None
+        self._at_ms: int | None = None
+        self._seconds: float | None = None
+        self._problem = ""
+        self._proven: object = None
+        self._rest_until = 0.0
+        self._running = False
+
+    def answer(self) -> dict[str, Any]:
+        """Return the newest ledger, null before the first, and let a newer one be proven if it is time."""
+        if not self._running and time.monotonic() >= self._rest_until and self._revision() != self._proven:
+            self._running = True
+            threading.Thread(target=self._work, name="ledger", daemon=True).start()
+        return {
+            "ledger": self._book,
+            "at_ms": self._at_ms,
+            "seconds": self._seconds,
+            "running": self._running,
+            "problem": self._problem or None,
+        }
+
+    def _work(self) -> None:
+        began, revision = time.monotonic(), self._revision()
+        try:
+            self._book, self._problem = self._prove(), ""
+            self._proven, self._at_ms = revision, int(time.time() * 1000)
+        except RollstreamError as error:
+            self._problem = str(error)
+        finally:
+            seconds = time.monotonic() - began
+            self._seconds = round(seconds, 3)
+            self._rest_until = time.monotonic() + max(_LEAST_REST_S, _REST * seconds)
+            self._running = False

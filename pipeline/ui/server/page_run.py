@@ -1,0 +1,111 @@
+"""One run as the server has it: what follows it, its index, and what is read of it when somebody asks."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.audit.topic_reading import read_journal
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.tools import dlq
+from rollstream.pipeline.tools.run_view import RolloutPlace
+from rollstream.pipeline.ui.index.run_index import RunIndex
+from rollstream.pipeline.ui.server import dead_letters, mixture_states
+from rollstream.pipeline.ui.server.background import Background
+from rollstream.pipeline.ui.server.index_filling import IndexFilling
+from rollstream.pipeline.ui.server.kept import Kept
+from rollstream.pipeline.ui.server.ledger_keeper import LedgerKeeper
+from rollstream.pipeline.ui.server.live_run import LiveRun
+from rollstream.pipeline.ui.server.offset_fates import OffsetFates
+from rollstream.pipeline.ui.server.session_list import SessionList, read_sessions
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+
+T = TypeVar("T")
+_THREADS = 4
+_KEEP_S = 5.0
+_PATIENCE_S = 20.0
+"""How long a request waits for what cannot be asked yet."""
+
+
+class PageRun:
+    """A run of the page. Nothing that blocks is called on the event loop."""
+
+    def __init__(self, config: RunConfig, archive: str = "") -> None:
+        """`archive` is the path or URL of an archive that holds the run, instead of its topics."""
+        self.config, self.name = config, config.run
+        self.source = "archive" if archive else "topics"
+        self.live = LiveRun(config)
+        self._filling = IndexFilling(config, archive, self.live.note_indexed)
+        self._background = Background(f"page {config.run}", _THREADS)
+        self._slow = Background(f"topics of {config.run}")
+        self.letters: Kept[list[dlq.Letter]] = Kept(self._slow, lambda: dlq.read(config.kafka, config.run), _KEEP_S)
+        self.sessions: Kept[SessionList] = Kept(self._slow, lambda: read_sessions(config.kafka, config.run), _KEEP_S)
+        self.mixture: Kept[dict[str, Any]] = Kept(self._slow, lambda: mixture_states.mixture(config), _KEEP_S)
+        self.offsets: Kept[OffsetFates] = Kept(self._slow, self._read_offsets, _KEEP_S)
+        self.ledger = LedgerKeeper(self._prove, lambda: self.live.revision)
+
+    def start(self) -> None:
+        """Begin to read, on behalf of the event loop that runs."""
+        self.live.start()
+        self._filling.start()
+
+    def close(self) -> None:
+        """Stop reading."""
+        self.live.close()
+        self._filling.close()
+        self._background.close()
+        self._slow.close()
+
+    async def ask(self, question: Callable[[RunIndex], T]) -> T:
+        """Return an answer of the index."""
+        index = await self._filling.opened(_PATIENCE_S)
+        return await self._background.call(lambda: question(index))
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """Return what takes a while to compute."""
+        return await self._background.call(work)
+
+    async def overview(self) -> dict[str, Any]:
+        """Return the state of the run, with how far its index is."""
+        answer = await self.live.overview(_PATIENCE_S)
+        progress = self._filling.progress
+        if progress.offset_total:
+            answer["indexed"] = progress._asdict()
+        answer["problem"] = answer["problem"] or self._filling.problem or None
+        return answer
+
+    async def learners(self) -> list[str]:
+        """Names of the learners on record; none while the index is not opened."""
+        if not self._filling.is_open:
+            return []
+        answer = await self.ask(lambda index: index.series(names=["none"]))
+        return list(answer["learners"])
+
+    async def redrive(self, places: object) -> dict[str, Any]:
+        """Send dead letters again."""
+        answer = await self._slow.call(lambda: dead_letters.redrive(self.config, places))
+        self.letters.forget()
+        return answer
+
+    async def details(self, place: RolloutPlace, tokens_from: int) -> dict[str, Any]:
+        """Return one rollout whole."""
+        return await self.ask(lambda index: index.details(*place, tokens_from=tokens_from))
+
+    def _prove(self) -> dict[str, Any]:
+        config = self.config
+        group, labeling = config.grouper.group_id(config.run), config.labeling.group_id(config.run)
+        return ledger(config.kafka, config.run, group, labeling).as_dict()
+
+    def _read_offsets(self) -> OffsetFates:
+        kafka, run = self.config.kafka, self.config.run
+        bounds = topic_admin.bounds(kafka, topic_name(run, "rollouts"))
+        skipped = SkippedRecords(logged=False)
+        journals = {p: [r for _offset, r in read_journal(kafka, run, p, skipped)] for p in bounds}
+        return OffsetFates(journals, bounds)
+
+
+async def closed(runs: list[PageRun]) -> None:
+    """Close runs beside each other."""
+    await asyncio.gather(*(asyncio.to_thread(run.close) for run in runs))

@@ -1,0 +1,86 @@
+"""Parameters of requests as typed values; one that cannot be used is an error with a remedy."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from rollstream.pipeline.tools.run_view import RolloutPlace
+from rollstream.pipeline.ui.server.answers import UnusableParameter
+
+T = TypeVar("T")
+LIMIT, MOST = 100, 1000
+"""Rows of a page: by default, and at most."""
+_LARGEST = 1 << 63
+_DIGITS = 19
+
+
+def integer(query: Mapping[str, str], name: str) -> int | None:
+    """A whole number; None if it is not given."""
+    text = query.get(name, "")
+    if not text:
+        return None
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal()) or len(digits) > _DIGITS or abs(int(text)) >= _LARGEST:
+        raise UnusableParameter(f"{name} is {text[:40]!r}, no whole number", f"give {name} as digits, or leave it out")
+    return int(text)
+
+
+def number(query: Mapping[str, str], name: str) -> float | None:
+    """A finite number; None if it is not given."""
+    text = query.get(name, "")
+    try:
+        value = float(text) if text else None
+    except ValueError:
+        value = math.nan
+    if value is not None and not math.isfinite(value):
+        raise UnusableParameter(f"{name} is {text[:40]!r}, no number", f"give {name} as a number such as 0.5")
+    return value
+
+
+def text(query: Mapping[str, str], name: str) -> str | None:
+    """A text; None if it is not given, or empty."""
+    return query.get(name) or None
+
+
+def choice(query: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
+    """One of some words, by default the first."""
+    word = query.get(name) or choices[0]
+    if word not in choices:
+        raise UnusableParameter(f"{name} is {word[:40]!r}", f"{name} is one of {', '.join(choices)}")
+    return word
+
+
+def flag(query: Mapping[str, str], name: str) -> bool | None:
+    """True or false; None if it is not given."""
+    word = query.get(name, "")
+    if not word:
+        return None
+    return choice(query, name, ("true", "1", "false", "0")) in ("true", "1")
+
+
+def within(query: Mapping[str, str], name: str, default: int, most: int) -> int:
+    """A count from 1 to `most`; one that is larger is `most`."""
+    value = integer(query, name)
+    if value is not None and value < 1:
+        raise UnusableParameter(f"{name} is {value}", f"{name} is at least 1")
+    return default if value is None else min(value, most)
+
+
+def place(partition: str, offset: str) -> RolloutPlace:
+    """A place of a record, from two parts of a path."""
+    parts = {"partition": partition, "offset": offset}
+    numbers = integer(parts, "partition"), integer(parts, "offset")
+    if numbers[0] is None or numbers[1] is None or min(numbers[0], numbers[1]) < 0:
+        raise UnusableParameter(f"{partition[:20]}/{offset[:20]} is no place", "write PARTITION/OFFSET, such as 0/1234")
+    return RolloutPlace(numbers[0], numbers[1])
+
+
+def page_of(rows: Sequence[T], names: Sequence[str], query: Mapping[str, str]) -> tuple[Sequence[T], str | None]:
+    """The rows after the one that `after` names, at most `limit`, and the name of the last if more follow it."""
+    after, begin = text(query, "after"), 0
+    if after is not None:
+        if after not in names:
+            raise UnusableParameter(f"after is {after[:40]!r}, which is in no list", "ask again without after")
+        begin = names.index(after) + 1
+    end = begin + within(query, "limit", LIMIT, MOST)
+    return rows[begin:end], names[end - 1] if end < len(rows) else None
