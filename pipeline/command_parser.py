@@ -90,12 +90,14 @@ def set_handler(
     example: str = "",
     json: bool = False,
     role: bool = False,
+    run_action: type[Setting] = Setting,
     serves: Callable[[argparse.Namespace], bool] = lambda _args: True,
 ) -> None:
     """Let a command call `handler`, and add the flags every such command takes.
 
     `role` is true for commands that run for long: they log what they do, while tools log only warnings. Such a command
-    has a service port, unless `serves` says that these arguments ask for something that is soon done.
+    has a service port, unless `serves` says that these arguments ask for something that is soon done. `run_action` is
+    what the flag --run does.
     """
     parser.epilog = f"{_EXAMPLE}\n{command_text(example)}" if example else None
     common = parser.add_argument_group("configuration")
@@ -105,7 +107,7 @@ def set_handler(
     )
     setting.completer = _keys  # type: ignore[attr-defined]  # called by argcomplete
     common.add_argument(
-        "--run", dest="run=", action=Setting, metavar="NAME", help="name of the run, before the topics' names"
+        "--run", dest="run=", action=run_action, metavar="NAME", help="name of the run, before the topics' names"
     )
     common.add_argument(
         "-b",

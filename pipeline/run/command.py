@@ -31,6 +31,7 @@ from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.run.workspace import log_to
 from rollstream.pipeline.tools.top import NEWEST, frame, line
 from rollstream.pipeline.tools.topics import provision
+from rollstream.pipeline.ui.beside_run import RunPage
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.logs import event
 
@@ -67,8 +68,11 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         ) as supervisor:
             interrupts.kill_now = supervisor.kill_now
             roles = plans.plan(config, path)
+            page = RunPage(config, path, supervisor)
             start(supervisor, roles)
             _say_ready(config, supervisor, ports)
+            for news in page.news():
+                print(news, flush=True)
             if config.is_control:
                 control_run.watch(config, supervisor, roles)
                 print(f"run {config.run}: what was collected is on the log, labeled and filled in", flush=True)
@@ -77,7 +81,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
                     scaler = None
                     if config.grouper.autoscale.enabled:
                         scaler = stack.enter_context(closing(GroupScaler(config, path, supervisor, ports)))
-                    watch(config, supervisor, interrupts, scaler)
+                    watch(config, supervisor, interrupts, scaler, page)
                 print(f"run {config.run}: the learner has made its last step", flush=True)
     except Interrupted as interrupted:
         if interrupted.signal_number != signal.SIGTERM:
@@ -101,7 +105,13 @@ def start(supervisor: Supervisor, roles: RunPlan) -> None:
         supervisor.wait_ready(spec.name for spec in specs)
 
 
-def watch(config: RunConfig, supervisor: Supervisor, interrupts: Interrupts, scaler: GroupScaler | None = None) -> None:
+def watch(
+    config: RunConfig,
+    supervisor: Supervisor,
+    interrupts: Interrupts,
+    scaler: GroupScaler | None = None,
+    page: RunPage | None = None,
+) -> None:
     """Show progress, scale grouping, and warn if the run stalls, until the learner has made its last step."""
     display: Display[RunObserver] = Display(
         json=False,
@@ -128,6 +138,8 @@ def watch(config: RunConfig, supervisor: Supervisor, interrupts: Interrupts, sca
         stack.enter_context(display.live())
         while not supervisor.finished(LEARN):
             supervisor.poll(0.25)
+            for news in page.news() if page else ():
+                display.say(news)
             if scaler is not None and not _scaled(scaler, display):
                 scaler = None
             if observer is None:

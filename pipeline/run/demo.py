@@ -42,6 +42,7 @@ from rollstream.pipeline.tools.lineage import LineageNode, record_lineage
 from rollstream.pipeline.tools.replay import replay
 from rollstream.pipeline.tools.run_view import RolloutPlace, RunView
 from rollstream.pipeline.tools.top import frame
+from rollstream.pipeline.ui.beside_run import RunPage
 from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
@@ -209,7 +210,8 @@ def train(
     With `faults`, kill processes on the way.
     """
     say = display.say
-    roles = plans.plan(config, plans.write(config))
+    path = plans.write(config)
+    roles = plans.plan(config, path)
     supervisor = stack.enter_context(
         Supervisor(
             config.run_dir / "logs",
@@ -225,18 +227,21 @@ def train(
         supervisor.kill_now()
 
     interrupts.kill_now = kill_now
+    page = RunPage(config, path, supervisor)
     observer = stack.enter_context(closing(RunObserver(config.kafka, config.run)))
     server = "a vLLM, which takes minutes" if roles.of(ENGINE) else "the inference server"
     say(f"starting the learner (a short format warm start makes version 0), {server}, the groupers")
     supervisor.start(*roles.consumers)
     supervisor.wait_ready(spec.name for spec in roles.consumers)
+    for news in page.news():
+        say(news)
     first = evaluate(config, 0, "first")
     say(f"version {first.version} answers {first.exact:.1%} of {first.prompts} held-out prompts exactly; workers start")
     began = time.monotonic()
     supervisor.start(*roles.of(ENV))
     supervisor.wait_ready(spec.name for spec in roles.of(ENV))
     injector = FaultInjector(plan_faults(config, roles) if faults else None, supervisor, say)
-    outcome = watch(config, supervisor, observer, injector, display)
+    outcome = watch(config, supervisor, observer, injector, display, page)
     seconds = time.monotonic() - began
     say(f"{outcome}; stopping the workers and draining what they wrote")
     supervisor.stop([spec.name for spec in roles.of(ENV)])
@@ -256,6 +261,7 @@ def watch(
     observer: RunObserver,
     injector: FaultInjector,
     display: Display[RunObserver],
+    page: RunPage,
 ) -> str:
     """Show progress until the stop rule holds or the learner has made its last step; return the reason for stopping, as
     text."""
@@ -263,6 +269,8 @@ def watch(
     with display.live():
         while True:
             supervisor.poll(0.05)
+            for news in page.news():
+                display.say(news)
             observer.poll(0.2)
             injector.poll(observer.steps)
             recent = observer.last(window)

@@ -8,19 +8,17 @@ import time
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.consumers.grouping.selection_bias import SelectionWatch, selections
 from rollstream.pipeline.run.component_metrics import NewestMetrics
 from rollstream.pipeline.run.labeling_watch import LabelingState, LabelingWatch
+from rollstream.pipeline.run.observed_log import ObservedLog, TopicLog
 from rollstream.pipeline.run.run_statistics import RunSnapshot, RunStatistics
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import decode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded, RecordError
-from rollstream.topics.kafka import topic_admin
-from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.paused_partitions import note_paused
@@ -36,9 +34,6 @@ from rollstream.topics.records import (
 from rollstream.topics.validation import REWARD_LIMIT
 
 EXACT = "exact"
-_UNHURRIED: dict[str, Any] = {"fetch.min.bytes": 256 * 1024, "fetch.wait.max.ms": 250}
-
-
 _NEWEST_METRICS = 5000
 """Records of `metrics` that are read when observing begins: components write one every few seconds."""
 
@@ -79,16 +74,16 @@ class RunObserver:
         keep: int | None = None,
         logged: bool = True,
         labeling_group: str = "",
+        log: ObservedLog | None = None,
     ) -> None:
         """`keep` bounds how many of the newest rollouts are remembered, for observers that run for days. `logged` is
         whether each skipped record is logged. `labeling_group` is the full name of the labelers' consumer group, for
-        counts of what waits for labels."""
+        counts of what waits for labels. `log` holds the records of the run elsewhere than on its topics."""
         self._rollouts, self._index, self._steps, self._policies, self._journal = (
             topic_name(run, topic) for topic in ("rollouts", "batch-index", "steps", "policies", "journal")
         )
         self._metrics = topic_name(run, "metrics")
-        # A run of an early release has no topic `control`.
-        self._control = {topic_name(run, "control")}.intersection(topic_admin.topic_names(kafka))
+        self._control = topic_name(run, "control")
         self._kafka = kafka
         self._kinds: dict[str, type] = {
             self._index: BatchIndexEntry,
@@ -100,19 +95,14 @@ class RunObserver:
         self._paused: dict[int, PausedPartition] = {}
         self._foreign = SkippedRecords(logged=False)
         """Invalid records of `control`, which are counted by its readers among the roles."""
-        partitions = topic_admin.partitions_of(kafka, self._rollouts)
-        of_partitions = [(topic, p) for topic in (self._rollouts, self._journal) for p in range(partitions)]
-        places = [*of_partitions, *((topic, 0) for topic in (self._index, self._steps, self._policies, *self._control))]
-        self._history = self._bounds()
-        low, end = self._history[self._metrics, 0]
-        self._history[self._metrics, 0] = max(low, end - _NEWEST_METRICS), end
+        self._log: ObservedLog = log or TopicLog(kafka, run)
+        self._history = self._log.bounds()
+        for place, (low, end) in self._history.items():
+            if place[0] == self._metrics:
+                self._history[place] = max(low, end - _NEWEST_METRICS), end
         self._positions: dict[tuple[str, int], int] = {}
         """Offset of the next record to read, or the end of the partition, which counts transaction markers."""
-        # Latency does not matter here: prefer a few large fetches to one for each record.
-        starts = dict.fromkeys(places, BEGINNING) | {(self._metrics, 0): self._history[self._metrics, 0][0]}
-        self._left_out = never_fetched(kafka, run)
-        left_out = {(self._rollouts, partition): offsets for partition, offsets in self._left_out.items()}
-        self._follower = TopicFollower(kafka, starts, left_out=left_out, **_UNHURRIED)
+        self._log.begin({p: low if p[0] == self._metrics else BEGINNING for p, (low, _end) in self._history.items()})
         self.skipped = SkippedRecords("observer", logged=logged)
         """Records that could not be read or used; grouping judges those of `rollouts` itself."""
         self.scored: list[ScoredRollout] = []
@@ -126,16 +116,16 @@ class RunObserver:
 
     def poll(self, timeout_s: float = 0.0) -> int:
         """Process the records that arrived, waiting at most `timeout_s` for the first; return how many there were."""
-        messages = self._follower.poll(1000, timeout_s)
+        messages = self._log.poll(1000, timeout_s)
         for message in messages:
             self._positions[message.topic, message.partition] = message.offset + 1
             if message.topic == self._rollouts:
                 self._score(message)
-            elif message.topic in self._control:
+            elif message.topic == self._control:
                 note_paused(self._paused, message, self._foreign)
             else:
                 self._count(message)
-        self._positions.update(self._follower.ends)
+        self._positions.update(self._log.ends)
         if self._counts_moved:
             self._counts_moved = False
             self._watch.check(selections(self._statistics.counts))
@@ -151,7 +141,7 @@ class RunObserver:
 
         `tell` is called before and after each portion. Raises DeadlineExceeded if nothing arrives for `patience_s`.
         """
-        ends = {place: end for place, (_low, end) in self._bounds().items()}
+        ends = {place: end for place, (_low, end) in self._log.bounds().items()}
         timeout_s = self._kafka.patience_s
         deadline = time.monotonic() + timeout_s
         tell()
@@ -161,12 +151,6 @@ class RunObserver:
             elif time.monotonic() > deadline:
                 raise DeadlineExceeded(f"{behind[0][0]} was not read to its end: nothing came for {timeout_s:g} s")
             tell()
-
-    def _bounds(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """First and end offset of each followed partition now."""
-        every_run = (self._rollouts, self._journal, self._index, self._steps, self._policies, self._metrics)
-        topics = (*every_run, *self._control)
-        return {(topic, p): bounds for topic in topics for p, bounds in topic_admin.bounds(self._kafka, topic).items()}
 
     def first(self, count: int) -> MeanScores:
         """MeanScores over the first `count` rollouts."""
@@ -215,7 +199,7 @@ class RunObserver:
         return self._statistics.rewards
 
     def close(self) -> None:
-        self._follower.close()
+        self._log.close()
         if self._labeling:
             self._labeling.close()
 
@@ -237,7 +221,7 @@ class RunObserver:
     def _score(self, message: KafkaRecord) -> None:
         place = (message.timestamp_ms, message.partition, message.offset)
         self._statistics.record(place[1], place[2], place[0])
-        if message.offset in self._left_out.get(message.partition, ()):
+        if message.offset in self._log.left_out.get(message.partition, ()):
             return
         try:
             record = decode(message.value)

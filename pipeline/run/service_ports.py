@@ -21,8 +21,9 @@ class ServicePorts:
         self.path: Path = config.run_dir / "targets.json"
 
     def place(self, spec: RoleSpec) -> RoleSpec:
-        """Return the process with its port in its arguments, the same at every start of it."""
-        if not self._service.port:
+        """Return the process with its port in its arguments, the same at every start of it; one that is no role of the
+        run has none."""
+        if not self._service.port or spec.optional:
             return spec
         port = self._ports.setdefault(spec.name, self._service.port + 1 + len(self._ports))
         self._retired.discard(spec.name)

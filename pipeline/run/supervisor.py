@@ -58,6 +58,8 @@ class RoleSpec:
     """Python that runs it; empty: the supervisor's."""
     finishes: bool = False
     """Whether it exits with 0 by itself when its work is done."""
+    optional: bool = False
+    """Whether the run goes on without it when it fails."""
     ready_timeout_s: float = 120.0
     """How long it may take from its start, or from its last progress report, until it is ready."""
     stop_timeout_s: float = 20.0
@@ -90,6 +92,8 @@ class _Role:
     restart_at: float | None = None
     retired_until: float | None = None
     """When it is killed, by the supervisor's clock, if it was retired and has not ended."""
+    failure: str = ""
+    """Why an optional role is not started again."""
 
 
 class Supervisor:
@@ -178,10 +182,10 @@ class Supervisor:
             late = now - role.heard > role.spec.ready_timeout_s
             if late and not (role.ready or role.reaped or role.stopping):
                 after = f" after it said: {role.progress}" if role.progress else ""
-                raise DeadlineExceeded(
-                    f"role {role.spec.name} was not ready within {role.spec.ready_timeout_s:g} s{after}: "
-                    f"{_cause(role.log)}"
-                )
+                problem = f"was not ready within {role.spec.ready_timeout_s:g} s{after}: {_cause(role.log)}"
+                if not role.spec.optional:
+                    raise DeadlineExceeded(f"role {role.spec.name} {problem}")
+                self._give_up(role, problem)
 
     def finished(self, name: str) -> bool:
         """Whether a role that finishes by itself has done so."""
@@ -192,6 +196,10 @@ class Supervisor:
         """Whether a role runs and has reported that it is ready."""
         role = self._roles[name]
         return role.ready and not role.reaped
+
+    def failure(self, name: str) -> str:
+        """Why an optional role is not started again; empty as long as it is."""
+        return self._roles[name].failure
 
     def kill(self, name: str) -> int | None:
         """SIGKILL a role as a crash would, so that `poll` starts it again; return its process id.
@@ -335,10 +343,20 @@ class Supervisor:
             return
         if not role.ever_ready or role.exits >= spec.restarts:
             times = f" ({role.exits + 1} times)" if role.exits else ""
-            raise RoleFailed(f"role {spec.name} exited with {_name_exit(code)}{times}: {_cause(role.log)}")
+            problem = f"exited with {_name_exit(code)}{times}: {_cause(role.log)}"
+            if not spec.optional:
+                raise RoleFailed(f"role {spec.name} {problem}")
+            self._give_up(role, problem)
+            return
         pause_s = spec.backoff_s * 2**role.exits
         event(logger, "role_exited", level=logging.WARNING, role=spec.name, exit_code=code, restart_in_s=pause_s)
         role.ready, role.restart_at = False, now + pause_s
+
+    def _give_up(self, role: _Role, problem: str) -> None:
+        """End an optional role for good."""
+        event(logger, "role_given_up", level=logging.WARNING, role=role.spec.name, error=problem)
+        self._kill(role)
+        role.ready, role.failure = False, problem
 
     def _end_retired(self, role: _Role, now: float) -> None:
         """Forget a role that was retired once it has ended, or is killed because it takes too long."""

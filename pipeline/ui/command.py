@@ -3,20 +3,39 @@
 import argparse
 import asyncio
 import webbrowser
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
-from rollstream.pipeline.command_parser import Setting, set_handler
+from rollstream.consumers.archive.manifest import runs_of
+from rollstream.consumers.files.stores import open_store
+from rollstream.pipeline.command_parser import Setting, config_of, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
 from rollstream.pipeline.ui.server.page_run import PageRun
 from rollstream.pipeline.ui.server.page_server import PageServer
 from rollstream.topics.catalogue import topic_name
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients, topic_admin
+
+
+class Runs(Setting):
+    """The flag --run that may be given several times: `runs` lists them, and the last is the setting."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        super().__call__(parser, namespace, values, option)
+        namespace.runs = [*getattr(namespace, "runs", []), values]
 
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream ui`."""
-    set_handler(parser, ui, example="rollstream ui --run main --port 8090")
+    set_handler(parser, ui, example="rollstream ui --run main --port 8090", run_action=Runs)
+    parser.add_argument(
+        "--archive", metavar="URL", default="", help="show runs of an archive, at a path or a URL, instead of topics"
+    )
     parser.add_argument("--host", dest="ui.host=", action=Setting, metavar="HOST", help="address to listen on")
     parser.add_argument("--port", dest="ui.port=", action=Setting, metavar="N", help="port to listen on")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
@@ -24,19 +43,42 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def ui(config: RunConfig, args: argparse.Namespace) -> int:
     """Serve the page until stopped."""
-    configs = [config]
-    clients.check_broker(config.kafka)
-    for one in configs:
-        topic_admin.partitions_of(one.kafka, topic_name(one.run, "rollouts"))  # raises the error of an unknown run
-    run_until_stopped(lambda stop: _serve(config, configs, stop, opens=args.open))
+    names = list(dict.fromkeys(getattr(args, "runs", [])))
+    if args.archive:
+        names = names or _archived(args.archive, config.run)
+    else:
+        names = names or [config.run]
+        clients.check_broker(config.kafka)
+        for name in names:
+            topic_admin.partitions_of(config.kafka, topic_name(name, "rollouts"))  # raises the error of an unknown run
+    configs = [config if name == config.run else _of_run(name, args) for name in names]
+    run_until_stopped(lambda stop: _serve(config, configs, args.archive, stop, opens=args.open))
     return 0
 
 
-async def _serve(config: RunConfig, configs: list[RunConfig], stop: asyncio.Event, *, opens: bool) -> None:
-    runs = {one.run: PageRun(one) for one in configs}
+def _of_run(name: str, args: argparse.Namespace) -> RunConfig:
+    """The configuration of another run with the same flags, whose paths are its own."""
+    return config_of(argparse.Namespace(**{**vars(args), "run=": name}))
+
+
+def _archived(archive: str, run: str) -> list[str]:
+    """The run that is set if the archive has it, else all that it has."""
+    held = runs_of(open_store(archive))
+    if not held:
+        raise ConfigurationError(
+            f"{archive} holds no archive of a run; name the folder that `rollstream archive` fills"
+        )
+    return [run] if run in held else held
+
+
+async def _serve(
+    config: RunConfig, configs: Sequence[RunConfig], archive: str, stop: asyncio.Event, *, opens: bool
+) -> None:
+    runs = {one.run: PageRun(one, archive) for one in configs}
     async with PageServer(replace(config.ui, port=max(config.ui.port, 0)), runs) as server:
         print(f"page of {'run' if len(runs) == 1 else 'runs'} {', '.join(runs)}: {server.url}", flush=True)
         announce_ready()
         if opens:
-            await asyncio.to_thread(webbrowser.open, server.url)
+            with suppress(webbrowser.Error):
+                await asyncio.to_thread(webbrowser.open, server.url)
         await stop.wait()

@@ -4,13 +4,21 @@ command line."""
 import json
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run import plan as plans
+from rollstream.pipeline.run.supervisor import Supervisor
+from rollstream.pipeline.ui.beside_run import RunPage
+from rollstream.pipeline.ui.config import UiConfig
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
@@ -32,7 +40,11 @@ def planted(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     run = RealRun(KafkaConfig(bootstrap_servers=broker), "paged", tmp_path_factory.mktemp("paged"))
     try:
         planted = plant(run)
-        for kind, more in (("start", {"environment": "env"}), ("failed", {"reason": "no agent"}), ("finished", {})):
+        for kind, more in (
+            ("start", {"environment": "env"}),
+            ("failed", {"reason": "no agent"}),
+            ("finished", {"reason": "no agent"}),
+        ):
             event = SessionEvent(session="s1", kind=kind, author="a", group_id="g", wall_time=1.0, **more)  # type: ignore[arg-type]
             run.send_bytes("calls", encode(event), encode_key("s1"), 0)
         easy = EnvironmentState(environment="env", drawn=7, successes=3.0, trials=6.0)
@@ -148,7 +160,7 @@ def test_rollouts_are_filtered_and_paged(run: RealRun, indexed: PageClient) -> N
         ("rollouts?order=random", 400, "order"),
         ("rollouts?after=nonsense", 400, "cursor"),
         ("rollouts?version=99999999999999999999", 400, "version"),
-        ("rollouts/0/x", 400, "place"),
+        ("rollouts/0/x", 400, "offset"),
         ("rollouts/0/999999", 404, "999999"),
         ("rollouts/77/0", 404, "77"),
         ("ledger/offsets?fate=gone", 400, "fate"),
@@ -254,9 +266,57 @@ def test_the_page_ends_at_once_while_browsers_listen(run: RealRun) -> None:
         assert time.monotonic() - began < 5, "a second, and what else a busy machine does"
 
 
+def test_several_runs_of_an_archive_are_shown_without_a_broker(
+    run: RealRun, planted: Planted, indexed: PageClient, tmp_path: Path
+) -> None:
+    other = run.beside("other").prepare()
+    archive = str(tmp_path / "archive")
+    for each in (run, other):
+        command(each, "archive", archive)
+    process = run.start("ui", "--archive", archive, "--run", other.name, kafka__bootstrap_servers="127.0.0.1:1")
+    page = PageClient(url_of(run, process))
+    archived = [{"run": name, "source": "archive", "learners": []} for name in (other.name, run.name)]
+    listed = page.json("/api/runs")["runs"]
+    assert [(each["run"], each["source"]) for each in listed] == [(each["run"], "archive") for each in archived]
+    uid = planted.batches[0].uids[0]
+
+    def found() -> Any:
+        rows = of_run(page, run, f"rollouts?uid={uid}")["rows"]
+        return rows and rows[0]["fate"] == "trained" and rows
+
+    rows = eventually(found, 60, "the index of the archive")
+    assert rows == of_run(indexed, run, f"rollouts?uid={uid}")["rows"]
+    live, held = of_run(indexed, run, "overview")["top"], of_run(page, run, "overview")["top"]
+    same = ("batched", "trained", "skipped", "dropped", "dead_lettered", "step", "policy_version", "rewards")
+    assert {name: held[name] for name in same} == {name: live[name] for name in same}
+    refused = page.get(f"/api/runs/{run.name}/ledger")
+    assert refused.status == 404
+    assert "restore" in refused.body.decode()
+
+
 def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(run: RealRun) -> None:
     done = subprocess.run(
         [*run.command("ui"), "--run", "nowhere"], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 2
     assert run.name in done.stderr
+
+
+def test_the_page_beside_a_run_says_where_it_is_and_its_failure_is_not_that_of_the_run(run: RealRun) -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    with taken, Supervisor(run.directory / "logs", environment=run.environment()) as supervisor:
+        config = RunConfig(run=run.name, kafka=run.kafka, data_dir=run.directory, ui=UiConfig(port=0))
+        page = RunPage(config, plans.write(config), supervisor)
+        said = eventually(lambda: supervisor.poll(0.05) or page.news(), 60, "the address of the page")
+        assert said[0].startswith(f"page of run {run.name}: http://127.0.0.1:")
+        assert PageClient(said[0].rpartition(" ")[2]).json("/api/runs")["runs"][0]["run"] == run.name
+        assert page.news() == [], "it is said once"
+        supervisor.stop(["page"])
+        config = replace(config, ui=UiConfig(port=taken.getsockname()[1]))
+        page = RunPage(config, plans.write(config), supervisor)
+        (said,) = eventually(lambda: supervisor.poll(0.05) or page.news(), 60, "the failure of the page")
+        assert re.search(r"cannot listen.*the run goes on", said)
+    with Supervisor(run.directory / "logs") as supervisor:
+        config = replace(config, ui=UiConfig())
+        assert RunPage(config, plans.write(config), supervisor).news() == []
+        assert supervisor.pids == {}, "a run serves no page unless ui.port says so"

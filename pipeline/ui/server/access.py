@@ -26,8 +26,10 @@ class Access:
 
     def __init__(self, config: UiConfig) -> None:
         """Resolve the token, or draw one where it is required. Raises ConfigurationError if it cannot be resolved."""
+        self._host = config.host
         self.token = resolve("ui.token", config.token)
-        if not self.token and not config.is_loopback:
+        self._drawn = not self.token and not config.is_loopback
+        if self._drawn:
             self.token = secrets.token_urlsafe(_TOKEN_BYTES)
         self._names = {name.lower().rstrip(".") for name in (_LOCAL, config.host, *config.names)}
         # Cookies are for a host and all its ports: each server has one of its own, which does not tell the token.
@@ -38,6 +40,13 @@ class Access:
     def session(self) -> str:
         """The value of the cookie of a browser that gave the token."""
         return self._session[8:]
+
+    def url(self, port: int) -> str:
+        """URL to open, with an address of this machine where the server listens on all; and with the token if it was
+        drawn, as one that was set is known and must not be in logs."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
+        base = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+        return f"{base}?token={self.token}" if self._drawn else base
 
     def knows_host(self, header: str) -> bool:
         """Whether a request names this server: by an address, which no name server can turn elsewhere, or by a name

@@ -15,12 +15,15 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.run_statistics import RunSnapshot
 from rollstream.pipeline.tools.top import NEWEST
+from rollstream.pipeline.ui.server.archived_log import ArchivedLog
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 _EVERY_S = 1.0
 _POLL_S = 0.2
+_LOOK_S = 10.0
+"""Time after which an archive may have grown."""
 _AGAIN_S = 5.0
 """Pause after an error of the brokers."""
 
@@ -28,8 +31,9 @@ _AGAIN_S = 5.0
 class LiveRun:
     """The newest snapshot of a run, and the streams that wait for the next one."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.name, self._config = config.run, config
+    def __init__(self, config: RunConfig, archive: str = "") -> None:
+        """`archive` is the path or URL of an archive that holds the run, instead of its topics."""
+        self.name, self._config, self._archive = config.run, config, archive
         self._stop = threading.Event()
         self._snapshot: RunSnapshot | None = None
         self._problem = ""
@@ -95,23 +99,31 @@ class LiveRun:
     def _follow(self) -> None:
         while not self._stop.is_set():
             try:
-                config = self._config
-                group = config.labeling.group_id(config.run)
-                with closing(
-                    RunObserver(config.kafka, config.run, keep=NEWEST, logged=False, labeling_group=group)
-                ) as observer:
-                    self._read(observer)
+                log = ArchivedLog(self._archive, self.name) if self._archive else None
+                with closing(self._observer(log)) as observer:
+                    self._read(observer, log)
             except RollstreamError as error:
                 event(logger, "run_not_read", level=logging.WARNING, run=self.name, error=str(error))
                 self._problem = str(error)
                 self._publish()
                 self._stop.wait(_AGAIN_S)
 
-    def _read(self, observer: RunObserver) -> None:
+    def _observer(self, log: ArchivedLog | None) -> RunObserver:
+        config = self._config
+        group = "" if log else config.labeling.group_id(config.run)
+        return RunObserver(config.kafka, config.run, keep=NEWEST, logged=False, labeling_group=group, log=log)
+
+    def _read(self, observer: RunObserver, log: ArchivedLog | None) -> None:
+        """Read until the server stops, or an archive has grown."""
         shown: object = None
-        due = 0.0
+        due, looked = 0.0, time.monotonic()
         while not self._stop.is_set():
-            observer.poll(_POLL_S)
+            if not observer.poll(_POLL_S) and log is not None:
+                self._stop.wait(_POLL_S)
+                if time.monotonic() > looked + _LOOK_S:
+                    looked = time.monotonic()
+                    if log.has_grown:
+                        return
             if time.monotonic() < due:
                 continue
             due = time.monotonic() + _EVERY_S

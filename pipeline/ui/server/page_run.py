@@ -36,7 +36,7 @@ class PageRun:
         """`archive` is the path or URL of an archive that holds the run, instead of its topics."""
         self.config, self.name = config, config.run
         self.source = "archive" if archive else "topics"
-        self.live = LiveRun(config)
+        self.live = LiveRun(config, archive)
         self._filling = IndexFilling(config, archive, self.live.note_indexed)
         self._background = Background(f"page {config.run}", _THREADS)
         self._slow = Background(f"topics of {config.run}")

@@ -9,7 +9,7 @@ from typing import Self
 
 from aiohttp import web
 
-from rollstream.pipeline.ui.config import OFF, UiConfig
+from rollstream.pipeline.ui.config import UiConfig
 from rollstream.pipeline.ui.server import answers
 from rollstream.pipeline.ui.server.access import CHANGE_HEADER, Access
 from rollstream.pipeline.ui.server.api import Api
@@ -61,7 +61,7 @@ class PageServer:
             ) from error
         for run in self._runs.values():
             run.start()
-        self.url = self._address(self._runner.addresses[0][1])
+        self.url = self._access.url(self._runner.addresses[0][1])
         return self
 
     async def __aexit__(
@@ -72,12 +72,6 @@ class PageServer:
         if self._runner:
             await self._runner.cleanup()
         await closed(list(self._runs.values()))
-
-    def _address(self, port: int) -> str:
-        """URL to type: with the token, and with an address of this machine where it listens on all."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.host, self._config.host)
-        base = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-        return f"{base}?token={self._access.token}" if self._access.token else base
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
         if self._access.token and "token" in request.query:
@@ -143,8 +137,3 @@ def of_error(error: Exception) -> web.Response:
 async def _add_headers(_request: web.Request, response: web.StreamResponse) -> None:
     response.headers.update(answers.HEADERS)
     response.headers.pop("Server", None)
-
-
-def serves(config: UiConfig) -> bool:
-    """Whether `rollstream run` and `rollstream demo` serve the page."""
-    return config.port != OFF

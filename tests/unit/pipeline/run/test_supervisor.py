@@ -103,6 +103,21 @@ def test_a_role_that_dies_is_started_again_until_it_died_too_often(supervisor: S
             await_finished(supervisor, "a-0")
 
 
+def test_an_optional_role_that_fails_is_given_up_and_the_others_go_on(supervisor: Supervisor) -> None:
+    failing = role("page", "import sys; sys.exit('rollstream: no port is free')", optional=True, restarts=1)
+    mute = role("mute", "import time; time.sleep(600)", optional=True, ready_timeout_s=0.5)
+    with supervisor:
+        supervisor.start(failing, mute, role("group-0", OBEDIENT))
+        supervisor.wait_ready(["group-0"])
+        poll_until(supervisor, lambda: bool(supervisor.failure("page") and supervisor.failure("mute")), "both failures")
+        assert "no port is free" in supervisor.failure("page")
+        assert "not ready within 0.5 s" in supervisor.failure("mute")
+        assert not supervisor.is_ready("page")
+        assert list(supervisor.pids) == ["group-0"]
+        supervisor.poll(0.01)
+        assert supervisor.failure("group-0") == ""
+
+
 def test_a_role_that_was_killed_is_not_ready_until_it_says_so_again(supervisor: Supervisor) -> None:
     with supervisor:
         supervisor.start(

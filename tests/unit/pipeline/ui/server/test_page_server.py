@@ -85,6 +85,7 @@ def test_further_names_are_a_setting(secret_page: PageClient) -> None:
 def test_the_token_is_given_once_and_then_a_cookie_that_scripts_and_other_sites_do_not_have(
     secret_page: PageClient,
 ) -> None:
+    assert urlsplit(secret_page.url).query == "", "a token that was set is known, and must not be in logs"
     assert secret_page.get("/api/runs").status == 401
     assert secret_page.get("/").status == 401
     given = secret_page.get(f"/?token={SECRET.replace(' ', '%20')}")

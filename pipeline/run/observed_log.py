@@ -1,0 +1,86 @@
+"""The log that an observer of a run reads: that of its topics, or another that holds the same records."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.closing import Closing
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.records import KafkaRecord, Place
+
+OBSERVED = ("rollouts", "journal", "batch-index", "steps", "policies", "metrics", "control")
+"""Topics that an observer follows, by their names in the catalogue; a run of an early release lacks `control`."""
+_UNHURRIED: dict[str, Any] = {"fetch.min.bytes": 256 * 1024, "fetch.wait.max.ms": 250}
+
+
+class ObservedLog(Protocol):
+    """Records of the observed topics of a run, by the full names of the topics."""
+
+    @property
+    def left_out(self) -> Mapping[int, set[int]]:
+        """Offsets of `rollouts` that are not fetched, by partition."""
+        ...
+
+    @property
+    def ends(self) -> Mapping[Place, int]:
+        """End of each partition that is read to its end; transaction markers count."""
+        ...
+
+    def bounds(self) -> dict[Place, tuple[int, int]]:
+        """First and end offset of each partition now."""
+        ...
+
+    def begin(self, starts: Mapping[Place, int]) -> None:
+        """Read from these offsets on."""
+        ...
+
+    def poll(self, most: int, wait_s: float) -> list[KafkaRecord]:
+        """Return up to `most` records; waits up to `wait_s` if there are none."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds."""
+        ...
+
+
+class TopicLog(Closing):
+    """The topics of a run."""
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        """Raises TopicError if the run does not exist."""
+        self._kafka, self._run = kafka, run
+        there = topic_admin.topic_names(kafka)
+        self._topics = [topic for name in OBSERVED if (topic := topic_name(run, name)) in there or name != "control"]
+        self.left_out: Mapping[int, set[int]] = {}
+        self._follower: TopicFollower | None = None
+
+    @property
+    def ends(self) -> Mapping[Place, int]:
+        """End of each partition that is read to its end."""
+        return self._follower.ends if self._follower else {}
+
+    def bounds(self) -> dict[Place, tuple[int, int]]:
+        """First and end offset of each partition now."""
+        return {
+            (topic, p): bounds for topic in self._topics for p, bounds in topic_admin.bounds(self._kafka, topic).items()
+        }
+
+    def begin(self, starts: Mapping[Place, int]) -> None:
+        """Read from these offsets on."""
+        self.left_out = never_fetched(self._kafka, self._run)
+        rollouts = topic_name(self._run, "rollouts")
+        left_out = {(rollouts, partition): offsets for partition, offsets in self.left_out.items()}
+        # Latency does not matter here: prefer a few large fetches to one for each record.
+        self._follower = TopicFollower(self._kafka, starts, left_out=left_out, **_UNHURRIED)
+
+    def poll(self, most: int, wait_s: float) -> list[KafkaRecord]:
+        """Return up to `most` records; waits up to `wait_s` if there are none."""
+        return self._follower.poll(most, wait_s) if self._follower else []
+
+    def close(self) -> None:
+        """Close the client."""
+        if self._follower:
+            self._follower.close()

@@ -1,0 +1,61 @@
+"""The page beside a run: a process that `rollstream run` and `rollstream demo` start where ui.port is set.
+
+It is a process of its own, because an index that is being filled would keep the supervisor's thread from its roles, and
+because its failure must not be theirs: the run goes on without it, and says so.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from rollstream.infra.ports import free_port
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.supervisor import RoleSpec, Supervisor
+from rollstream.pipeline.ui.config import OFF
+from rollstream.pipeline.ui.server.access import Access
+
+PAGE = "page"
+_TOKEN = "ROLLSTREAM_UI__TOKEN"
+_STOP_S = 3.0
+
+
+class RunPage:
+    """The process of the page, if the settings ask for one."""
+
+    def __init__(self, config: RunConfig, path: Path, supervisor: Supervisor) -> None:
+        """Start it without waiting for it; `path` is the configuration that the run's processes share."""
+        self._run, self._supervisor = config.run, supervisor
+        self._said = ""
+        self._wanted = config.ui.port != OFF
+        if not self._wanted:
+            return
+        ui = replace(config.ui, port=config.ui.port or free_port(config.ui.host))
+        access = Access(ui)
+        self._url = access.url(ui.port)
+        flags = ("--config", str(path), "--set", f"ui.port={ui.port}")
+        token = {_TOKEN: access.token} if access.token else {}
+        supervisor.start(
+            RoleSpec(
+                name=PAGE,
+                arguments=("-P", "-m", "rollstream", "ui", *flags),
+                environment=token,
+                optional=True,
+                ready_timeout_s=config.supervisor.ready_timeout_s,
+                stop_timeout_s=_STOP_S,
+                restarts=config.supervisor.restarts,
+                backoff_s=config.supervisor.backoff_s,
+            )
+        )
+
+    def news(self) -> list[str]:
+        """What is to be said of it now: its address once it listens, and the reason if it fails for good."""
+        if not self._wanted:
+            return []
+        failure = self._supervisor.failure(PAGE)
+        if failure:
+            news = f"the page of run {self._run} {failure}; the run goes on: `rollstream ui` shows it, too"
+        elif self._supervisor.is_ready(PAGE):
+            news = f"page of run {self._run}: {self._url}"
+        else:
+            return []
+        before, self._said = self._said, news
+        return [news] if news != before else []

@@ -1,0 +1,51 @@
+"""The log of a run in an archive, as an observer of the run reads it."""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain, islice
+
+from rollstream.consumers.files.stores import open_store
+from rollstream.pipeline.run.observed_log import OBSERVED
+from rollstream.pipeline.ui.index.log_source import ArchiveSource
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.kafka.records import KafkaRecord, Place
+
+
+class ArchivedLog:
+    """The records that an archive holds now; an observer of those that are added later begins anew."""
+
+    left_out: Mapping[int, set[int]] = {}
+
+    def __init__(self, archive: str, run: str) -> None:
+        """Raises ConfigurationError if the archive does not hold the run."""
+        self._source, self._run = ArchiveSource(open_store(archive), run), run
+        self._first = self.bounds()
+        self._records: Iterator[KafkaRecord] = iter(())
+        self.ends: Mapping[Place, int] = {}
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether the archive holds records that were not there at first."""
+        return self.bounds() != self._first
+
+    def bounds(self) -> dict[Place, tuple[int, int]]:
+        """First and end offset of each partition now."""
+        bounds = self._source.bounds().items()
+        return {(topic_name(self._run, name), p): held for (name, p), held in bounds if name in OBSERVED}
+
+    def begin(self, starts: Mapping[Place, int]) -> None:
+        """Read from the beginning, as an archive is read file by file; records before a start are passed over."""
+        records = chain.from_iterable(map(self._source.messages, OBSERVED))
+        self._records = (r for r in records if r.offset >= starts.get((r.topic, r.partition), 0))
+
+    def poll(self, most: int, wait_s: float) -> list[KafkaRecord]:
+        """Return up to `most` records; all that is there is there at once."""
+        del wait_s
+        records = list(islice(self._records, most))
+        if not records:
+            self.ends = {place: end for place, (_low, end) in self._first.items()}
+        return records
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._records = iter(())
+        self._source.close()
