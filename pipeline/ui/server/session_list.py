@@ -89,20 +89,20 @@ def state_of(session: CapturedSession) -> str:
 
 
 def _event(message: KafkaRecord, event: SessionEvent) -> dict[str, Any]:
-    told: dict[str, Any] = {"kind": event.kind, "time_ms": message.timestamp_ms, "author": event.author}
+    event_fields: dict[str, Any] = {"kind": event.kind, "time_ms": message.timestamp_ms, "author": event.author}
     if event.kind == "start":
-        told |= {"environment": event.environment, "example": event.example_id, "group": event.group_id}
-        told |= {"member": event.member, "group_size": event.group_size, "version": event.policy_version}
+        event_fields |= {"environment": event.environment, "example": event.example_id, "group": event.group_id}
+        event_fields |= {"member": event.member, "group_size": event.group_size, "version": event.policy_version}
     if event.scored:
-        told["reward"] = event.reward
+        event_fields["reward"] = event.reward
     for name in ("components", "turn_rewards"):
         if values := getattr(event, name):
-            told[name] = dict(values)
+            event_fields[name] = dict(values)
     if event.reason:
-        told["reason"] = event.reason
+        event_fields["reason"] = event.reason
     if event.uids:
-        told["uids"] = list(event.uids)
-    return told
+        event_fields["uids"] = list(event.uids)
+    return event_fields
 
 
 def _call(message: KafkaRecord, call: ModelCall, sequences: CallSequences) -> dict[str, Any]:
