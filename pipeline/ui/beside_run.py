@@ -47,7 +47,7 @@ class RunPage:
         )
 
     def news(self) -> list[str]:
-        """What is to be said of it now: its address once it listens, and the reason if it fails for good."""
+        """Lines to show now: its address once it listens, and the reason if it fails for good; each line once."""
         if not self._wanted:
             return []
         failure = self._supervisor.failure(PAGE)
