@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from rollstream.consumers.grouping.core.estimators import ESTIMATORS
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools.lineage import record_lineage
 from rollstream.pipeline.tools.run_view import RolloutPlace, RunView
-from rollstream.pipeline.ui.index.run_index import RolloutFilter, RunIndex
+from rollstream.pipeline.ui.index.run_index import GroupFilter, RolloutFilter, RunIndex
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.records import TrainingBatch
 from tests.support.planted import Planted, plant
 from tests.support.runs import RealRun
 
@@ -99,3 +101,43 @@ def test_series_have_the_figures_of_steps_and_of_what_versions_produced(index: R
     series = {entry["name"]: entry for entry in answer["series"]}
     assert series["reward/produced"]["y"] == pytest.approx([0.5], abs=0.1)
     assert series["success/env"]["x"] == [0]
+
+
+def test_groups_spread_and_drops_say_what_grouping_did(planted: Planted, index: RunIndex) -> None:
+    groups = index.groups(limit=1000)
+    by_name = {row["group"]: row for row in groups["rows"]}
+    good = by_name["env/good0@0"]
+    assert (good["size"], good["mean"], good["std"], good["zero_variance"]) == (4, 0.5, 0.5, False)
+    assert len(good["members"]) == 4
+    assert by_name["env/slow@0"]["fate"] == "dropped"
+    assert index.groups(GroupFilter(zero_variance=True))["rows"] == []
+    assert index.groups(GroupFilter(environment="no such"))["matching"] == 0
+    assert index.groups(order="spread", limit=2)["next"] is not None
+    spread = index.spread(bins=4)
+    assert sum(spread["histogram"]["counts"]) == len(by_name)
+    assert spread["by_environment"]["env"] == {"groups": len(by_name), "zero_variance": 0}
+    drops = index.drops(buckets=10)
+    assert drops["totals"] == dict(ledger(planted.run.kafka, planted.run.name).dropped)
+    assert all(len(counts) == len(drops["edges_ms"]) - 1 for counts in drops["reasons"].values())
+
+
+def test_the_estimator_of_the_run_has_the_advantages_of_its_batches(planted: Planted, index: RunIndex) -> None:
+    batch = planted.batches[0]
+    row = index.rollouts(RolloutFilter(uid=batch.uids[0]))["rows"][0]
+    rows = index.estimators(*map(int, row["place"].split(":")))["estimators"]
+    by_name = {entry["name"]: entry for entry in rows}
+    assert by_name["rloo"]["advantage"] == pytest.approx(row["advantage"])
+    assert len(by_name["rloo"]["group"]) == row_count(batch)
+    assert sum(member["advantage"] for member in by_name["grpo"]["group"]) == pytest.approx(0)
+    assert set(by_name) == set(ESTIMATORS)
+
+
+def row_count(batch: TrainingBatch) -> int:
+    """Rows of the group of the first row."""
+    return int((batch.group_index == batch.group_index[0]).sum())
+
+
+def test_weights_are_the_manifests(index: RunIndex) -> None:
+    versions = index.weights()["versions"]
+    assert [version["version"] for version in versions] == [6, 5, 0]
+    assert versions[-1]["learner"] == "test"

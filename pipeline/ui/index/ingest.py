@@ -4,6 +4,7 @@ The result depends on the records of each partition in their order, not on the p
 """
 
 import json
+import math
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,16 +18,28 @@ from rollstream.topics.errors import RecordError
 from rollstream.topics.fates import BATCHED, DROPPED
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.metric_catalogue import SUBJECTS
 from rollstream.topics.records import (
     BatchIndexEntry,
     JournalRecord,
     LearnerStep,
+    Metrics,
     PolicyManifest,
     Rollout,
     TrainingBatch,
 )
 from rollstream.topics.validation import batch_problems, entry_problems
 
+BUCKET_MS = 10_000
+"""Time within which the last value of a component's metric is kept."""
+COMPONENT_SERIES = {
+    "env": ("rollouts_per_s", "tokens_per_s", "cancelled_per_s", "capacity_wait_seconds_per_s"),
+    "infer": ("completion_tokens_per_s", "requests_per_s", "decoding_rows", "waiting_requests", "errors_per_s"),
+    "serve-weights": ("serving_replicas",),
+    "gateway": ("calls_per_s", "open_sessions"),
+    "group": ("lag", "in_flight", "open_groups"),
+}
+"""Metrics of components that become series, by role."""
 _INSERT_ROLLOUT = """insert or ignore into rollouts
     (id, partition, offset, time_ms, environment, worker, version, lowest, highest, reward, length, sampled, truncated,
      fate, grp)
@@ -35,7 +48,7 @@ _INSERT_ROLLOUT = """insert or ignore into rollouts
 _NOTHING = dict.fromkeys(
     ("worker", "version", "lowest", "highest", "reward", "length", "sampled", "truncated", "grp", "environment")
 )
-_ADD_PRODUCED = """insert into produced values (?, ?, ?, 1, ?, ?, ?, ?, ?) on conflict do update set
+_ADD_PRODUCED = """insert into produced values (?, ?, ?, ?, 1, ?, ?, ?, ?, ?) on conflict do update set
     rollouts = rollouts + 1, reward = reward + excluded.reward, successes = successes + excluded.successes,
     length = length + excluded.length, sampled = sampled + excluded.sampled, truncated = truncated + excluded.truncated
 """
@@ -54,11 +67,11 @@ class Ingest:
         self._touched: set[int] = set()
         """Groups whose figures changed in this transaction."""
         self._takers: dict[str, Callable[[KafkaRecord], None]] = {
-            "journal": self._journal,
-            "batches": self._batch,
             "batch-index": self._entry,
             "steps": self._step,
             "policies": self._policy,
+            "metrics": self._metrics,
+            "evals": self._evaluated,
         }
 
     def forget(self) -> None:
@@ -103,13 +116,15 @@ class Ingest:
                 row["worker"] = self._name("worker", rollout.metadata.worker_id)
                 row["grp"] = self._group(rollout, row["environment"])
                 self._touched.add(row["grp"])
-                produced.append(_produced(message.partition, rollout, row))
+                produced.append(_produced("rollouts", message.partition, rollout, row))
             rows.append(row)
-            names.append((row["id"], rollout.uid if rollout else None, answer.example, answer.preview))
+            episode = rollout.episode_uid if rollout and rollout.branches > 1 else None
+            uid, branches = (rollout.uid, rollout.branches) if rollout else (None, None)
+            names.append((row["id"], uid, answer.example, answer.preview, episode, branches))
             if answer.text:
                 texts.append((row["id"], answer.text))
         self.db.executemany(_INSERT_ROLLOUT, rows)
-        self.db.executemany("insert or ignore into rollout_names values (?, ?, ?, ?)", names)
+        self.db.executemany("insert or ignore into rollout_names values (?, ?, ?, ?, ?, ?)", names)
         # The table of texts takes rows in the order of their ids much faster.
         self.db.executemany("insert into texts (rowid, text) values (?, ?)", sorted(texts))
         self.db.executemany(_ADD_PRODUCED, produced)
@@ -143,17 +158,20 @@ class Ingest:
 
     # ------------------------------------------------------------------ the other topics
 
-    def other(self, message: KafkaRecord) -> None:
-        """Write a record of another topic."""
-        take = self._takers.get(name_in_run(message.topic))
-        if take is not None:
-            with self.skipped.passing(message):
-                take(message)
+    def other(self, message: KafkaRecord, record: JournalRecord | TrainingBatch | None = None) -> None:
+        """Write a record of another topic; `record` is it decoded, if that is done."""
+        name = name_in_run(message.topic)
+        with self.skipped.passing(message):
+            if isinstance(record, JournalRecord) and name == "journal":
+                self._journal(record)
+            elif isinstance(record, TrainingBatch) and name == "batches":
+                self._batch(message, record)
+            elif name in self._takers:
+                self._takers[name](message)
+            elif name in ("journal", "batches"):
+                self.skipped.decode(JournalRecord if name == "journal" else TrainingBatch, message)
 
-    def _journal(self, message: KafkaRecord) -> None:
-        record = self.skipped.decode(JournalRecord, message)
-        if record is None:
-            return
+    def _journal(self, record: JournalRecord) -> None:
         partition = record.partition
         answer = self.db.execute("select position from journals where partition = ?", (partition,)).fetchone()
         read = answer[0] if answer else record.begin
@@ -201,10 +219,7 @@ class Ingest:
             )
             self._touched.update(group for (group,) in answer)
 
-    def _batch(self, message: KafkaRecord) -> None:
-        batch = self.skipped.decode(TrainingBatch, message)
-        if batch is None:
-            return
+    def _batch(self, message: KafkaRecord, batch: TrainingBatch) -> None:
         if problems := batch_problems(batch):
             raise RecordError(problems[0])
         number = self._batch_id(batch.batch_id)
@@ -274,6 +289,29 @@ class Ingest:
         for name in sorted(batches):
             self._touched |= refresh.uses_of_batch(self.db, name, self._name)
 
+    def _metrics(self, message: KafkaRecord) -> None:
+        record = self.skipped.decode(Metrics, message)
+        if record is None:
+            return
+        role = record.labels.get("role", "")
+        values = {name: value for name, value in record.values.items() if math.isfinite(value)}
+        time_ms = int(record.timestamp * 1000) if 0 < record.timestamp < 1e12 else max(message.timestamp_ms, 0)
+        self.db.execute(
+            "insert or replace into components values (?, ?, ?, ?)",
+            (record.component, role, time_ms, json.dumps(values)),
+        )
+        wanted = COMPONENT_SERIES.get(role, ())
+        self.db.executemany(
+            "insert or replace into component_series values (?, ?, ?, ?, ?)",
+            [(role, name, time_ms // BUCKET_MS, _subject(record), values[name]) for name in wanted if name in values],
+        )
+
+    def _evaluated(self, message: KafkaRecord) -> None:
+        rollout = self.skipped.decode(Rollout, message)
+        if rollout is not None:
+            row = values_of(rollout) | {"environment": self._name("environment", rollout.environment)}
+            self.db.execute(_ADD_PRODUCED, _produced("evals", message.partition, rollout, row))
+
     def _policy(self, message: KafkaRecord) -> None:
         if message.value is None or kind_of(message.value) != "PolicyManifest":
             return
@@ -281,7 +319,8 @@ class Ingest:
         if manifest is None:
             return
         size = sum(chunk.size_bytes for chunk in manifest.chunks)
-        seconds = finite(manifest.figures.get("publish_s"))
+        stages = [seconds for name, seconds in manifest.figures.items() if name.endswith("_s")]
+        seconds = finite(math.fsum(stages)) if stages else None
         created_ms = int(manifest.created * 1000) if 0 < manifest.created < 1e12 else message.timestamp_ms
         about = (manifest.version, manifest.learner, manifest.step, manifest.kind, size, created_ms, manifest.digest)
         self.db.execute(
@@ -289,10 +328,16 @@ class Ingest:
         )
 
 
-def _produced(partition: int, rollout: Rollout, row: dict[str, Any]) -> tuple[Any, ...]:
+def _subject(record: Metrics) -> str:
+    """A component, and what its record is about."""
+    about = [record.labels[name] for name in SUBJECTS if name in record.labels]
+    return "/".join([record.component, *about])
+
+
+def _produced(topic: str, partition: int, rollout: Rollout, row: dict[str, Any]) -> tuple[Any, ...]:
     success = success_of(rollout)
     figures = (row["reward"] or 0.0, success, row["length"], row["sampled"], row["truncated"])
-    return (partition, row["version"], row["environment"], *figures)
+    return (topic, partition, row["version"], row["environment"], *figures)
 
 
 def _pairs(runs: list[int]) -> Iterable[tuple[int, int]]:

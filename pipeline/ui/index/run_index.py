@@ -14,7 +14,8 @@ from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools.run_view import RolloutPlace, RunView
 from rollstream.pipeline.ui.index import details as rollout_details
-from rollstream.pipeline.ui.index import facets, rollout_query, schema, series
+from rollstream.pipeline.ui.index import facets, group_query, history, rollout_query, schema, series
+from rollstream.pipeline.ui.index.group_query import GroupFilter
 from rollstream.pipeline.ui.index.indexed_view import IndexedView
 from rollstream.pipeline.ui.index.log_source import ArchiveSource, IndexSource, TopicSource
 from rollstream.pipeline.ui.index.rollout_query import RolloutFilter
@@ -121,6 +122,29 @@ class RunIndex(Closing):
         place = RolloutPlace(partition, offset)
         return rollout_details.details(self._db(), self._indexed_view(), place, tokens_from)
 
+    def estimators(self, partition: int, offset: int) -> dict[str, Any]:
+        """The group of a rollout under every estimator."""
+        db = self._db()
+        return group_query.estimators(db, rollout_details.id_at(db, RolloutPlace(partition, offset)))
+
+    def groups(
+        self, wanted: GroupFilter | None = None, *, order: str = "newest", after: str | None = None, limit: int = 100
+    ) -> dict[str, Any]:
+        """One page of groups: rows, next, matching, matching_exact."""
+        return group_query.page(self._db(), wanted or GroupFilter(), order, after, limit)
+
+    def spread(self, bins: int = 20) -> dict[str, Any]:
+        """How far rewards spread within groups: by version, as a histogram, by environment."""
+        return group_query.spread(self._db(), bins)
+
+    def drops(self, buckets: int = 120) -> dict[str, Any]:
+        """Dropped rollouts by reason over time."""
+        return history.drops(self._db(), buckets)
+
+    def weights(self) -> dict[str, Any]:
+        """Policy versions, and the components that serve one."""
+        return history.weights(self._db())
+
     def series(
         self, learner: str | None = None, names: Sequence[str] = (), points: int = series.POINTS
     ) -> dict[str, Any]:
@@ -162,4 +186,4 @@ class RunIndex(Closing):
         return self._view
 
 
-__all__ = ["IndexProgress", "RolloutFilter", "RunIndex"]
+__all__ = ["GroupFilter", "IndexProgress", "RolloutFilter", "RunIndex"]

@@ -13,6 +13,8 @@ VERSION = 1
 """Version of the tables and of what is written to them; each change of either raises it."""
 _OLDEST_SQLITE = (3, 35, 0)
 _CACHE_KIB = 64 * 1024
+_CHECKPOINT_PAGES = 16 * 1024
+"""Pages in the write-ahead log before they are copied: rows of one transaction lie in many places of the indexes."""
 
 TABLES = """
 create table meta (name text primary key, value text not null) without rowid;
@@ -38,7 +40,9 @@ create index rollouts_by_advantage on rollouts (advantage, id) where advantage i
 create index rollouts_by_group on rollouts (grp);
 create index rollouts_by_batch on rollouts (batch) where batch is not null;
 create index rollouts_by_step on rollouts (step, id) where step is not null;
-create table rollout_names (id integer primary key, uid text, example text, preview text not null);
+create table rollout_names (
+    id integer primary key, uid text, example text, preview text not null, episode text, branches integer
+);
 create index rollouts_by_uid on rollout_names (uid);
 create index rollouts_by_example on rollout_names (example);
 create virtual table texts using fts5 (text, content='', tokenize='trigram');
@@ -74,10 +78,17 @@ create table policies (
     version integer primary key, learner text, step integer, kind text, bytes integer, created_ms integer,
     digest text, seconds real, value blob not null
 );
+create table components (
+    component text primary key, role text not null, time_ms integer not null, "values" text not null
+) without rowid;
+create table component_series (
+    role text, name text, bucket integer, component text, value real, primary key (role, name, bucket, component)
+) without rowid;
 create table produced (
-    partition integer, version integer, environment integer, rollouts integer not null, reward real not null,
-    successes real not null, length real not null, sampled real not null, truncated integer not null,
-    primary key (partition, version, environment)
+    topic text, partition integer, version integer, environment integer, rollouts integer not null,
+    reward real not null, successes real not null, length real not null, sampled real not null,
+    truncated integer not null,
+    primary key (topic, partition, version, environment)
 ) without rowid;
 """
 
@@ -134,6 +145,7 @@ def _opened(path: Path) -> sqlite3.Connection:
         return _opened(path)
     # Transactions that a crash of the machine loses are read from the log again.
     connection.execute("pragma synchronous = normal")
+    connection.execute(f"pragma wal_autocheckpoint = {_CHECKPOINT_PAGES}")
     connection.execute(f"pragma cache_size = -{4 * _CACHE_KIB}")
     connection.execute("pragma temp_store = memory")
     return connection

@@ -5,9 +5,12 @@ The x of a version's rollouts is the step that published the version, so that bo
 
 import math
 import sqlite3
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from rollstream.pipeline.ui.index.ingest import BUCKET_MS
 
 POINTS = 600
 SHORT_NAMES = {
@@ -35,7 +38,7 @@ def series(
     """Series of one learner, by default the one with the most steps; all series, or those with the names asked for."""
     known = learners(db)
     chosen = learner or (known[0] if known else None)
-    answer = {**_produced(db, chosen), **_trained(db, chosen)}
+    answer = {**_of_components(db, chosen), **_by_version(db, chosen), **_trained(db, chosen)}
     wanted = [name for name in names if name in answer] if names else sorted(answer)
     most = min(max(points, 2), 10_000)
     rows = []
@@ -66,20 +69,25 @@ def series_name(metric: str) -> str:
     return f"step_s/{metric.removeprefix('time/')}" if metric.startswith("time/") else metric
 
 
-def _produced(db: sqlite3.Connection, learner: str | None) -> dict[str, Points]:
-    """Figures of the rollouts of each version."""
+def _by_version(db: sqlite3.Connection, learner: str | None) -> dict[str, Points]:
+    """Figures of the rollouts of each version, those of evaluations apart."""
     sums: dict[str, dict[int, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
-    for version, environment, count, reward, successes, sampled, truncated in db.execute(
-        "select version, (select name from names where id = environment), rollouts, reward, successes, sampled,"
+    for topic, version, environment, count, reward, successes, sampled, truncated in db.execute(
+        "select topic, version, (select name from names where id = environment), rollouts, reward, successes, sampled,"
         " truncated from produced"
     ):
-        figures = {
-            "reward/produced": reward,
-            f"reward/{environment}": reward,
-            f"success/{environment}": successes,
-            "length/produced": sampled,
-            "truncated/produced": truncated,
-        }
+        evaluated = {f"reward/evaluated/{environment}": reward, f"success/evaluated/{environment}": successes}
+        figures = (
+            evaluated
+            if topic == "evals"
+            else {
+                "reward/produced": reward,
+                f"reward/{environment}": reward,
+                f"success/{environment}": successes,
+                "length/produced": sampled,
+                "truncated/produced": truncated,
+            }
+        )
         for name, value in figures.items():
             sums[name][version].append((value, count))
     steps = _steps_of_versions(db, learner)
@@ -88,6 +96,20 @@ def _produced(db: sqlite3.Connection, learner: str | None) -> dict[str, Points]:
         by_step = ((steps.get(version), _mean(parts)) for version, parts in sorted(by_version.items()))
         answer[name] = {step: mean for step, mean in by_step if step is not None}
     return answer
+
+
+def _of_components(db: sqlite3.Connection, learner: str | None) -> dict[str, Points]:
+    """Metrics of components, each summed up over the components of its role, at the newest step of their time."""
+    steps = db.execute(
+        "select time_ms, step from steps where learner = ? order by time_ms, step", (learner,)
+    ).fetchall()
+    times = [time_ms for time_ms, _step in steps]
+    parts: dict[str, dict[int, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
+    summed = db.execute("select role, name, bucket, sum(value) from component_series group by role, name, bucket")
+    for role, name, bucket, value in summed:
+        at = bisect_right(times, (bucket + 1) * BUCKET_MS) - 1
+        parts[f"{role}/{name}"][steps[at][1] if at >= 0 else 0].append((value, 1))
+    return {name: {step: _mean(values) for step, values in by_step.items()} for name, by_step in parts.items()}
 
 
 def _mean(parts: Iterable[tuple[float, int]]) -> float:

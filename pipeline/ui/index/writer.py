@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from rollstream.pipeline.ui.index import schema
 from rollstream.pipeline.ui.index.ingest import Ingest
@@ -22,11 +23,24 @@ from rollstream.topics.kafka.client_errors import OffsetGone
 from rollstream.topics.kafka.records import KafkaRecord, Place
 from rollstream.topics.records import JournalRecord, TrainingBatch
 
-_PORTION = 1000
+_PORTION = 4000
 """Most records of one poll; their transaction holds what waits for rollouts, too."""
 _PATIENCE_S = 60.0
 _WAITING_BYTES = 64 * 1024 * 1024
 """Bytes of records that wait for the rollouts which they name; beyond, no more such records are read."""
+
+
+class _Waiting(NamedTuple):
+    """A record that names rollouts."""
+
+    message: KafkaRecord
+    own: Place
+    """Its topic and partition."""
+    place: Place
+    """The partition of `rollouts` that it names."""
+    needed: int
+    """Position there from which it can be written."""
+    record: JournalRecord | TrainingBatch | None = None
 
 
 class IndexWriter(Closing):
@@ -39,8 +53,8 @@ class IndexWriter(Closing):
         self._lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
         self._ingest: Ingest | None = None
         self._at: dict[Place, int] = {}
-        self._waiting: deque[tuple[KafkaRecord, Place, int]] = deque()
-        """Records whose rollouts are not read, with the position of `rollouts` that they need."""
+        self._waiting: deque[_Waiting] = deque()
+        """Records whose rollouts are not read."""
         self._waiting_bytes = 0
 
     @property
@@ -125,27 +139,26 @@ class IndexWriter(Closing):
             if place[0] == ROLLOUTS:
                 self._at[place] = max(self._at.get(place, 0), end)
         for message in others:
-            self._waiting.append((message, *needs(message)))
+            self._waiting.append(_waiting(message))
             self._waiting_bytes += len(message.value or b"")
         self._take_waiting(ingest)
-        held = {(name_in_run(message.topic), message.partition) for message, _place, _at in self._waiting}
+        held = {waiting.own for waiting in self._waiting}
         for place, end in ends.items():
             if place not in held:
                 self._at[place] = max(self._at.get(place, 0), end)
 
     def _take_waiting(self, ingest: Ingest) -> None:
         """Write the records whose rollouts are read, those of a partition in their order."""
-        kept: deque[tuple[KafkaRecord, Place, int]] = deque()
+        kept: deque[_Waiting] = deque()
         held: set[Place] = set()
         for item in self._waiting:
-            message, place, needed = item
-            own = (name_in_run(message.topic), message.partition)
-            if own in held or self._at.get(place, needed) < needed:
-                held.add(own)
+            message, needed = item.message, item.needed
+            if item.own in held or self._at.get(item.place, needed) < needed:
+                held.add(item.own)
                 kept.append(item)
             else:
-                ingest.other(message)
-                self._at[own] = message.offset + 1
+                ingest.other(message, item.record)
+                self._at[item.own] = message.offset + 1
                 self._waiting_bytes -= len(message.value or b"")
         self._waiting = kept
 
@@ -153,8 +166,8 @@ class IndexWriter(Closing):
         """Let records no longer wait for offsets beyond the end of `rollouts`, which was cut off."""
         bounds = self._source.bounds()
         self._waiting = deque(
-            (message, place, min(needed, self._at.get(place, 0)) if bounds.get(place, (0, 0))[1] < needed else needed)
-            for message, place, needed in self._waiting
+            item._replace(needed=0) if bounds.get(item.place, (0, 0))[1] < item.needed else item
+            for item in self._waiting
         )
 
     @contextmanager
@@ -177,17 +190,16 @@ class IndexWriter(Closing):
             raise
 
 
-def needs(message: KafkaRecord) -> tuple[Place, int]:
-    """The partition of `rollouts` and the position in it from which a record can be written."""
-    place = (ROLLOUTS, message.partition)
-    if name_in_run(message.topic) not in ("journal", "batches"):
-        return place, 0
-    try:
-        record = decode(message.value)
-    except RecordError:
-        return place, 0
-    if isinstance(record, JournalRecord):
-        return (ROLLOUTS, record.partition), record.position
-    if isinstance(record, TrainingBatch) and len(record.source_offsets):
-        return place, int(record.source_offsets.max()) + 1
-    return place, 0
+def _waiting(message: KafkaRecord) -> _Waiting:
+    """Decode a record that names rollouts, and say up to where they must be read before it is written."""
+    own, place = (name_in_run(message.topic), message.partition), (ROLLOUTS, message.partition)
+    if own[0] in ("journal", "batches"):
+        try:
+            record = decode(message.value)
+        except RecordError:
+            return _Waiting(message, own, place, 0)
+        if isinstance(record, JournalRecord):
+            return _Waiting(message, own, (ROLLOUTS, record.partition), record.position, record)
+        if isinstance(record, TrainingBatch) and len(record.source_offsets):
+            return _Waiting(message, own, place, int(record.source_offsets.max()) + 1, record)
+    return _Waiting(message, own, place, 0)

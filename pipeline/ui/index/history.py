@@ -1,0 +1,49 @@
+"""Drops over time, and policy versions with what serves them, from an index."""
+
+import json
+import sqlite3
+from typing import Any
+
+from rollstream.pipeline.ui.index import fates
+from rollstream.pipeline.ui.index.rollout_rows import first_id_at, time_of
+from rollstream.topics.fates import DROPPED
+
+SERVERS = ("infer", "serve-weights", "engine")
+"""Roles whose components sample with a policy version."""
+
+
+def drops(db: sqlite3.Connection, buckets: int = 120) -> dict[str, Any]:
+    """Dropped rollouts by reason, in buckets of the time in which they were appended."""
+    buckets = min(max(buckets, 1), 2000)
+    first, last = db.execute("select min(id), max(id) from rollouts").fetchone()
+    if first is None:
+        return {"edges_ms": [], "reasons": {}, "totals": {}}
+    begin, end = time_of(first), time_of(last) + 1
+    width = max(-(-(end - begin) // buckets), 1)
+    buckets = -(-(end - begin) // width)
+    reasons: dict[str, list[int]] = {}
+    # Ids rise with the append time, so a bucket is a range of them.
+    counted = db.execute(
+        "select (select name from names where id = reason), (id - ?) / ?, count(*) from rollouts where fate = ?"
+        " group by 1, 2",
+        (first_id_at(begin), first_id_at(begin + width) - first_id_at(begin), fates.CODES[DROPPED]),
+    )
+    for reason, bucket, count in counted:
+        reasons.setdefault(reason or "", [0] * buckets)[min(bucket, buckets - 1)] += count
+    return {
+        "edges_ms": [begin + width * i for i in range(buckets + 1)],
+        "reasons": reasons,
+        "totals": {reason: sum(counts) for reason, counts in reasons.items()},
+    }
+
+
+def weights(db: sqlite3.Connection) -> dict[str, Any]:
+    """Policy versions, newest first, and the version of each component that serves one."""
+    names = ("version", "learner", "step", "kind", "bytes", "created_ms", "digest", "seconds")
+    rows = db.execute(f"select {', '.join(names)} from policies order by version desc")
+    serving = {}
+    for component, role, values in db.execute('select component, role, "values" from components order by component'):
+        version = json.loads(values).get("policy_version")
+        if role in SERVERS and version is not None:
+            serving[component] = int(version)
+    return {"versions": [dict(zip(names, row, strict=True)) for row in rows], "serving": serving}

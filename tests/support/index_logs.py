@@ -1,0 +1,337 @@
+"""Logs of made runs for tests of the index: encoded records of every topic, in any number, read in any portions."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+
+import numpy as np
+
+from rollstream.pipeline.ui.index.log_source import ROLLOUTS, Positions
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import encode
+from rollstream.topics.kafka.records import KafkaRecord, Place
+from rollstream.topics.offset_ranges import to_ranges
+from rollstream.topics.records import (
+    BatchGroup,
+    BatchIndexEntry,
+    BatchUse,
+    Drop,
+    FinishedOffsets,
+    JournalRecord,
+    LearnerStep,
+    Mark,
+    PolicyManifest,
+    Rollout,
+    RolloutMetadata,
+    TrainingBatch,
+    Turn,
+)
+from rollstream.topics.rl_examples import batch_digest
+
+RUN = "made"
+BEGAN_MS = 1_790_000_000_000
+GROUP = 8
+_SENTENCE = (
+    "the answer follows from adding both numbers and carrying one over then we divide by three which leaves a "
+    "remainder of two so we try again with another guess while checking every digit against the hint before finishing"
+)
+WORDS = _SENTENCE.split()
+_TEXT_BYTES = 180
+Chunk = list[tuple[str, KafkaRecord]]
+
+
+class MadeRun:
+    """Makes a run in chunks: on each partition some groups, their journal, a batch and its entry; then a step."""
+
+    def __init__(self, *, partitions: int = 2, seed: int = 0, groups: int = 8, environments: int = 3) -> None:
+        self._partitions, self._groups, self._environments = partitions, groups, environments
+        self._random = random.Random(seed)
+        self._texts = [_text(self._random) for _ in range(2000)]
+        self._ends: dict[Place, int] = {}
+        self._examples = itertools.count()
+        self._sequence = dict.fromkeys(range(partitions), 0)
+        self._step = 0
+        self._version = 0
+
+    def chunk(self) -> Chunk:
+        """The records of the next chunk, those of `rollouts` first."""
+        chunk: Chunk = []
+        others: Chunk = []
+        uses: list[BatchUse] = []
+        for partition in range(self._partitions):
+            more, use = self._partition(partition, chunk)
+            others += more
+            uses.append(use)
+        others.append(self._stepped(uses))
+        return chunk + others
+
+    def _partition(self, partition: int, rollouts: Chunk) -> tuple[Chunk, BatchUse]:
+        begin = self._ends.get((ROLLOUTS, partition), 0)
+        groups = []
+        for _ in range(self._groups):
+            example, environment = next(self._examples), f"env{self._random.randrange(self._environments)}"
+            first = self._ends.get((ROLLOUTS, partition), 0)
+            for member in range(GROUP):
+                reward = self._random.randrange(5) / 4
+                rollouts.append(self._rollout(partition, example, member, environment, reward))
+            groups.append((example, environment, range(first, first + GROUP)))
+        rollouts.append(self._record(ROLLOUTS, partition, encode(Mark(kind="deadline"))))
+        rollouts.append(self._record(ROLLOUTS, partition, b"\xc3\x01poison"))
+        mark = self._ends[ROLLOUTS, partition] - 2
+        kept, gone = groups[:-1], groups[-1][2]
+        batch = self._batch(partition, kept)
+        entry = BatchIndexEntry.of(batch, self._ends.get(("batches", partition), 0))
+        drops = tuple(Drop(offset=offset, reason="zero_variance", environment="env0") for offset in gone)
+        settled = [o for _example, _environment, offsets in kept for o in offsets]
+        finished = (
+            FinishedOffsets(fate="batched", runs=to_ranges(settled)),
+            FinishedOffsets(fate="dropped", runs=to_ranges(list(gone))),
+            FinishedOffsets(fate="control", runs=to_ranges([mark])),
+            FinishedOffsets(fate="dead_lettered", runs=to_ranges([mark + 1])),
+        )
+        journal = self._journal(partition, begin, batch, finished, drops)
+        records = [
+            self._record("batches", partition, encode(batch)),
+            self._record("journal", partition, encode(journal)),
+            self._record("batch-index", 0, encode(entry)),
+        ]
+        kind = "skipped" if self._random.random() < 0.1 else "trained"
+        use = BatchUse(
+            batch_id=batch.batch_id,
+            index_offset=self._ends["batch-index", 0] - 1,
+            rows=len(batch),
+            use=kind,  # type: ignore[arg-type]
+            reason="too old" if kind == "skipped" else "",
+            code="stale_version" if kind == "skipped" else "",
+        )
+        return records, use
+
+    def _journal(
+        self,
+        partition: int,
+        begin: int,
+        batch: TrainingBatch,
+        finished: tuple[FinishedOffsets, ...],
+        drops: tuple[Drop, ...],
+    ) -> JournalRecord:
+        sequence = self._sequence[partition]
+        self._sequence[partition] += 1
+        end = self._ends[ROLLOUTS, partition]
+        return JournalRecord(
+            partition=partition,
+            sequence=sequence,
+            core_version=5,
+            topic_id="id",
+            partitions=self._partitions,
+            begin=begin,
+            position=end,
+            watermark=end,
+            watermark_stream_time_ms=0,
+            watermark_policy_version=self._version,
+            watermark_generation=0,
+            watermark_configuration="",
+            stream_time_ms=0,
+            policy_version=self._version,
+            generation=0,
+            batch_number=batch.number + 1,
+            finished=finished,
+            drops=drops,
+            batch_ids=(batch.batch_id,),
+        )
+
+    def _rollout(
+        self, partition: int, example: int, member: int, environment: str, reward: float
+    ) -> tuple[str, KafkaRecord]:
+        worker = f"worker-{self._random.randrange(4)}"
+        template = _template(environment, worker, self._version, reward, 24 + 8 * self._random.randrange(4))
+        value = (
+            template.replace(b"U" * 12, f"u{example:09d}-{member}".encode())
+            .replace(b"E" * 10, f"x{example:09d}".encode())
+            .replace(b"T" * _TEXT_BYTES, self._texts[self._random.randrange(2000)])
+            .replace(b"N" * 16, f"case {example * GROUP + member:011d}".encode())
+        )
+        return self._record(ROLLOUTS, partition, value)
+
+    def _batch(self, partition: int, groups: Sequence[tuple[int, str, range]]) -> TrainingBatch:
+        number, rows = self._sequence[partition], GROUP * len(groups)
+        batch = TrainingBatch(
+            batch_id=f"{partition}-{number}",
+            partition=partition,
+            number=number,
+            core_version=5,
+            generation=0,
+            cut="size",
+            cut_ms=BEGAN_MS,
+            groups=tuple(
+                BatchGroup(
+                    environment=environment,
+                    example_id=f"x{example:09d}",
+                    policy_version=self._version,
+                    group_id="",
+                    size=GROUP,
+                    opened_ms=0,
+                    sealed_ms=0,
+                )
+                for example, environment, _offsets in groups
+            ),
+            group_index=np.repeat(np.arange(len(groups)), GROUP).astype("<i4"),
+            source_offsets=np.array([o for _e, _n, offsets in groups for o in offsets], "<i8"),
+            uids=tuple(f"u{example:09d}-{member}" for example, _e, _o in groups for member in range(GROUP)),
+            splits=np.arange(0, 2 * rows + 1, 2, dtype="<i8"),
+            tokens=np.ones(2 * rows, "<i4"),
+            loss_mask=np.tile([False, True], rows),
+            logprobs=np.tile(np.array([0, -1], "<f4"), rows),
+            advantages=np.repeat(np.linspace(-1, 1, rows), 2).astype("<f4"),
+            rewards=np.zeros(rows),
+            truncated=np.zeros(rows, bool),
+            lowest_versions=np.full(rows, self._version, "<i8"),
+            highest_versions=np.full(rows, self._version, "<i8"),
+            temperatures=np.ones(rows),
+            logprobs_processed=np.ones(rows, bool),
+            digest="",
+        )
+        object.__setattr__(batch, "digest", batch_digest(batch))
+        return batch
+
+    def _stepped(self, uses: Sequence[BatchUse]) -> tuple[str, KafkaRecord]:
+        self._step += 1
+        step = LearnerStep(
+            learner="main",
+            step=self._step,
+            input_run=RUN,
+            uses=tuple(uses),
+            position=self._ends["batch-index", 0],
+            policy_version=self._step,
+            params_digest="",
+            trained_total=0,
+            skipped_total=0,
+            metrics={"loss": 1 / self._step, "time/step": 0.5, "trained/reward": 0.5},
+            timestamp=BEGAN_MS / 1000 + self._step,
+        )
+        self._version = self._step // 64
+        return self._record("steps", 0, encode(step))
+
+    def policy(self, version: int) -> tuple[str, KafkaRecord]:
+        """The manifest of a version."""
+        manifest = PolicyManifest(
+            version=version, learner="main", step=64 * version, epoch="e", tensors=(), chunks=(), digest="d"
+        )
+        return self._record("policies", 0, encode(manifest))
+
+    def _record(self, name: str, partition: int, value: bytes) -> tuple[str, KafkaRecord]:
+        offset = self._ends.get((name, partition), 0)
+        self._ends[name, partition] = offset + 1
+        time_ms = BEGAN_MS + offset * 3
+        return name, KafkaRecord(topic_name(RUN, name), partition, offset, time_ms, None, value)
+
+
+def _text(draw: random.Random) -> bytes:
+    words: list[str] = []
+    while sum(len(word) + 1 for word in words) < _TEXT_BYTES + 20:
+        words.append(draw.choice(WORDS))
+    return " ".join(words)[:_TEXT_BYTES].encode()
+
+
+@cache
+def _template(environment: str, worker: str, version: int, reward: float, length: int) -> bytes:
+    """An encoded rollout with places for uid, example, text and number, which keep their lengths."""
+    half = length // 2
+    return encode(
+        Rollout(
+            uid="U" * 12,
+            group_size=GROUP,
+            environment=environment,
+            example_id="E" * 10,
+            policy_version=version,
+            lowest_version=version,
+            highest_version=version,
+            tokens=np.arange(length, dtype="<i4"),
+            loss_mask=np.arange(length) >= half,
+            logprobs=np.where(np.arange(length) >= half, -0.5, 0.0).astype("<f4"),
+            reward=reward,
+            turns=(
+                Turn(role="user", text="N" * 16, start=0, stop=half),
+                Turn(role="assistant", text="T" * _TEXT_BYTES, start=half, stop=length, has_logprobs=True),
+            ),
+            metadata=RolloutMetadata(worker_id=worker, timestamp=1.0),
+        )
+    )
+
+
+class ListedLog:
+    """A log in memory, read in portions whose sizes the test gives."""
+
+    kind = "topics"
+
+    def __init__(
+        self, records: Sequence[tuple[str, KafkaRecord]], portion: Callable[[], int] = lambda: 1000, run: str = RUN
+    ) -> None:
+        self.run = run
+        self._portion = portion
+        self._records: dict[Place, list[KafkaRecord]] = {}
+        self._at: dict[Place, int] = {}
+        for name, record in records:
+            self._records.setdefault((name, record.partition), []).append(record)
+
+    def identity(self) -> dict[str, str]:
+        return {"run": self.run}
+
+    def bounds(self) -> dict[Place, tuple[int, int]]:
+        return {place: (0, len(records)) for place, records in self._records.items()}
+
+    def begin(self, positions: Positions) -> None:
+        self._at = {place: positions.get(place, 0) for place in self._records}
+
+    def poll(self, rollouts: bool, most: int, wait_s: float) -> list[KafkaRecord]:
+        del wait_s
+        polled: list[KafkaRecord] = []
+        for place, records in self._records.items():
+            if (place[0] == ROLLOUTS) is rollouts:
+                portion = records[self._at[place] :][: min(self._portion(), most - len(polled))]
+                self._at[place] += len(portion)
+                polled += portion
+        return polled
+
+    def ends(self) -> Positions:
+        return {place: at for place, at in self._at.items() if at == len(self._records[place])}
+
+    def close(self) -> None:
+        self._at = {}
+
+
+class EndlessLog:
+    """A log that is made while it is read, for measurements with more records than memory should hold."""
+
+    kind = "topics"
+    run = RUN
+
+    def __init__(self, chunks: Iterator[Chunk]) -> None:
+        self._chunks = chunks
+        self._rollouts: list[KafkaRecord] = []
+        self._others: list[KafkaRecord] = []
+
+    def identity(self) -> dict[str, str]:
+        return {"run": self.run}
+
+    def bounds(self) -> Mapping[Place, tuple[int, int]]:
+        return {}
+
+    def begin(self, positions: Positions) -> None:
+        del positions
+
+    def poll(self, rollouts: bool, most: int, wait_s: float) -> list[KafkaRecord]:
+        del wait_s
+        if rollouts and not self._rollouts:
+            while len(self._rollouts) < most and (chunk := next(self._chunks, None)) is not None:
+                self._rollouts += [record for name, record in chunk if name == ROLLOUTS]
+                self._others += [record for name, record in chunk if name != ROLLOUTS]
+        held = self._rollouts if rollouts else self._others
+        polled, held[:] = held[:most], held[most:]
+        return polled
+
+    def ends(self) -> Positions:
+        return {}
+
+    def close(self) -> None:
+        self._rollouts, self._others = [], []

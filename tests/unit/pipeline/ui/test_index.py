@@ -1,0 +1,178 @@
+"""An index says the same however its records were portioned, and nothing in a query or a record is more than data."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollstream.pipeline.ui.index import facets, group_query, history, rollout_query, schema, series
+from rollstream.pipeline.ui.index.group_query import GroupFilter
+from rollstream.pipeline.ui.index.rollout_query import RolloutFilter
+from rollstream.pipeline.ui.index.writer import IndexWriter
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.kafka.records import KafkaRecord
+from tests.support.index_logs import Chunk, ListedLog, MadeRun
+
+
+def made(chunks: int, seed: int = 0, groups: int = 3) -> Chunk:
+    """Records of a small run, with versions of its policy."""
+    run = MadeRun(seed=seed, groups=groups)
+    return [record for _ in range(chunks) for record in run.chunk()] + [run.policy(0), run.policy(1)]
+
+
+def fill(path: Path, log: ListedLog, interruptions: Iterator[int]) -> None:
+    """Fill an index; after so many polls, its writer ends and another one goes on."""
+    while True:
+        with IndexWriter(path, log) as writer:
+            for _ in range(next(interruptions)):
+                if not writer.poll() and not writer.poll():
+                    return
+
+
+def content(path: Path) -> dict[str, Any]:
+    """Everything that queries say of an index."""
+    with closing(schema.reader(path)) as db:
+        listed = rollout_query.page(db, RolloutFilter(), limit=1000)
+        return {
+            "rollouts": listed,
+            "found": rollout_query.page(db, RolloutFilter(text="remainder"), limit=1000),
+            "facets": facets.facets(db),
+            "groups": group_query.page(db, GroupFilter(), "spread", limit=1000),
+            "spread": group_query.spread(db),
+            "drops": history.drops(db),
+            "weights": history.weights(db),
+            "series": series.series(db),
+        }
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of a run of four chunks."""
+    path = tmp_path_factory.mktemp("index") / "index.sqlite"
+    fill(path, ListedLog(made(4)), itertools.repeat(1000))
+    return path
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 3), st.lists(st.integers(1, 60), min_size=1, max_size=8), st.lists(st.integers(1, 9), min_size=1))
+def test_an_index_filled_in_interrupted_portions_equals_one_filled_in_one_go(
+    seed: int, portions: list[int], interruptions: list[int]
+) -> None:
+    records = made(2, seed)
+    with TemporaryDirectory() as directory:
+        whole, parted = Path(directory) / "whole.sqlite", Path(directory) / "parted.sqlite"
+        fill(whole, ListedLog(records), itertools.repeat(1000))
+        sizes = itertools.cycle(portions)
+        fill(parted, ListedLog(records, lambda: next(sizes)), itertools.cycle(interruptions))
+        assert content(parted) == content(whole)
+
+
+def test_every_record_has_a_row_with_its_fate(filled: Path) -> None:
+    answer = content(filled)["facets"]["fates"]
+    rollouts = 4 * 2 * 3 * 8
+    assert answer["dropped"] == rollouts // 3
+    assert answer["trained"] + answer.get("skipped", 0) == 2 * rollouts // 3
+    assert answer["control"] == answer["dead_lettered"] == 8
+    assert sum(answer.values()) == rollouts + 16
+
+
+def test_an_index_of_other_topics_or_of_another_version_is_built_again(filled: Path, tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite"
+    fill(path, ListedLog(made(2)), itertools.repeat(1000))
+    other = ListedLog(made(1, seed=9), run="made-again")
+    fill(path, other, itertools.repeat(1000))
+    with closing(schema.reader(path)) as db:
+        assert rollout_query.page(db, RolloutFilter())["matching"] == 2 * (3 * 8 + 2)
+    path.write_bytes(b"no database at all" * 1000)
+    fill(path, ListedLog(made(1)), itertools.repeat(1000))
+    assert content(path)["rollouts"]["matching"] == 2 * (3 * 8 + 2)
+
+
+def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
+    path, records = tmp_path / "index.sqlite", made(1)
+    with IndexWriter(path, ListedLog(records)) as first:
+        assert first.poll()
+        second = IndexWriter(path, ListedLog(records))
+        assert second.poll() == 0
+        assert not second.owned
+    with second:
+        while second.poll():
+            pass
+        assert second.owned
+
+
+HOSTILE = [
+    '" or 1=1 --',
+    "' union select value from meta --",
+    "text NEAR(a b)",
+    "text:*",
+    'a"b"c',
+    "(((",
+    "x'; drop table rollouts; --",
+    "\0\0\0",
+    "-the",
+    "the OR answer",
+    "☃☃☃",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_of_a_query_is_syntax(filled: Path, text: str) -> None:
+    with closing(schema.reader(filled)) as db:
+        for wanted in (
+            RolloutFilter(text=text),
+            RolloutFilter(environment=text),
+            RolloutFilter(uid=text, example=text, group=text, batch=text, worker=text, reason=text),
+        ):
+            assert rollout_query.page(db, wanted)["rows"] == []
+        assert rollout_query.page(db, RolloutFilter())["matching"] == 4 * 2 * (3 * 8 + 2)
+
+
+@settings(deadline=None)
+@given(st.text(min_size=3, max_size=40))
+def test_any_text_can_be_searched(filled: Path, text: str) -> None:
+    with closing(schema.reader(filled)) as db:
+        rollout_query.page(db, RolloutFilter(text=text))
+
+
+def test_a_search_finds_what_texts_hold_in_any_case(filled: Path) -> None:
+    with closing(schema.reader(filled)) as db:
+        everything = rollout_query.page(db, RolloutFilter(), limit=1000)["rows"]
+        number = rollout_query.page(db, RolloutFilter(text="CASE 00000000017"))["rows"]
+        assert [row["uid"] for row in number] == ["u000000002-1"]
+        answer = rollout_query.page(db, RolloutFilter(text="carrying one"), limit=1000)["rows"]
+        assert {row["place"] for row in answer} >= {r["place"] for r in everything if "carrying one" in r["preview"]}
+
+
+@pytest.mark.parametrize(
+    ("order", "after", "text"),
+    [("best", None, None), ("newest", "bm90IGpzb24", None), ("reward", "!!!", None), ("newest", None, "ab")],
+)
+def test_a_bad_parameter_is_refused_with_what_is_wrong(
+    filled: Path, order: str, after: str | None, text: str | None
+) -> None:
+    with closing(schema.reader(filled)) as db, pytest.raises(ConfigurationError):
+        rollout_query.page(db, RolloutFilter(text=text), order, after)
+
+
+def test_records_that_do_not_decode_are_counted_and_stop_nothing(tmp_path: Path) -> None:
+    records = made(1)
+    last: dict[tuple[str, int], int] = {}
+    for name, record in records:
+        last[name, record.partition] = record.offset
+    bad = [
+        (name, KafkaRecord(f"made.{name}", partition, offset + 1, 5, None, value))
+        for (name, partition), offset in last.items()
+        for value in (b"\xc3\x01 nothing",)
+    ]
+    path = tmp_path / "index.sqlite"
+    fill(path, ListedLog(records + bad), itertools.repeat(1000))
+    with closing(schema.reader(path)) as db:
+        assert rollout_query.page(db, RolloutFilter())["matching"] == 2 * (3 * 8 + 2) + 2
+        assert rollout_query.page(db, RolloutFilter(fate="unread"))["matching"] == 2
