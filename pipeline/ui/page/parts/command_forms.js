@@ -1,0 +1,26 @@
+// The commands of the page: what each asks for, and the body that is sent.
+
+/** @typedef {{ name: string, label: string, number?: boolean, optional?: boolean, choices?: string[], hint?: string }} Field */
+/** @typedef {{ name: string, title: string, note: string, fields: Field[], body: (values: Record<string, string>) => object }} Form */
+
+/** @type {Form[]} */
+export const COMMANDS = [
+  {
+    name: "scale",
+    title: "Scale",
+    note: "Change the number of processes of a role. Without a number the settings decide again.",
+    fields: [
+      { name: "role", label: "Role", choices: ["env", "group", "infer"] },
+      { name: "processes", label: "Processes", number: true, optional: true, hint: "as in the settings" },
+    ],
+    body: ({ role, processes }) => ({ processes: { [role]: processes === "" ? null : Number(processes) } }),
+  },
+];
+
+/**
+ * @param {Form} form
+ * @param {Record<string, string>} values
+ */
+export function bodyOf(form, values) {
+  return { command: form.name, ...form.body(values) };
+}
