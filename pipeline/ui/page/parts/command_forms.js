@@ -15,6 +15,33 @@ export const COMMANDS = [
     ],
     body: ({ role, processes }) => ({ processes: { [role]: processes === "" ? null : Number(processes) } }),
   },
+  {
+    name: "pause_environment",
+    title: "Pause an environment",
+    note: "Workers begin no more groups of it. Groups that began are finished.",
+    fields: [
+      { name: "environment", label: "Environment" },
+      { name: "reason", label: "Reason", hint: "its verifier hangs" },
+    ],
+    body: ({ environment, reason }) => ({ environment, reason }),
+  },
+  {
+    name: "resume_environment",
+    title: "Resume an environment",
+    note: "Workers begin groups of it again.",
+    fields: [{ name: "environment", label: "Environment" }],
+    body: ({ environment }) => ({ environment }),
+  },
+  {
+    name: "weigh",
+    title: "Weigh an environment",
+    note: "Change how often workers draw it. Without a weight the settings decide again.",
+    fields: [
+      { name: "environment", label: "Environment" },
+      { name: "weight", label: "Weight", number: true, optional: true, hint: "as in the settings" },
+    ],
+    body: ({ environment, weight }) => ({ weights: { [environment]: weight === "" ? null : Number(weight) } }),
+  },
 ];
 
 /**

@@ -8,12 +8,13 @@ import { Chart } from "./chart.js";
 /** @typedef {import("../contract").Series} Series */
 /** @typedef {{ name: string, series: Series[] }} Side */
 
-const FIRST = ["reward", "success", "length", "loss", "kl", "entropy", "mismatch", "staleness", "tokens", "step_s", "time"];
+const FIRST = ["reward", "success", "length", "truncated", "loss", "kl", "entropy", "mismatch", "staleness", "tokens", "step_s", "time"];
 const MOST_CURVES = 10;
 const TITLES = /** @type {Record<string, string>} */ ({
   kl: "KL divergence",
   success: "Success by environment",
   length: "Tokens of a rollout",
+  truncated: "Share truncated",
   mismatch: "Mismatch of trainer and sampler",
   staleness: "Staleness",
   tokens_per_s: "Tokens per second",

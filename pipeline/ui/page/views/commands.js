@@ -78,7 +78,7 @@ function Command({ form, run, onSent }) {
       (each) => html`<label>${each.label}
         ${each.choices
           ? html`<select value=${values[each.name]} onChange=${change(each.name)}>${each.choices.map((name) => html`<option value=${name}>${name}</option>`)}</select>`
-          : html`<input type=${each.number ? "number" : "text"} value=${values[each.name]} onInput=${change(each.name)} required=${!each.optional} placeholder=${each.hint ?? ""} autocomplete="off" spellcheck="false" />`}
+          : html`<input type=${each.number ? "number" : "text"} step="any" value=${values[each.name]} onInput=${change(each.name)} required=${!each.optional} placeholder=${each.hint ?? ""} autocomplete="off" spellcheck="false" />`}
       </label>`,
     )}
     <button type="submit">${form.title}…</button>

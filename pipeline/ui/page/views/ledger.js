@@ -83,7 +83,9 @@ function Places({ run, places, produced, query }) {
           <tr class=${each.within ? "within" : ""}>
             <th scope="row"><span class="sign" aria-hidden="true">${FATE_SIGNS[each.fate] ?? "◌"}</span> ${each.label}</th>
             <td class="n">
-              ${each.n > 0 && each.fate !== "waiting"
+              ${each.n > 0 && each.within && each.fate !== "waiting"
+                ? html`<a href=${link(run, "rollouts", { fate: each.fate })}>${whole(each.n)}</a>`
+                : each.n > 0 && !each.within
                 ? html`<button type="button" class="number" aria-expanded=${open} onClick=${() => replaceQuery({ open: open ? "" : id })}>
                     ${whole(each.n)}<span class="hidden">: the offsets of ${each.label}</span></button>`
                 : whole(each.n)}

@@ -87,13 +87,18 @@ function Conversation({ turns, onTokens }) {
         <p class="turn-head">
           <span class="role">${turn.role}</span>
           <button type="button" class="link" onClick=${() => onTokens(turn.start)}>tokens ${turn.start} to ${turn.stop}</button>
-          ${turn.has_logprobs ? html`<span class="muted">sampled${turn.model_version !== null && turn.model_version !== "" ? ` by ${turn.model_version}` : ""}</span>` : null}
-          ${turn.reward !== null ? html`<span class="muted">reward ${number(turn.reward, 3)}</span>` : null}
+          ${turn.has_logprobs ? html`<span class="muted">sampled${known(turn.model_version) ? ` by ${versionText(turn.model_version)}` : ""}</span>` : null}
+          ${turn.reward ? html`<span class="muted">reward ${number(turn.reward, 3)}</span>` : null}
         </p>
         <p class="turn-text">${turn.text}</p>
       </div>`,
     )}
   </div>`;
+}
+
+/** @param {number | string | null} version */
+function known(version) {
+  return version !== null && version !== "" && version !== -1;
 }
 
 /** @param {{ title: string, values: Record<string, unknown> }} props */

@@ -11,7 +11,7 @@ import { Empty, Facts, Failure, More, Panel, shown, Table } from "../parts/basic
 /** @typedef {import("../contract").Session} Session */
 /** @typedef {import("../contract").SessionAnswer} SessionAnswer */
 
-const STATES = ["open", "ended", "cancelled"];
+const STATES = ["open", "waits_for_reward", "closing", "finished", "cancelled"];
 
 /** @param {import("../app").ViewProps} props */
 export function SessionsView({ run, live, query }) {

@@ -1,0 +1,47 @@
+"""Fixtures of tests in a browser: a Chromium, and a run whose page is served as a user serves it."""
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser
+
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.records import Turn
+from tests.browser import chromium
+from tests.browser.served_run import GROUPS, HOSTILE, ServedRun, url_of
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    with chromium.started() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def served(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRun]:
+    """A run with batches, drops, a dead letter and hostile texts, its grouping process, and its page."""
+    run = RealRun(KafkaConfig(bootstrap_servers=broker), "browsed", tmp_path_factory.mktemp("browsed")).prepare()
+    try:
+        run.start("group")
+        run.send(
+            rollout(
+                f"x{n}",
+                member,
+                reward=float(member == n % 4),
+                turns=(
+                    Turn(role="user", text=f"prompt {n}", start=0, stop=3),
+                    Turn(role="assistant", text=f"answer {member} {HOSTILE}", start=3, stop=6, has_logprobs=True),
+                ),
+            )
+            for n in range(GROUPS)
+            for member in range(4)
+        )
+        run.send(rollout("flat", member, reward=1.0) for member in range(4))
+        run.send_bytes("rollouts", HOSTILE.encode(), b"key", 0)
+        eventually(lambda: len(run.read("batches")) >= 4, 60, "batches")
+        process = run.start("ui")
+        yield ServedRun(run, process, url_of(run, process))
+    finally:
+        run.stop()

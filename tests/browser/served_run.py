@@ -1,0 +1,49 @@
+"""A run whose page is served by a process of its own, and what its texts and numbers are."""
+
+import json
+import re
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+from tests.support.runs import RealRun
+from tests.support.waiting import eventually
+
+GROUPS = 24
+HOSTILE = """<img src=x onerror="alert('text')"><script>alert('script')</script>"""
+
+
+@dataclass
+class ServedRun:
+    """A run and the process that serves its page."""
+
+    run: RealRun
+    process: "subprocess.Popen[bytes]"
+    url: str
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(60)
+
+    def serve_again(self) -> None:
+        """Start the server at the same address."""
+        self.process = self.run.start("ui", ui__port=int(self.url.rpartition(":")[2].strip("/")))
+        assert url_of(self.run, self.process) == self.url
+
+
+def url_of(run: RealRun, process: "subprocess.Popen[bytes]") -> str:
+    """The address that the server printed."""
+
+    def printed() -> str | None:
+        match = re.search(r"^page of runs? .*: (http://\S+)$", run.log_of(process), re.MULTILINE)
+        return match and match[1]
+
+    return (eventually(printed, 60, "the address of the page") or "").rstrip("/") + "/"
+
+
+def command(served: ServedRun, *words: str) -> dict[str, Any]:
+    """JSON that a command prints."""
+    done = subprocess.run(
+        served.run.command(*words, "--json"), capture_output=True, text=True, check=False, timeout=300
+    )
+    return dict(json.loads(done.stdout))

@@ -1,0 +1,44 @@
+"""The page in a browser, on a real run, served as a user serves it."""
+
+import re
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from tests.browser.chromium import PATIENCE_MS, visit
+from tests.browser.served_run import ServedRun, command
+
+
+def test_the_run_is_shown_as_the_command_line_has_it(served: ServedRun, browser: Browser) -> None:
+    """Also: nothing is refused by the policy, and axe finds nothing serious, by day and on a phone at night."""
+    for dark in (False, True):
+        seen = visit(browser, served.url, dark=dark, phone=dark)
+        seen.open(f"#/{served.run.name}/run")
+        expect(seen.page.locator(".state")).to_have_text(re.compile("Live|Quiet"), timeout=PATIENCE_MS)
+        expect(seen.page.locator(".figure", has_text="Dead letters").locator(".value")).to_have_text("1")
+        top = command(served, "top")
+        assert seen.figure("Rollouts") == f"{top['rollouts']:,}"
+        assert seen.figure("Batches waiting") == f"{top['waiting']:,}"
+        assert seen.figure("Policy") == f"v{top['policy_version']}"
+        assert seen.overflow <= 0
+        assert seen.violations() == []
+        assert seen.errors == []
+        seen.page.context.close()
+
+
+@pytest.mark.long
+def test_a_server_that_is_killed_and_started_again_is_found_by_the_open_page(
+    served: ServedRun, browser: Browser
+) -> None:
+    seen = visit(browser, served.url)
+    seen.open(f"#/{served.run.name}/run")
+    state = seen.page.locator(".state")
+    expect(state).to_have_text(re.compile("Live|Quiet"), timeout=PATIENCE_MS)
+    before = seen.figure("Rollouts")
+    served.kill()
+    expect(state).to_have_text("Connection lost, retrying", timeout=PATIENCE_MS)
+    assert seen.figure("Rollouts") == before
+    served.serve_again()
+    expect(state).to_have_text(re.compile("Live|Quiet"), timeout=PATIENCE_MS)
+    expect(seen.page.locator(".banner.bad")).to_have_count(0, timeout=PATIENCE_MS)
+    seen.page.context.close()
