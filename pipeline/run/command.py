@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 from rollstream.pipeline.command_parser import set_handler
@@ -71,10 +72,8 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
             page = RunPage(config, path, supervisor)
             start(supervisor, roles)
             _say_ready(config, supervisor, ports)
-            for news in page.news():
-                print(news, flush=True)
             if config.is_control:
-                control_run.watch(config, supervisor, roles)
+                control_run.watch(config, supervisor, roles, lambda: page.tell(partial(print, flush=True)))
                 print(f"run {config.run}: what was collected is on the log, labeled and filled in", flush=True)
             else:
                 with ExitStack() as stack:
@@ -138,8 +137,8 @@ def watch(
         stack.enter_context(display.live())
         while not supervisor.finished(LEARN):
             supervisor.poll(0.25)
-            for news in page.news() if page else ():
-                display.say(news)
+            if page is not None:
+                page.tell(display.say)
             if scaler is not None and not _scaled(scaler, display):
                 scaler = None
             if observer is None:

@@ -4,6 +4,7 @@ A run without collecting processes goes on until it is stopped.
 """
 
 import time
+from collections.abc import Callable
 
 from rollstream.consumers.buffers.trajectories.filler import filler_positions
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
@@ -20,17 +21,22 @@ _LOOK_S = 1.0
 """Time between checks of how far the log was read."""
 
 
-def watch(config: RunConfig, supervisor: Supervisor, roles: RunPlan) -> None:
-    """Watch the roles until every collector has finished and its trajectories are labeled and filled in."""
+def watch(config: RunConfig, supervisor: Supervisor, roles: RunPlan, look: Callable[[], None]) -> None:
+    """Watch the roles until every collector has finished and its trajectories are labeled and filled in.
+
+    `look` is called several times a second.
+    """
     collectors = roles.of(COLLECT)
     while not (collectors and all(supervisor.finished(spec.name) for spec in collectors)):
         supervisor.poll(_POLL_S)
+        look()
     # Filling ends last: labeling may write until it has ended itself.
     for behind in (_is_labeling_behind, _is_filling_behind):
         while behind(config):
             wait_until = time.monotonic() + _LOOK_S
             while time.monotonic() < wait_until:
                 supervisor.poll(_POLL_S)
+                look()
 
 
 def _is_labeling_behind(config: RunConfig) -> bool:

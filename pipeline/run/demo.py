@@ -233,8 +233,7 @@ def train(
     say(f"starting the learner (a short format warm start makes version 0), {server}, the groupers")
     supervisor.start(*roles.consumers)
     supervisor.wait_ready(spec.name for spec in roles.consumers)
-    for news in page.news():
-        say(news)
+    page.tell(say)
     first = evaluate(config, 0, "first")
     say(f"version {first.version} answers {first.exact:.1%} of {first.prompts} held-out prompts exactly; workers start")
     began = time.monotonic()
@@ -269,8 +268,7 @@ def watch(
     with display.live():
         while True:
             supervisor.poll(0.05)
-            for news in page.news():
-                display.say(news)
+            page.tell(display.say)
             observer.poll(0.2)
             injector.poll(observer.steps)
             recent = observer.last(window)

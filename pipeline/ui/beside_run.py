@@ -4,6 +4,7 @@ It is a process of its own, because an index that is being filled would keep the
 because its failure must not be theirs: the run goes on without it, and says so.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,16 +47,17 @@ class RunPage:
             )
         )
 
-    def news(self) -> list[str]:
-        """Lines to show now: its address once it listens, and the reason if it fails for good; each line once."""
+    def tell(self, say: Callable[[str], None]) -> None:
+        """Say, once each, its address when it listens, and the reason if it fails for good."""
         if not self._wanted:
-            return []
+            return
         failure = self._supervisor.failure(PAGE)
         if failure:
             news = f"the page of run {self._run} {failure}; the run goes on: `rollstream ui` shows it, too"
         elif self._supervisor.is_ready(PAGE):
             news = f"page of run {self._run}: {self._url}"
         else:
-            return []
-        before, self._said = self._said, news
-        return [news] if news != before else []
+            return
+        if news != self._said:
+            self._said = news
+            say(news)

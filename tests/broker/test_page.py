@@ -150,6 +150,20 @@ def test_rollouts_are_filtered_and_paged(run: RealRun, indexed: PageClient) -> N
     assert [s["name"] for s in of_run(indexed, run, "series?names=reward/produced")["series"]] == ["reward/produced"]
 
 
+def test_groups_drops_and_versions_add_up_to_what_the_tools_count(run: RealRun, indexed: PageClient) -> None:
+    book: Any = command(run, "ledger")
+    assert of_run(indexed, run, "drops?buckets=7")["totals"] == book["dropped"]
+    groups = of_run(indexed, run, "groups?zero_variance=false&limit=1000")
+    assert groups["matching"] == len(groups["rows"]) > 0
+    assert all(row["std"] > 0 for row in groups["rows"])
+    assert of_run(indexed, run, "spread")["by_environment"]["env"]["groups"] >= groups["matching"]
+    versions = of_run(indexed, run, "weights")["versions"]
+    assert [version["version"] for version in versions] == [6, 5, 0]
+    place = groups["rows"][0]["members"][0].replace(":", "/")
+    estimators = of_run(indexed, run, f"rollouts/{place}/estimators")["estimators"]
+    assert {"grpo", "rloo"} <= {estimator["name"] for estimator in estimators}
+
+
 @pytest.mark.parametrize(
     ("path", "status", "named"),
     [
@@ -160,6 +174,8 @@ def test_rollouts_are_filtered_and_paged(run: RealRun, indexed: PageClient) -> N
         ("rollouts?order=random", 400, "order"),
         ("rollouts?after=nonsense", 400, "cursor"),
         ("rollouts?version=99999999999999999999", 400, "version"),
+        ("groups?zero_variance=perhaps", 400, "zero_variance"),
+        ("drops?buckets=0", 400, "buckets"),
         ("rollouts/0/x", 400, "offset"),
         ("rollouts/0/999999", 404, "999999"),
         ("rollouts/77/0", 404, "77"),
@@ -307,16 +323,25 @@ def test_the_page_beside_a_run_says_where_it_is_and_its_failure_is_not_that_of_t
     with taken, Supervisor(run.directory / "logs", environment=run.environment()) as supervisor:
         config = RunConfig(run=run.name, kafka=run.kafka, data_dir=run.directory, ui=UiConfig(port=0))
         page = RunPage(config, plans.write(config), supervisor)
-        said = eventually(lambda: supervisor.poll(0.05) or page.news(), 60, "the address of the page")
-        assert said[0].startswith(f"page of run {run.name}: http://127.0.0.1:")
-        assert PageClient(said[0].rpartition(" ")[2]).json("/api/runs")["runs"][0]["run"] == run.name
-        assert page.news() == [], "it is said once"
+        lines: list[str] = []
+
+        def look() -> bool:
+            supervisor.poll(0.05)
+            page.tell(lines.append)
+            return bool(lines)
+
+        eventually(look, 60, "the address of the page")
+        assert lines[0].startswith(f"page of run {run.name}: http://127.0.0.1:")
+        assert PageClient(lines[0].rpartition(" ")[2]).json("/api/runs")["runs"][0]["run"] == run.name
+        look()
+        assert len(lines) == 1, "it is said once"
         supervisor.stop(["page"])
         config = replace(config, ui=UiConfig(port=taken.getsockname()[1]))
         page = RunPage(config, plans.write(config), supervisor)
-        (said,) = eventually(lambda: supervisor.poll(0.05) or page.news(), 60, "the failure of the page")
-        assert re.search(r"cannot listen.*the run goes on", said)
+        lines.clear()
+        eventually(look, 60, "the failure of the page")
+        assert re.search(r"cannot listen.*the run goes on", lines[0])
     with Supervisor(run.directory / "logs") as supervisor:
         config = replace(config, ui=UiConfig())
-        assert RunPage(config, plans.write(config), supervisor).news() == []
+        RunPage(config, plans.write(config), supervisor).tell(lambda line: pytest.fail(line))
         assert supervisor.pids == {}, "a run serves no page unless ui.port says so"

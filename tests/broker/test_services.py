@@ -17,6 +17,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.metric_catalogue import of_role
 from tests.broker.test_control_run import COUNTING, book_of, start
 from tests.broker.test_serving_run import SMALL
+from tests.support.page import PageClient
 from tests.support.probes import lacking, probe, scrape
 from tests.support.producing import serving_http
 from tests.support.runs import RealRun
@@ -52,13 +53,17 @@ def test_a_loop_that_is_stuck_is_not_alive_and_who_is_asked_to_stop_is_not_ready
     run: RealRun,
 ) -> None:
     base = free_port_row("127.0.0.1", 5)
-    settings = {"service__port": base, "service__stall_s": 5, "supervisor__stop_timeout_s": 300}
+    settings = {"service__port": base, "service__stall_s": 5, "supervisor__stop_timeout_s": 300, "ui__port": 0}
     running = start(run, labeling__labeler="labeler:patient", collect__trajectories=0, **settings)
     listed = run.directory / "runs" / run.name / "targets.json"
     eventually(lambda: len(json.loads(listed.read_text())) == 5, 120, "a port for every process")
     urls = {e["labels"]["__meta_process"]: f"http://{e['targets'][0]}" for e in json.loads(listed.read_text())}
     assert set(urls) == {"supervisor", "fill", "label-0", "collect-0", "collect-1"}
     assert urls["supervisor"].endswith(f":{base}")
+
+    address = re.compile(rf"^page of run {run.name}: (http://\S+)$", re.MULTILINE)
+    line = eventually(lambda: address.search(run.log_of(running)), 120, "the address of the page beside the run")
+    assert PageClient(line[1]).json(f"/api/runs/{run.name}/overview")["top"]["run"] == run.name
 
     for url in urls.values():
         eventually(lambda url=url: probe(f"{url}/readyz") == (200, "ok\n"), 120, f"{url} to be ready")

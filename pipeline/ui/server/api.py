@@ -8,6 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from rollstream.pipeline.tools import dlq
+from rollstream.pipeline.ui.index.group_query import GroupFilter
 from rollstream.pipeline.ui.index.run_index import RolloutFilter
 from rollstream.pipeline.ui.server import dead_letters, offset_fates, session_list
 from rollstream.pipeline.ui.server import parameters as given
@@ -16,6 +17,8 @@ from rollstream.pipeline.ui.server.event_stream import stream
 from rollstream.pipeline.ui.server.page_run import PageRun
 
 _POINTS, _MOST_POINTS = 600, 10_000
+_BINS, _MOST_BINS = 20, 200
+_BUCKETS, _MOST_BUCKETS = 120, 2000
 ORDERS = ("newest", "oldest", "reward", "length", "advantage")
 
 
@@ -37,6 +40,11 @@ class Api:
             web.get(f"{run}/rollouts", self._rollouts),
             web.get(f"{run}/facets", self._facets),
             web.get(f"{run}/rollouts/{{partition}}/{{offset}}", self._details),
+            web.get(f"{run}/rollouts/{{partition}}/{{offset}}/estimators", self._estimators),
+            web.get(f"{run}/groups", self._groups),
+            web.get(f"{run}/spread", self._spread),
+            web.get(f"{run}/drops", self._drops),
+            web.get(f"{run}/weights", self._weights),
             web.get(f"{run}/ledger", self._ledger),
             web.get(f"{run}/ledger/offsets", self._offsets),
             web.get(f"{run}/sessions", self._sessions),
@@ -89,6 +97,30 @@ class Api:
         place = given.place(request.match_info["partition"], request.match_info["offset"])
         begin = given.integer(request.query, "tokens_from") or 0
         return answer(await self._run(request).details(place, begin))
+
+    async def _estimators(self, request: web.Request) -> web.Response:
+        place = given.place(request.match_info["partition"], request.match_info["offset"])
+        return answer(await self._run(request).ask(lambda index: index.estimators(*place)))
+
+    async def _groups(self, request: web.Request) -> web.Response:
+        query = request.query
+        flat = given.flag(query, "zero_variance")
+        wanted = GroupFilter(environment=given.text(query, "environment"), zero_variance=flat)
+        order = given.choice(query, "order", ("newest", "spread"))
+        after, limit = given.text(query, "after"), given.within(query, "limit", given.LIMIT, given.MOST)
+        run = self._run(request)
+        return answer(await run.ask(lambda index: index.groups(wanted, order=order, after=after, limit=limit)))
+
+    async def _spread(self, request: web.Request) -> web.Response:
+        bins = given.within(request.query, "bins", _BINS, _MOST_BINS)
+        return answer(await self._run(request).ask(lambda index: index.spread(bins)))
+
+    async def _drops(self, request: web.Request) -> web.Response:
+        buckets = given.within(request.query, "buckets", _BUCKETS, _MOST_BUCKETS)
+        return answer(await self._run(request).ask(lambda index: index.drops(buckets)))
+
+    async def _weights(self, request: web.Request) -> web.Response:
+        return answer(await self._run(request).ask(lambda index: index.weights()))
 
     async def _ledger(self, request: web.Request) -> web.Response:
         return answer(self._run(request, live=True).ledger.answer())
