@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.ui.config import UiConfig
+from rollstream.pipeline.ui.server.page_run import PageRun
 from rollstream.pipeline.ui.server.page_server import PageServer
 
 _TIMEOUT_S = 120.0
@@ -88,13 +90,13 @@ def _events(response: http.client.HTTPResponse) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def page_server(config: UiConfig) -> Iterator[PageServer]:
-    """A server without runs, in a thread of its own."""
+def page_server(config: UiConfig, *runs: RunConfig) -> Iterator[PageServer]:
+    """A server of some runs, in a thread of its own."""
     began, servers = threading.Event(), list[PageServer]()
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
 
     async def serve() -> None:
-        async with PageServer(config, {}) as server:
+        async with PageServer(config, {run.run: PageRun(run) for run in runs}) as server:
             servers.append(server)
             began.set()
             await stop.wait()

@@ -2,17 +2,21 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.cookies import SimpleCookie
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
+from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.ui.config import UiConfig
 from rollstream.pipeline.ui.server.answers import CONTENT_SECURITY
 from rollstream.pipeline.ui.server.page_files import PageFiles
 from rollstream.pipeline.ui.server.page_server import PageServer
+from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from tests.support.page import Answer, PageClient, page_server
 
@@ -206,6 +210,27 @@ def test_a_port_in_use_is_an_error_that_names_the_setting() -> None:
 
         with pytest.raises(ConfigurationError, match=r"ui\.port"):
             asyncio.run(enter())
+
+
+def test_brokers_that_do_not_answer_hold_up_nobody_who_asks_for_something_else(tmp_path: Path) -> None:
+    paths = ("ledger", "ledger/offsets", "sessions", "dead-letters", "mixture", "rollouts", "overview", "events")
+    with socket.create_server(("127.0.0.1", 0)) as deaf, ThreadPoolExecutor(len(paths)) as asking:
+        kafka = KafkaConfig(bootstrap_servers=f"127.0.0.1:{deaf.getsockname()[1]}")
+        with page_server(UiConfig(port=0), RunConfig(run="r", kafka=kafka, data_dir=tmp_path)) as server:
+            page = PageClient(server.url)
+            waiting = [asking.submit(page.get, f"/api/runs/r/{path}") for path in paths]
+            page.json("/api/runs")
+            seconds = []
+            for _ in range(50):
+                began = time.monotonic()
+                assert page.json("/api/runs") == {"runs": [{"run": "r", "source": "topics", "learners": []}]}
+                seconds.append(time.monotonic() - began)
+            blocked = [path for path, answer in zip(paths, waiting, strict=True) if not answer.done()]
+            assert set(blocked) >= {"sessions", "dead-letters", "overview", "events"}, "they wait for the brokers"
+            assert sorted(seconds)[25] < 1, "an answer of the loop takes milliseconds"
+            assert page.json("/api/runs/r/ledger")["ledger"] is None
+            began = time.monotonic()
+        assert time.monotonic() - began < 10, "the server ends whatever the brokers do"
 
 
 def test_settings_that_cannot_be_used_are_refused() -> None:
