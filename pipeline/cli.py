@@ -60,6 +60,7 @@ COMMANDS = {
     "archive": ("tools.archive", "copy new records of the run's topics into Parquet files, each once"),
     "restore": ("tools.restore", "fill the topics of a new run from an archive, every record at the offset it had"),
     "sql": ("tools.sql", "query the archive with DuckDB; without a query, show its tables"),
+    "sink": ("tools.sink", "fill trackio, Weights & Biases or another tracker from the log: steps and traces"),
     "groups": ("tools.groups", "write new groups of the run into Parquet files, in a group store"),
     "dlq": ("tools.dlq", "dead letters: ls, show, redrive"),
     "exclude": (

@@ -15,6 +15,7 @@ from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig, 
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.serving.config import ServingConfig
+from rollstream.consumers.trackers.config import TrackerConfig
 from rollstream.infra.config import BrokerConfig
 from rollstream.pipeline.settings import (
     Keys,
@@ -175,6 +176,7 @@ class RunConfig:
     grouping: GroupingConfig = field(default_factory=GroupingConfig)
     grouper: GrouperConfig = field(default_factory=GrouperConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
     collect: CollectConfig = field(default_factory=CollectConfig)
     labeling: LabelingConfig = field(default_factory=LabelingConfig)
     fill: FillConfig = field(default_factory=FillConfig)

@@ -83,8 +83,8 @@ def open_sinks(config: SinksConfig, kafka: KafkaConfig, run: str, learner: str, 
     Files with later steps belong to an earlier run of the same name, so they are renamed. Raises ConfigurationError,
     naming the extra, if a package is missing.
     """
-    tensorboard = _package("tensorboardX", "tensorboard") if config.tensorboard else None
-    wandb = _package("wandb", "wandb") if config.wandb else None
+    tensorboard = sink_package("tensorboardX", "learner.sinks.tensorboard") if config.tensorboard else None
+    wandb = sink_package("wandb", "learner.sinks.wandb") if config.wandb else None
     opening: dict[str, Callable[[], MetricSink]] = {
         "metrics": lambda: TopicSink(kafka, run, learner, last_recorded_step)
     }
@@ -93,9 +93,9 @@ def open_sinks(config: SinksConfig, kafka: KafkaConfig, run: str, learner: str, 
         opening["jsonl"] = lambda: _JsonLines(path, run, learner, last_recorded_step)
     if tensorboard:
         events = Path(config.tensorboard) / run / learner
-        opening["tensorboard"] = lambda: _TensorBoard(tensorboard, events, last_recorded_step)
+        opening["tensorboard"] = lambda: TensorBoardSink(tensorboard, events, last_recorded_step)
     if wandb:
-        opening["wandb"] = lambda: _WeightsAndBiases(wandb, config, run, learner, last_recorded_step)
+        opening["wandb"] = lambda: WeightsAndBiasesSink(wandb, config, run, learner, last_recorded_step)
     sinks: dict[str, MetricSink] = {}
     for name, open_sink in opening.items():
         try:
@@ -169,7 +169,7 @@ def _cut_and_read_last(path: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else -1
 
 
-class _TensorBoard:
+class TensorBoardSink:
     """TensorBoard events of finite metrics, written with tensorboardX; events that a crash left beyond the last step
     are purged at opening.
 
@@ -204,7 +204,7 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _WeightsAndBiases:
+class WeightsAndBiasesSink:
     """A run of Weights & Biases with one id for each learner, which a resumed learner continues.
 
     The state file names a step before the step is logged: logged metrics cannot be withdrawn, so a crash in between
@@ -244,13 +244,14 @@ class _WeightsAndBiases:
         self._run.finish()
 
 
-def _package(name: str, setting: str) -> ModuleType:
+def sink_package(name: str, setting: str) -> ModuleType:
+    """Import the package of a sink. Raises ConfigurationError, naming the extra and the setting, if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigurationError(
-            f"learner.sinks.{setting} needs {name}, which is not installed: pip install 'rollstream[sinks]', or leave "
-            "the setting empty"
+            f"{setting} needs {name}, which is not installed: pip install 'rollstream[sinks]', or leave the setting "
+            "empty"
         ) from error
 
 

@@ -1,0 +1,92 @@
+"""The log of runs as a tracker's feed reads it: topics on the brokers, or an archive of them."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from rollstream.consumers.archive import manifest as manifests
+from rollstream.consumers.archive.manifest import LOG
+from rollstream.consumers.archive.tables import ArchivedRecord, archived_records
+from rollstream.consumers.files.stores import Store, checked
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.closing import Closing
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import TopicError
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.reader import Reader, read_to_end, record_at
+from rollstream.topics.kafka.records import KafkaRecord
+
+
+class RunLog(Protocol):
+    """Records of runs. Names of topics are those of the catalogue."""
+
+    def messages(self, run: str, topic: str, start: int) -> Iterator[KafkaRecord]:
+        """Yield the committed records of a topic of one partition, from an offset to its present end."""
+
+    def record(self, run: str, topic: str, partition: int, offset: int) -> KafkaRecord | None:
+        """Return one record; None if the log holds it no more."""
+
+    def close(self) -> None:
+        """Release clients."""
+
+
+class TopicLog(Closing):
+    """Topics on the brokers; one client reads all single records."""
+
+    def __init__(self, kafka: KafkaConfig) -> None:
+        clients.check_broker(kafka)
+        self._kafka = kafka
+        self._reader: Reader | None = None
+
+    def messages(self, run: str, topic: str, start: int) -> Iterator[KafkaRecord]:
+        name = topic_name(run, topic)
+        low, end = topic_admin.bounds(self._kafka, name)[0]
+        return read_to_end(self._kafka, name, start=min(max(low, start), end))
+
+    def record(self, run: str, topic: str, partition: int, offset: int) -> KafkaRecord | None:
+        if self._reader is None:
+            self._reader = Reader(self._kafka, fetch_wait_ms=10)
+        try:
+            return record_at(self._kafka, topic_name(run, topic), partition, offset, reader=self._reader)
+        except TopicError:
+            return None  # It was pruned, or its topic is gone.
+
+    def close(self) -> None:
+        """Close the client."""
+        if self._reader is not None:
+            self._reader.close()
+
+
+class ArchiveLog:
+    """An archive; the records of the file that was read last of each topic are kept for the next question."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._kept: dict[str, tuple[str, dict[int, KafkaRecord]]] = {}
+
+    def messages(self, run: str, topic: str, start: int) -> Iterator[KafkaRecord]:
+        manifest = manifests.newest(self._store, run)
+        for file in manifest.files_of(LOG) if manifest else ():
+            if file.topic == topic and file.last >= start:
+                data = checked(self._store, file.path, file.sha256)
+                entries = archived_records(data, topic, file.partition)
+                yield from (_record(run, entry) for entry in entries if entry.offset >= start)
+
+    def record(self, run: str, topic: str, partition: int, offset: int) -> KafkaRecord | None:
+        manifest = manifests.newest(self._store, run)
+        for file in manifest.files_of(LOG) if manifest else ():
+            if (file.topic, file.partition) == (topic, partition) and file.first <= offset <= file.last:
+                path, records = self._kept.get(topic, ("", {}))
+                if path != file.path:
+                    data = checked(self._store, file.path, file.sha256)
+                    records = {e.offset: _record(run, e) for e in archived_records(data, topic, partition)}
+                    self._kept[topic] = (file.path, records)
+                return records.get(offset)
+        return None
+
+    def close(self) -> None:
+        """Release nothing: files are open only while they are read."""
+
+
+def _record(run: str, entry: ArchivedRecord) -> KafkaRecord:
+    name, headers = topic_name(run, entry.topic), entry.headers or ()
+    return KafkaRecord(name, entry.partition, entry.offset, entry.timestamp_ms, entry.key, entry.value, headers)

@@ -1,0 +1,123 @@
+"""StepFeed: the steps of one learner as trackers take them, read from the log by position, with traces of rollouts.
+
+The content of a step is a function of the log, the same whenever it is read: a tracker can be filled later, or again.
+"""
+
+from collections.abc import Iterator
+from typing import TypeVar
+from zlib import crc32
+
+from rollstream.consumers.buffers.storage.seeded_draws import generator_at
+from rollstream.consumers.trackers.rollout_traces import BatchedRollout, trace_of
+from rollstream.consumers.trackers.run_logs import RunLog
+from rollstream.consumers.trackers.tracker import RolloutTrace, TrackedStep
+from rollstream.topics.batch_uses import trained_rows
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.records import BatchIndexEntry, LearnerStep, Metrics, Rollout, TrainingBatch
+
+R = TypeVar("R")
+
+
+class StepFeed:
+    """Reads the steps of one learner; each call of `steps` goes on where the one before ended."""
+
+    def __init__(self, log: RunLog, run: str, learner: str, traces: int) -> None:
+        self._log, self._run, self._learner, self._most = log, run, learner, traces
+        self._steps_position = 0
+        self._metrics_position = 0
+        self._components: dict[str, float] = {}
+        self._unwritten: dict[int, tuple[int, LearnerStep]] = {}
+        self.learners: set[str] = set()
+        """Every learner of the run that has a step on record."""
+        self.skipped = SkippedRecords("sink", logged=False)
+        """Invalid records that were skipped."""
+        self.missing_rollouts = 0
+        """Rollouts drawn for traces that the log holds no more."""
+
+    def newest_step(self) -> int:
+        """Read `steps` to its end; return the newest step that `steps` has not yielded yet, -1 if there is none."""
+        for message in self._log.messages(self._run, "steps", self._steps_position):
+            self._steps_position = message.offset + 1
+            step = self.skipped.decode(LearnerStep, message)
+            if step is not None:
+                self.learners.add(step.learner)
+                if step.learner == self._learner:
+                    # A step that was executed again is on record as it was executed last.
+                    self._unwritten[step.step] = (message.timestamp_ms, step)
+        return max(self._unwritten, default=-1)
+
+    def steps(self, above: int) -> Iterator[TrackedStep]:
+        """Yield the steps above a number that are on record by now, each once and in ascending order."""
+        if self.newest_step() <= above:
+            self._unwritten = {}
+            return
+        unwritten, self._unwritten = self._unwritten, {}
+        # Read after the newest step, so that what was appended before it is there.
+        messages = self._log.messages(self._run, "metrics", self._metrics_position)
+        message = next(messages, None)
+        for number in sorted(unwritten):
+            appended_ms, step = unwritten[number]
+            while message is not None and message.timestamp_ms <= appended_ms:
+                self._take_metrics(message)
+                message = next(messages, None)
+            if number > above:
+                yield self._tracked(step)
+
+    def _take_metrics(self, message: KafkaRecord) -> None:
+        """Let the figures of a record be the newest ones of its component."""
+        self._metrics_position = message.offset + 1
+        record = self.skipped.decode(Metrics, message)
+        # A learner's own figures are on `steps`, complete.
+        if record is not None and not record.component.startswith("learn-"):
+            subject = "/".join((record.component, *(f"{k}={v}" for k, v in sorted(record.labels.items()))))
+            self._components |= {f"{subject}/{name}": value for name, value in record.values.items()}
+
+    def _tracked(self, step: LearnerStep) -> TrackedStep:
+        return TrackedStep(
+            run=self._run,
+            learner=step.learner,
+            step=step.step,
+            policy_version=step.policy_version,
+            timestamp=step.timestamp,
+            metrics={**self._components, **step.metrics},
+            traces=tuple(self._traces(step)),
+        )
+
+    def _traces(self, step: LearnerStep) -> Iterator[RolloutTrace]:
+        """Traces of some rollouts that the step trained on, drawn alike whenever the step is read."""
+        rows = [(offset, row) for offset, numbers in trained_rows(step.uses).items() for row in numbers]
+        draws = generator_at(crc32(step.learner.encode()), step.step).random(len(rows)).argsort()[: self._most]
+        batches: dict[int, tuple[str, TrainingBatch] | None] = {}
+        for draw in sorted(draws.tolist()):
+            offset, row = rows[draw]
+            if offset not in batches:
+                batches[offset] = self._batch(step.input_run, offset)
+            batch = batches[offset]
+            rollout = self._rollout(*batch, row) if batch is not None else None
+            if rollout is None:
+                self.missing_rollouts += 1
+            else:
+                yield trace_of(rollout, step, self._run)
+
+    def _batch(self, run: str, index_offset: int) -> tuple[str, TrainingBatch] | None:
+        """The batch at an offset of the index, and the run that holds it."""
+        entry = self._decoded(BatchIndexEntry, self._log.record(run, "batch-index", 0, index_offset))
+        if entry is None:
+            return None
+        held_by = entry.run or run
+        batch = self._decoded(TrainingBatch, self._log.record(held_by, "batches", entry.partition, entry.offset))
+        return None if batch is None else (held_by, batch)
+
+    def _rollout(self, run: str, batch: TrainingBatch, row: int) -> BatchedRollout | None:
+        if row >= len(batch):
+            return None
+        partition, offset = batch.partition, int(batch.source_offsets[row])
+        message = self._log.record(run, "rollouts", partition, offset)
+        rollout = self._decoded(Rollout, message)
+        if rollout is None or message is None:
+            return None
+        return BatchedRollout(rollout, batch, row, f"{partition}:{offset}", message.timestamp_ms)
+
+    def _decoded(self, cls: type[R], message: KafkaRecord | None) -> R | None:
+        return None if message is None else self.skipped.decode(cls, message)

@@ -1,0 +1,79 @@
+"""The interface of trackers, and what they are given: steps with figures and traces of rollouts, as plain values.
+
+A tracker tells which step it holds last, so it is continued there, whatever stopped the process that filled it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollstream.consumers.trackers.config import TrackerConfig
+from rollstream.topics.user_code import load_object
+
+TRACKERS = {
+    "trackio": "rollstream.consumers.trackers.trackio_tracker:TrackioTracker",
+    "wandb": "rollstream.consumers.trackers.learner_sinks:wandb_tracker",
+    "tensorboard": "rollstream.consumers.trackers.learner_sinks:tensorboard_tracker",
+}
+"""Trackers that ship, by the names in `tracker.to`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutTrace:
+    """One rollout as trackers show it."""
+
+    messages: list[dict[str, Any]]
+    """Turns in OpenAI's form: role and content."""
+    metadata: dict[str, Any]
+    """Reward, advantage, environment, version, fate, place on the log and more, as plain values."""
+    spans: list[dict[str, Any]]
+    """Generations of the policy, with their durations where the server told them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedStep:
+    """One step of a learner."""
+
+    run: str
+    learner: str
+    step: int
+    policy_version: int
+    timestamp: float
+    """When it was executed, seconds since the Unix epoch."""
+    metrics: Mapping[str, float]
+    """The step's own figures, and below the names of other components their newest ones at that time."""
+    traces: tuple[RolloutTrace, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """The run and learner that a tracker is opened for, with its settings."""
+
+    run: str
+    learner: str
+    newest_step: int
+    """The learner's newest step on record. A tracker that holds later ones holds an earlier run of the same name."""
+    directory: Path
+    config: TrackerConfig
+
+
+class Tracker(Protocol):
+    """One place that is filled with the steps of one learner. Its class is called with a TrackedRun."""
+
+    last: int
+    """The newest step it holds when it is opened, -1 if none."""
+
+    def write(self, step: TrackedStep) -> None:
+        """Write a step; steps come in ascending order, each above `last` and each once."""
+
+    def close(self) -> None:
+        """Return once everything written is kept."""
+
+
+def open_tracker(tracked: TrackedRun) -> Tracker:
+    """Open the tracker that `tracker.to` names. Raises ConfigurationError if there is none of that name."""
+    name = tracked.config.to
+    kind = f"a tracker is one of {', '.join(TRACKERS)}, or is named package.module:Class"
+    make: Callable[[TrackedRun], Tracker] = load_object(TRACKERS.get(name, name), "tracker.to names", kind)
+    return make(tracked)

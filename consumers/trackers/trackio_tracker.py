@@ -1,0 +1,65 @@
+"""TrackioTracker: a run of trackio, kept on this machine, or by a Space or server that the options name."""
+
+import contextlib
+import importlib
+import os
+import sys
+from typing import Any
+
+from rollstream.consumers.trackers.tracker import TrackedRun, TrackedStep
+from rollstream.topics.errors import ConfigurationError
+
+TRACES = "rollouts"
+"""Name under which the traces of a step are logged."""
+
+
+class TrackioTracker:
+    """A run of trackio with one name for each learner of a run; it is continued where it ended."""
+
+    def __init__(self, tracked: TrackedRun) -> None:
+        directory = tracked.directory / "trackio"
+        directory.mkdir(parents=True, exist_ok=True)
+        # Read by trackio when it is imported.
+        os.environ.setdefault("TRACKIO_DIR", str(directory))
+        try:
+            self._trackio: Any = importlib.import_module("trackio")
+        except ImportError as error:
+            raise ConfigurationError(
+                "tracker.to is trackio, which is not installed: pip install 'rollstream[sinks]'"
+            ) from error
+        self._tracked = tracked
+        self._run = self._opened("allow")
+        if self.last > tracked.newest_step:
+            # An earlier run of this name; trackio keeps both.
+            self.close()
+            self._run = self._opened("never")
+
+    def _opened(self, resume: str) -> Any:
+        tracked = self._tracked
+        # It reports on stdout, which belongs to the command.
+        with contextlib.redirect_stdout(sys.stderr):
+            run = self._trackio.init(
+                project=tracked.config.project,
+                name=f"{tracked.run}/{tracked.learner}",
+                group=tracked.run,
+                config={"run": tracked.run, "learner": tracked.learner},
+                resume=resume,
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+                **tracked.config.options,
+            )
+        # The step that it would give the next figures: its own rule of resuming, for local and distant runs alike.
+        self.last = int(run._next_step) - 1
+        return run
+
+    def write(self, step: TrackedStep) -> None:
+        figures: dict[str, Any] = {**step.metrics, "policy_version": step.policy_version}
+        if step.traces:
+            figures[TRACES] = [self._trackio.Trace(t.messages, metadata=t.metadata, spans=t.spans) for t in step.traces]
+        self._run.log(figures, step=step.step)
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(sys.stderr):
+            # Not the run's own method: at its exit the process would finish it a second time.
+            self._trackio.finish()

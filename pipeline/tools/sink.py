@@ -1,0 +1,117 @@
+"""`rollstream sink`: fills a tracker, such as trackio, with the steps of a learner and traces of its rollouts."""
+
+import argparse
+import json
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+from rollstream.consumers.files.stores import open_store
+from rollstream.consumers.trackers.run_logs import ArchiveLog, RunLog, TopicLog
+from rollstream.consumers.trackers.step_feed import StepFeed
+from rollstream.consumers.trackers.tracker import TrackedRun, Tracker, open_tracker
+from rollstream.pipeline.command_parser import Setting, set_handler, wait_seconds
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.tools.plain_values import tell
+from rollstream.topics.errors import ConfigurationError
+
+
+class _Result(NamedTuple):
+    """Steps and traces that one look at the log wrote."""
+
+    steps: int
+    traces: int
+    missing_rollouts: int
+    """Rollouts drawn for traces that the log holds no more."""
+    newest_step: int
+    """The newest step that the tracker holds."""
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream sink`."""
+    set_handler(parser, fill_tracker, example="rollstream sink --run main --to trackio --follow", json=True)
+    parser.add_argument(
+        "--to",
+        dest="tracker.to=",
+        action=Setting,
+        metavar="TRACKER",
+        help="trackio, wandb, tensorboard, or package.module:Class (default: tracker.to)",
+    )
+    parser.add_argument(
+        "--into", dest="tracker.directory=", action=Setting, metavar="DIR", help="directory of what it keeps"
+    )
+    parser.add_argument("--learner", metavar="NAME", help="a learner of the run (default: learner.name)")
+    parser.add_argument("--archive", metavar="ARCHIVE", help="read an archive, not the topics")
+    parser.add_argument("--follow", action="store_true", help="go on until interrupted")
+    parser.add_argument(
+        "--every", type=wait_seconds, default=5.0, metavar="S", help="seconds between looks (default: %(default)g)"
+    )
+
+
+def fill_tracker(config: RunConfig, args: argparse.Namespace) -> int:
+    """Write the steps that the tracker lacks, repeatedly with --follow until interrupted."""
+    log: RunLog = TopicLog(config.kafka) if args.archive is None else ArchiveLog(open_store(args.archive))
+    learner = args.learner or config.learner.name
+    with closing(log):
+        feed = StepFeed(log, config.run, learner, config.tracker.traces)
+        tracked = TrackedRun(
+            run=config.run,
+            learner=learner,
+            newest_step=_newest_step(feed, config.run, learner, args.follow, args.every),
+            directory=Path(config.tracker.directory or config.data_dir / "trackers"),
+            config=config.tracker,
+        )
+        tracker = open_tracker(tracked)
+        with closing(tracker):
+            above = tracker.last
+            while True:
+                result = _fill(feed, tracker, above)
+                above = result.newest_step
+                if result.steps or not args.follow:
+                    _print(result, tracked, args.json)
+                if not args.follow:
+                    break
+                time.sleep(args.every)
+        tell(feed.skipped)
+        return 0
+
+
+def _newest_step(feed: StepFeed, run: str, learner: str, follow: bool, every_s: float) -> int:
+    """The newest step on record, waited for if asked to. Raises ConfigurationError if the learner has none."""
+    while (newest := feed.newest_step()) < 0:
+        if not follow:
+            others = ", ".join(sorted(feed.learners)) or "none"
+            raise ConfigurationError(
+                f"learner {learner} of run {run} has no step on record; learners that have: {others}; name one with "
+                "--learner, or wait for the first with --follow"
+            )
+        time.sleep(every_s)
+    return newest
+
+
+def _fill(feed: StepFeed, tracker: Tracker, above: int) -> _Result:
+    """Write the steps above a number."""
+    newest, steps, traces, missing = above, 0, 0, feed.missing_rollouts
+    for step in feed.steps(above):
+        tracker.write(step)
+        newest, steps, traces = step.step, steps + 1, traces + len(step.traces)
+    return _Result(steps, traces, feed.missing_rollouts - missing, newest)
+
+
+def _print(result: _Result, tracked: TrackedRun, as_json: bool) -> None:
+    to = tracked.config.to
+    if as_json:
+        subject = {"tracker": to, "run": tracked.run, "learner": tracked.learner}
+        print(json.dumps({**subject, **result._asdict()}), flush=True)
+        return
+    gone = (
+        f"; {result.missing_rollouts} rollouts drawn for traces are on the log no more"
+        if result.missing_rollouts
+        else ""
+    )
+    print(
+        f"{result.steps} steps and {result.traces} traces are new in {to}, which has {tracked.run}/{tracked.learner} "
+        f"up to step {result.newest_step}{gone}",
+        flush=True,
+    )
