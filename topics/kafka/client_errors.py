@@ -19,7 +19,11 @@ _MOVING = (
     # This broker does not know a new topic's leader yet, though another one does.
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.LEADER_NOT_AVAILABLE,
+    # A broker that is down leaves the metadata, and the client gives up what it had asked it.
+    KafkaError._DESTROY_BROKER,
 )
+_RECOVERED = (KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._DESTROY_BROKER)
+"""Errors of connections, which the client makes anew by itself."""
 
 
 class OffsetGone(TopicError):
@@ -51,5 +55,5 @@ def raise_for(error: KafkaError, doing: str) -> None:
         raise OffsetGone(
             f"{doing}: the position is no longer in the log ({error.str()}); records were deleted or it was recreated"
         )
-    if error.fatal() or not (error.retriable() or code in (KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN)):
+    if error.fatal() or not (error.retriable() or code in _RECOVERED):
         raise BrokerUnavailable(f"{doing}: {error.str()} ({error.name()})")

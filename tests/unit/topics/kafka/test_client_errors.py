@@ -1,0 +1,37 @@
+"""Errors of a client: those of a broker that went away are over once another one leads, the others are told at once."""
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.kafka.client_errors import raise_for, retrying
+
+
+class Call:
+    """Fails with an error a few times."""
+
+    def __init__(self, code: int, failures: int) -> None:
+        self._code, self._left = code, failures
+        self.made = 0
+
+    def __call__(self) -> str:
+        self.made += 1
+        if self._left:
+            self._left -= 1
+            raise KafkaException(KafkaError(self._code))
+        return "answered"
+
+
+@pytest.mark.parametrize("code", [KafkaError._DESTROY_BROKER, KafkaError.NOT_LEADER_FOR_PARTITION])
+def test_a_question_to_a_broker_that_went_away_is_asked_again(code: int) -> None:
+    call = Call(code, failures=3)
+    assert retrying(call, "asking") == "answered"
+    assert call.made == 4
+    assert raise_for(KafkaError(KafkaError._DESTROY_BROKER), "reading") is None  # type: ignore[func-returns-value]
+
+
+def test_what_time_does_not_mend_is_told_at_once() -> None:
+    call = Call(KafkaError.TOPIC_AUTHORIZATION_FAILED, failures=1)
+    with pytest.raises(BrokerUnavailable, match=r"^asking: .*TOPIC_AUTHORIZATION_FAILED"):
+        retrying(call, "asking")
+    assert call.made == 1
