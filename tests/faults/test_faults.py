@@ -25,36 +25,13 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.keys import encode_key
 from tests.faults.conftest import SESSION_S, make_run
+from tests.faults.groupers import TRANSACTION_S, Supervised, await_logged, await_restored, grouper
 from tests.faults.load import Load
 from tests.faults.promises import assert_promises, settle, stop
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
 SEED = 20
-TRANSACTION_S = 30.0
-"""Long enough for an answer on a busy machine: who hears nothing of whether it was replaced ends, but does not know."""
-
-
-def grouper(run: RealRun, ordinal: int, **kafka: object) -> subprocess.Popen[bytes]:
-    values = {"session_timeout_s": SESSION_S, "transaction_timeout_s": TRANSACTION_S, **kafka}
-    return run.start("group", f"--ordinal={ordinal}", **{f"kafka__{name}": value for name, value in values.items()})
-
-
-def await_logged(run: RealRun, process: subprocess.Popen[bytes], text: str, timeout_s: float = 60.0) -> None:
-    """Wait until a process has logged something; fails at once where it ends without."""
-
-    def said() -> bool:
-        return text in run.log_of(process)
-
-    eventually(lambda: said() or process.poll() is not None, timeout_s, f"{text} in the log of process {process.pid}")
-    assert said(), f"process {process.pid} ended (exit {process.returncode}) and never logged {text}"
-
-
-def await_restored(run: RealRun, *processes: subprocess.Popen[bytes]) -> None:
-    for process in processes:
-        await_logged(run, process, '"event": "task_restored"')
-
-
 ALL = '"event": "assigned", "partitions": [0, 1, 2, 3]'
 
 
@@ -344,33 +321,6 @@ def test_a_grouper_expelled_in_the_middle_of_a_commit_aborts_and_restores(fault_
 
 
 # ---------------------------------------------------------------------- brokers
-
-
-class Supervised:
-    """Two groupers with sessions and transactions much as they are by default, started again where one says it must be.
-
-    A broker's restart fits into those, on most machines. If it does not, a transaction outlives its timeout, which
-    looks to its owner as if another had taken over; or nobody tells it whether one has. It says so and ends.
-    """
-
-    def __init__(self, run: RealRun, ordinals: Sequence[int] = (0, 1)) -> None:
-        self._run = run
-        self._running = {ordinal: self._start(ordinal) for ordinal in ordinals}
-        await_restored(run, *self._running.values())
-
-    def revive(self) -> None:
-        for ordinal, process in self._running.items():
-            if process.poll() is not None:
-                last = self._run.log_of(process).strip().splitlines()[-1]
-                assert last.startswith("rollstream: "), last
-                print(f"grouper {ordinal} is started again, after: {last}")
-                self._running[ordinal] = self._start(ordinal)
-
-    def stop(self) -> None:
-        stop(*self._running.values())
-
-    def _start(self, ordinal: int) -> subprocess.Popen[bytes]:
-        return grouper(self._run, ordinal, session_timeout_s=6.0)
 
 
 def kill_the_broker(run: RealRun, broker: LocalBroker, times: int) -> None:
