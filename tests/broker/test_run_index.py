@@ -91,7 +91,8 @@ def test_pages_follow_one_another_in_every_order(index: RunIndex) -> None:
             after = page["next"]
             if after is None:
                 break
-        assert sorted(places) == sorted(row["place"] for row in whole["rows"]), order
+        listed = [row["place"] for row in whole["rows"] if order not in row or row[order] is not None]
+        assert sorted(places) == sorted(listed), order
         assert len(set(places)) == len(places)
 
 

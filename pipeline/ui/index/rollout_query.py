@@ -29,6 +29,8 @@ COUNTED = 10_000
 _WALKED = 20_000
 """Rows of an order that are looked at before filters are used instead."""
 _LEAST_TEXT = 3
+_LARGEST = 2**63 - 1
+"""Largest integer that SQLite takes."""
 _COLUMNS = (
     "id", "partition", "offset", "time_ms", "environment", "worker", "version", "lowest", "highest", "reward", "length",
     "sampled", "truncated", "fate", "reason", "batch", "step", "advantage", "grp",
@@ -68,13 +70,18 @@ def page(
     """Return one page of rollouts, the cursor of the next, and how many match. Raises ConfigurationError."""
     column, direction = _order_of(order)
     conditions = _conditions(db, wanted)
-    if column == "advantage":
-        conditions.append(_Condition("advantage is not null", ()))
+    valued = [] if column == "id" else [_Condition(f"{column} is not null", ())]
     limit = min(max(limit, 1), MOST)
-    start = _after(column, direction, order, after)
-    ids = _ids(db, conditions, start, column, direction, limit + 1)
+    start = valued + _after(column, direction, order, after)
+    sorting = f"id {direction}" if column == "id" else f"{column} {direction}, id {direction}"
+    if wanted.text:
+        match = phrase(wanted.text)
+        ids = _searched(db, match, conditions, start, sorting, limit + 1)
+        matching, exact = _count_searched(db, match, conditions + valued)
+    else:
+        ids = _ids(db, conditions, start, sorting, limit + 1)
+        matching, exact = _count(db, conditions + valued)
     rows = rows_of(db, ids[:limit])
-    matching, exact = _count(db, conditions)
     more = len(ids) > limit
     return {
         "rows": rows,
@@ -97,16 +104,16 @@ def _conditions(db: sqlite3.Connection, wanted: RolloutFilter) -> list[_Conditio
     """Conditions on the table rollouts, from the filter that leaves the fewest rows on, as far as that is known."""
     answer = [*_conditions_by_name(db, wanted)]
     if wanted.step is not None:
-        answer.append(_Condition("step = ?", (wanted.step,)))
+        answer.append(_Condition("step = ?", (bounded(wanted.step),)))
     if wanted.fate:
         if wanted.fate not in fates.CODES:
             raise ConfigurationError(f"fate is {wanted.fate[:40]!r}; fates are {', '.join(fates.NAMES)}")
         answer.append(_Condition("fate = ?", (fates.CODES[wanted.fate],)))
     if wanted.version is not None:
-        answer.append(_Condition("version = ?", (wanted.version,)))
+        answer.append(_Condition("version = ?", (bounded(wanted.version),)))
     ranges = (
-        ("version >= ?", wanted.version_min),
-        ("version <= ?", wanted.version_max),
+        ("version >= ?", bounded(wanted.version_min)),
+        ("version <= ?", bounded(wanted.version_max)),
         ("reward >= ?", wanted.reward_min),
         ("reward <= ?", wanted.reward_max),
     )
@@ -119,8 +126,6 @@ def _conditions_by_name(db: sqlite3.Connection, wanted: RolloutFilter) -> list[_
         answer.append(_Condition("id in (select id from rollout_names where uid = ?)", (wanted.uid,)))
     if wanted.example:
         answer.append(_Condition("id in (select id from rollout_names where example = ?)", (wanted.example,)))
-    if wanted.text:
-        answer.append(_Condition("id in (select rowid from texts where texts match ?)", (phrase(wanted.text),)))
     for column, table, name in (("grp", "groups", wanted.group), ("batch", "batches", wanted.batch)):
         if name:
             row = db.execute(f"select id from {table} where name = ?", (name,)).fetchone()
@@ -137,6 +142,11 @@ def name_id(db: sqlite3.Connection, kind: str, name: str) -> int:
     return int(row[0]) if row else -1
 
 
+def bounded(value: int | None) -> int | None:
+    """A number that SQLite takes: larger ones match as little as the largest."""
+    return None if value is None else max(-_LARGEST, min(value, _LARGEST))
+
+
 def phrase(text: str) -> str:
     """A text as a phrase of FTS5, in which nothing is syntax. Raises ConfigurationError if it is too short."""
     text = text.replace("\0", " ")
@@ -149,14 +159,60 @@ def phrase(text: str) -> str:
 
 
 def _ids(
-    db: sqlite3.Connection, conditions: Sequence[_Condition], start: _Condition, column: str, direction: str, limit: int
+    db: sqlite3.Connection, conditions: Sequence[_Condition], start: Sequence[_Condition], sorting: str, limit: int
 ) -> list[int]:
-    """Ids of a page in order."""
-    order = f"{column} {direction}" + ("" if column == "id" else f", id {direction}")
-    where = " and ".join(c.sql for c in (*conditions, start)) or "1"
-    values = [value for c in (*conditions, start) for value in c.values]
-    answer = db.execute(f"select id from rollouts where {where} order by {order} limit ?", (*values, limit))
+    """Ids of a page in order: from the first rows of the order, if enough of these match."""
+    if conditions:
+        where, values = _joined(start)
+        walk = f"select * from rollouts where {where} order by {sorting} limit ?"
+        matching, more = _joined(conditions)
+        statement = f"select id from ({walk}) where {matching} order by {sorting} limit ?"
+        ids = [row[0] for row in db.execute(statement, (*values, _WALKED, *more, limit))]
+        if len(ids) == limit:
+            return ids
+    where, values = _joined([*conditions, *start])
+    answer = db.execute(f"select id from rollouts where {where} order by {sorting} limit ?", (*values, limit))
     return [row[0] for row in answer]
+
+
+def _joined(conditions: Sequence[_Condition]) -> tuple[str, list[Any]]:
+    """Conditions as one, and its values."""
+    return " and ".join(c.sql for c in conditions) or "1", [value for c in conditions for value in c.values]
+
+
+_SEARCH = "from texts t cross join rollouts r on r.id = t.rowid where t.texts match ? and"
+"""Texts are read in the order of ids, and each match is compared with the other conditions; not the other way round."""
+
+
+def _searched(
+    db: sqlite3.Connection,
+    match: str,
+    conditions: Sequence[_Condition],
+    start: Sequence[_Condition],
+    sorting: str,
+    limit: int,
+) -> list[int]:
+    """Ids of a page of rollouts whose text matches. Orders other than by time sort the newest `COUNTED` of them."""
+    if sorting.startswith("id "):
+        places = [_Condition(f"t.row{condition.sql}", condition.values) for condition in start]
+        where, values = _joined([*conditions, *places])
+        statement = f"select t.rowid {_SEARCH} {where} order by t.row{sorting} limit ?"
+        return [row[0] for row in db.execute(statement, (match, *values, limit))]
+    where, values = _joined(conditions)
+    beyond, more = _joined(start)
+    newest = f"select r.* {_SEARCH} {where} order by t.rowid desc limit ?"
+    statement = f"select id from ({newest}) where {beyond} order by {sorting} limit ?"
+    return [row[0] for row in db.execute(statement, (match, *values, COUNTED, *more, limit))]
+
+
+def _count_searched(db: sqlite3.Connection, match: str, conditions: Sequence[_Condition]) -> tuple[int, bool]:
+    if conditions:
+        where, values = _joined(conditions)
+        statement = f"select count(*) from (select 1 {_SEARCH} {where} limit ?)"
+    else:
+        statement, values = "select count(*) from (select 1 from texts where texts match ? limit ?)", []
+    count = int(db.execute(statement, (match, *values, COUNTED + 1)).fetchone()[0])
+    return min(count, COUNTED), count <= COUNTED
 
 
 def _count(db: sqlite3.Connection, conditions: Sequence[_Condition]) -> tuple[int, bool]:
@@ -170,19 +226,15 @@ def _count(db: sqlite3.Connection, conditions: Sequence[_Condition]) -> tuple[in
     return min(count, COUNTED), count <= COUNTED
 
 
-def _after(column: str, direction: str, order: str, after: str | None) -> _Condition:
+def _after(column: str, direction: str, order: str, after: str | None) -> list[_Condition]:
     """The condition of rows behind a cursor."""
     if not after:
-        return _Condition("1", ())
+        return []
     value, row_id = _read_cursor(order, after)
     sign = "<" if direction == "desc" else ">"
     if column == "id":
-        return _Condition(f"id {sign} ?", (row_id,))
-    if value is None:  # SQLite puts null last in a descending order.
-        return _Condition(f"({column} is null and id {sign} ?)", (row_id,))
-    return _Condition(
-        f"({column} {sign} ? or ({column} = ? and id {sign} ?) or {column} is null)", (value, value, row_id)
-    )
+        return [_Condition(f"id {sign} ?", (row_id,))]
+    return [_Condition(f"({column}, id) {sign} (?, ?)", (value, row_id))]
 
 
 def _cursor(db: sqlite3.Connection, order: str, column: str, row_id: int) -> str:
@@ -190,11 +242,12 @@ def _cursor(db: sqlite3.Connection, order: str, column: str, row_id: int) -> str
     return base64.urlsafe_b64encode(json.dumps([order, value, row_id]).encode()).decode().rstrip("=")
 
 
-def _read_cursor(order: str, cursor: str) -> tuple[float | None, int]:
+def _read_cursor(order: str, cursor: str) -> tuple[float, int]:
     try:
         padded = cursor.encode() + b"=" * (-len(cursor) % 4)
         of_order, value, row_id = json.loads(base64.urlsafe_b64decode(padded))
-        known = of_order == order and type(row_id) is int and isinstance(value, int | float | None)
+        known = of_order == order and type(row_id) is int and isinstance(value, int | float)
+        known = known and abs(row_id) <= _LARGEST and abs(value) <= _LARGEST
     except (ValueError, TypeError, RecursionError):
         known = False
     if not known:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rollstream.topics.errors import ConfigurationError
 
-VERSION = 1
+VERSION = 2
 """Version of the tables and of what is written to them; each change of either raises it."""
 _OLDEST_SQLITE = (3, 35, 0)
 _CACHE_KIB = 64 * 1024
@@ -33,7 +33,8 @@ create unique index rollouts_by_place on rollouts (partition, offset);
 create index rollouts_by_environment on rollouts (environment, id);
 create index rollouts_by_worker on rollouts (worker, id);
 create index rollouts_by_version on rollouts (version, id);
-create index rollouts_by_fate on rollouts (fate, reason, id);
+create index rollouts_by_fate on rollouts (fate, id);
+create index rollouts_by_reason on rollouts (fate, reason, id);
 create index rollouts_by_reward on rollouts (reward, id);
 create index rollouts_by_length on rollouts (length, id);
 create index rollouts_by_advantage on rollouts (advantage, id) where advantage is not null;

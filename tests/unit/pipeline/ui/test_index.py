@@ -161,6 +161,28 @@ def test_a_bad_parameter_is_refused_with_what_is_wrong(
         rollout_query.page(db, RolloutFilter(text=text), order, after)
 
 
+def test_a_number_that_no_row_can_have_matches_nothing(filled: Path) -> None:
+    with closing(schema.reader(filled)) as db:
+        for wanted in (RolloutFilter(version=10**30), RolloutFilter(step=-(10**30)), RolloutFilter(version_min=2**63)):
+            assert rollout_query.page(db, wanted)["rows"] == []
+
+
+@pytest.mark.parametrize("order", ["newest", "oldest", "reward"])
+def test_pages_of_a_search_follow_one_another(filled: Path, order: str) -> None:
+    with closing(schema.reader(filled)) as db:
+        wanted = RolloutFilter(text="the", fate="trained")
+        whole = rollout_query.page(db, wanted, order, limit=1000)
+        places, after = [], None
+        while True:
+            page = rollout_query.page(db, wanted, order, after, limit=9)
+            places += [row["place"] for row in page["rows"]]
+            after = page["next"]
+            if after is None:
+                break
+        assert places == [row["place"] for row in whole["rows"]]
+        assert whole["matching"] == len(places) > 50
+
+
 def test_records_that_do_not_decode_are_counted_and_stop_nothing(tmp_path: Path) -> None:
     records = made(1)
     last: dict[tuple[str, int], int] = {}
