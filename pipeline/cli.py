@@ -35,6 +35,7 @@ COMMANDS = {
     "collect": ("roles.collect", "play a control task and publish trajectories"),
     "fill": ("roles.fill", "fill a trajectory buffer on disk from the log"),
     "run": ("run.command", "run all roles under one supervisor until interrupted or their work is done"),
+    "scale": ("tools.scale", "change how many processes of each role a run has, while it runs"),
     "runs": ("tools.runs", "list the runs that are on the brokers"),
     "deploy": ("tools.deploy", "write down a run for what runs it elsewhere, and what watches it"),
     "demo": ("run.demo", "train a small model through a local Kafka and print a report"),

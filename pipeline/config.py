@@ -68,9 +68,12 @@ class SupervisorConfig:
     stop_timeout_s: float = 20.0
     """How long a role may take from SIGTERM until it exits; then it is killed."""
     restarts: int = 3
-    """How often one role may exit unexpectedly and be started again before the run fails."""
+    """How often one role may exit unexpectedly within restart_window_s and be started again. Then the run fails, unless
+    another process does its work: it is started again every minute."""
+    restart_window_s: float = 600.0
+    """Time after which an unexpected exit of a role no longer counts."""
     backoff_s: float = 0.5
-    """Pause before the first restart of a role; doubled for each further one."""
+    """Pause before the first restart of a role; doubled for each further one, up to a minute."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ the labeler made of them. The time that they wait counts as the time that they a
 import heapq
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollstream.producers.config import CapacityConfig
 from rollstream.topics.errors import ConfigurationError
@@ -176,6 +176,13 @@ class FlowControl:
             for partition, offsets in (unlabeled or {}).items()
         }
         """Offsets in `unlabelled` that wait for a label, each with the rollouts consumed when it was delivered."""
+
+    def share_with(self, workers: int) -> None:
+        """Share the capacity among so many workers from now on. Raises ConfigurationError, and changes nothing, if the
+        pipeline could stall for ever with them."""
+        config = replace(self.config, workers=workers)
+        check_capacity(config)
+        self.config = config
 
     @property
     def outstanding(self) -> int:

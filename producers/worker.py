@@ -31,6 +31,7 @@ from rollstream.producers.mixture import Mixture
 from rollstream.producers.rollout_assembly import GroupStamp, rollout_of, uids_of
 from rollstream.producers.rollout_outlet import RolloutOutlet
 from rollstream.producers.sampling import GroupSampling
+from rollstream.producers.worker_steering import WorkerSteering
 from rollstream.topics.errors import DeadlineExceeded, RecordError, RollstreamError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
@@ -74,11 +75,12 @@ class Worker:
         flow: FlowControl | None = None,
         read_progress: Callable[[], RunProgress] | None = None,
         dual: DualWriter | None = None,
+        steering: WorkerSteering | None = None,
     ) -> None:
         """With `flow`, the outlet's deliveries must reach it, and `read_progress` returns the newest progress.
 
         `captures` are the endpoints of environments that call the policy themselves; deliveries must take their uids
-        out of `undelivered`. `dual` also writes each group in the old form.
+        out of `undelivered`. `dual` also writes each group in the old form. `steering` is what operators want.
         """
         self._captures = captures
         self._undelivered = undelivered
@@ -91,6 +93,7 @@ class Worker:
         self._flow = flow
         self._read_progress = read_progress
         self._dual = dual
+        self._steering = steering
         self._failed_groups: Counter[str] = Counter()
         """Groups in a row of which every member failed, by environment."""
         self._paused_until_s: dict[str, float] = {}
@@ -196,6 +199,8 @@ class Worker:
     def _reap(self, tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
         """Return the tasks still running; raise the error that ended one. Delivery callbacks run here, too."""
         self._outlet.poll()
+        if self._steering is not None:
+            self._steering.follow()
         if time.monotonic() - self._reported > _REPORT_EVERY_S:
             self._reported = time.monotonic()
             self._log("worker_progress")

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 
@@ -20,7 +20,9 @@ from rollstream.producers.record_sender import RolloutDelivery
 from rollstream.producers.rollout_outlet import RolloutOutlet
 from rollstream.producers.worker import Worker, WorkerReport
 from rollstream.producers.worker_flow import open_flow
+from rollstream.producers.worker_steering import WORKERS, WorkerSteering
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.steering_follower import SteeringFollower
 
 
 async def run_worker(
@@ -35,24 +37,27 @@ async def run_worker(
     curriculum: CurriculumConfig | None = None,
     capacity: CapacityConfig | None = None,
     labeling_group: str = "",
+    servers: Callable[[int], Sequence[str]] | None = None,
     stop: asyncio.Event | None = None,
 ) -> WorkerReport:
     """Run one worker with its clients until `stop` is set; without `stop`, until SIGTERM or SIGINT arrives.
 
     `incarnation` must differ at each start of a worker: it keeps uids unique. `ordinal` is its number of `workers`,
-    which share the prompts. Without `capacity` there is no limit. `labeling_group` is the full name of the consumer
-    group of the labelers, for environments whose rewards come from them. Raises ConfigurationError, TopicError,
-    BrokerUnavailable, InferenceUnavailable, InferenceRefused, DeliveryError.
+    or of as many as operators want, which share the prompts. Without `capacity` there is no limit. `labeling_group` is
+    the full name of the consumer group of the labelers, for environments whose rewards come from them. `servers`
+    returns the URLs of so many inference servers, for when operators change their number. Raises ConfigurationError,
+    TopicError, BrokerUnavailable, InferenceUnavailable, InferenceRefused, DeliveryError.
     """
     curriculum = curriculum or CurriculumConfig()
     stop = stop or _stop_on_signals()
     with ExitStack() as stack:
         states = stack.enter_context(await asyncio.to_thread(MixtureStates, kafka, run, config.worker_id))
+        follower = stack.enter_context(await asyncio.to_thread(SteeringFollower, kafka, run))
         mixture = Mixture(
             environments,
             seed=config.seed,
             worker=ordinal,
-            workers=workers,
+            workers=follower.state.numbers.get(WORKERS, workers),
             curriculum=curriculum,
             state=states.own,
         )
@@ -95,6 +100,7 @@ async def run_worker(
                 undelivered=undelivered,
                 read_progress=read_progress,
                 dual=stack.enter_context(DualWriter(kafka, topic)) if topic else None,
+                steering=WorkerSteering(follower, client, flow, workers=workers, servers=servers),
             )
             publisher = MetricsPublisher(
                 kafka, run, config.worker_id, "env", worker.metrics, interval_s=config.metrics_interval_s

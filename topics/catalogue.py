@@ -219,13 +219,21 @@ CATALOGUE: tuple[TopicSpec, ...] = (
     TopicSpec(
         name="control",
         key="what, which",
-        values=("ExcludedBatch", "SkippedOffset", "PausedPartition", "RetiredLearner", "MixtureState", "RunSplit"),
+        values=(
+            "ExcludedBatch",
+            "SkippedOffset",
+            "PausedPartition",
+            "RetiredLearner",
+            "MixtureState",
+            "RunSplit",
+            "DesiredProcesses",
+        ),
         partitions="1",
         cleanup="compact",
         writers=("env", TOOLS),
         readers=("learn", "group", *_FOLLOW_PROGRESS, TOOLS),
         doc="Decisions about a run: batches left out, skipped records, paused partitions, retired learners, states of "
-        "mixtures, splits.",
+        "mixtures, splits, and what operators want of the run.",
     ),
 )
 _BY_NAME = {spec.name: spec for spec in CATALOGUE}

@@ -47,6 +47,7 @@ RECORD_TYPES: tuple[type, ...] = (
     records.RetiredLearner,
     records.MixtureState,
     records.RunSplit,
+    records.DesiredProcesses,
     records.RolloutBatch,
     records.TrajectoryRecord,
     records.ModelCall,

@@ -3,10 +3,12 @@
 import argparse
 import asyncio
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 
 from rollstream.pipeline.command_parser import Setting, add_command, set_handler
-from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.config import RunConfig, inference_urls
+from rollstream.pipeline.deployment.description import ENV
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.following_splits import end_with_split
@@ -14,6 +16,7 @@ from rollstream.pipeline.run.role_process import announce_ready, run_until_stopp
 from rollstream.pipeline.tools import environment_check, environment_template
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.worker_process import run_worker
+from rollstream.topics.steering import desired_state
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -44,24 +47,36 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 async def _work(config: RunConfig, ordinal: int, stop: asyncio.Event) -> None:
     announce_ready()
     environments = environments_of(config, ordinal)
+    wanted = (await asyncio.to_thread(desired_state, config.kafka, config.run)).numbers.get(ENV)
     await run_worker(
         environments,
         config.kafka,
         config.run,
-        replace(config.worker, worker_id=worker_name(config, ordinal)),
+        replace(config.worker, worker_id=worker_name(config, ordinal, wanted)),
         incarnation=uuid.uuid4().hex[:8],
         ordinal=ordinal,
         workers=config.supervisor.workers,
         curriculum=config.curriculum,
         capacity=replace(config.capacity, quotas={e.name: e.entry.quota for e in environments if e.entry.quota < 1.0}),
         labeling_group=config.labeling.group_id(config.run),
+        servers=servers_of(config),
         stop=stop,
     )
 
 
-def worker_name(config: RunConfig, ordinal: int) -> str:
-    """Return the name of the worker with this ordinal: the configured one, with the ordinal if there are several."""
+def servers_of(config: RunConfig) -> Callable[[int], tuple[str, ...]] | None:
+    """Return what has the URLs of so many servers of the run; None if the workers ask others than those of
+    `inference`."""
+    inference = config.inference
+    if not inference.port or config.worker.inference_urls != inference_urls(inference):
+        return None
+    return lambda replicas: inference_urls(replace(inference, replicas=replicas))
+
+
+def worker_name(config: RunConfig, ordinal: int, workers: int | None = None) -> str:
+    """Return the name of the worker with this ordinal: the configured one, with the ordinal if there are several, by
+    what operators want or else by the settings."""
     name = config.worker.worker_id
     if name == WorkerConfig().worker_id:
         return f"env-{ordinal}"
-    return name if config.supervisor.workers == 1 else f"{name}-{ordinal}"
+    return name if (workers or config.supervisor.workers) == 1 else f"{name}-{ordinal}"

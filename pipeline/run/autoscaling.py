@@ -1,8 +1,8 @@
 """Adds and removes grouping processes of a run by the rule of `pipeline.deployment.scaling`, under its supervisor.
 
-The processes have the ordinals from 0 on without gaps, so that a process that comes back has the transactional id it
-had. The highest are removed: told to end, a process commits what it has begun and gives its partitions away, and
-nothing is read twice. As static members do not leave their group by themselves, the supervisor removes them from it.
+Told to end, a grouping process commits what it has begun and gives its partitions away, and nothing is read twice. As
+static members do not leave their group by themselves, the supervisor removes them from it. A number that an operator
+wants goes before the rule, for as long as it is wanted.
 """
 
 import logging
@@ -11,35 +11,21 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.deployment.description import GROUP, process_name, role_of
+from rollstream.pipeline.deployment.description import GROUP, role_of
 from rollstream.pipeline.deployment.scaling import Autoscaler, bounds
-from rollstream.pipeline.run.grouping_gauges import GaugeFollower
+from rollstream.pipeline.run.grouping_gauges import GaugeFollower, GroupingGauges
+from rollstream.pipeline.run.numbered_processes import NumberedProcesses, ScaledRoles, leave_group
 from rollstream.pipeline.run.plan import process_spec
 from rollstream.pipeline.run.service_ports import ServicePorts
-from rollstream.pipeline.run.supervisor import RoleSpec
 from rollstream.topics.errors import RollstreamError
-from rollstream.topics.kafka.groups import remove_members
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 _ROLE = role_of(GROUP)
-
-
-class ScaledRoles(Protocol):
-    """The part of a supervisor that scaling needs."""
-
-    @property
-    def pids(self) -> dict[str, int]:
-        """Process ids of the roles that run now."""
-
-    def start(self, *specs: RoleSpec) -> None:
-        """Start roles, without waiting until they are ready."""
-
-    def retire(self, *names: str) -> None:
-        """Tell roles to end, without waiting."""
+AGAIN_S = 10.0
+"""Time until gauges that could not be read are read again."""
 
 
 def at_first(config: RunConfig) -> RunConfig:
@@ -47,6 +33,18 @@ def at_first(config: RunConfig) -> RunConfig:
     least, most = bounds(config.grouper.autoscale, config.topics.partitions)
     processes = min(max(config.grouper.processes, least), most)
     return replace(config, grouper=replace(config.grouper, processes=processes))
+
+
+def grouping_processes(config: RunConfig, path: Path, roles: ScaledRoles, ports: ServicePorts) -> NumberedProcesses:
+    """Return the grouping processes of a run whose configuration lies at `path`; they run already."""
+    return NumberedProcesses(
+        _ROLE,
+        config.grouper.processes,
+        roles,
+        ports,
+        lambda ordinal: process_spec(config, path, _ROLE, ordinal, expendable=True),
+        lambda ordinals: leave_group(config, ordinals),
+    )
 
 
 class GroupScaler:
@@ -59,70 +57,90 @@ class GroupScaler:
         roles: ScaledRoles,
         ports: ServicePorts,
         clock: Callable[[], float] = time.monotonic,
+        say: Callable[[str], None] = lambda _line: None,
     ) -> None:
-        """`config` is that of `at_first`, and lies at `path`; its grouping processes run already."""
-        self._config, self._path, self._roles, self._ports, self._clock = config, path, roles, ports, clock
+        """`config` is that of `at_first`, and lies at `path`; its grouping processes run already. `say` is told when
+        the gauges cannot be read. Raises TopicError or BrokerUnavailable."""
+        self._config, self._clock, self._say = config, clock, say
         self._rule = config.grouper.autoscale
         self._partitions = config.topics.partitions
-        self.processes = config.grouper.processes
-        """Grouping processes that there should be now."""
+        self._numbered = grouping_processes(config, path, roles, ports)
         self._scaler = Autoscaler(self._rule, self._partitions, self.processes, clock())
         self._due = clock() + self._rule.interval_s
-        self._ending: list[int] = []
-        """Ordinals of processes that were told to end, and have not left the group yet."""
-        self._leaving: threading.Thread | None = None
-        self._follower = GaugeFollower(config.kafka, config.run, config.grouper)
-        self.gauges = self._follower.gauges
+        self._follower: GaugeFollower | None = GaugeFollower(config.kafka, config.run, config.grouper)
+        self._opening: threading.Thread | None = None
+        self._open_at = 0.0
+        self.gauges: GroupingGauges = self._follower.gauges
         """Lag and position of the run's grouping."""
+        self.manual: int | None = None
+        """Number that an operator wants; None: the rule decides."""
 
-    def poll(self) -> None:
-        """Read the gauges and, if it is time, decide. Call it often. Raises TopicError or BrokerUnavailable."""
-        self._follower.poll()
-        self._see_off()
-        now = self._clock()
-        # While a process ends, another under its ordinal would fence it, and its partitions have no owner.
-        if now < self._due or self._ending or self.gauges.partitions < self._partitions:
-            return
-        self._due = now + self._rule.interval_s
-        wanted = self._scaler.decide(self.gauges.lag, self.processes, now)
-        if wanted != self.processes:
-            self._scale(wanted)
+    @property
+    def processes(self) -> int:
+        """Grouping processes that there should be now."""
+        return self._numbered.processes
 
     @property
     def settled(self) -> bool:
         """Whether no process is ending."""
-        return not self._ending
+        return self._numbered.settled
 
-    def _scale(self, wanted: int) -> None:
-        event(logger, "scaled", lag=self.gauges.lag, processes=self.processes, wanted=wanted)
-        more, fewer = range(self.processes, wanted), range(wanted, self.processes)
-        self.processes = wanted
-        self._roles.start(*(process_spec(self._config, self._path, _ROLE, ordinal) for ordinal in more))
-        self._ending = list(fewer)
-        self._roles.retire(*(process_name(_ROLE, ordinal) for ordinal in fewer))
-
-    def _see_off(self) -> None:
-        """Remove processes that have ended from their group, and note when that is done."""
-        if self._leaving is not None:
-            if not self._leaving.is_alive():
-                self._leaving, self._ending = None, []
-        elif self._ending and not {process_name(_ROLE, ordinal) for ordinal in self._ending} & self._roles.pids.keys():
-            for ordinal in self._ending:
-                self._ports.retire(process_name(_ROLE, ordinal))
-            self._leaving = threading.Thread(target=self._leave, args=(tuple(self._ending),), daemon=True)
-            self._leaving.start()
-
-    def _leave(self, ordinals: tuple[int, ...]) -> None:
-        config = self._config
-        if config.kafka.group_protocol != "classic":
-            return  # these members leave by themselves
-        group = config.grouper.group_id(config.run)
-        try:
-            remove_members(config.kafka, group, [config.grouper.member(config.run, ordinal) for ordinal in ordinals])
-        except RollstreamError as error:
-            remedy = f"none needed: their partitions move after {config.kafka.session_timeout_s:g} s"
-            event(logger, "members_not_removed", level=logging.WARNING, error=str(error), remedy=remedy)
+    def poll(self) -> None:
+        """Read the gauges and, if it is time, decide. Call it often."""
+        self._read()
+        self._numbered.poll()
+        if self.manual is not None:
+            self._numbered.want(self.manual)
+            return
+        now = self._clock()
+        if now < self._due or not self.settled or self.gauges.partitions < self._partitions:
+            return
+        self._due = now + self._rule.interval_s
+        wanted = self._scaler.decide(self.gauges.lag, self.processes, now)
+        if wanted != self.processes:
+            event(logger, "lag_decided", lag=self.gauges.lag, processes=self.processes, wanted=wanted)
+            self._numbered.want(wanted)
+            self._numbered.poll()
 
     def close(self) -> None:
         """Stop reading the gauges."""
-        self._follower.close()
+        if self._opening is not None:
+            self._opening.join()
+        if self._follower is not None:
+            self._follower.close()
+
+    def _read(self) -> None:
+        if self._follower is None:
+            self._open_again()
+            return
+        try:
+            self._follower.poll()
+        except RollstreamError as error:
+            self._follower.close()
+            self._follower = None
+            self._open_at = self._clock() + AGAIN_S
+            self._say(
+                f"{error}; there remain {self.processes} grouping processes, whatever their lag, until it can be read: "
+                f"tried every {AGAIN_S:.0f} s"
+            )
+
+    def _open_again(self) -> None:
+        """Follow the gauges again, from a thread of its own: the brokers may not answer for a while."""
+        if self._opening is not None:
+            if not self._opening.is_alive():
+                self._opening = None
+                if self._follower is not None:
+                    self._say("the lag of grouping can be read again")
+        elif self._clock() >= self._open_at:
+            self._open_at = self._clock() + AGAIN_S
+            self._opening = threading.Thread(target=self._open, name="gauges", daemon=True)
+            self._opening.start()
+
+    def _open(self) -> None:
+        try:
+            follower = GaugeFollower(self._config.kafka, self._config.run, self._config.grouper)
+        except RollstreamError as error:
+            event(logger, "gauges_not_read", level=logging.WARNING, error=str(error), again_in_s=AGAIN_S)
+            return
+        self.gauges = follower.gauges
+        self._follower = follower

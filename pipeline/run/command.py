@@ -9,6 +9,7 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from rollstream.pipeline.roles.jax_runtime import require_jax
 from rollstream.pipeline.run import control_run
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.autoscaling import GroupScaler, at_first
+from rollstream.pipeline.run.crash_loops import LoopWatch
 from rollstream.pipeline.run.display import Display
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.observer import RunObserver
@@ -28,6 +30,7 @@ from rollstream.pipeline.run.plan import RunPlan
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts, announce_ready
 from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.stall_watch import StallWatch
+from rollstream.pipeline.run.steered_processes import SteeredProcesses, begin_with
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.run.workspace import log_to
 from rollstream.pipeline.tools.top import NEWEST, frame, line
@@ -35,6 +38,7 @@ from rollstream.pipeline.tools.topics import provision
 from rollstream.pipeline.ui.beside_run import RunPage
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.logs import event
+from rollstream.topics.steering_follower import SteeringFollower
 
 logger = logging.getLogger(__name__)
 _LINE_S = 10.0
@@ -58,35 +62,73 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     interrupts.install()
     try:
         provision(config)
-        if config.grouper.autoscale.enabled:
-            config = at_first(config)
-        config = plans.settle(config)
-        path = plans.write(config)
-        log_dir = config.run_dir / "logs"
-        ports = ServicePorts(config)
-        with Supervisor(
-            log_dir, interrupts=interrupts, environment=plans.child_environment(config), place=ports.place
-        ) as supervisor:
-            interrupts.kill_now = supervisor.kill_now
-            roles = plans.plan(config, path)
-            page = RunPage(config, path, supervisor)
-            start(supervisor, roles)
-            _say_ready(config, supervisor, ports)
-            if config.is_control:
-                control_run.watch(config, supervisor, roles, lambda: page.tell(partial(print, flush=True)))
-                print(f"run {config.run}: what was collected is on the log, labeled and filled in", flush=True)
-            else:
-                with ExitStack() as stack:
-                    scaler = None
-                    if config.grouper.autoscale.enabled:
-                        scaler = stack.enter_context(closing(GroupScaler(config, path, supervisor, ports)))
-                    watch(config, supervisor, interrupts, scaler, page)
-                print(f"run {config.run}: the learner has made its last step", flush=True)
+        with closing(SteeringFollower(config.kafka, config.run)) as following:
+            _supervise(config, interrupts, following)
     except Interrupted as interrupted:
         if interrupted.signal_number != signal.SIGTERM:
             raise
         event(logger, "stopped", signal="SIGTERM")
     return 0
+
+
+def _supervise(config: RunConfig, interrupts: Interrupts, following: SteeringFollower) -> None:
+    """Start every process, and watch over them until the work is done."""
+    if config.grouper.autoscale.enabled:
+        config = at_first(config)
+    config = plans.settle(config)
+    path = plans.write(config)
+    running = begin_with(config, following.state, lambda line: print(line, flush=True))
+    ports = ServicePorts(config)
+    with Supervisor(
+        config.run_dir / "logs", interrupts=interrupts, environment=plans.child_environment(config), place=ports.place
+    ) as supervisor:
+        interrupts.kill_now = supervisor.kill_now
+        roles = plans.plan(running, path)
+        page = RunPage(config, path, supervisor)
+        start(supervisor, roles)
+        _say_ready(config, supervisor, ports)
+        if config.is_control:
+            control_run.watch(config, supervisor, roles, lambda: page.tell(partial(print, flush=True)))
+            print(f"run {config.run}: what was collected is on the log, labeled and filled in", flush=True)
+            return
+
+        def steer(say: Callable[[str], None], stack: ExitStack) -> Steer:
+            scaler = None
+            if config.grouper.autoscale.enabled:
+                scaler = stack.enter_context(closing(GroupScaler(running, path, supervisor, ports, say=say)))
+            steered = SteeredProcesses(config, running, path, supervisor, ports, scaler=scaler, say=say)
+            return Steer(following, steered, scaler, say)
+
+        watch(config, supervisor, interrupts, steer, page)
+        print(f"run {config.run}: the learner has made its last step", flush=True)
+
+
+class Steer:
+    """Lets a run have the processes that operators, or the lag of grouping, ask for."""
+
+    def __init__(
+        self,
+        following: SteeringFollower,
+        steered: SteeredProcesses,
+        scaler: GroupScaler | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._following, self._steered, self._scaler, self._say = following, steered, scaler, say
+
+    def poll(self) -> None:
+        """Look once. Call it often."""
+        self._steered.poll(self._following.state)
+        if self._scaler is None:
+            return
+        before = self._scaler.processes
+        self._scaler.poll()
+        if self._scaler.processes != before:
+            why = (
+                f"{self._scaler.gauges.lag:,} records wait for it"
+                if self._scaler.manual is None
+                else "as `rollstream scale` asked"
+            )
+            self._say(f"grouping has {self._scaler.processes} processes, after {before}: {why}")
 
 
 def _say_ready(config: RunConfig, supervisor: Supervisor, ports: ServicePorts) -> None:
@@ -108,10 +150,10 @@ def watch(
     config: RunConfig,
     supervisor: Supervisor,
     interrupts: Interrupts,
-    scaler: GroupScaler | None = None,
-    page: RunPage | None = None,
+    steer: Callable[[Callable[[str], None], ExitStack], Steer],
+    page: RunPage,
 ) -> None:
-    """Show progress, scale grouping, and warn if the run stalls, until the learner has made its last step."""
+    """Show progress, follow commands, and warn if the run stalls, until the learner has made its last step."""
     display: Display[RunObserver] = Display(
         json=False,
         began=time.monotonic(),
@@ -134,13 +176,15 @@ def watch(
         observer: RunObserver | None = stack.enter_context(
             closing(RunObserver(config.kafka, config.run, keep=NEWEST, labeling_group=group))
         )
+        steering = steer(display.say, stack)
+        loops = LoopWatch(config.run)
         stack.enter_context(display.live())
         while not supervisor.finished(LEARN):
             supervisor.poll(0.25)
-            if page is not None:
-                page.tell(display.say)
-            if scaler is not None and not _scaled(scaler, display):
-                scaler = None
+            page.tell(display.say)
+            steering.poll()
+            for warning in loops.look(supervisor.crash_loops):
+                display.say(warning)
             if observer is None:
                 continue
             try:
@@ -154,17 +198,3 @@ def watch(
                 # Training goes on without an observer.
                 display.say(f"{error}; the run goes on, and is no longer shown: see `rollstream top`")
                 observer = None
-
-
-def _scaled(scaler: GroupScaler, display: Display[RunObserver]) -> bool:
-    """Let the scaler look once; False if it can no longer, while the run goes on."""
-    before = scaler.processes
-    try:
-        scaler.poll()
-    except RollstreamError as error:
-        display.say(f"{error}; there remain {before} grouping processes, whatever their lag")
-        return False
-    if scaler.processes != before:
-        lag = scaler.gauges.lag
-        display.say(f"grouping has {scaler.processes} processes, after {before}: {lag:,} records wait for it")
-    return True

@@ -11,10 +11,23 @@ from pathlib import Path
 
 from rollstream.infra.ports import free_port, free_port_row
 from rollstream.pipeline.config import RunConfig, inference_urls, secret_variables, to_toml
-from rollstream.pipeline.deployment.description import ENV, RoleDescription, counts, process_name, role_of
+from rollstream.pipeline.deployment.description import (
+    ENV,
+    GROUP,
+    INFER,
+    LABEL,
+    RoleDescription,
+    counts,
+    process_name,
+    role_of,
+)
 from rollstream.pipeline.run.supervisor import RoleSpec
 from rollstream.pipeline.settings import is_setting_variable
 from rollstream.topics.errors import ConfigurationError
+
+_SERVERS_TO_COME = 16
+_SHARING = (ENV, GROUP, INFER, LABEL)
+"""Roles of which each process does the work of one that is gone."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,8 @@ def settle(config: RunConfig) -> RunConfig:
         config = _with_engine(config)
     if config.inference.port or not config.inference.replicas:
         return config
-    port = free_port_row(config.inference.host, config.inference.replicas)
+    # Room for servers that `rollstream scale` adds.
+    port = free_port_row(config.inference.host, max(config.inference.replicas, _SERVERS_TO_COME))
     inference = replace(config.inference, port=port)
     return replace(config, inference=inference, worker=replace(config.worker, inference_urls=inference_urls(inference)))
 
@@ -86,9 +100,11 @@ def write(config: RunConfig) -> Path:
     """Write the configuration for the processes of a run, readable by the same user only; return its path."""
     path = config.run_dir / "run.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch(0o600)
-    path.chmod(0o600)  # an older file may be readable by everybody
-    path.write_text(to_toml(config), encoding="utf-8")
+    partial = path.with_suffix(".partial")
+    partial.touch(0o600)
+    partial.chmod(0o600)  # an older file may be readable by everybody
+    partial.write_text(to_toml(config), encoding="utf-8")
+    partial.replace(path)  # a process that starts meanwhile reads one or the other
     return path
 
 
@@ -102,8 +118,10 @@ def plan(config: RunConfig, path: Path) -> RunPlan:
     )
 
 
-def process_spec(config: RunConfig, path: Path, role: RoleDescription, number: int) -> RoleSpec:
-    """Return a process of a role, with its number."""
+def process_spec(
+    config: RunConfig, path: Path, role: RoleDescription, number: int, *, expendable: bool = False
+) -> RoleSpec:
+    """Return a process of a role, with its number. `expendable` is one that is added to those the run began with."""
     command, *flags = role.arguments(number)
     supervisor = config.supervisor
     return RoleSpec(
@@ -114,7 +132,10 @@ def process_spec(config: RunConfig, path: Path, role: RoleDescription, number: i
         ready_timeout_s=supervisor.ready_timeout_s,
         stop_timeout_s=supervisor.stop_timeout_s,
         restarts=supervisor.restarts,
+        window_s=supervisor.restart_window_s,
         backoff_s=supervisor.backoff_s,
+        expendable=expendable,
+        shares_work=role.name in _SHARING,
     )
 
 

@@ -35,6 +35,8 @@ from rollstream.topics.metric_values import VALUES
 
 logger = logging.getLogger(__name__)
 _TAIL_LINES = 12
+_LONGEST_PAUSE_S = 60.0
+"""Longest pause before a role is started again."""
 _KILLED_S = 1.0
 """How long to wait for a killed process to end."""
 
@@ -64,14 +66,32 @@ class RoleSpec:
     """How long it may take from its start, or from its last progress report, until it is ready."""
     stop_timeout_s: float = 20.0
     restarts: int = 3
-    """How often it is started again after exiting unexpectedly."""
+    """How often it is started again after exiting unexpectedly, within `window_s`."""
+    window_s: float = 600.0
+    """Time after which an exit is forgotten."""
     backoff_s: float = 0.5
     """Pause before the first restart, doubled for each further one."""
+    expendable: bool = False
+    """Whether the others go on if it never becomes ready, or exits more often than that."""
+    shares_work: bool = False
+    """Whether another of its kind does its work, too, so that the others go on while one of them does."""
 
     @property
     def kind(self) -> str:
         """Its name without the number; roles of one kind stop together."""
         return self.name.partition("-")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrashLoop:
+    """The last exit of a role that exits again and again."""
+
+    exits: int
+    """Exits within the window."""
+    cause: str
+    """How it exited, and what it said last."""
+    again_in_s: float
+    """Pause until it is started again."""
 
 
 @dataclass
@@ -89,6 +109,8 @@ class _Role:
     stopping: bool = False
     reaped: bool = False
     exits: int = 0
+    recent: tuple[float, ...] = ()
+    """Times of the exits within the window, by the supervisor's clock."""
     restart_at: float | None = None
     retired_until: float | None = None
     """When it is killed, by the supervisor's clock, if it was retired and has not ended."""
@@ -125,6 +147,7 @@ class Supervisor:
         self._place = place
         self._clock = clock
         self._roles: dict[str, _Role] = {}
+        self._loops: dict[str, CrashLoop] = {}
         self._lifeline_read, self._lifeline_write = os.pipe()  # the write end is never inherited
         log_dir.mkdir(parents=True, exist_ok=True)
 
@@ -148,6 +171,10 @@ class Supervisor:
     def pids(self) -> dict[str, int]:
         """Process ids of the roles that run now."""
         return {name: role.process.pid for name, role in self._roles.items() if not role.reaped}
+
+    def holds(self, name: str) -> bool:
+        """Whether a role runs, ends, or is to be started again; false for one that was retired and has ended."""
+        return name in self._roles
 
     def start(self, *specs: RoleSpec) -> None:
         """Start roles, without waiting until they are ready."""
@@ -179,13 +206,17 @@ class Supervisor:
                 continue
             if role.restart_at is not None and now >= role.restart_at:
                 self._spawn(role.spec, before=role)
-            late = now - role.heard > role.spec.ready_timeout_s
-            if late and not (role.ready or role.reaped or role.stopping):
-                after = f" after it said: {role.progress}" if role.progress else ""
-                problem = f"was not ready within {role.spec.ready_timeout_s:g} s{after}: {_cause(role.log)}"
-                if not role.spec.optional:
-                    raise DeadlineExceeded(f"role {role.spec.name} {problem}")
-                self._give_up(role, problem)
+            self._notice_lateness(role, now)
+
+    @property
+    def crash_loops(self) -> Mapping[str, CrashLoop]:
+        """Roles that exit again and again while the others go on, by name; each as it exited last."""
+        now = self._clock()
+        return {
+            name: loop
+            for name, loop in self._loops.items()
+            if name in self._roles and now - self._roles[name].recent[-1] < self._roles[name].spec.window_s
+        }
 
     def finished(self, name: str) -> bool:
         """Whether a role that finishes by itself has done so."""
@@ -304,7 +335,7 @@ class Supervisor:
             now = self._clock()
             role = _Role(spec=spec, log=log, process=process, ready_fd=ready_read, started=time.monotonic(), heard=now)
             if before is not None:
-                role.exits, role.ever_ready = before.exits + 1, before.ever_ready
+                role.exits, role.ever_ready, role.recent = before.exits + 1, before.ever_ready, before.recent
             self._roles[spec.name] = role
         event(logger, "role_started", role=spec.name, pid=process.pid, log=str(log), restarts=role.exits)
 
@@ -341,16 +372,42 @@ class Supervisor:
             event(logger, "role_finished", role=spec.name)
             role.ready = role.ever_ready = True
             return
-        if not role.ever_ready or role.exits >= spec.restarts:
-            times = f" ({role.exits + 1} times)" if role.exits else ""
-            problem = f"exited with {_name_exit(code)}{times}: {_cause(role.log)}"
-            if not spec.optional:
-                raise RoleFailed(f"role {spec.name} {problem}")
-            self._give_up(role, problem)
-            return
-        pause_s = spec.backoff_s * 2**role.exits
+        role.ready = False
+        before = [at for at in role.recent if now - at < spec.window_s]
+        pause_s = min(spec.backoff_s * 2 ** min(len(before), 30), max(_LONGEST_PAUSE_S, spec.backoff_s))
+        if not role.ever_ready or len(before) >= spec.restarts:
+            times = f" ({len(before) + 1} times)" if before else ""
+            cause = f"exited with {_name_exit(code)}{times}: {_cause(role.log)}"
+            if spec.optional:
+                self._give_up(role, cause)
+                return
+            if not self._is_spared(role):
+                raise RoleFailed(f"role {spec.name} {cause}")
+            pause_s = max(pause_s, _LONGEST_PAUSE_S)
+            self._loops[spec.name] = CrashLoop(exits=len(before) + 1, cause=cause, again_in_s=pause_s)
         event(logger, "role_exited", level=logging.WARNING, role=spec.name, exit_code=code, restart_in_s=pause_s)
-        role.ready, role.restart_at = False, now + pause_s
+        role.recent, role.restart_at = (*before, now), now + pause_s
+
+    def _is_spared(self, role: _Role) -> bool:
+        """Whether the others go on without a role: it is expendable, or another of its kind does its work."""
+        if role.spec.expendable:
+            return True
+        others = (other for other in self._roles.values() if other is not role and other.spec.kind == role.spec.kind)
+        return role.spec.shares_work and role.ever_ready and any(o.ready and not o.reaped for o in others)
+
+    def _notice_lateness(self, role: _Role, now: float) -> None:
+        """Fail, or end a role that the others go on without, if it is not ready in time."""
+        if role.ready or role.reaped or role.stopping or now - role.heard <= role.spec.ready_timeout_s:
+            return
+        if self._is_spared(role) and role.process.poll() is None:
+            role.process.kill()  # its exit counts like any other
+            role.process.wait()
+            return
+        after = f" after it said: {role.progress}" if role.progress else ""
+        problem = f"was not ready within {role.spec.ready_timeout_s:g} s{after}: {_cause(role.log)}"
+        if not role.spec.optional:
+            raise DeadlineExceeded(f"role {role.spec.name} {problem}")
+        self._give_up(role, problem)
 
     def _give_up(self, role: _Role, problem: str) -> None:
         """End an optional role for good."""
@@ -369,6 +426,7 @@ class Supervisor:
             event(logger, "role_killed", level=logging.WARNING, role=role.spec.name)
         self._kill(role)
         del self._roles[role.spec.name]
+        self._loops.pop(role.spec.name, None)
 
     def _kill(self, role: _Role) -> None:
         """SIGKILL the role's process group, which holds whatever it started, and reap it; once, as ids are reused."""

@@ -122,6 +122,15 @@ class CompletionsClient:
         """Newest policy version in any answer; -1 before the first."""
         return self._replicas.newest_version
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Servers that are asked now."""
+        return tuple(replica.url for replica in self._replicas.replicas)
+
+    def ask(self, urls: Sequence[str]) -> None:
+        """Ask these servers from now on, one or more. Calls that have begun may still be answered by others."""
+        self._replicas.use(urls)
+
     async def __aenter__(self) -> Self:
         # The deadline of each call bounds the time; the caller's concurrency bounds the connections.
         self._http = aiohttp.ClientSession(

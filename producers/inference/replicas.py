@@ -43,6 +43,12 @@ class ReplicaSet:
         self._max_version_skew = max_version_skew
         self._random = random.Random(random_seed)
 
+    def use(self, urls: Iterable[str]) -> None:
+        """Ask these servers from now on; what is known of those that stay is kept."""
+        known = {replica.url: replica for replica in self.replicas}
+        wanted = [url.rstrip("/") for url in dict.fromkeys(urls)]
+        self.replicas = [known.get(url) or Replica(url) for url in wanted]
+
     @property
     def newest_version(self) -> int:
         """Newest policy version in any answer."""

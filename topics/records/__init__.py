@@ -16,6 +16,7 @@ from rollstream.topics.records.arrays import (
 )
 from rollstream.topics.records.batches import BatchGroup, BatchIndexEntry, BatchTokenArray, TrainingBatch, batch_numbers
 from rollstream.topics.records.control import (
+    DesiredProcesses,
     EnvironmentState,
     ExcludedBatch,
     Metrics,
@@ -54,6 +55,7 @@ __all__ = [
     "Bool",
     "CallAnswer",
     "Chunk",
+    "DesiredProcesses",
     "Drop",
     "EnvironmentState",
     "EpisodeSpan",

@@ -1,5 +1,5 @@
 """Records of `control` and `metrics`: exclusions, skipped offsets, paused partitions, retired learners, states of
-workers, splits, and metrics."""
+workers, splits, what operators want of a run, and metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -77,6 +77,15 @@ class MixtureState:
 
     worker_id: str
     environments: tuple[EnvironmentState, ...]
+    wall_time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DesiredProcesses:
+    """Number of processes of a role that an operator wants, until a tombstone follows."""
+
+    role: str
+    processes: int
     wall_time: float = 0.0
 
 

@@ -118,6 +118,56 @@ def test_an_optional_role_that_fails_is_given_up_and_the_others_go_on(supervisor
         assert supervisor.failure("group-0") == ""
 
 
+def test_a_role_whose_work_another_does_is_started_again_every_minute_and_the_others_go_on(
+    supervisor: Supervisor,
+) -> None:
+    with supervisor:
+        often = "sys.stderr.write('rollstream: no room on the disk\\n'); sys.exit(2)"
+        crashing = PRELUDE + f"announce_ready(); time.sleep(0.2); {often}"
+        supervisor.start(
+            role("a-0", OBEDIENT, shares_work=True),
+            role("a-1", crashing, restarts=1, backoff_s=0.01, shares_work=True),
+        )
+        supervisor.wait_ready(["a-0", "a-1"])
+        poll_until(supervisor, lambda: bool(supervisor.crash_loops), "a crash loop")
+        (loop,) = supervisor.crash_loops.values()
+        assert (loop.exits, loop.again_in_s) == (2, 60.0)
+        assert "exited with code 2 (2 times): no room on the disk" in loop.cause
+        assert list(supervisor.pids) == ["a-0"]
+
+
+def test_a_role_that_was_added_and_never_becomes_ready_ends_nothing(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", OBEDIENT))
+        supervisor.wait_ready(["a-0"])
+        supervisor.start(
+            role("b-0", "import sys; sys.exit(2)", expendable=True),
+            role("c-0", "import time; time.sleep(600)", expendable=True, ready_timeout_s=0.5),
+        )
+        poll_until(supervisor, lambda: set(supervisor.crash_loops) == {"b-0", "c-0"}, "both given up for now")
+        assert list(supervisor.pids) == ["a-0"]
+        supervisor.retire("b-0")
+        poll_until(supervisor, lambda: set(supervisor.crash_loops) == {"c-0"}, "one taken away")
+
+
+def test_an_exit_is_forgotten_after_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    time_s = 0.0
+    with Supervisor(tmp_path / "logs", environment=os.environ, clock=lambda: time_s) as supervisor:
+        supervisor.start(role("a-0", OBEDIENT, restarts=1, backoff_s=0.0, window_s=100.0))
+        supervisor.wait_ready(["a-0"])
+        for _ in range(3):
+            before = supervisor.pids["a-0"]
+            assert supervisor.kill("a-0") == before
+            poll_until(supervisor, lambda: supervisor.is_ready("a-0"), "a restart")
+            time_s += 101.0
+        supervisor.kill("a-0")
+        poll_until(supervisor, lambda: supervisor.is_ready("a-0"), "a restart")
+        supervisor.kill("a-0")
+        with pytest.raises(RoleFailed, match=r"\(2 times\)"):
+            await_finished(supervisor, "a-0")
+
+
 def test_a_role_that_was_killed_is_not_ready_until_it_says_so_again(supervisor: Supervisor) -> None:
     with supervisor:
         supervisor.start(

@@ -1,0 +1,123 @@
+"""Follows the numbers of processes that operators want of a run, and starts and ends processes for them.
+
+The file that the processes read keeps the configured numbers. A process whose work depends on how many there are
+follows the topic `control` itself.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from rollstream.infra.ports import is_free
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.deployment.description import ENV, GROUP, INFER, counts, role_of
+from rollstream.pipeline.run import plan as plans
+from rollstream.pipeline.run.autoscaling import GroupScaler, grouping_processes
+from rollstream.pipeline.run.numbered_processes import NumberedProcesses, ScaledRoles
+from rollstream.pipeline.run.service_ports import ServicePorts
+from rollstream.pipeline.run.supervisor import RoleSpec
+from rollstream.pipeline.steering import SCALED
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.steering import DesiredState
+
+
+def with_numbers(config: RunConfig, numbers: Mapping[str, int]) -> RunConfig:
+    """Return the configuration with these numbers of processes, for the roles that the run has. Raises
+    ConfigurationError if the run cannot work with them."""
+    there = counts(config)
+    if ENV in numbers:
+        config = replace(config, supervisor=replace(config.supervisor, workers=numbers[ENV]))
+    if GROUP in numbers and GROUP in there:
+        processes = min(numbers[GROUP], config.topics.partitions)
+        config = replace(config, grouper=replace(config.grouper, processes=processes))
+    if INFER in numbers and INFER in there:
+        config = replace(config, inference=replace(config.inference, replicas=numbers[INFER]))
+    return config
+
+
+def begin_with(config: RunConfig, state: DesiredState, say: Callable[[str], None]) -> RunConfig:
+    """Return the configuration with the numbers of processes that are wanted, as far as the run can work with them."""
+    numbers = {} if config.is_control else state.numbers
+    for role in (role for role in SCALED if role in numbers):
+        try:
+            config = with_numbers(config, {role: numbers[role]})
+        except ConfigurationError as error:
+            say(_refusal(role, numbers[role], error))
+    return config
+
+
+class SteeredProcesses:
+    """The processes of a run whose numbers operators may change."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        running: RunConfig,
+        path: Path,
+        roles: ScaledRoles,
+        ports: ServicePorts,
+        *,
+        scaler: GroupScaler | None,
+        say: Callable[[str], None],
+    ) -> None:
+        """`config` is settled and lies at `path`; `running` is that of `begin_with`, whose processes run already.
+        `scaler` has the grouping processes, if there is one."""
+        self._config, self._path, self._scaler, self._say = config, path, scaler, say
+        self._configured = counts(config)
+        self._seen: dict[str, int] | None = None
+        there = counts(running)
+        self._numbered: dict[str, NumberedProcesses] = {
+            name: NumberedProcesses(role_of(name), there.get(name, 0), roles, ports, self._spec_of(name))
+            for name in (ENV, INFER)
+        }
+        if scaler is None:
+            self._numbered[GROUP] = grouping_processes(running, path, roles, ports)
+
+    def poll(self, state: DesiredState) -> None:
+        """Follow what is wanted now. Call it often."""
+        numbers = state.numbers
+        if numbers != self._seen:
+            before, self._seen = self._seen or {}, numbers
+            for role in SCALED:
+                if numbers.get(role) != before.get(role):
+                    self._follow(role, numbers.get(role))
+        for numbered in self._numbered.values():
+            numbered.poll()
+
+    def _follow(self, role: str, wanted: int | None) -> None:
+        if role == GROUP and self._scaler is not None:
+            self._scaler.manual = None if wanted is None else min(wanted, self._config.topics.partitions)
+            return
+        number = self._configured.get(role, 0) if wanted is None else wanted
+        numbered = self._numbered[role]
+        if role != ENV and not self._configured.get(role):
+            self._say(f"{role}={number} is not followed: this run starts no {role}")
+            return
+        try:
+            number = counts(with_numbers(self._config, {role: number}))[role]
+            if role == INFER:
+                _check_ports(self._config, range(numbered.processes, number))
+        except ConfigurationError as error:
+            self._say(_refusal(role, number, error))
+            return
+        if number != numbered.processes:
+            self._say(f"{role} has {numbered.processes} processes, and is to have {number}")
+        numbered.want(number)
+
+    def _spec_of(self, name: str) -> Callable[[int], RoleSpec]:
+        return lambda ordinal: plans.process_spec(self._config, self._path, role_of(name), ordinal, expendable=True)
+
+
+def _check_ports(config: RunConfig, ordinals: range) -> None:
+    """Raise ConfigurationError if a server that is added has no port."""
+    inference = config.inference
+    for ordinal in ordinals:
+        if not is_free(inference.host, inference.port + ordinal):
+            raise ConfigurationError(
+                f"port {inference.port + ordinal} of {inference.host} is in use, and server {ordinal} would listen "
+                "there: free it, or set inference.port and start `rollstream run` again"
+            )
+
+
+def _refusal(role: str, number: int, error: ConfigurationError) -> str:
+    return f"{role}={number} is not followed: {error}"

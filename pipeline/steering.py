@@ -1,0 +1,116 @@
+"""The commands that a run takes while it runs, in one list, and what is wanted of it now.
+
+A command is recorded on the run's topic `control` and ends; whoever acts on it follows that topic: `rollstream run` its
+processes, each role what concerns itself. So a command works wherever the run's processes are, also before they start.
+
+The command line and the page of a run use the same two functions: `record` checks and records a command, `state` tells
+what holds.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rollstream.pipeline.deployment.description import ENV, GROUP, INFER, LEARN, ROLES
+from rollstream.topics import steering
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.records import DesiredProcesses
+
+SCALED = (ENV, GROUP, INFER)
+"""Roles whose number of processes may be changed while the run runs."""
+MOST = 512
+"""Largest number of processes of a role but `group`, which has partitions for its limit."""
+
+
+def record(kafka: KafkaConfig, run: str, command: Mapping[str, Any]) -> None:
+    """Check a command and record it.
+
+    `command` has its name under `command`, and its arguments beside it, as docs/steering.md lists them. Raises
+    ConfigurationError, which names the remedy, for one that cannot be carried out, and TopicError, BrokerUnavailable
+    or DeliveryError if it cannot be recorded.
+    """
+    name = command.get("command")
+    if name not in COMMANDS:
+        raise ConfigurationError(f"no command is called {name!r}; commands are {', '.join(COMMANDS)}")
+    arguments = {key: value for key, value in command.items() if key != "command"}
+    clients.check_broker(kafka)
+    COMMANDS[str(name)](kafka, run, arguments)
+
+
+def state(kafka: KafkaConfig, run: str) -> dict[str, Any]:
+    """Return what is wanted of a run now, as plain values for JSON. Raises BrokerUnavailable."""
+    wanted = steering.desired_state(kafka, run)
+    return {"processes": wanted.numbers}
+
+
+def _scale(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
+    """Record numbers of processes by role: {"processes": {"env": 8, "group": None}}; None leaves it to the settings."""
+    numbers = _only(arguments, "processes")["processes"]
+    if not isinstance(numbers, Mapping) or not numbers:
+        raise ConfigurationError("name a role and its number of processes, e.g. env=8")
+    for role, number in numbers.items():
+        _check_scaled(str(role))
+        if number is not None:
+            _check_number(kafka, run, str(role), number)
+    now = time.time()
+    steering.write(
+        kafka,
+        run,
+        steering.PROCESSES,
+        {
+            str(role): None if number is None else DesiredProcesses(role=role, processes=number, wall_time=now)
+            for role, number in numbers.items()
+        },
+    )
+
+
+def _check_scaled(role: str) -> None:
+    if role in SCALED:
+        return
+    if role == LEARN:
+        raise ConfigurationError(
+            "the processes of a learner share one model and begin together: set learner.processes and start "
+            "`rollstream run` again; it goes on from its checkpoint"
+        )
+    counted = {each.name: each.counted_by for each in ROLES if each.counted_by}
+    if role in counted:
+        raise ConfigurationError(
+            f"{role} is not scaled while the run runs: set {counted[role]} and start `rollstream run` again; roles "
+            f"that are scaled: {', '.join(SCALED)}"
+        )
+    raise ConfigurationError(f"no role is called {role!r}; roles that are scaled: {', '.join(SCALED)}")
+
+
+def _check_number(kafka: KafkaConfig, run: str, role: str, number: object) -> None:
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ConfigurationError(f"{role}={number} is no number of processes; write e.g. {role}=2, or {role}=auto")
+    most = MOST
+    if role == GROUP:
+        most = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
+    if number < 1:
+        raise ConfigurationError(f"{role}={number}: at least one is needed, or the run waits for it for ever")
+    if number > most:
+        why = (
+            f"rollouts of run {run} has {most} partitions, and each is read by one process; `rollstream split` gives "
+            "a run more partitions"
+            if role == GROUP
+            else f"at most {most} are started on a machine"
+        )
+        raise ConfigurationError(f"{role}={number}: {why}")
+
+
+def _only(arguments: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """Return the arguments. Raises ConfigurationError for one that is missing, and for one that is not among them."""
+    for name in (*names, *arguments):
+        if name not in names:
+            raise ConfigurationError(f"the command takes no {name!r}; it takes {', '.join(names)}")
+        if name not in arguments:
+            raise ConfigurationError(f"the command needs {name!r}")
+    return arguments
+
+
+COMMANDS: Mapping[str, Callable[[KafkaConfig, str, Mapping[str, Any]], None]] = {"scale": _scale}
+"""Every command by its name; its function checks the arguments and records it."""

@@ -1,0 +1,55 @@
+"""`rollstream scale`: records how many processes of each role a run should have; without a role, shows it."""
+
+import argparse
+
+from rollstream.pipeline import steering
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.text_tables import table
+from rollstream.pipeline.tools.plain_values import compact
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.kafka import clients
+
+AUTO = "auto"
+"""Stands for a number that is left to the settings."""
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream scale`."""
+    set_handler(parser, scale, example="rollstream scale env=8 group=3 infer=2 --run main", json=True)
+    parser.add_argument(
+        "numbers",
+        nargs="*",
+        metavar="ROLE=N",
+        help=f"the number of processes that a role should have; {AUTO} leaves it to the settings again",
+    )
+
+
+def scale(config: RunConfig, args: argparse.Namespace) -> int:
+    """Record the numbers, and print those that hold."""
+    clients.check_broker(config.kafka)
+    numbers = dict(_number(text) for text in args.numbers)
+    if numbers:
+        steering.record(config.kafka, config.run, {"command": "scale", "processes": numbers})
+    wanted = steering.state(config.kafka, config.run)["processes"]
+    if args.json:
+        print(compact(wanted))
+        return 0
+    if wanted:
+        print(table(("role", "processes"), sorted(wanted.items())))
+    others = ", ".join(role for role in steering.SCALED if role not in wanted)
+    if others:
+        print(f"as the settings say: {others}")
+    print(f"`rollstream run --run {config.run}` follows this, the one that runs and the next")
+    return 0
+
+
+def _number(text: str) -> tuple[str, int | None]:
+    role, equals, number = text.partition("=")
+    if not equals or not role:
+        raise ConfigurationError(f"{text!r} names no number: write ROLE=N, e.g. env=8")
+    if number == AUTO:
+        return role, None
+    if not number.isdecimal() or len(number) > 9:
+        raise ConfigurationError(f"{text!r}: {number!r} is no number of processes; write {role}=2, or {role}={AUTO}")
+    return role, int(number)

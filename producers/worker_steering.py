@@ -1,0 +1,60 @@
+"""What operators want of a worker while it runs: it shares the capacity with as many workers, and asks as many servers,
+as are wanted now."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from rollstream.producers.flow_control import FlowControl
+from rollstream.producers.inference.client import CompletionsClient
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.logs import event
+from rollstream.topics.steering import DesiredState
+from rollstream.topics.steering_follower import SteeringFollower
+
+logger = logging.getLogger(__name__)
+WORKERS = "env"
+"""Role whose desired number is that of the workers."""
+SERVERS = "infer"
+"""Role whose desired number is that of the inference servers."""
+
+
+class WorkerSteering:
+    """Follows what is wanted of a worker."""
+
+    def __init__(
+        self,
+        follower: SteeringFollower,
+        client: CompletionsClient,
+        flow: FlowControl | None,
+        *,
+        workers: int,
+        servers: Callable[[int], Sequence[str]] | None = None,
+    ) -> None:
+        """Where operators want no number, the worker is one of `workers`. `servers` returns the URLs of so many
+        inference servers; without it, the worker's remain as configured."""
+        self._follower, self._client, self._flow = follower, client, flow
+        self._workers, self._servers = workers, servers
+        self._others = flow.config.workers - workers if flow else 0
+        self._configured = client.urls
+        self._seen: DesiredState | None = None
+
+    def follow(self) -> None:
+        """Follow what is wanted now. Call it often."""
+        state = self._follower.state
+        if state is self._seen:
+            return
+        self._seen = state
+        self._share(state.numbers.get(WORKERS, self._workers))
+        if self._servers is not None:
+            wanted = state.numbers.get(SERVERS)
+            self._client.ask(self._configured if not wanted else self._servers(wanted))
+
+    def _share(self, workers: int) -> None:
+        if self._flow is None or self._flow.config.workers == workers + self._others:
+            return
+        try:
+            self._flow.share_with(workers + self._others)
+        except ConfigurationError as error:
+            event(logger, "capacity_not_shared", level=logging.WARNING, workers=workers, error=str(error))
+            return
+        event(logger, "capacity_shared", workers=workers)

@@ -1,0 +1,136 @@
+"""`rollstream scale`: what it records on a real broker, and the processes of a run that follow it."""
+
+import json
+import subprocess
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollstream.pipeline import steering
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.audit.verification import verify
+from rollstream.pipeline.config import RunConfig, load
+from rollstream.pipeline.deployment.description import GROUP
+from rollstream.pipeline.run import plan as plans
+from rollstream.pipeline.run.reading_evidence import coverage, readings
+from rollstream.pipeline.run.service_ports import ServicePorts
+from rollstream.pipeline.run.steered_processes import SteeredProcesses, begin_with
+from rollstream.pipeline.run.supervisor import Supervisor
+from rollstream.topics.config import TopicsConfig
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.kafka.groups import members
+from rollstream.topics.steering_follower import SteeringFollower
+from tests.support.command_line import answer_of
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
+
+PARTITIONS = 3
+
+
+@pytest.fixture
+def run(real_run: RealRun) -> RealRun:
+    real_run.topics = TopicsConfig(partitions=PARTITIONS)
+    # Longer than any wait here: partitions move because a process left, not because it expired.
+    client = {"heartbeat.interval.ms": "500"}
+    real_run.kafka = replace(real_run.kafka, session_timeout_s=60.0, client=client)
+    return real_run.prepare()
+
+
+def said(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
+    return answer_of(run.directory, "scale", *words, *run.command()[4:])
+
+
+def shown(run: RealRun) -> Any:
+    return json.loads(said(run, "--json").stdout)
+
+
+def test_numbers_are_recorded_withdrawn_and_refused_with_a_remedy(run: RealRun) -> None:
+    assert shown(run) == {}
+    assert said(run, "env=8", "group=3", "infer=2").returncode == 0
+    assert shown(run) == {"env": 8, "group": 3, "infer": 2}
+    assert said(run, "env=auto", "infer=5").returncode == 0
+    assert steering.state(run.kafka, run.name)["processes"] == {"group": 3, "infer": 5}
+    for words, remedy in {
+        ("group=4",): "has 3 partitions, and each is read by one process; `rollstream split`",
+        ("env=0",): "at least one is needed",
+        ("learn=2",): "set learner.processes and start `rollstream run` again",
+        ("eval=2",): "set evaluation.every_versions",
+        ("workers=2",): "roles that are scaled: env, group, infer",
+        ("env",): "write ROLE=N",
+        ("env=many",): "write env=2, or env=auto",
+        ("env=9999",): "at most 512",
+        ("env=3", "group=9"): "3 partitions",
+    }.items():
+        refused = said(run, *words)
+        assert (refused.returncode, remedy in refused.stderr) == (2, True), refused.stderr
+    assert shown(run) == {"group": 3, "infer": 5}, "a refused command records nothing"
+    with pytest.raises(ConfigurationError, match="no command is called 'fly'; commands are scale"):
+        steering.record(run.kafka, run.name, {"command": "fly"})
+    with pytest.raises(ConfigurationError, match="needs 'processes'"):
+        steering.record(run.kafka, run.name, {"command": "scale"})
+
+
+def settings(run: RealRun) -> RunConfig:
+    config = load(flags=[f"run={run.name}", f"data_dir={run.directory}", f"topics.partitions={PARTITIONS}"])
+    grouper = replace(run.grouper, processes=1)
+    return replace(config, kafka=run.kafka, grouping=run.grouping, grouper=grouper)
+
+
+class Grouping:
+    """The grouping processes of a run that begins as `rollstream run` does, and follows commands."""
+
+    def __init__(self, run: RealRun, supervisor: Supervisor, follower: SteeringFollower, ports: ServicePorts) -> None:
+        config = settings(run)
+        path = plans.write(config)
+        self.said: list[str] = []
+        running = begin_with(config, follower.state, self.said.append)
+        groupers = plans.plan(running, path).of(GROUP)
+        self.began_with = [spec.name for spec in groupers]
+        supervisor.start(*groupers)
+        supervisor.wait_ready(self.began_with)
+        self._run, self._supervisor, self._follower = run, supervisor, follower
+        self._steered = SteeredProcesses(config, running, path, supervisor, ports, scaler=None, say=self.said.append)
+
+    def await_processes(self, processes: int) -> None:
+        """Wait until so many run and are ready, and no others are members of their group."""
+        wanted = [f"group-{ordinal}" for ordinal in range(processes)]
+
+        def there() -> bool:
+            self._supervisor.poll(0.1)
+            self._steered.poll(self._follower.state)
+            running = sorted(self._supervisor.pids)
+            return running == wanted and all(map(self._supervisor.is_ready, running))
+
+        eventually(there, 120, f"{processes} processes")
+        group = self._run.grouper.group_id(self._run.name)
+        eventually(lambda: there() and members(self._run.kafka, group) == processes, 60, "members of the group")
+
+
+def grouping(run: RealRun, began_with: list[str], *numbers: int) -> None:
+    """Begin as `rollstream run` does, ask for each number of processes in turn, and end."""
+    config = settings(run)
+    ports = ServicePorts(config)
+    environment = plans.child_environment(config, run.environment())
+    with (
+        SteeringFollower(run.kafka, run.name) as follower,
+        Supervisor(run.directory / "logs", environment=environment, place=ports.place) as supervisor,
+    ):
+        groups = Grouping(run, supervisor, follower, ports)
+        assert groups.began_with == began_with
+        for number in numbers:
+            assert said(run, f"group={number}").returncode == 0
+            groups.await_processes(number)
+            before = ledger(run.kafka, run.name).batched
+            run.send(rollout(f"x{before}.{example}", member) for example in range(12) for member in range(4))
+            eventually(lambda: ledger(run.kafka, run.name).batched == before + 48, 120, "all of it in batches")  # noqa: B023
+
+
+def test_grouping_follows_commands_begins_with_them_again_and_reads_everything_once(run: RealRun) -> None:
+    grouping(run, ["group-0"], 3, 2)
+    grouping(run, ["group-0", "group-1"], 2)
+    counted = coverage(readings(run.kafka, run.name))
+    assert (counted.twice, counted.missing) == (0, 0)
+    book = ledger(run.kafka, run.name)
+    assert (book.batched, book.problems) == (3 * 48, [])
+    assert verify(run.kafka, run.name).mismatches == []

@@ -1,0 +1,117 @@
+"""What operators want of a run, as its topic `control` records it: one record for each decision, the newest is valid.
+
+A tombstone withdraws a decision. Whoever acts on one follows the topic, so that a decision reaches every machine, and
+also the processes that start later.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.closing import Closing
+from rollstream.topics.codec import encode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import TopicError
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
+from rollstream.topics.kafka.sender import Sender
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.keys import decode_key, encode_key
+from rollstream.topics.records import DesiredProcesses
+
+PROCESSES = "processes"
+"""First part of the key of a desired number of processes; the second is what is counted, such as a role."""
+_AT_ONCE = 500
+
+
+@dataclass
+class DesiredState:
+    """What is wanted of a run now."""
+
+    processes: dict[str, DesiredProcesses] = field(default_factory=dict)
+    """Desired numbers of processes, by what is counted."""
+
+    def note(self, message: KafkaRecord, skipped: SkippedRecords) -> None:
+        """Update the state from a record of `control`; other kinds of records change nothing."""
+        with skipped.passing(message):
+            key = decode_key(message.key)
+            if len(key) != 2 or key[0] not in _KINDS:
+                return
+            name, record_type = _KINDS[str(key[0])]
+            held: dict[str, Any] = getattr(self, name)
+            record = None if message.value is None else skipped.decode(record_type, message)
+            if record is not None:
+                held[str(key[1])] = record
+            elif message.value is None:
+                held.pop(str(key[1]), None)
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Desired numbers of processes; a number below zero, which no command writes, is left out."""
+        return {name: record.processes for name, record in self.processes.items() if record.processes >= 0}
+
+
+_KINDS: Mapping[str, tuple[str, type]] = {PROCESSES: ("processes", DesiredProcesses)}
+"""By the first part of a key, the part of the state and the type of its records."""
+
+
+class SteeringWatch(Closing):
+    """What is wanted of a run, followed."""
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        """Read the present state; nothing is wanted of a run without the topic. Raises BrokerUnavailable."""
+        self.state = DesiredState()
+        """What is wanted, as far as it was read."""
+        self._skipped = SkippedRecords(logged=False)
+        self._follower: TopicFollower | None = None
+        topic, start = topic_name(run, "control"), BEGINNING
+        try:
+            # The follower starts behind what was read: what was withdrawn would else hold again for a moment.
+            for message in read_to_end(kafka, topic):
+                self.state.note(message, self._skipped)
+                start = message.offset + 1
+            self._follower = TopicFollower(kafka, {(topic, 0): start})
+        except TopicError:
+            return  # a run of an early release has no topic `control`
+
+    @property
+    def follows(self) -> bool:
+        """Whether the run has the topic."""
+        return self._follower is not None
+
+    def poll(self, wait_s: float = 0.0) -> bool:
+        """Take in what was recorded since; return whether anything was. Raises TopicError or BrokerUnavailable."""
+        messages = self._follower.poll(_AT_ONCE, wait_s) if self._follower else []
+        for message in messages:
+            self.state.note(message, self._skipped)
+        return bool(messages)
+
+    def close(self) -> None:
+        """Stop following."""
+        if self._follower is not None:
+            self._follower.close()
+
+
+def desired_state(kafka: KafkaConfig, run: str) -> DesiredState:
+    """Return what is wanted of a run now; nothing of a run without the topic. Raises BrokerUnavailable."""
+    state, skipped = DesiredState(), SkippedRecords(logged=False)
+    try:
+        for message in read_to_end(kafka, topic_name(run, "control")):
+            state.note(message, skipped)
+    except TopicError:
+        return DesiredState()
+    return state
+
+
+def write(kafka: KafkaConfig, run: str, what: str, records: Mapping[str, object | None]) -> None:
+    """Record decisions of one kind by what they are about; None withdraws one. Raises TopicError, BrokerUnavailable,
+    DeliveryError."""
+    topic = topic_name(run, "control")
+    topic_admin.partitions_of(kafka, topic)
+    with Sender(clients.producer(kafka)) as sender:
+        for name, record in records.items():
+            value = None if record is None else encode(record)
+            sender.send(topic, value, encode_key(what, name), partition=0, name="the decision")
