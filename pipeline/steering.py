@@ -7,18 +7,23 @@ The command line and the page of a run use the same two functions: `record` chec
 what holds.
 """
 
+import difflib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollstream.pipeline.deployment.description import ENV, GROUP, INFER, LEARN, ROLES
+from rollstream.producers.mixture_states import environments_played
 from rollstream.topics import steering
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.records import DesiredProcesses
+from rollstream.topics.paused_partitions import REASON_LIMIT
+from rollstream.topics.records import DesiredProcesses, MixtureWeight, PausedEnvironment
 
+MOST_WEIGHT = 1e6
+"""Largest weight of an environment."""
 SCALED = (ENV, GROUP, INFER)
 """Roles whose number of processes may be changed while the run runs."""
 MOST = 512
@@ -43,7 +48,11 @@ def record(kafka: KafkaConfig, run: str, command: Mapping[str, Any]) -> None:
 def state(kafka: KafkaConfig, run: str) -> dict[str, Any]:
     """Return what is wanted of a run now, as plain values for JSON. Raises BrokerUnavailable."""
     wanted = steering.desired_state(kafka, run)
-    return {"processes": wanted.numbers}
+    return {
+        "processes": wanted.numbers,
+        "paused": {name: pause.reason for name, pause in sorted(wanted.paused.items())},
+        "weights": dict(sorted(wanted.weights.items())),
+    }
 
 
 def _scale(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
@@ -102,6 +111,57 @@ def _check_number(kafka: KafkaConfig, run: str, role: str, number: object) -> No
         raise ConfigurationError(f"{role}={number}: {why}")
 
 
+def _pause(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
+    """Pause an environment: {"environment": "math", "reason": "its verifier hangs"}."""
+    given = _only(arguments, "environment", "reason")
+    name, reason = str(given["environment"]), str(given["reason"]).strip()
+    if not 0 < len(reason) <= REASON_LIMIT:
+        raise ConfigurationError(f"say why, in 1 to {REASON_LIMIT} characters: the next operator reads it")
+    _check_environment(kafka, run, name)
+    pause = PausedEnvironment(environment=name, reason=reason, wall_time=time.time())
+    steering.write(kafka, run, steering.PAUSED, {name: pause})
+
+
+def _resume(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
+    """Let groups of an environment begin again: {"environment": "math"}."""
+    name = str(_only(arguments, "environment")["environment"])
+    paused = steering.desired_state(kafka, run).paused
+    if name not in paused:
+        names = ", ".join(sorted(paused)) or "none"
+        raise ConfigurationError(f"environment {name} of run {run} is not paused; paused are: {names}")
+    steering.write(kafka, run, steering.PAUSED, {name: None})
+
+
+def _weigh(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
+    """Record weights by environment: {"weights": {"math": 2.0, "sort": None}}; None is the configured weight again."""
+    weights = _only(arguments, "weights")["weights"]
+    if not isinstance(weights, Mapping) or not weights:
+        raise ConfigurationError("name an environment and its weight, e.g. math=2")
+    records: dict[str, object | None] = {}
+    for name, weight in weights.items():
+        if weight is not None and not (isinstance(weight, int | float) and 0 < weight <= MOST_WEIGHT):
+            raise ConfigurationError(
+                f"weight {weight} of environment {name} is none: it must be above 0 and at most {MOST_WEIGHT:g}; "
+                "`rollstream environment pause` takes it out of the mixture"
+            )
+        _check_environment(kafka, run, str(name))
+        records[str(name)] = (
+            None
+            if weight is None
+            else MixtureWeight(environment=str(name), weight=float(weight), wall_time=time.time())
+        )
+    steering.write(kafka, run, steering.WEIGHT, records)
+
+
+def _check_environment(kafka: KafkaConfig, run: str, name: str) -> None:
+    """Raise ConfigurationError for an environment that no worker of the run knows, once workers have told theirs."""
+    known = environments_played(kafka, run)
+    if known and name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}"
+        raise ConfigurationError(f"run {run} has no environment {name!r}, {hint}")
+
+
 def _only(arguments: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
     """Return the arguments. Raises ConfigurationError for one that is missing, and for one that is not among them."""
     for name in (*names, *arguments):
@@ -112,5 +172,10 @@ def _only(arguments: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
     return arguments
 
 
-COMMANDS: Mapping[str, Callable[[KafkaConfig, str, Mapping[str, Any]], None]] = {"scale": _scale}
+COMMANDS: Mapping[str, Callable[[KafkaConfig, str, Mapping[str, Any]], None]] = {
+    "scale": _scale,
+    "pause_environment": _pause,
+    "resume_environment": _resume,
+    "weigh": _weigh,
+}
 """Every command by its name; its function checks the arguments and records it."""

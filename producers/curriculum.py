@@ -49,6 +49,7 @@ class Curriculum:
         self._config = config
         self._own = {name: own.get(name, EnvironmentState(environment=name)) for name in self._lessons}
         self._others: tuple[MixtureState, ...] = ()
+        self._weights: Mapping[str, float] = {}
         self._unlock()
 
     def state(self, environment: str) -> EnvironmentState:
@@ -85,12 +86,17 @@ class Curriculum:
                 self._own[name] = replace(state, unlocked=True)
         self._unlock()
 
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Use these weights in place of those of the lessons, by environment, until called again."""
+        self._weights = dict(weights)
+
     def _weight(self, lesson: Lesson) -> float:
         if not self._own[lesson.environment].unlocked:
             return 0.0
         rate = self.success_rate(lesson.environment) if self._config.enabled else None
         # An environment is as hard as can be until it is known how hard it is.
-        return lesson.weight * (1.0 if rate is None else difficulty_weight(rate, self._config.floor))
+        weight = self._weights.get(lesson.environment, lesson.weight)
+        return weight * (1.0 if rate is None else difficulty_weight(rate, self._config.floor))
 
     def _elsewhere(self, environment: str) -> list[EnvironmentState]:
         return [state for other in self._others for state in other.environments if state.environment == environment]

@@ -5,7 +5,7 @@ Groups are started in the ratio of the weights, whatever time they take: every s
 want of capacity, does not make up for it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rollstream.producers.config import CurriculumConfig
 from rollstream.producers.curriculum import Curriculum, Lesson
@@ -50,12 +50,18 @@ class Mixture:
         }
         self._passes = dict.fromkeys(self._orders, 0.0)
         self._time = 0.0
+        self._paused: frozenset[str] = frozenset()
+
+    def adjust(self, paused: Collection[str], weights: Mapping[str, float]) -> None:
+        """Begin no group of what is paused, and use these weights in place of the configured ones, by environment."""
+        self._paused = frozenset(paused)
+        self.curriculum.weigh(weights)
 
     def candidates(self) -> list[LoadedEnvironment]:
-        """Return the unlocked environments in the order in which they may begin the next group."""
+        """Return the unlocked environments that are not paused, in the order in which they may begin the next group."""
         weights = self.curriculum.weights()
-        unlocked = [environment for environment in self.environments if weights[environment.name] > 0.0]
-        return sorted(unlocked, key=lambda environment: max(self._passes[environment.name], self._time))
+        ready = [e for e in self.environments if weights[e.name] > 0.0 and e.name not in self._paused]
+        return sorted(ready, key=lambda environment: max(self._passes[environment.name], self._time))
 
     def start(self, environment: LoadedEnvironment) -> Prompt:
         """Begin a group of an environment; return its prompt."""

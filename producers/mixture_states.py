@@ -4,6 +4,7 @@ A state is written now and then, so a worker that was killed takes the prompts o
 never disturbs the worker: a state that cannot be written is replaced by the next one.
 """
 
+import contextlib
 import logging
 import math
 import threading
@@ -14,9 +15,10 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import DeadlineExceeded, DeliveryError, RecordError
+from rollstream.topics.errors import DeadlineExceeded, DeliveryError, RecordError, TopicError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import BEGINNING
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -90,6 +92,21 @@ class MixtureStates(Closing):
 
     def _lose(self, reason: str) -> None:
         event(logger, "mixture_state_lost", level=logging.WARNING, worker_id=self._worker_id, error=reason)
+
+
+def environments_played(kafka: KafkaConfig, run: str) -> set[str]:
+    """Return the names of the environments in the newest states of all workers; none before the first state."""
+    states: dict[str, MixtureState] = {}
+    skipped = SkippedRecords(logged=False)
+    with contextlib.suppress(TopicError):
+        for message in read_to_end(kafka, topic_name(run, "control")):
+            with skipped.passing(message):
+                key = decode_key(message.key)
+                if len(key) == 2 and key[0] == MIXTURE and message.value is not None:
+                    state = skipped.decode(MixtureState, message)
+                    if state is not None:
+                        states[state.worker_id] = state
+    return {each.environment for state in states.values() for each in state.environments}
 
 
 def _is_valid(state: EnvironmentState) -> bool:

@@ -1,11 +1,12 @@
-"""What operators want of a worker while it runs: it shares the capacity with as many workers, and asks as many servers,
-as are wanted now."""
+"""Lets a worker follow operators while it runs: which environments it plays, and how often; with how many workers it
+shares the capacity, and how many servers it asks."""
 
 import logging
 from collections.abc import Callable, Sequence
 
 from rollstream.producers.flow_control import FlowControl
 from rollstream.producers.inference.client import CompletionsClient
+from rollstream.producers.mixture import Mixture
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import event
 from rollstream.topics.steering import DesiredState
@@ -24,18 +25,20 @@ class WorkerSteering:
     def __init__(
         self,
         follower: SteeringFollower,
+        mixture: Mixture,
         client: CompletionsClient,
         flow: FlowControl | None,
         *,
         workers: int,
         servers: Callable[[int], Sequence[str]] | None = None,
     ) -> None:
-        """Where operators want no number, the worker is one of `workers`. `servers` returns the URLs of so many
+        """The worker is one of `workers`, unless operators want another number. `servers` returns the URLs of so many
         inference servers; without it, the worker's remain as configured."""
-        self._follower, self._client, self._flow = follower, client, flow
+        self._follower, self._mixture, self._client, self._flow = follower, mixture, client, flow
         self._workers, self._servers = workers, servers
         self._others = flow.config.workers - workers if flow else 0
         self._configured = client.urls
+        self._adjusted: tuple[set[str], dict[str, float]] = set(), {}
         self._seen: DesiredState | None = None
 
     def follow(self) -> None:
@@ -44,6 +47,12 @@ class WorkerSteering:
         if state is self._seen:
             return
         self._seen = state
+        played = {environment.name for environment in self._mixture.environments}
+        paused, weights = played & state.paused.keys(), {n: w for n, w in state.weights.items() if n in played}
+        if (paused, weights) != self._adjusted:
+            self._adjusted = paused, weights
+            self._mixture.adjust(paused, weights)
+            event(logger, "mixture_adjusted", paused=sorted(paused), weights=weights)
         self._share(state.numbers.get(WORKERS, self._workers))
         if self._servers is not None:
             wanted = state.numbers.get(SERVERS)

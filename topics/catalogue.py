@@ -227,6 +227,8 @@ CATALOGUE: tuple[TopicSpec, ...] = (
             "MixtureState",
             "RunSplit",
             "DesiredProcesses",
+            "MixtureWeight",
+            "PausedEnvironment",
         ),
         partitions="1",
         cleanup="compact",

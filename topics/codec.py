@@ -48,6 +48,8 @@ RECORD_TYPES: tuple[type, ...] = (
     records.MixtureState,
     records.RunSplit,
     records.DesiredProcesses,
+    records.MixtureWeight,
+    records.PausedEnvironment,
     records.RolloutBatch,
     records.TrajectoryRecord,
     records.ModelCall,

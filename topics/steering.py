@@ -1,9 +1,10 @@
-"""What operators want of a run, as its topic `control` records it: one record for each decision, the newest is valid.
+"""Decisions of operators about a run that runs, on its topic `control`: one record for each, the newest is valid.
 
-A tombstone withdraws a decision. Whoever acts on one follows the topic, so that a decision reaches every machine, and
-also the processes that start later.
+A tombstone withdraws a decision. Processes that act on decisions follow the topic, so that each reaches every machine,
+and also the processes that start later.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,19 +21,28 @@ from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import decode_key, encode_key
-from rollstream.topics.records import DesiredProcesses
+from rollstream.topics.records import DesiredProcesses, MixtureWeight, PausedEnvironment
 
 PROCESSES = "processes"
 """First part of the key of a desired number of processes; the second is what is counted, such as a role."""
+PAUSED = "environment"
+"""First part of the key of a paused environment; the second is its name."""
+WEIGHT = "weight"
+"""First part of the key of an environment's weight; the second is its name."""
 _AT_ONCE = 500
 
 
 @dataclass
 class DesiredState:
-    """What is wanted of a run now."""
+    """The decisions about a run that hold now."""
 
     processes: dict[str, DesiredProcesses] = field(default_factory=dict)
     """Desired numbers of processes, by what is counted."""
+
+    paused: dict[str, PausedEnvironment] = field(default_factory=dict)
+    """Environments of which no group is begun, by name."""
+    weighed: dict[str, MixtureWeight] = field(default_factory=dict)
+    """Weights in place of the configured ones, by environment."""
 
     def note(self, message: KafkaRecord, skipped: SkippedRecords) -> None:
         """Update the state from a record of `control`; other kinds of records change nothing."""
@@ -53,18 +63,27 @@ class DesiredState:
         """Desired numbers of processes; a number below zero, which no command writes, is left out."""
         return {name: record.processes for name, record in self.processes.items() if record.processes >= 0}
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weights by environment; one that is no positive number, which no command writes, is left out."""
+        return {name: record.weight for name, record in self.weighed.items() if 0.0 < record.weight < math.inf}
 
-_KINDS: Mapping[str, tuple[str, type]] = {PROCESSES: ("processes", DesiredProcesses)}
+
+_KINDS: Mapping[str, tuple[str, type]] = {
+    PROCESSES: ("processes", DesiredProcesses),
+    PAUSED: ("paused", PausedEnvironment),
+    WEIGHT: ("weighed", MixtureWeight),
+}
 """By the first part of a key, the part of the state and the type of its records."""
 
 
 class SteeringWatch(Closing):
-    """What is wanted of a run, followed."""
+    """The decisions about a run, followed."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         """Read the present state; nothing is wanted of a run without the topic. Raises BrokerUnavailable."""
         self.state = DesiredState()
-        """What is wanted, as far as it was read."""
+        """The decisions that hold, as far as they were read."""
         self._skipped = SkippedRecords(logged=False)
         self._follower: TopicFollower | None = None
         topic, start = topic_name(run, "control"), BEGINNING

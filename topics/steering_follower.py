@@ -1,4 +1,4 @@
-"""Follows what operators want of a run in a thread of its own, also over outages of the brokers."""
+"""Follows the decisions about a run in a thread of its own, also over outages of the brokers."""
 
 import logging
 import threading
@@ -17,14 +17,14 @@ _PAUSE_S = 10.0
 
 
 class SteeringFollower(Closing):
-    """What is wanted of a run. `state` is replaced whenever that changes, and never altered."""
+    """The decisions about a run. `state` is replaced whenever that changes, and never altered."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         """Read what is wanted now, and begin to follow. Raises BrokerUnavailable."""
         self._kafka, self._run = kafka, run
         self._watch: SteeringWatch | None = SteeringWatch(kafka, run)
         self.state: DesiredState = deepcopy(self._watch.state)
-        """What is wanted, as last read."""
+        """The decisions that hold, as last read."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="steering", daemon=True)
         self._thread.start()

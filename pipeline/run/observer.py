@@ -31,6 +31,7 @@ from rollstream.topics.records import (
     PolicyManifest,
     Rollout,
 )
+from rollstream.topics.steering import DesiredState
 from rollstream.topics.validation import REWARD_LIMIT
 
 EXACT = "exact"
@@ -93,6 +94,7 @@ class RunObserver:
             self._metrics: Metrics,
         }
         self._paused: dict[int, PausedPartition] = {}
+        self._wanted = DesiredState()
         self._foreign = SkippedRecords(logged=False)
         """Invalid records of `control`, which are counted by its readers among the roles."""
         self._log: ObservedLog = log or TopicLog(kafka, run)
@@ -123,6 +125,7 @@ class RunObserver:
                 self._score(message)
             elif message.topic == self._control:
                 note_paused(self._paused, message, self._foreign)
+                self._wanted.note(message, self._foreign)
             else:
                 self._count(message)
         self._positions.update(self._log.ends)
@@ -173,6 +176,8 @@ class RunObserver:
             history=history,
             history_left=self.history_left,
             paused=tuple(sorted(self._paused)),
+            paused_environments=tuple(sorted(self._wanted.paused)),
+            wanted=self._wanted.numbers,
             components=components,
             waiting_for_labels=labeling.waiting,
             read_by_labelers=labeling.read,

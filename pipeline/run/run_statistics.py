@@ -68,6 +68,10 @@ class RunSnapshot(RecordCounts):
     """Records of `unlabelled` that labelers have read."""
     paused: tuple[int, ...] = ()
     """Partitions of `rollouts` that an operator has paused."""
+    paused_environments: tuple[str, ...] = ()
+    """Environments of which an operator lets no group begin."""
+    wanted: Mapping[str, int] = field(default_factory=dict)
+    """Numbers of processes that an operator wants, by role."""
     components: tuple[ComponentMetrics, ...] = ()
     """Newest metrics of workers, servers and evaluators."""
 

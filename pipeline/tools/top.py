@@ -129,12 +129,13 @@ def line(s: RunSnapshot) -> str:
         + (f"  {s.waiting_for_labels:,} wait for labels" if s.waiting_for_labels else "")
         + (f"  quiet for {_duration(s.quiet_s)}" if s.quiet else "")
         + (f"  {s.records_skipped:,} records unreadable" if s.records_skipped else "")
-        + (f"  {_paused(s)}" if s.paused else "")
+        + (f"  {_paused(s)}" if s.paused or s.paused_environments else "")
     )
 
 
 def _paused(s: RunSnapshot) -> str:
-    return f"paused: {', '.join(map(str, s.paused))}"
+    names = (*map(str, s.paused), *(printable(name, keep="") for name in s.paused_environments))
+    return f"paused: {', '.join(names)}"
 
 
 def _history(s: RunSnapshot) -> str:
@@ -156,7 +157,7 @@ def frame(s: RunSnapshot, width: int, height: int = LINES) -> Group:
         _panel("versions behind, when trained on", _staleness(s, width - half - 4)),
     )
     books = f"where records are, {s.records_skipped:,} unreadable" if s.records_skipped else "where records are"
-    books = f"{books}, {_paused(s)}" if s.paused else books
+    books = f"{books}, {_paused(s)}" if s.paused or s.paused_environments else books
     bottom.add_row(_panel(books, _books(s, half - 4)), _panel("dropped", _drops(s, width - half - 4)))
     tables = component_lines(s.components, height - LINES)
     components = [Text("\n".join(line.ljust(width) for line in tables), no_wrap=True)] if tables else []

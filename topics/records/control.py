@@ -90,6 +90,24 @@ class DesiredProcesses:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PausedEnvironment:
+    """An environment of which workers begin no group until a tombstone follows."""
+
+    environment: str
+    reason: str
+    wall_time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureWeight:
+    """Weight of an environment in place of the configured one, until a tombstone follows."""
+
+    environment: str
+    weight: float
+    wall_time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSplit:
     """A run that goes on as another with another number of partitions; on `control` of both."""
 

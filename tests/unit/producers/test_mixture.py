@@ -164,3 +164,14 @@ def test_the_success_of_a_group_is_its_exact_answers_or_else_its_rewards(
         example_rollout(uid=str(n), reward=reward, reward_components=parts) for n, (reward, parts) in enumerate(members)
     ]
     assert success_of(group) == success
+
+
+def test_a_paused_environment_begins_nothing_and_weights_are_those_that_are_wanted() -> None:
+    mixture = Mixture([environment("a"), environment("b"), environment("c")])
+    mixture.adjust(paused={"c", "elsewhere"}, weights={"a": 3.0})
+    assert Counter(started(mixture, 40)) == {"a": 30, "b": 10}
+    mixture.adjust(paused={"a", "b", "c"}, weights={})
+    assert mixture.candidates() == []
+    mixture.adjust(paused=(), weights={})
+    again = Counter(started(mixture, 30))
+    assert all(9 <= again[name] <= 11 for name in "abc"), "what was paused does not make up for it"

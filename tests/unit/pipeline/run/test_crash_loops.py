@@ -1,4 +1,4 @@
-"""What is told of roles that exit again and again."""
+"""A role that exits again and again is told of, and so is its end."""
 
 from rollstream.pipeline.run.crash_loops import LoopWatch
 from rollstream.pipeline.run.supervisor import CrashLoop
