@@ -20,7 +20,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.paused_partitions import REASON_LIMIT
-from rollstream.topics.records import DesiredProcesses, MixtureWeight, PausedEnvironment
+from rollstream.topics.records import DesiredProcesses, MixtureWeight, PausedEnvironment, StopRequest
 
 MOST_WEIGHT = 1e6
 """Largest weight of an environment."""
@@ -52,6 +52,7 @@ def state(kafka: KafkaConfig, run: str) -> dict[str, Any]:
         "processes": wanted.numbers,
         "paused": {name: pause.reason for name, pause in sorted(wanted.paused.items())},
         "weights": dict(sorted(wanted.weights.items())),
+        "stop_at_step": wanted.last_step,
     }
 
 
@@ -153,6 +154,15 @@ def _weigh(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
     steering.write(kafka, run, steering.WEIGHT, records)
 
 
+def _stop(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
+    """Let learners end after a step: {"at_step": 500}; None withdraws it."""
+    at_step = _only(arguments, "at_step")["at_step"]
+    if at_step is not None and (not isinstance(at_step, int) or isinstance(at_step, bool) or at_step < 0):
+        raise ConfigurationError(f"{at_step!r} is no step; write e.g. `rollstream stop --at-step 500`")
+    request = None if at_step is None else StopRequest(at_step=at_step, wall_time=time.time())
+    steering.write(kafka, run, steering.STOP, {steering.AT_STEP: request})
+
+
 def _check_environment(kafka: KafkaConfig, run: str, name: str) -> None:
     """Raise ConfigurationError for an environment that no worker of the run knows, once workers have told theirs."""
     known = environments_played(kafka, run)
@@ -177,5 +187,6 @@ COMMANDS: Mapping[str, Callable[[KafkaConfig, str, Mapping[str, Any]], None]] = 
     "pause_environment": _pause,
     "resume_environment": _resume,
     "weigh": _weigh,
+    "stop": _stop,
 }
 """Every command by its name; its function checks the arguments and records it."""

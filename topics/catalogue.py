@@ -227,6 +227,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
             "MixtureState",
             "RunSplit",
             "DesiredProcesses",
+            "StopRequest",
             "MixtureWeight",
             "PausedEnvironment",
         ),

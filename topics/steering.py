@@ -21,7 +21,7 @@ from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import decode_key, encode_key
-from rollstream.topics.records import DesiredProcesses, MixtureWeight, PausedEnvironment
+from rollstream.topics.records import DesiredProcesses, MixtureWeight, PausedEnvironment, StopRequest
 
 PROCESSES = "processes"
 """First part of the key of a desired number of processes; the second is what is counted, such as a role."""
@@ -29,6 +29,9 @@ PAUSED = "environment"
 """First part of the key of a paused environment; the second is its name."""
 WEIGHT = "weight"
 """First part of the key of an environment's weight; the second is its name."""
+STOP = "stop"
+"""First part of the key of a request to stop; the second is `AT_STEP`."""
+AT_STEP = "at-step"
 _AT_ONCE = 500
 
 
@@ -43,6 +46,9 @@ class DesiredState:
     """Environments of which no group is begun, by name."""
     weighed: dict[str, MixtureWeight] = field(default_factory=dict)
     """Weights in place of the configured ones, by environment."""
+
+    stops: dict[str, StopRequest] = field(default_factory=dict)
+    """Requests to stop, by kind."""
 
     def note(self, message: KafkaRecord, skipped: SkippedRecords) -> None:
         """Update the state from a record of `control`; other kinds of records change nothing."""
@@ -68,11 +74,17 @@ class DesiredState:
         """Weights by environment; one that is no positive number, which no command writes, is left out."""
         return {name: record.weight for name, record in self.weighed.items() if 0.0 < record.weight < math.inf}
 
+    @property
+    def last_step(self) -> int | None:
+        """Step after which learners end; None for that of their settings."""
+        return self.stops[AT_STEP].at_step if AT_STEP in self.stops else None
+
 
 _KINDS: Mapping[str, tuple[str, type]] = {
     PROCESSES: ("processes", DesiredProcesses),
     PAUSED: ("paused", PausedEnvironment),
     WEIGHT: ("weighed", MixtureWeight),
+    STOP: ("stops", StopRequest),
 }
 """By the first part of a key, the part of the state and the type of its records."""
 

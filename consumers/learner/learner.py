@@ -43,6 +43,7 @@ from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse
+from rollstream.topics.steering_follower import SteeringFollower
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ def learn(
     on_ready: Callable[[], None] = lambda: None,
     on_progress: Callable[[str], object] = lambda _what: None,
 ) -> int:
-    """Train until `max_steps` or until `stop` is set; return the last completed step.
+    """Train until `max_steps`, the step after which operators want it to end, or until `stop` is set; return the last
+    completed step.
 
     `warm_start_examples` is called if no checkpoint exists. `on_ready` is called once step 0 (version 0), or the step
     of the checkpoint, is on record; before that `on_progress` receives the progress of the warm start. On return, a
@@ -173,7 +175,7 @@ class _Learner:
         # With several processes, placing is a joint operation that only the training thread may start.
         place = self._train_step.place if self._team.processes == 1 else None
         loader = self._stack.enter_context(
-            StepLoader(source, self._team, step + 1, self._config.max_steps, stop, place)
+            StepLoader(source, self._team, step + 1, self._config.max_steps, stop, place, self._last_wanted())
         )
         # Compiles while workers make the first rollouts of this version.
         self._train_step.warm_up(self._state)
@@ -188,6 +190,13 @@ class _Learner:
         self._checkpoints.wait()
         event(logger, "learner_finished", learner=self._config.name, step=step, stopped=stop.is_set())
         return step
+
+    def _last_wanted(self) -> Callable[[], int | None]:
+        """Return what tells the step after which operators want the learner to end; the lead alone is told."""
+        if self._recorder is None:
+            return lambda: None
+        steering = self._stack.enter_context(SteeringFollower(self._kafka, self._run))
+        return lambda: steering.state.last_step
 
     def _wait(self, loader: StepLoader, source: StepSource) -> LoadedStep | None:
         """Wait for the next step, None after the last; put skipped batches on record meanwhile."""

@@ -100,7 +100,16 @@ def _supervise(config: RunConfig, interrupts: Interrupts, following: SteeringFol
             return Steer(following, steered, scaler, say)
 
         watch(config, supervisor, interrupts, steer, page)
-        print(f"run {config.run}: the learner has made its last step", flush=True)
+        print(f"run {config.run}: the learner has made its last step{_why(following)}", flush=True)
+
+
+def _why(following: SteeringFollower) -> str:
+    last = following.state.last_step
+    return (
+        ""
+        if last is None
+        else f", as `rollstream stop --at-step {last}` asked; `rollstream stop --withdraw` lets it go on"
+    )
 
 
 class Steer:

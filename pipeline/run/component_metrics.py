@@ -1,7 +1,8 @@
-"""Newest metrics of a run's workers, evaluators, servers and gateways, by component, and tables of them.
+"""Newest metrics of a run's workers, evaluators, servers, gateways and grouping processes, by component, and tables of
+them.
 
-Pure: it takes the records of `metrics` in the order a reader gets them. Records of other components, such as learners
-and grouping processes, are left out: their figures are in the journal and in `steps`.
+Pure: it takes the records of `metrics` in the order a reader gets them. Records of other components, such as learners,
+are left out: their figures are in `steps`. So are those of a grouping process about one partition or environment.
 """
 
 import math
@@ -15,6 +16,7 @@ from rollstream.topics.records import Metrics
 GONE_S = 60.0
 """A component is left out of the tables this long after its last record, if others of its role still write."""
 _LARGEST = 999e15
+_GROUPING = "group"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,18 @@ _TABLES: Mapping[str, tuple[str, tuple[_Column, ...]]] = {
             _Column("version", "policy_version", "version"),
         ),
     ),
+    "group": (
+        "grouping",
+        (
+            _Column("partitions", "partitions"),
+            _Column("lag", "lag"),
+            _Column("in flight", "in_flight"),
+            _Column("batches", "batches_total"),
+            _Column("dropped", "dropped_total"),
+            _Column("dead", "dead_lettered_total"),
+            _Column("restoring", "partitions_restoring"),
+        ),
+    ),
     "serve-weights": (
         "engines",
         (
@@ -121,14 +135,15 @@ class NewestMetrics:
 
     def add(self, record: Metrics) -> None:
         """Add the next record of the topic. A value that is not finite is left out."""
-        role = record.labels.get("role", "")
+        role, component = record.labels.get("role", ""), record.component
+        if _is_of_grouping_process(record):
+            # Its name as a member of the group has the run's, for which a row has no room.
+            role, component = _GROUPING, f"{_GROUPING}-{component.rpartition('-')[2]}"
         if role not in _TABLES:
             return
         values = {name: value for name, value in record.values.items() if math.isfinite(value)}
         timestamp = record.timestamp if math.isfinite(record.timestamp) else 0.0
-        self._newest[record.component] = ComponentMetrics(
-            component=record.component, role=role, timestamp=timestamp, values=values
-        )
+        self._newest[component] = ComponentMetrics(component=component, role=role, timestamp=timestamp, values=values)
 
     def at(self, now_s: float) -> tuple[ComponentMetrics, ...]:
         """Return the components by role and name, as seen at a wall time.
@@ -140,6 +155,11 @@ class NewestMetrics:
         shown = [each for each in aged if _is_alive(each) or each.role not in alive]
         order = list(_TABLES)
         return tuple(sorted(shown, key=lambda each: (order.index(each.role), each.component)))
+
+
+def _is_of_grouping_process(record: Metrics) -> bool:
+    """Whether a record is about a grouping process as a whole."""
+    return record.labels.keys() == {"consumergroup", "topic"} and "finished_groups_total" in record.values
 
 
 def _is_alive(component: ComponentMetrics) -> bool:

@@ -85,6 +85,7 @@ def test_workers_begin_no_group_of_what_is_paused_and_weigh_the_others_as_wanted
     run = real_run.prepare()
     (run.directory / "sorts.py").write_text(SORTS)
     (run.directory / "run.toml").write_text(SETTINGS)
+    run.start("group")  # a worker begins no more while nobody reads
     with serving(SortingGenerator()) as server:
 
         def start() -> "subprocess.Popen[bytes]":

@@ -147,3 +147,22 @@ def test_a_run_follows_numbers_of_processes_also_after_its_end_and_nothing_is_lo
     run.stop()
     run.check()
     assert "role_killed" not in run.output
+
+
+def test_a_run_ends_after_the_step_that_is_asked_for_and_one_that_begins_later_knows_it(steered: Run) -> None:
+    run = steered
+    run.start()
+    run.await_steps(1)
+    last = run.top()["step"] + 4
+    assert f"after step {last}" in run.say("stop", "--at-step", str(last))
+    assert run.process.wait(600) == 0, run.output
+    assert f"as `rollstream stop --at-step {last}` asked" in run.output
+    assert run.top()["step"] == last
+    run.start()
+    assert run.process.wait(600) == 0, run.output
+    assert run.top()["step"] == last
+    assert run.say("stop", "--withdraw").endswith("train to the end of their settings\n")
+    run.start(learner__max_steps=last + 1)
+    assert run.process.wait(600) == 0, run.output
+    assert run.top()["step"] == last + 1
+    run.check()

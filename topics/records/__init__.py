@@ -27,6 +27,7 @@ from rollstream.topics.records.control import (
     RetiredLearner,
     RunSplit,
     SkippedOffset,
+    StopRequest,
 )
 from rollstream.topics.records.equality import same
 from rollstream.topics.records.journal import Drop, FateCount, FinishedGroup, FinishedOffsets, JournalRecord
@@ -93,6 +94,7 @@ __all__ = [
     "SamplingParams",
     "SessionEvent",
     "SkippedOffset",
+    "StopRequest",
     "Tensor",
     "TrainingBatch",
     "TrajectoryRecord",

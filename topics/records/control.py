@@ -108,6 +108,14 @@ class MixtureWeight:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StopRequest:
+    """A step after which the learners of the run end as if their work were done, until a tombstone follows."""
+
+    at_step: int
+    wall_time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSplit:
     """A run that goes on as another with another number of partitions; on `control` of both."""
 

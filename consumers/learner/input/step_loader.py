@@ -236,8 +236,10 @@ class StepLoader(Closing):
         last: int,
         stop: threading.Event,
         place: Callable[[PackedStep], PlacedStep] | None = None,
+        last_wanted: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """Load steps `first` to `last`. Once `stop` is set in the lead, no further step is planned.
+        """Load steps `first` to `last`. Once `stop` is set in the lead, no further step is planned, and none after
+        `last_wanted`, which the lead asks again and again while it waits for a step to fill up.
 
         `place` puts packed arrays on the devices, if that may run beside other work on them.
         """
@@ -245,6 +247,7 @@ class StepLoader(Closing):
         self._team = team
         self._stop = stop
         self._place = place
+        self._last_wanted = last_wanted
         self._prefetcher = Prefetcher(self._make, first, last)
 
     def next(self, timeout_s: float) -> LoadedStep | None:
@@ -279,17 +282,30 @@ class StepLoader(Closing):
         key = f"step/{step}"
         if self._team.process:
             return msgspec.json.decode(self._team.receive(key), type=StepPlan | None)
-        plan = self._source.plan(step - 1, _Either(self._stop, unwanted))
+        beyond = _Beyond(step, self._last_wanted)
+        plan = None if beyond.is_set() else self._source.plan(step - 1, _Either(self._stop, unwanted, beyond))
         self._team.publish(key, msgspec.json.encode(plan))
         return plan
 
 
 class _Either(threading.Event):
-    """An event that is set when one of two events is."""
+    """An event that is set when one of several is."""
 
-    def __init__(self, first: threading.Event, second: threading.Event) -> None:
+    def __init__(self, *events: threading.Event) -> None:
         super().__init__()
-        self._both = (first, second)
+        self._events = events
 
     def is_set(self) -> bool:
-        return any(event.is_set() for event in self._both)
+        return any(event.is_set() for event in self._events)
+
+
+class _Beyond(threading.Event):
+    """An event that is set while a step comes after the last that is wanted."""
+
+    def __init__(self, step: int, last_wanted: Callable[[], int | None]) -> None:
+        super().__init__()
+        self._step, self._last_wanted = step, last_wanted
+
+    def is_set(self) -> bool:
+        last = self._last_wanted()
+        return last is not None and self._step > last

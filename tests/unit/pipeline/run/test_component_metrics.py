@@ -47,6 +47,21 @@ def test_each_component_is_a_row_with_its_newest_metrics() -> None:
     assert component_lines(components, 5) == SHOWN
 
 
+def test_a_grouping_process_is_a_row_and_its_partitions_are_none() -> None:
+    labels = {"consumergroup": "r.grouping", "topic": "r.rollouts"}
+    figures = {"lag": 120.0, "in_flight": 31.0, "batches_total": 8.0, "dropped_total": 2.0, "dead_lettered_total": 0.0}
+    figures |= {"partitions": 2.0, "partitions_restoring": 0.0, "finished_groups_total": 64.0}
+    whole = Metrics(component="grouper-run-0", timestamp=100.0, values=figures, labels=labels)
+    partition = Metrics(component="grouper-0", timestamp=100.0, values={"lag": 1.0}, labels=labels | {"partition": "0"})
+    environment = Metrics(component="grouper-0", timestamp=100.0, values=figures, labels=labels | {"environment": "e"})
+    lines = component_lines(newest(whole, partition, environment).at(101.0), 4)
+    assert [line.split() for line in lines] == [
+        ["grouping", "partitions", "lag", "in", "flight", "batches", "dropped", "dead", "restoring"],
+        ["group-0", "2", "120", "31", "8", "2", "0", "0"],
+    ]
+    assert max(map(len, lines)) <= 80
+
+
 def test_components_that_do_not_fit_are_one_row_of_sums() -> None:
     records = [worker(number, policy_version=7 + number % 2) for number in range(300)]
     lines = component_lines(newest(*records, server()).at(100.0), 4)
