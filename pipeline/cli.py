@@ -38,6 +38,7 @@ COMMANDS = {
     "scale": ("tools.scale", "change how many processes of each role a run has, while it runs"),
     "environment": ("tools.environment", "the environments of a run, while it runs: pause, resume, weigh"),
     "stop": ("tools.stop", "let the learner of a run end after a step, as if its work were done"),
+    "evaluate": ("tools.evaluate", "have the newest policy version of a run evaluated now"),
     "runs": ("tools.runs", "list the runs that are on the brokers"),
     "deploy": ("tools.deploy", "write down a run for what runs it elsewhere, and what watches it"),
     "demo": ("run.demo", "train a small model through a local Kafka and print a report"),

@@ -7,6 +7,7 @@ The command line and the page of a run use the same two functions: `record` chec
 what holds.
 """
 
+import contextlib
 import difflib
 import time
 from collections.abc import Callable, Mapping
@@ -17,10 +18,12 @@ from rollstream.producers.mixture_states import environments_played
 from rollstream.topics import steering
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import decode_key
 from rollstream.topics.paused_partitions import REASON_LIMIT
-from rollstream.topics.records import DesiredProcesses, MixtureWeight, PausedEnvironment, StopRequest
+from rollstream.topics.records import DesiredProcesses, EvaluationRequest, MixtureWeight, PausedEnvironment, StopRequest
 
 MOST_WEIGHT = 1e6
 """Largest weight of an environment."""
@@ -53,6 +56,7 @@ def state(kafka: KafkaConfig, run: str) -> dict[str, Any]:
         "paused": {name: pause.reason for name, pause in sorted(wanted.paused.items())},
         "weights": dict(sorted(wanted.weights.items())),
         "stop_at_step": wanted.last_step,
+        "evaluate_version": wanted.evaluated_version,
     }
 
 
@@ -163,6 +167,21 @@ def _stop(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
     steering.write(kafka, run, steering.STOP, {steering.AT_STEP: request})
 
 
+def _evaluate(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
+    """Let the newest policy version be evaluated; there are no arguments."""
+    _only(arguments)
+    versions = []
+    for message in read_to_end(kafka, topic_name(run, "policies")):
+        with contextlib.suppress(RecordError):
+            key = decode_key(message.key)
+            if message.value is not None and len(key) == 1 and isinstance(key[0], int):
+                versions.append(key[0])
+    if not versions:
+        raise ConfigurationError(f"run {run} has no policy version yet: start its learner, which publishes version 0")
+    request = EvaluationRequest(version=max(versions), wall_time=time.time())
+    steering.write(kafka, run, steering.EVALUATE, {steering.NOW: request})
+
+
 def _check_environment(kafka: KafkaConfig, run: str, name: str) -> None:
     """Raise ConfigurationError for an environment that no worker of the run knows, once workers have told theirs."""
     known = environments_played(kafka, run)
@@ -188,5 +207,6 @@ COMMANDS: Mapping[str, Callable[[KafkaConfig, str, Mapping[str, Any]], None]] = 
     "resume_environment": _resume,
     "weigh": _weigh,
     "stop": _stop,
+    "evaluate": _evaluate,
 }
 """Every command by its name; its function checks the arguments and records it."""

@@ -1,7 +1,8 @@
 """Evaluates the held-out split during a run, at policy versions in regular distances, and writes to `evals`.
 
-Each due version is evaluated once, also across restarts. A version overtaken by a later due version is skipped, and the
-log says so. Servers may swap versions meanwhile: each rollout names the versions that answered.
+Each due version is evaluated once, also across restarts, and so is one that operators ask for. A version overtaken by a
+later due version is skipped, and the log says so. Servers may swap versions meanwhile: each rollout names the versions
+that answered.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
 from rollstream.topics.metrics import MetricsWriter
 from rollstream.topics.records import Rollout
+from rollstream.topics.steering_follower import SteeringFollower
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +99,7 @@ async def run_evaluator(
     skipped = SkippedRecords(COMPONENT)
     with ExitStack() as stack:
         policies = stack.enter_context(PolicyFollower(kafka, run))
+        steering = stack.enter_context(SteeringFollower(kafka, run))
         producer = stack.enter_context(RolloutProducer(kafka, run, topic="evals"))
         metrics = stack.enter_context(closing(MetricsWriter(kafka, run, COMPONENT, "eval")))
         messages = read_to_end(kafka, topic_name(run, "evals"))
@@ -125,6 +128,9 @@ async def run_evaluator(
                 complete = set.intersection(*settled.values())
                 published = await asyncio.to_thread(policies.read, _LOOK_EVERY_S)
                 version, passed = due_version(published.steps, config.every_versions, complete)
+                asked_for = steering.state.evaluated_version
+                if version is None and asked_for in published.steps and asked_for not in complete:
+                    version = asked_for
                 if passed:
                     event(logger, "evaluations_passed_by", versions=passed)
                 for environment in environments:

@@ -227,6 +227,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
             "MixtureState",
             "RunSplit",
             "DesiredProcesses",
+            "EvaluationRequest",
             "StopRequest",
             "MixtureWeight",
             "PausedEnvironment",
@@ -234,7 +235,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         partitions="1",
         cleanup="compact",
         writers=("env", TOOLS),
-        readers=("learn", "group", *_FOLLOW_PROGRESS, TOOLS),
+        readers=("learn", "group", *_FOLLOW_PROGRESS, "eval", TOOLS),
         doc="Decisions about a run: batches left out, skipped records, paused partitions, retired learners, states of "
         "mixtures, splits, and what operators want of the run.",
     ),

@@ -48,6 +48,7 @@ RECORD_TYPES: tuple[type, ...] = (
     records.MixtureState,
     records.RunSplit,
     records.DesiredProcesses,
+    records.EvaluationRequest,
     records.StopRequest,
     records.MixtureWeight,
     records.PausedEnvironment,

@@ -21,7 +21,13 @@ from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import decode_key, encode_key
-from rollstream.topics.records import DesiredProcesses, MixtureWeight, PausedEnvironment, StopRequest
+from rollstream.topics.records import (
+    DesiredProcesses,
+    EvaluationRequest,
+    MixtureWeight,
+    PausedEnvironment,
+    StopRequest,
+)
 
 PROCESSES = "processes"
 """First part of the key of a desired number of processes; the second is what is counted, such as a role."""
@@ -32,6 +38,9 @@ WEIGHT = "weight"
 STOP = "stop"
 """First part of the key of a request to stop; the second is `AT_STEP`."""
 AT_STEP = "at-step"
+EVALUATE = "evaluate"
+"""First part of the key of a version to evaluate; the second is `NOW`."""
+NOW = "now"
 _AT_ONCE = 500
 
 
@@ -49,6 +58,8 @@ class DesiredState:
 
     stops: dict[str, StopRequest] = field(default_factory=dict)
     """Requests to stop, by kind."""
+    evaluations: dict[str, EvaluationRequest] = field(default_factory=dict)
+    """The version to evaluate, by kind."""
 
     def note(self, message: KafkaRecord, skipped: SkippedRecords) -> None:
         """Update the state from a record of `control`; other kinds of records change nothing."""
@@ -79,12 +90,18 @@ class DesiredState:
         """Step after which learners end; None for that of their settings."""
         return self.stops[AT_STEP].at_step if AT_STEP in self.stops else None
 
+    @property
+    def evaluated_version(self) -> int | None:
+        """Version that is evaluated although it is not due; None if there is none."""
+        return self.evaluations[NOW].version if NOW in self.evaluations else None
+
 
 _KINDS: Mapping[str, tuple[str, type]] = {
     PROCESSES: ("processes", DesiredProcesses),
     PAUSED: ("paused", PausedEnvironment),
     WEIGHT: ("weighed", MixtureWeight),
     STOP: ("stops", StopRequest),
+    EVALUATE: ("evaluations", EvaluationRequest),
 }
 """By the first part of a key, the part of the state and the type of its records."""
 

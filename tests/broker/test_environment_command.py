@@ -83,7 +83,7 @@ def await_log(run: RealRun, process: "subprocess.Popen[bytes]", holds: Callable[
 
 def test_workers_begin_no_group_of_what_is_paused_and_weigh_the_others_as_wanted(real_run: RealRun) -> None:
     run = real_run.prepare()
-    (run.directory / "sorts.py").write_text(SORTS)
+    (run.directory / "sorts.py").write_text(SORTS.replace("sleep(0.05)", "sleep(0.3)"))  # so that topics stay small
     (run.directory / "run.toml").write_text(SETTINGS)
     run.start("group")  # a worker begins no more while nobody reads
     with serving(SortingGenerator()) as server:
@@ -95,7 +95,8 @@ def test_workers_begin_no_group_of_what_is_paused_and_weigh_the_others_as_wanted
         worker = start()
         await_more(run, "three")
         await_more(run, "two")
-        eventually(lambda: "did you mean three?" in said(run, "environment", "pause", "thre").stderr, 60, "a state")
+        wrong = ("environment", "weigh", "thre=2")
+        eventually(lambda: "did you mean three?" in said(run, *wrong).stderr, 60, "a worker's state", every_s=0.5)
         assert "say why" in said(run, "environment", "pause", "three").stderr
         assert "not paused; paused are: none" in said(run, "environment", "resume", "three").stderr
         assert "must be above 0" in said(run, "environment", "weigh", "two=0").stderr

@@ -24,6 +24,7 @@ from rollstream.topics.codec import encode
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Metrics, PolicyManifest, Rollout
+from tests.support.command_line import answer_of
 from tests.support.producing import ScriptedGenerator, SortingGenerator, serving
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
@@ -101,6 +102,28 @@ def evaluated(run: RealRun) -> dict[int, set[tuple[int, int]]]:
         assert isinstance(record, Rollout)
         found.setdefault(record.policy_version, []).append((record.lowest_version, record.highest_version))
     return {version: set(answered) for version, answered in found.items() if len(answered) == PROMPTS}
+
+
+def test_a_version_that_is_asked_for_is_evaluated_once_although_it_is_not_due(real_run: RealRun) -> None:
+    run = real_run
+    provisioning.apply(run.kafka, run.topics, run.name)
+    asked = answer_of(run.directory, *run.command("evaluate")[4:])
+    assert (asked.returncode, "no policy version yet" in asked.stderr) == (2, True)
+    run.publish_version(0)
+    generator = SortingGenerator()
+    with serving(generator, refresh_ms=1) as server:
+        with evaluating(run, server.base_url):
+            eventually(lambda: evaluated(run) == {0: {(0, 0)}}, 60, "version 0 evaluated")
+            generator.versions = [1]
+            run.publish_version(1)
+            asked = answer_of(run.directory, *run.command("evaluate")[4:])
+            assert (asked.returncode, "version 1 " in asked.stdout) == (0, True), asked.stderr
+            eventually(lambda: 1 in evaluated(run), 60, "version 1 evaluated")
+        run.publish_version(3)
+        with evaluating(run, server.base_url):
+            pass
+    assert evaluated(run).keys() == {0, 1}, "not once more after a restart, and 3 is neither due nor asked for"
+    assert len(run.read("evals")) == 2 * PROMPTS
 
 
 def test_versions_that_are_due_are_evaluated_once_and_the_ledger_shows_that_none_is_trained_on(

@@ -18,6 +18,7 @@ from rollstream.topics.records.batches import BatchGroup, BatchIndexEntry, Batch
 from rollstream.topics.records.control import (
     DesiredProcesses,
     EnvironmentState,
+    EvaluationRequest,
     ExcludedBatch,
     Metrics,
     MixtureState,
@@ -62,6 +63,7 @@ __all__ = [
     "Drop",
     "EnvironmentState",
     "EpisodeSpan",
+    "EvaluationRequest",
     "ExcludedBatch",
     "FateCount",
     "FinishedGroup",

@@ -116,6 +116,14 @@ class StopRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationRequest:
+    """A policy version that is evaluated although it is not due."""
+
+    version: int
+    wall_time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSplit:
     """A run that goes on as another with another number of partitions; on `control` of both."""
 
