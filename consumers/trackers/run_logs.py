@@ -29,7 +29,7 @@ class RunLog(Protocol):
         """Release clients."""
 
 
-class TopicLog(Closing):
+class BrokerLog(Closing):
     """Topics on the brokers; one client reads all single records."""
 
     def __init__(self, kafka: KafkaConfig) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollstream.consumers.files.stores import open_store
-from rollstream.consumers.trackers.run_logs import ArchiveLog, RunLog, TopicLog
+from rollstream.consumers.trackers.run_logs import ArchiveLog, BrokerLog, RunLog
 from rollstream.consumers.trackers.step_feed import StepFeed
 from rollstream.consumers.trackers.tracker import TrackedRun, Tracker, open_tracker
 from rollstream.pipeline.command_parser import Setting, set_handler, wait_seconds
@@ -51,7 +51,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def fill_tracker(config: RunConfig, args: argparse.Namespace) -> int:
     """Write the steps that the tracker lacks, repeatedly with --follow until interrupted."""
-    log: RunLog = TopicLog(config.kafka) if args.archive is None else ArchiveLog(open_store(args.archive))
+    log: RunLog = BrokerLog(config.kafka) if args.archive is None else ArchiveLog(open_store(args.archive))
     learner = args.learner or config.learner.name
     with closing(log):
         feed = StepFeed(log, config.run, learner, config.tracker.traces)
