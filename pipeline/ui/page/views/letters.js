@@ -27,7 +27,8 @@ export function LettersView({ run, live }) {
     setBusy(true);
     postJson(address(run, "dead-letters/redrive"), { places: selected })
       .then((answer) => {
-        setOutcome(`${count(answer.redriven)} sent again.`);
+        const left = Object.entries(answer.left ?? {}).map(([place, why]) => ` ${place} stays: ${why}.`);
+        setOutcome(`${count(answer.redriven)} sent again.${left.join("")}`);
         setFailure(null);
         setChosen([]);
         setSent((n) => n + 1);
