@@ -79,6 +79,7 @@ COMMANDS = {
     "trajectories": ("tools.trajectories", "saved trajectory buffers: show, merge, split"),
     "top": ("tools.top", "show how a run goes, on one screen"),
     "ui": ("ui.command", "show runs in a browser: rollouts, groups, curves, drops, weights, ledger"),
+    "report": ("tools.report", "write one HTML file that shows how a run went, and how to verify it"),
     "completion": ("tools.completion", "print the script that lets a shell complete commands and flags"),
 }
 """Module, below rollstream.pipeline, and summary of each command."""

@@ -1,6 +1,7 @@
 """Tools on a run with planted facts: each finds what was planted, names it, and finds nothing else."""
 
 import json
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -59,6 +60,21 @@ def lines(planted: Planted, *words: str) -> list[str]:
 
 def answer(planted: Planted, *words: str) -> Any:
     return json.loads("\n".join(lines(planted, *words, "--json")))
+
+
+def test_a_report_has_the_figures_of_the_commands(planted: Planted, tmp_path: Path) -> None:
+    book = answer(planted, "ledger")
+    assert lines(planted, "report", "-o", str(tmp_path / "report.html")) == [str(tmp_path / "report.html")]
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert f"The ledger balances: {book['produced']:,} records, each in exactly one place" in page
+    for name in ("batched", "dead_lettered", "control"):
+        assert f'<td data-name="{name}">{book[name]:,}</td>' in page
+    for reason, count in book["dropped"].items():
+        assert f'<td data-name="{reason}">{count:,}</td>' in page
+    [place] = set(re.findall(r"rollstream show --run planted ([0-9:]+)<", page))
+    [shown] = answer(planted, "show", place)
+    assert f"Rollout {place} <small>{shown['rollout']['uid']}</small>" in page
+    assert shown["rollout"]["reward"] == 1.0, "the best comes first"
 
 
 def records(planted: Planted, *words: str) -> list[dict[str, Any]]:

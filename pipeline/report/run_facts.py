@@ -1,0 +1,213 @@
+"""Facts of a run for its report: from its index, its ledger and its configuration, each as the commands say it."""
+
+import hashlib
+import math
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.report.line_chart import Curve
+from rollstream.pipeline.ui.index import schema
+from rollstream.pipeline.ui.index.run_index import RunIndex
+from rollstream.topics.codec import decode_as
+from rollstream.topics.errors import DeadlineExceeded, TopicError
+from rollstream.topics.records import PolicyManifest
+
+EXAMPLES = 3
+"""Number of best rollouts that a report shows, and of worst ones."""
+_STEPS = 10_000
+_NEWEST_VERSIONS = 12
+_STRETCHES = 40
+_LOOKED_AT = 200
+_PATIENCE_S, _LOOK_S = 60.0, 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionFacts:
+    """One policy version."""
+
+    version: int
+    learner: str
+    step: int
+    kind: str
+    size_bytes: int
+    digest: str
+    created_ms: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Everything that a report shows."""
+
+    run: str
+    source: str
+    """topics, or the address of the archive."""
+    written_s: float
+    """When the report was made, seconds since the Unix epoch."""
+    learner: str | None
+    learners: Sequence[str]
+    environments: Sequence[str]
+    configuration: str
+    """SHA-256 of the configuration that the processes of the run used; empty if its file is not here."""
+    model: Mapping[str, Any]
+    """Shape of the model, as the newest manifest has it."""
+    parameters: int
+    curves: Mapping[str, Curve]
+    """By name, as the page of a run calls them."""
+    fates: Mapping[str, int]
+    drops: Mapping[str, int]
+    ledger: Mapping[str, Any] | None
+    """As `rollstream ledger --json` prints it; None for an archive, which the ledger does not read."""
+    groups: int
+    zero_variance: int
+    """Groups whose members all have one reward."""
+    spread: Curve | None
+    """Share of groups of zero variance, by policy version."""
+    versions: int
+    """Policy versions on record."""
+    version_bytes: int
+    newest_versions: Sequence[VersionFacts]
+    best: Sequence[Mapping[str, Any]]
+    """Rollouts whole, those with the highest rewards first."""
+    worst: Sequence[Mapping[str, Any]]
+    first_ms: int | None = None
+    last_ms: int | None = None
+
+
+def facts_of(config: RunConfig, archive: str = "") -> RunFacts:
+    """Collect the facts of a run from its topics, or from an archive. Raises as `RunIndex.open` does."""
+    with RunIndex.open(config, archive) as index:
+        _catch_up(index)
+        figures = index.series(points=_STEPS)
+        facets = index.facets()
+        with closing(schema.reader(_index_file(config, archive))) as db:
+            newest = _newest_versions(db)
+            manifest = _newest_manifest(db)
+            best, worst = (_examples(index, db, order) for order in ("desc", "asc"))
+            first_ms, last_ms = db.execute("select min(time_ms), max(time_ms) from rollouts").fetchone()
+            versions, version_bytes = db.execute("select count(*), coalesce(sum(bytes), 0) from policies").fetchone()
+            spread = _spread(db)
+    book = None if archive else ledger(config.kafka, config.run, config.grouper.group_id(config.run))
+    return RunFacts(
+        run=config.run,
+        source=archive or "topics",
+        written_s=time.time(),
+        learner=figures["learner"],
+        learners=figures["learners"],
+        environments=facets["environments"],
+        configuration=_digest(config.run_dir / "run.toml"),
+        model=msgspec.json.decode(manifest.model) if manifest else {},
+        parameters=sum(math.prod(tensor.shape) for tensor in manifest.tensors) if manifest else 0,
+        curves={s["name"]: Curve(s["name"], s["x"], s["y"]) for s in figures["series"] if s["x"]},
+        fates=facets["fates"],
+        drops=book.dropped if book is not None else facets["reasons"],
+        ledger=book.as_dict() if book is not None else None,
+        groups=sum(groups for _version, groups, _zero in spread),
+        zero_variance=sum(zero for _version, _groups, zero in spread),
+        spread=_spread_curve(spread),
+        versions=versions,
+        version_bytes=version_bytes,
+        newest_versions=newest,
+        best=best,
+        worst=worst,
+        first_ms=first_ms,
+        last_ms=last_ms,
+    )
+
+
+def _catch_up(index: RunIndex) -> None:
+    """Wait until what is on the log now is indexed, by this process or by the one that serves the page of the run.
+
+    Raises DeadlineExceeded if nothing is indexed for a minute.
+    """
+    total, done, deadline = index.progress().offset_total, -1, time.monotonic() + _PATIENCE_S
+    while (indexed := index.progress().offset_done) < total:
+        if indexed > done:
+            done, deadline = indexed, time.monotonic() + _PATIENCE_S
+        elif time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"the index of run {index.run} stays at {done:,} of {total:,} offsets; stop the `rollstream ui` that "
+                "fills it, or delete it (index*.sqlite in the run's directory)"
+            )
+        if not index.poll(_LOOK_S):
+            time.sleep(_LOOK_S)
+
+
+def _index_file(config: RunConfig, archive: str) -> Path:
+    """The file of the index that `RunIndex.open` has filled."""
+    name = f"index-{hashlib.sha256(archive.encode()).hexdigest()[:12]}.sqlite" if archive else "index.sqlite"
+    return config.run_dir / name
+
+
+def _digest(path: Path) -> str:
+    with suppress(OSError):
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    return ""
+
+
+def _newest_versions(db: sqlite3.Connection) -> list[VersionFacts]:
+    rows = db.execute(
+        "select version, learner, step, kind, bytes, digest, created_ms from policies order by version desc limit ?",
+        (_NEWEST_VERSIONS,),
+    )
+    return [
+        VersionFacts(
+            version=version,
+            learner=learner,
+            step=step,
+            kind=kind,
+            size_bytes=size or 0,
+            digest=digest,
+            created_ms=created,
+        )
+        for version, learner, step, kind, size, digest, created in rows
+    ]
+
+
+def _newest_manifest(db: sqlite3.Connection) -> PolicyManifest | None:
+    row = db.execute("select value from policies order by version desc limit 1").fetchone()
+    return decode_as(PolicyManifest, row[0]) if row else None
+
+
+def _spread(db: sqlite3.Connection) -> list[tuple[int, int, int]]:
+    """Version, groups and groups of zero variance, for groups of two and more."""
+    rows = db.execute(
+        "select version, count(*), sum(zero_variance) from groups where members > 1 and version is not null"
+        " group by version order by version"
+    )
+    return [(version, groups, zero) for version, groups, zero in rows]
+
+
+def _spread_curve(spread: Sequence[tuple[int, int, int]]) -> Curve | None:
+    """Shares over up to 40 stretches of versions, because single versions have few groups."""
+    each = -(-len(spread) // _STRETCHES) or 1
+    stretches = [spread[begin : begin + each] for begin in range(0, len(spread), each)]
+    if not stretches:
+        return None
+    shares = [sum(zero for *_, zero in rows) / sum(groups for _version, groups, _zero in rows) for rows in stretches]
+    return Curve("zero variance", [rows[-1][0] for rows in stretches], shares)
+
+
+def _examples(index: RunIndex, db: sqlite3.Connection, order: str) -> list[Mapping[str, Any]]:
+    """Rollouts with the highest or lowest rewards, whole: the newest ones, of groups of their own."""
+    rows = db.execute(
+        "select partition, offset, grp from rollouts where reward is not null"
+        f" order by reward {order}, id desc limit {_LOOKED_AT}"
+    )
+    examples: list[Mapping[str, Any]] = []
+    seen: set[int | None] = set()
+    for partition, offset, group in rows.fetchall():
+        if group in seen or len(examples) == EXAMPLES:
+            continue
+        with suppress(TopicError):  # The log holds it no more.
+            examples.append(index.details(partition, offset))
+            seen.add(group)
+    return examples

@@ -1,0 +1,33 @@
+"""`rollstream report`: writes one HTML file that shows how a run goes or went, and how each claim is verified."""
+
+import argparse
+from pathlib import Path
+
+from rollstream.consumers.files.atomic_files import write_bytes
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.report.document import document
+from rollstream.pipeline.report.run_facts import facts_of
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream report`."""
+    set_handler(parser, show_report, example="rollstream report --run main -o report.html")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE.html", help="the file (default: report.html in the run's directory)"
+    )
+    parser.add_argument("--archive", default="", metavar="ARCHIVE", help="read an archive, not the topics")
+
+
+def show_report(config: RunConfig, args: argparse.Namespace) -> int:
+    """Write the report and print its path."""
+    print(write_report(config, args.output, args.archive))
+    return 0
+
+
+def write_report(config: RunConfig, output: Path | None = None, archive: str = "") -> Path:
+    """Write the report of a run as it is now, and return its path."""
+    path = output or config.run_dir / "report.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, document(facts_of(config, archive)).encode())
+    return path

@@ -1,0 +1,88 @@
+"""`rollstream report` of an archive: values as the commands say them, and text of rollouts that does nothing."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.support import archived_run
+from tests.support.archived_run import ROWS, archive_run
+from tests.support.command_line import answer_of
+
+HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[2J\N{RIGHT-TO-LEFT OVERRIDE}"
+
+
+class Page(HTMLParser):
+    """Elements, attributes and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def report(directory: Path) -> str:
+    done = answer_of(directory, "report", "--run", "main", "--archive", "archive", "-o", "page.html")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "page.html"
+    return (directory / "page.html").read_text(encoding="utf-8")
+
+
+def test_the_values_of_a_report_are_those_of_the_commands(tmp_path: Path) -> None:
+    archive_run(tmp_path / "archive", 5)
+    page = report(tmp_path)
+    query = "select metrics['loss'] as loss from latest_steps order by step desc limit 1"
+    asked = answer_of(tmp_path, "sql", query, "--archive", "archive", "--json")
+    loss = json.loads(asked.stdout)[0]["loss"]
+    assert f'data-value="{loss!r}"' in page
+    asked = answer_of(
+        tmp_path,
+        "sql",
+        "select avg(reward) as r from rollouts where policy_version = 4",
+        "--archive",
+        "archive",
+        "--json",
+    )
+    [row] = json.loads(asked.stdout)
+    assert re.search(rf"reward/produced</th>.*?data-value=\"{row['r']}\"", page)
+    assert f'<td data-name="trained">{5 * ROWS}</td>' in page
+    for words in ("Learner", "default", "Environments", "env", "Reward", "Loss", "Groups of zero variance"):
+        assert words in Page(page).text
+
+
+def test_hostile_texts_are_shown_and_do_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = archived_run.rollout_of
+    monkeypatch.setattr(archived_run, "rollout_of", lambda number, _text="": original(number, HOSTILE))
+    archive_run(tmp_path / "archive", 2)
+    raw = report(tmp_path)
+    page = Page(raw)
+    assert "<script>alert(1)</script><img src=x onerror=alert(2)>\\u001b[2J\\u202e" in page.text
+    assert not {"script", "img", "iframe", "object", "link", "form"} & set(page.tags)
+    assert not [name for name, _value in page.attributes if name.startswith("on") or name in ("style", "href", "src")]
+    [policy] = [value for name, value in page.attributes if value.startswith("default-src")]
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "\x1b" not in raw
+    assert "\N{RIGHT-TO-LEFT OVERRIDE}" not in raw
+
+
+def test_a_page_needs_nothing_from_elsewhere_and_names_what_verifies_it(tmp_path: Path) -> None:
+    archive_run(tmp_path / "archive", 1)
+    raw = report(tmp_path)
+    assert not re.search(r"https?://", raw)
+    assert "url(" not in raw
+    assert "@import" not in raw
+    for command in re.findall(r"<code>(rollstream [^<]*)</code>", raw):
+        words = command.split()
+        assert answer_of(tmp_path, words[1], "--help").returncode == 0, command
+    assert "rollstream archive archive --run main --check" in raw
