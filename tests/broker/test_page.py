@@ -257,6 +257,19 @@ def test_sessions_and_mixtures_are_those_on_the_log(run: RealRun, page: PageClie
     assert worker == {"worker": "w0", "environments": [environment]}
 
 
+def test_commands_are_recorded_as_the_command_line_records_them(run: RealRun, page: PageClient) -> None:
+    path = f"/api/runs/{run.name}/commands"
+    assert of_run(page, run, "overview")["commands"]
+    recorded = page.ask("POST", path, CHANGE, b'{"command": "scale", "processes": {"env": 3}}')
+    assert (recorded.status, recorded.json) == (200, {"recorded": True})
+    assert of_run(page, run, "commands")["state"]["processes"] == {"env": 3}
+    refused = page.ask("POST", path, CHANGE, b'{"command": "scale", "processes": {"learn": 3}}')
+    assert (refused.status, "learner" in refused.json["error"]) == (400, True)
+    assert page.ask("POST", path, CHANGE, b'{"command": "explode"}').status == 400
+    assert page.ask("POST", path, {}, b'{"command": "scale", "processes": {"env": 9}}').status == 403
+    assert of_run(page, run, "commands")["state"]["processes"] == {"env": 3}
+
+
 def test_a_run_that_moves_tells_its_streams(run: RealRun, page: PageClient) -> None:
     with page.events(f"/api/runs/{run.name}/events") as events:
         name, first = next(events)

@@ -52,6 +52,8 @@ class Api:
             web.get(f"{run}/dead-letters", self._letters),
             web.post(f"{run}/dead-letters/redrive", self._redrive),
             web.get(f"{run}/mixture", self._mixture),
+            web.get(f"{run}/commands", self._wanted),
+            web.post(f"{run}/commands", self._command),
             web.route("*", "/api/{path:.*}", self._unknown),
         ]
 
@@ -162,6 +164,14 @@ class Api:
 
     async def _mixture(self, request: web.Request) -> web.Response:
         return answer(await self._run(request, live=True).mixture.get())
+
+    async def _wanted(self, request: web.Request) -> web.Response:
+        return answer({"state": await self._run(request, live=True).wanted()})
+
+    async def _command(self, request: web.Request) -> web.Response:
+        run = self._run(request, live=True)
+        await run.command(await _object(request))
+        return answer({"recorded": True})
 
     async def _unknown(self, _request: web.Request) -> web.Response:
         raise web.HTTPNotFound(reason="the API has no such path")

@@ -1,9 +1,10 @@
 """One run as the server has it: what follows it, its index, and what is read of it when somebody asks."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from rollstream.pipeline import steering
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.topic_reading import read_journal
 from rollstream.pipeline.config import RunConfig
@@ -73,6 +74,7 @@ class PageRun:
         progress = self._filling.progress
         if progress.offset_total:
             answer["indexed"] = progress._asdict()
+        answer["commands"] = self.source == "topics"
         answer["problem"] = answer["problem"] or self._filling.problem or None
         return answer
 
@@ -88,6 +90,14 @@ class PageRun:
         answer = await self._slow.call(lambda: dead_letters.redrive(self.config, places))
         self.letters.forget()
         return answer
+
+    async def command(self, body: Mapping[str, Any]) -> None:
+        """Check a command and record it."""
+        await self._slow.call(lambda: steering.record(self.config.kafka, self.name, body))
+
+    async def wanted(self) -> dict[str, Any]:
+        """Return what commands want of the run now."""
+        return await self._slow.call(lambda: steering.state(self.config.kafka, self.name))
 
     async def details(self, place: RolloutPlace, tokens_from: int) -> dict[str, Any]:
         """Return one rollout whole."""
