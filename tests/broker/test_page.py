@@ -97,6 +97,7 @@ def indexed(run: RealRun, page: PageClient) -> PageClient:
 
 def test_the_overview_is_what_top_prints(run: RealRun, indexed: PageClient) -> None:
     assert indexed.json("/api/runs") == {"runs": [{"run": run.name, "source": "topics", "learners": ["main"]}]}
+    eventually(lambda: not of_run(indexed, run, "overview")["live"], 60, "the run to be quiet")
     expected: Any = command(run, "top")
     overview = of_run(indexed, run, "overview")
     for snapshot in (expected, overview["top"]):
