@@ -29,7 +29,16 @@ from tests.support.planted import Planted, plant
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
-TIMES = ("quiet_s", "policy_age_s", "rollouts_per_s", "read_per_s", "batches_per_s", "policies_per_s", "history")
+TIMES = (
+    "quiet_s",
+    "policy_age_s",
+    "rollouts_per_s",
+    "read_per_s",
+    "batches_per_s",
+    "policies_per_s",
+    "steps_per_s",
+    "history",
+)
 """Fields of a snapshot that depend on when it was made."""
 CHANGE = {"X-Rollstream": "1"}
 
@@ -97,7 +106,7 @@ def indexed(run: RealRun, page: PageClient) -> PageClient:
 
 def test_the_overview_is_what_top_prints(run: RealRun, indexed: PageClient) -> None:
     assert indexed.json("/api/runs") == {"runs": [{"run": run.name, "source": "topics", "learners": ["main"]}]}
-    eventually(lambda: not of_run(indexed, run, "overview")["live"], 60, "the run to be quiet")
+    eventually(lambda: of_run(indexed, run, "overview")["top"]["quiet"], 60, "the run to be quiet")
     expected: Any = command(run, "top")
     overview = of_run(indexed, run, "overview")
     for snapshot in (expected, overview["top"]):
