@@ -4,6 +4,8 @@ A record holds the entries that changed, with their sums since the start of the 
 versions below 3 hold every entry.
 """
 
+from collections.abc import Iterable
+
 from rollstream.topics.records import FateCount, JournalRecord
 
 CHANGES_SINCE = 3
@@ -21,6 +23,14 @@ class JournalCounts:
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], FateCount] = {}
         self._produced: dict[tuple[str, str], FateCount] = {}
+
+    @classmethod
+    def of(cls, counts: Iterable[FateCount], produced: Iterable[FateCount]) -> "JournalCounts":
+        """The sums of another that had these counts."""
+        sums = cls()
+        for table, entries in ((sums._counts, counts), (sums._produced, produced)):
+            table.update(((entry.environment, entry.fate), entry) for entry in entries)
+        return sums
 
     def add(self, record: JournalRecord) -> None:
         """Add the next record of the partition."""

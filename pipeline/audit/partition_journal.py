@@ -1,26 +1,51 @@
-"""Reads the journal of one partition of `rollouts`, whole or pruned, for the ledger and the janitor.
+"""The journal of one partition of `rollouts`, whole or pruned, as the ledger reads it.
 
 In a pruned journal, fates are known by offset from the first whole snapshot on, and earlier ones only as its counts.
+What other topics say of an offset is kept beside its fate, so that both can be compared for all offsets at once.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED, FATES, MOVED, dropped_for, fate_and_reason
+from rollstream.pipeline.audit.offset_table import OffsetTable, Runs, Values, offsets_named
+from rollstream.pipeline.audit.packing import packed_table, unpacked_table
+from rollstream.topics.fates import DROPPED, FATES, dropped_for, fate_and_reason
 from rollstream.topics.journal_counts import JournalCounts
-from rollstream.topics.offset_ranges import from_ranges
-from rollstream.topics.records import FateCount, JournalRecord
+from rollstream.topics.records import FateCount, Int64, JournalRecord
 
 IN_FLIGHT = "in_flight"
 PLACES = (IN_FLIGHT, *FATES)
+CODES = (1 << 20) - 1
+"""Bits of a value that hold the code of the fate, 0 for none: an index of `places`, plus one."""
+SEEN, ROLLOUT, CARRIED, LETTERED, DELIVERED, DELIVERED_BEFORE, HOPPED = (1 << bit for bit in range(20, 27))
+"""What is known of an offset: its record was read, it is a rollout, a batch carries it, a dead letter names it, it was
+batched since the first snapshot, or before it while in flight, and it was skipped without being fetched."""
+_OF_THE_JOURNAL = CODES | DELIVERED | DELIVERED_BEFORE | HOPPED
+_MOST_NAMED = 20
+_IN_FLIGHT_CODE = PLACES.index(IN_FLIGHT) + 1
+_DROPPED_CODE = PLACES.index(DROPPED) + 1
+Mask = npt.NDArray[np.bool_]
+
+
+def codes(values: Values) -> Values:
+    """Codes of fates in values of the table."""
+    return values & np.uint32(CODES)
+
+
+def code_of(fate: str) -> int:
+    """The code of a fate; dropped records have others, by reason."""
+    return PLACES.index(fate) + 1
 
 
 class PartitionJournal:
     """Fate of each offset from the first snapshot to the position, and the counts before and since."""
 
-    def __init__(self, number: int, problem: Callable[[str], None]) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
         self.sequence = -1
         self.position = 0
@@ -32,32 +57,77 @@ class PartitionJournal:
         """Number of the next batch."""
         self.first_batch = 0
         """Number of the first batch; above 0 in the successor of a run that was split."""
-        self.delivered: set[int] = set()
-        """Offsets batched since the first snapshot, before their group finished."""
-        self.delivered_before: set[int] = set()
-        """Offsets in flight at the first snapshot that were already in a batch."""
         self.leader_epochs: dict[int, int] = {}
-        """By offset, the leader epoch of the last record that each transaction read."""
+        """By offset, the leader epoch of the last record that each transaction read, unless it was compared."""
         self.topic_id = ""
         self.hidden = False
         """Whether an open transaction hides the newest records, so that the journal ends before the committed
         position."""
-        self.reasons: dict[int, str] = {}
-        self.hopped: set[int] = set()
-        """Offsets that were skipped without being fetched."""
+        self.table = OffsetTable()
         self.batch_ids: list[str] = []
+        """Batches named since they were last taken from here."""
+        self.problems: list[str] = []
+        """The first contradictions within the journal."""
+        self._places = list(PLACES)
+        """Fates, and then dropped records by reason, in the order of their codes."""
+        self._reasons: dict[int, str] = {}
+        """Reasons of drops whose offsets have no fate yet."""
         self._sums = JournalCounts()
-        self._problem = problem
         self._origin = 0
-        self._fates = np.full(1024, -1, "<i1")
         self._joining = False
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        names = ("number", "sequence", "position", "base", "base_batches", "batches", "first_batch", "topic_id")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "base_counts": _plain(self.base_counts),
+            "leader_epochs": list(self.leader_epochs.items()),
+            "table": packed_table(self.table),
+            "problems": self.problems,
+            "places": self._places,
+            "reasons": list(self._reasons.items()),
+            "counts": _plain(self._sums.counts),
+            "produced": _plain(self._sums.produced),
+            "origin": self._origin,
+            "joining": self._joining,
+        }
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> "PartitionJournal":
+        """The journal of a state."""
+        journal = cls(state["number"])
+        for name in ("sequence", "position", "base", "base_batches", "batches", "first_batch", "topic_id"):
+            setattr(journal, name, state[name])
+        journal.base_counts = _counts_of(state["base_counts"])
+        journal.leader_epochs = dict(state["leader_epochs"])
+        journal.table = unpacked_table(state["table"])
+        journal.problems, journal._places = state["problems"], state["places"]
+        journal._reasons = dict(state["reasons"])
+        journal._sums = JournalCounts.of(_counts_of(state["counts"]), _counts_of(state["produced"]))
+        journal._origin, journal._joining = state["origin"], state["joining"]
+        return journal
+
+    def anew(self) -> "PartitionJournal":
+        """A journal of which nothing is read, with what other topics say of its offsets."""
+        journal = PartitionJournal(self.number)
+        journal.table = self.table
+        journal.table.clear_bits(_OF_THE_JOURNAL)
+        return journal
+
+    def forget_before(self) -> None:
+        """Drop what batches say of offsets settled before the first snapshot: of those only counts are known."""
+        runs = self.table.runs().where(self.table.runs().values & CARRIED != 0)
+        settled = runs.where(codes(runs.values) == 0).clipped(0, self.base)
+        self.table.clear_bits(CARRIED, settled)
+        self.table.clear_bits(CARRIED, runs.where(runs.values & DELIVERED_BEFORE != 0))
 
     def read(self, record: JournalRecord) -> None:
         """Process the next journal record."""
         # A pruned journal may begin with any sequence number.
         follows = record.sequence == self.sequence + 1 and record.begin == self.position
         if not follows and not (self.sequence < 0 < record.sequence):
-            self._problem(
+            self.problem(
                 f"journal[{self.number}] sequence {record.sequence} begins at offset {record.begin}; sequence "
                 f"{self.sequence + 1} at {self.position} was expected"
             )
@@ -66,7 +136,7 @@ class PartitionJournal:
         self.sequence, self.position, self.batches = record.sequence, record.position, record.batch_number
         self.topic_id = record.topic_id
         self._sums.add(record)
-        self.hopped.update(from_ranges(record.hopped))
+        self._mark(record.hopped, HOPPED)
         if record.leader_epoch >= 0:
             self.leader_epochs[record.position - 1] = record.leader_epoch
         if record.sequence == 0:
@@ -83,53 +153,97 @@ class PartitionJournal:
         if record.part == 0:
             self.base, self._origin = record.position, record.watermark
             self.base_counts, self.base_batches = record.counts, record.batch_number
-        for offset in from_ranges(record.unfinished):
-            self._set(offset, IN_FLIGHT)
-        self.delivered_before.update(from_ranges(record.delivered))
+        self._set(record.unfinished, IN_FLIGHT)
+        self._mark(record.delivered, DELIVERED_BEFORE)
 
     def _go_on(self, record: JournalRecord) -> None:
-        for offset in from_ranges(record.admitted):
-            self._set(offset, IN_FLIGHT)
+        self._set(record.admitted, IN_FLIGHT)
         for finished in record.finished:
-            for offset in from_ranges(finished.runs):
-                self._set(offset, finished.fate)
+            self._set(finished.runs, finished.fate)
         for drop in record.drops:
-            self.reasons[drop.offset] = drop.reason
-        if not record.snapshot:  # A snapshot repeats earlier records.
-            self.delivered.update(from_ranges(record.delivered))
-        else:
-            self.delivered.update(set(from_ranges(record.delivered)) - self.delivered_before)
+            self._reasons[drop.offset] = drop.reason
+            value = self.table[drop.offset]
+            if value & CODES == _DROPPED_CODE:
+                self._set_reasons(drop.offset, drop.offset + 1)
+            elif value & CODES > _IN_FLIGHT_CODE:
+                del self._reasons[drop.offset]
+        # A snapshot repeats earlier records: those batched before the first one stay apart.
+        self._mark(record.delivered, DELIVERED, unless=DELIVERED_BEFORE if record.snapshot else 0)
         self.batch_ids += record.batch_ids
 
-    def _set(self, offset: int, fate: str) -> None:
-        index = offset - self._origin
-        if index < 0:
-            self._problem(
-                f"rollouts[{self.number}] offset {offset} is {fate} and was settled before the journal begins"
-            )
-            return
-        while len(self._fates) <= index:
-            self._fates = np.concatenate((self._fates, np.full(len(self._fates), -1, "<i1")))
-        code = self._fates[index]
-        if code > 0 or (code == 0 and fate == IN_FLIGHT):
-            self._problem(f"rollouts[{self.number}] offset {offset} is {PLACES[code]} and then {fate}")
-        self._fates[index] = PLACES.index(fate)
+    def _mark(self, ranges: Int64 | tuple[int, ...], bits: int, unless: int = 0) -> None:
+        for first, stop in _pairs(ranges):
+            for _first, values in self.table.writable(first, stop):
+                values[(values & np.uint32(unless)) == 0] |= np.uint32(bits)
+
+    def _set(self, ranges: Int64 | tuple[int, ...], fate: str) -> None:
+        for first, stop in _pairs(ranges):
+            for offset in range(first, min(stop, self._origin, first + _MOST_NAMED)):
+                self.problem(
+                    f"rollouts[{self.number}] offset {offset} is {fate} and was settled before the journal begins"
+                )
+            for begin, values in self.table.writable(max(first, self._origin), stop):
+                self._set_fate(begin, values, fate)
+            if fate == DROPPED and self._reasons:
+                self._set_reasons(max(first, self._origin), stop)
+
+    def _set_fate(self, begin: int, values: Values, fate: str) -> None:
+        before = codes(values)
+        again = (before > _IN_FLIGHT_CODE) | ((before == _IN_FLIGHT_CODE) & (fate == IN_FLIGHT))
+        for at in np.flatnonzero(again)[:_MOST_NAMED].tolist():
+            place = self.fate_of(int(values[at]))
+            self.problem(f"rollouts[{self.number}] offset {begin + at} is {place} and then {fate}")
+        values &= np.uint32(~CODES & 0xFFFFFFFF)
+        values |= np.uint32(code_of(fate))
+
+    def _set_reasons(self, first: int, stop: int) -> None:
+        for offset in [offset for offset in self._reasons if first <= offset < stop]:
+            name = dropped_for(self._reasons.pop(offset))
+            if name not in self._places:
+                self._places.append(name)
+            for _first, values in self.table.writable(offset, offset + 1):
+                values &= np.uint32(~CODES & 0xFFFFFFFF)
+                values |= np.uint32(self._places.index(name) + 1)
+
+    def problem(self, text: str) -> None:
+        """Note a contradiction."""
+        if len(self.problems) < _MOST_NAMED:
+            self.problems.append(text)
+
+    def fate_of(self, value: int) -> str | None:
+        """The fate in a value of the table, without the reason of a drop; None if there is none."""
+        code = value & CODES
+        return fate_and_reason(self._places[code - 1])[0] if code else None
 
     def fate(self, offset: int) -> str | None:
         """Fate of a record below the position; None if the journal has none for it."""
-        index = offset - self._origin
-        code = self._fates[index] if 0 <= index < len(self._fates) else -1
-        return PLACES[code] if code >= 0 else None
+        return self.fate_of(self.table[offset])
 
     def settled_before(self, offset: int) -> bool:
         """Whether an offset got its fate before the first snapshot."""
         return offset < self.base and self.fate(offset) is None
 
-    def offsets(self, fate: str | None = None) -> set[int]:
-        """Offsets with this fate, or with any fate."""
-        known = self._fates[: max(0, self.position - self._origin)]
-        indices = np.flatnonzero(known >= 0 if fate is None else known == PLACES.index(fate))
-        return set((indices + self._origin).tolist())
+    def known(self) -> Runs:
+        """Offsets below the position that have a fate or are in flight."""
+        runs = self.table.runs().clipped(0, self.position)
+        return runs.where(codes(runs.values) != 0)
+
+    def in_flight(self) -> Runs:
+        """Offsets in flight."""
+        runs = self.known()
+        return runs.where(codes(runs.values) == _IN_FLIGHT_CODE)
+
+    def of_fate(self, fate: str, reason: str | None = None) -> Runs:
+        """Offsets with a fate, of drops those for a reason or, without one, all."""
+        runs = self.known()
+        names = [*map(fate_and_reason, self._places)]
+        wanted = [code for code, name in enumerate(names, 1) if name[0] == fate and reason in (None, name[1])]
+        return runs.where(np.isin(codes(runs.values), wanted))
+
+    def hopped_from(self, first: int) -> set[int]:
+        """Offsets from `first` on that were skipped without being fetched."""
+        runs = self.table.runs()
+        return set(runs.where(runs.values & HOPPED != 0).clipped(first, 1 << 62).offsets())
 
     @property
     def counts(self) -> tuple[FateCount, ...]:
@@ -149,22 +263,43 @@ class PartitionJournal:
     @property
     def since(self) -> Counter[str]:
         """Records that got their fate since the first snapshot, by fate; drops with their reason."""
-        counts: Counter[str] = Counter(
-            {fate: len(self.offsets(fate)) for fate in (BATCHED, DEAD_LETTERED, CONTROL, MOVED)}
-        )
-        counts.update(dropped_for(self.reasons.get(offset, "")) for offset in self.offsets(DROPPED))
+        counts: Counter[str] = Counter()
+        runs = self.known()
+        for code, count in runs._replace(values=codes(runs.values)).counts().items():
+            name = self._places[code - 1]
+            if name != IN_FLIGHT:
+                counts[dropped_for("") if name == DROPPED else name] += count
         return counts
 
-    def check_counts(self) -> None:
+    def check_counts(self, problem: Callable[[str], None]) -> None:
         """Report a problem unless the journal's counts grew by exactly the records it names."""
         followed, grown = _coarse(self.since), _coarse(by_fate(self.counts))
         grown.subtract(_coarse(self.before))
         for fate in sorted(followed.keys() | grown.keys()):
             if followed[fate] != grown[fate]:
-                self._problem(
+                problem(
                     f"journal[{self.number}] counts {grown[fate]} records {fate} from offset {self.base} to "
                     f"{self.position}; {followed[fate]} are named"
                 )
+
+    def named(self, chosen: Runs, most: int = _MOST_NAMED) -> Iterator[tuple[int, str | None]]:
+        """The first offsets of some runs of the table, with their fates."""
+        for offset, value in offsets_named(chosen, most):
+            yield offset, self.fate_of(value)
+
+
+def _pairs(ranges: Int64 | tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """First offset and stop of each (first, count) pair."""
+    for first, count in np.asarray(ranges, "<i8").reshape(-1, 2).tolist():
+        yield first, first + count
+
+
+def _plain(counts: Iterable[FateCount]) -> list[dict[str, Any]]:
+    return [asdict(count) for count in counts]
+
+
+def _counts_of(counts: Iterable[dict[str, Any]]) -> tuple[FateCount, ...]:
+    return tuple(FateCount(**count) for count in counts)
 
 
 def by_fate(counts: Iterable[FateCount]) -> Counter[str]:

@@ -15,7 +15,7 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.infra.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
-from rollstream.pipeline.audit.ledger import Ledger, ledger
+from rollstream.pipeline.audit.ledger import Ledger
 from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import TopicError
@@ -24,6 +24,7 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep
 from tests.support.command_line import answer_of
+from tests.support.ledgers import in_both_forms
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -52,7 +53,7 @@ def grouped(run: RealRun) -> RealRun:
 
 
 def settled(run: RealRun) -> Ledger | None:
-    book = ledger(run.kafka, run.name)
+    book = in_both_forms(run)
     return book if book.batches == BATCHES and not book.unread else None
 
 
@@ -63,7 +64,7 @@ def send(run: RealRun, name: str, groups: int) -> None:
 
 
 def problems(run: RealRun) -> list[str]:
-    book = ledger(run.kafka, run.name)
+    book = in_both_forms(run)
     assert book.balanced == (not book.problems)
     return book.problems
 
@@ -151,7 +152,7 @@ def test_index_entries_doubled_or_pointing_nowhere_are_named(run: RealRun) -> No
 def test_a_position_past_what_the_steps_name_is_told(run: RealRun) -> None:
     entries = list(index(run).items())
     step(run, 1, dict(entries[:4]), entries[3][0] + 1)
-    book = ledger(run.kafka, run.name)
+    book = in_both_forms(run)
     assert book.problems == []
     row = {"step": 1, "steps": 1, "trained": 16, "skipped": 0, "position": entries[3][0] + 1, "waiting": 17}
     assert book.learners == {"main": {**row, "skipped_as": {}, "input_run": ""}}
@@ -223,7 +224,7 @@ def test_what_an_open_transaction_hides_is_undecided(
     try:
         process = run.start("group")
         send(run, "before", 1)
-        eventually(lambda: ledger(run.kafka, run.name).batched == 4, 60, "a batch")
+        eventually(lambda: in_both_forms(run).batched == 4, 60, "a batch")
         with run.open_transaction(topics[0]) as foreign:
             for topic in topics[1:]:
                 foreign.produce(run.topic(topic), b"foreign", b"foreign", 0)
@@ -242,8 +243,8 @@ def test_what_an_open_transaction_hides_is_undecided(
             assert "every record is in exactly one place, as far as it is decided yet" in told.stdout
         # The next process reads the records that were unread when this one was asked to end.
         run.start("group")
-        eventually(lambda: ledger(run.kafka, run.name).batched == 8, 60, "the other batch")
-        book = ledger(run.kafka, run.name)
+        eventually(lambda: in_both_forms(run).batched == 8, 60, "the other batch")
+        book = in_both_forms(run)
         assert (book.problems, book.undecided, book.dead_lettered) == ([], [], 1)
         assert rollstream(run, "ledger").returncode == 0
     finally:
@@ -255,7 +256,7 @@ def position(run: RealRun) -> int:
 
 
 def undecided(run: RealRun) -> list[str]:
-    book = ledger(run.kafka, run.name)
+    book = in_both_forms(run)
     assert book.problems == []
     return book.undecided
 

@@ -17,7 +17,7 @@ from confluent_kafka import TopicPartition
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.step_log import StepLog, read_steps
-from rollstream.pipeline.audit.ledger import Ledger, ledger
+from rollstream.pipeline.audit.ledger import Ledger
 from rollstream.pipeline.audit.pruning_plan import Deletion, plan
 from rollstream.pipeline.audit.verification import index_of, verify
 from rollstream.pipeline.tools.prune import delete, read_positions
@@ -31,6 +31,7 @@ from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchUse, LearnerStep
 from tests.support.batches import indexed_batches, random_batch, send_batches
 from tests.support.command_line import answer_of
+from tests.support.ledgers import in_both_forms
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -47,7 +48,7 @@ def feed(run: RealRun, groups: int) -> None:
 
 def settled(run: RealRun, in_flight: int = 0) -> Ledger:
     def book() -> Ledger | None:
-        found = ledger(run.kafka, run.name)
+        found = in_both_forms(run)
         return found if not found.unread and in_flight == found.in_flight else None
 
     return eventually(book, 60, f"every record of run {run.name} in its place", every_s=0.2)
@@ -162,7 +163,7 @@ def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed
             log.commit([log.record(read_steps(run.kafka, run.name, "gone")[1])])
     with pytest.raises(StateRefused, match=r"is retired \(it diverged\).*rollstream learner resume gone"):
         StepLog(run.kafka, run.name, "gone", take_over=True)
-    learners = ledger(run.kafka, run.name).learners
+    learners = in_both_forms(run).learners
     assert (learners["gone"]["retired"], "waiting" in learners["gone"]) == (True, False)
     assert ("retired" in learners["main"], learners["main"]["waiting"]) == (False, 2)
     assert "(retired)" in rollstream(run, "ledger").stdout
@@ -194,7 +195,7 @@ def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_r
     assert untouched["batch-index", 0].why == "no learner on record"
     batches = len(index_of(run.kafka, run.name))
     learn(run, "main", batches - 4)
-    before = ledger(run.kafka, run.name)
+    before = in_both_forms(run)
     assert before.balanced, before.problems
     assert before.trained > 0
     assert planned(run, run.directory, 0)["batch-index", 0].why == "learner main (no checkpoint)"
@@ -220,7 +221,7 @@ def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_r
     assert done["batch-index", 0]["to"] <= position
 
     # The books are what they were, by counts where the records are gone.
-    after = ledger(run.kafka, run.name)
+    after = in_both_forms(run)
     assert after.balanced, after.problems
     figures, known = before.as_dict(), after.as_dict()
     assert known.pop("pruned") > figures.pop("pruned") == 0
@@ -254,7 +255,7 @@ def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_r
     for topic in ("rollouts", "batch-index", "batches"):
         assert sum(d.offsets for d in deletions if d.topic == topic) > 0, topic
     delete(run.kafka, run.name, deletions)
-    book = ledger(run.kafka, run.name)
+    book = in_both_forms(run)
     assert book.as_dict() == last.as_dict() | {"pruned": book.pruned}
     assert book.pruned > last.pruned
     found = verify(run.kafka, run.name, only=list(index_of(run.kafka, run.name))[-6:])

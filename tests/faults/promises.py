@@ -4,11 +4,12 @@ import signal
 import subprocess
 from collections.abc import Callable
 
-from rollstream.pipeline.audit.ledger import Ledger, ledger
+from rollstream.pipeline.audit.ledger import Ledger
 from rollstream.pipeline.audit.verification import verify
 from tests.faults.auditor import audit
 from tests.faults.findings import Audit
 from tests.faults.load import Load
+from tests.support.ledgers import in_both_forms
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually
 
@@ -18,7 +19,7 @@ def settle(run: RealRun, timeout_s: float = 150.0, *, meanwhile: Callable[[], No
 
     def settled() -> Ledger | None:
         meanwhile()
-        result = ledger(run.kafka, run.name)
+        result = in_both_forms(run)
         return result if result.produced and not result.unread and not result.in_flight else None
 
     return eventually(settled, timeout_s, f"every record of run {run.name} in a place", every_s=0.5)
@@ -33,7 +34,7 @@ def stop(*processes: subprocess.Popen[bytes]) -> None:
 
 def assert_promises(run: RealRun, load: Load | None = None, *, modelled: bool = True) -> Audit:
     """Judge a run whose processes have ended; `modelled`: the auditor must have an idea of all that is in its log."""
-    result = ledger(run.kafka, run.name)
+    result = in_both_forms(run)
     assert result.balanced, result.problems
     found = audit(run.kafka.bootstrap_servers, run.name)
     assert found.findings == []

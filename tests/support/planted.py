@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.pipeline.audit.ledger import Ledger, ledger
+from rollstream.pipeline.audit.ledger import Ledger
 from rollstream.pipeline.tools.plain_values import decoded
 from rollstream.topics.codec import encode
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchUse, GroupCancelled, LearnerStep, Mark, PolicyManifest, TrainingBatch
 from tests.support.batches import indexed_batches
+from tests.support.ledgers import in_both_forms
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -79,7 +80,7 @@ def _marks_of(run: RealRun, version: int) -> list[Mark]:
 
 def await_settled(run: RealRun, settled: Callable[[Ledger], bool]) -> None:
     def ready() -> bool:
-        book = ledger(run.kafka, run.name)
+        book = in_both_forms(run)
         return not book.unread and settled(book)
 
     eventually(ready, 60, f"every record of run {run.name} in its place", every_s=0.3)

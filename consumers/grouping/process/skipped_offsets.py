@@ -32,7 +32,7 @@ OFFSETS_LIMIT = 100_000
 
 def asked_for(kafka: KafkaConfig, run: str, partition: int) -> dict[int, OffsetSkip]:
     """Return the offsets of a partition of `rollouts` that are to be left out unread, with the reasons."""
-    return _requests(kafka, run).get(partition, {})
+    return requests_of(kafka, run).get(partition, {})
 
 
 def never_fetched(kafka: KafkaConfig, run: str, *, ahead: bool = True) -> dict[int, set[int]]:
@@ -44,7 +44,7 @@ def never_fetched(kafka: KafkaConfig, run: str, *, ahead: bool = True) -> dict[i
     """
     left_out: dict[int, set[int]] = {}
     with suppress(TopicError):
-        requests = _requests(kafka, run)
+        requests = requests_of(kafka, run)
         journal = topic_name(run, "journal")
         for partition in requests.keys() & set(range(topic_admin.partitions_of(kafka, journal) if requests else 0)):
             messages = read_to_end(kafka, journal, partitions=[partition])
@@ -58,7 +58,7 @@ def never_fetched(kafka: KafkaConfig, run: str, *, ahead: bool = True) -> dict[i
     return left_out
 
 
-def _requests(kafka: KafkaConfig, run: str) -> dict[int, dict[int, OffsetSkip]]:
+def requests_of(kafka: KafkaConfig, run: str) -> dict[int, dict[int, OffsetSkip]]:
     """Return the requests on `control`, by partition and offset."""
     requests: dict[int, dict[int, OffsetSkip]] = {}
     for message in read_to_end(kafka, topic_name(run, "control")):

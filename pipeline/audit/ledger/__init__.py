@@ -2,6 +2,7 @@
 
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.dead_letters import REDRIVEN
+from rollstream.pipeline.audit.ledger.live import LiveLedger
 from rollstream.pipeline.audit.ledger.proof import ledger
 
-__all__ = ["REDRIVEN", "Ledger", "ledger"]
+__all__ = ["REDRIVEN", "Ledger", "LiveLedger", "ledger"]

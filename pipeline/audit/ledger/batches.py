@@ -1,149 +1,281 @@
 """Compares batches with the journal: the same ids, each once, made of exactly the offsets that it calls batched."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import Any
 
-from rollstream.consumers.grouping.selection_bias import RolloutMoments, batch_moments
+import numpy as np
+
+from rollstream.consumers.grouping.selection_bias import Moments, RolloutMoments, batch_moments
+from rollstream.pipeline.audit.ledger.batch_table import BatchPlace, BatchTable
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail, read_until_complete
-from rollstream.pipeline.audit.partition_journal import IN_FLIGHT, PartitionJournal
+from rollstream.pipeline.audit.partition_journal import (
+    CARRIED,
+    CODES,
+    DELIVERED,
+    DELIVERED_BEFORE,
+    PartitionJournal,
+    code_of,
+    codes,
+)
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.fates import BATCHED
+from rollstream.topics.kafka.reader import record_at
+from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.records import TrainingBatch
+from rollstream.topics.records import TrainingBatch, batch_numbers
+
+_BATCHED, _IN_FLIGHT = code_of(BATCHED), code_of("in_flight")
+_MOST_NAMED = 20
+Untrained = Callable[[str], Iterable[int]]
+"""Rows of a batch that a learner skipped and none trained on."""
 
 
 @dataclass
-class RecordedBatches:
-    """Content of the topic `batches` up to the cut."""
+class HiddenBatches:
+    """Missing batches that an open transaction hides."""
 
     rows: dict[str, int] = field(default_factory=dict)
-    """Number of rows by batch id."""
-    places: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Partition and offset by batch id."""
-    skipped_in: dict[str, dict[str, RolloutMoments]] = field(default_factory=dict)
-    """Lengths and rewards of rollouts that learners skipped, by batch and environment."""
+    places: dict[str, BatchPlace] = field(default_factory=dict)
+    carried: dict[int, Counter[int]] = field(default_factory=dict)
+    """By partition, how many of them carry each offset."""
+
+
+class RecordedBatches:
+    """The batches of a run, as far as they are read."""
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        self.tail = TopicTail(kafka, run, "batches")
+        self.table = BatchTable()
+        self._kafka = kafka
+        self._waiting: dict[BatchPlace, tuple[int, int]] = {}
+        """Partition and number of batches committed after the cut, by place."""
+        self._times: dict[tuple[int, int], int] = {}
+        """Number of batches that carry an offset of a partition, if there are several."""
+        self._skipped_in: dict[str, dict[str, RolloutMoments]] = {}
+        """Lengths and rewards of rollouts that learners skipped, by batch and environment."""
+        self._odd: list[str] = []
+        """Batches that the journal names by an id that is none."""
+        self._evals_batched = 0
+        self._problems: list[str] = []
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the journals' tables do not hold, as plain values."""
+        return {
+            "tail": self.tail.state(),
+            "table": self.table.state(),
+            "waiting": list(self._waiting.items()),
+            "times": list(self._times.items()),
+            "skipped_in": {
+                batch_id: {name: asdict(moments) for name, moments in by_environment.items()}
+                for batch_id, by_environment in self._skipped_in.items()
+            },
+            "odd": self._odd,
+            "evals_batched": self._evals_batched,
+            "problems": self._problems,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.tail.restore(state["tail"])
+        self.table = BatchTable.of(state["table"])
+        self._waiting = {(place[0], place[1]): (numbers[0], numbers[1]) for place, numbers in state["waiting"]}
+        self._times = {(partition, offset): times for (partition, offset), times in state["times"]}
+        self._skipped_in = {
+            batch_id: {name: _moments(values) for name, values in by_environment.items()}
+            for batch_id, by_environment in state["skipped_in"].items()
+        }
+        self._odd, self._evals_batched, self._problems = state["odd"], state["evals_batched"], state["problems"]
+
+    def forget_before(self, begins: Mapping[int, int]) -> None:
+        """Forget batches that were deleted."""
+        self.table.forget_batches_before(begins)
+        self._skipped_in = {name: moments for name, moments in self._skipped_in.items() if self.rows(name) is not None}
+
+    def expect_anew(self) -> None:
+        """Forget which batches the journals name, because they are read again."""
+        self.table.expect_none()
+        self._odd = []
 
     @property
     def skipped(self) -> dict[str, RolloutMoments]:
-        """The same by environment, summed in an order that does not depend on the order of reading."""
+        """Lengths and rewards of skipped rollouts by environment, summed in an order that does not depend on the order
+        of reading."""
         moments: dict[str, RolloutMoments] = {}
-        for _batch_id, by_environment in sorted(self.skipped_in.items()):
+        for _batch_id, by_environment in sorted(self._skipped_in.items()):
             for environment, skipped in by_environment.items():
                 moments[environment] = moments.get(environment, RolloutMoments()) + skipped
         return moments
 
+    def rows(self, batch_id: str) -> int | None:
+        """Number of rows of a batch; None if `batches` does not hold it."""
+        return self.table.rows(batch_id)
 
-def check_batches(
-    kafka: KafkaConfig,
-    run: str,
-    journals: Mapping[int, PartitionJournal],
-    evals: set[str],
-    untrained: Mapping[str, Collection[int]],
-    hidden: HiddenRecords,
-    result: Ledger,
-) -> RecordedBatches:
-    """Compare batches with the journal: the same ids, made of exactly the batched offsets and of no evaluation rollout.
-
-    `evals` are uids of evaluation rollouts, `untrained` the rows that learners skipped, by batch id.
-    """
-    check = _BatchCheck(journals, evals, untrained, result)
-    tail, skipped = TopicTail(kafka, run, "batches"), SkippedRecords("ledger", logged=False)
-
-    def read() -> set[str]:
-        for message, batch in skipped.records(TrainingBatch, tail.messages()):
-            with skipped.passing(message):
-                check.add(batch, (message.partition, message.offset))
-        return check.missing
-
-    if read_until_complete(read):
-        check.add_hidden(hidden)
-    result.note_skipped(skipped)
-    check.report_missing()
-    check.compare_offsets()
-    result.batches = sum(journal.batches - journal.first_batch for journal in journals.values())
-    return check.batches
-
-
-class _BatchCheck:
-    """Collects the batches of a run, then compares them with its journals."""
-
-    def __init__(
+    def read(
         self,
         journals: Mapping[int, PartitionJournal],
         evals: set[str],
-        untrained: Mapping[str, Collection[int]],
+        untrained: Untrained,
+        hidden: HiddenRecords,
         result: Ledger,
+    ) -> HiddenBatches:
+        """Read what is new up to the journals' ends, and report what is not there.
+
+        `evals` are uids of evaluation rollouts.
+        """
+        self._expect(journals)
+        skipped = self.tail.skipped
+
+        def add(message: KafkaRecord) -> None:
+            batch = skipped.decode(TrainingBatch, message)
+            if batch is not None:
+                with skipped.passing(message):
+                    self._add(batch, (message.partition, message.offset), journals, evals, untrained)
+
+        def read() -> list[str]:
+            for message in self.tail.messages():
+                add(message)
+            return [*self.table.missing(), *self._odd]
+
+        self._take_waiting(journals, add)
+        missing = read_until_complete(read)
+        found = self._hidden(missing, hidden, result) if missing else HiddenBatches()
+        for problem in self._problems:
+            result.problem(problem)
+        result.evals_batched += self._evals_batched
+        for batch_id in sorted(set(missing) - found.rows.keys()):
+            result.problem(f"batch {batch_id} is in the journal and not in batches")
+        for number, journal in journals.items():
+            self._compare_offsets(number, journal, found.carried.get(number, Counter()), result)
+        result.batches = sum(journal.batches - journal.first_batch for journal in journals.values())
+        return found
+
+    def measure_again(self, batch_ids: Iterable[str], untrained: Untrained) -> None:
+        """Measure the skipped rows of batches that were read before their steps."""
+        for batch_id in sorted(batch_ids):
+            place = self.table.place(*batch_numbers(batch_id))
+            message = None if place is None else record_at(self._kafka, self.tail.topic, *place)
+            batch = None if message is None else SkippedRecords(logged=False).decode(TrainingBatch, message)
+            if batch is not None:
+                self._measure_skipped(batch, untrained)
+
+    def _expect(self, journals: Mapping[int, PartitionJournal]) -> None:
+        for partition, journal in journals.items():
+            for batch_id in journal.batch_ids:
+                name, _, number = batch_id.partition("-")
+                usual = name == str(partition) and number.isdecimal() and str(int(number)) == number
+                if usual and int(number) < journal.batches:
+                    self.table.expect(partition, int(number))
+                else:
+                    self._odd.append(batch_id)
+            journal.batch_ids.clear()
+
+    def _take_waiting(self, journals: Mapping[int, PartitionJournal], add: Callable[[KafkaRecord], None]) -> None:
+        """Read batches again that were committed after an earlier cut, and no more."""
+        for place, (partition, number) in sorted(self._waiting.items()):
+            if number < journals[partition].batches:
+                del self._waiting[place]
+                message = record_at(self._kafka, self.tail.topic, *place)
+                if message is not None:
+                    add(message)
+
+    def _add(
+        self,
+        batch: TrainingBatch,
+        place: BatchPlace,
+        journals: Mapping[int, PartitionJournal],
+        evals: set[str],
+        untrained: Untrained,
     ) -> None:
-        self.batches = RecordedBatches()
-        self._journals, self._evals, self._untrained, self._result = journals, evals, untrained, result
-        self._expected = {batch_id for journal in journals.values() for batch_id in journal.batch_ids}
-        self._carried: dict[int, Counter[int]] = {partition: Counter() for partition in journals}
-        """By partition, how many batches carry each offset."""
-
-    @property
-    def missing(self) -> set[str]:
-        """Batches of the journal that were not found."""
-        return self._expected - self.batches.rows.keys()
-
-    def add(self, batch: TrainingBatch, place: tuple[int, int]) -> None:
-        """Add a batch at a partition and offset. Raises RecordError if it cannot belong to the run."""
-        journal = self._journals.get(batch.partition)
+        """Add a batch. Raises RecordError if it cannot belong to the run."""
+        journal = journals.get(batch.partition)
         if journal is None:
-            raise RecordError(f"batch {batch.batch_id} is of partition {batch.partition}, of {len(self._journals)}")
+            raise RecordError(f"batch {batch.batch_id} is of partition {batch.partition}, of {len(journals)}")
+        numbers = batch_numbers(batch.batch_id)
+        if numbers != (batch.partition, batch.number):
+            raise RecordError(f"batch {batch.batch_id} is number {batch.number} of partition {batch.partition}")
         if batch.number >= journal.batches:
-            return  # Committed after the cut.
-        if batch.batch_id in self.batches.rows:
-            self._result.problem(f"batch {batch.batch_id} is in batches twice")
-        self.batches.rows[batch.batch_id], self.batches.places[batch.batch_id] = len(batch), place
-        self._refuse_evaluations(batch)
-        if batch.batch_id in self._expected:
-            self._carried[batch.partition].update(batch.source_offsets.tolist())
+            self._waiting[place] = numbers  # Committed after the cut.
+            return
+        if self.table.place(*numbers) is not None:
+            self._problem(f"batch {batch.batch_id} is in batches twice")
+        self.table.found(*numbers, place, len(batch))
+        for uid in evals.intersection(batch.uids):
+            self._evals_batched += 1
+            self._problem(f"rollout {uid} of evals is in batch {batch.batch_id}")
+        if self.table.is_expected(*numbers):
+            self._carry(journal, batch)
         elif batch.number >= journal.base_batches:
-            self._result.problem(f"batch {batch.batch_id} is in batches and not in the journal")
-        self._measure_skipped(batch)
+            self._problem(f"batch {batch.batch_id} is in batches and not in the journal")
+        self._measure_skipped(batch, untrained)
 
-    def add_hidden(self, hidden: HiddenRecords) -> None:
-        """Add missing batches that an open transaction hides, as undecided."""
+    def _carry(self, journal: PartitionJournal, batch: TrainingBatch) -> None:
+        offsets, counts = np.unique(batch.source_offsets, return_counts=True)
+        for offset, count in zip(offsets.tolist(), counts.tolist(), strict=True):
+            before = bool(journal.table.set_bits_at(offset, CARRIED) & CARRIED)
+            if count + before > 1:
+                place = journal.number, offset
+                self._times[place] = self._times.get(place, int(before)) + count
+
+    def _hidden(self, missing: Iterable[str], hidden: HiddenRecords, result: Ledger) -> HiddenBatches:
+        """Missing batches that an open transaction hides, which are undecided."""
+        found, wanted = HiddenBatches(), set(missing)
         messages = hidden.messages("batches")
         for message, batch in SkippedRecords("ledger", logged=False).records(TrainingBatch, messages):
-            if batch.batch_id in self.missing:
-                self.batches.places[batch.batch_id] = message.partition, message.offset
-                self.batches.rows[batch.batch_id] = len(batch)
-                self._carried[batch.partition].update(batch.source_offsets.tolist())
-                self._result.undecide(f"batch {batch.batch_id}", hidden.places("batches"))
+            if batch.batch_id in wanted:
+                wanted.remove(batch.batch_id)
+                found.places[batch.batch_id] = message.partition, message.offset
+                found.rows[batch.batch_id] = len(batch)
+                found.carried.setdefault(batch.partition, Counter()).update(batch.source_offsets.tolist())
+                result.undecide(f"batch {batch.batch_id}", hidden.places("batches"))
+        return found
 
-    def report_missing(self) -> None:
-        """Report every batch of the journal that was not found."""
-        for batch_id in sorted(self.missing):
-            self._result.problem(f"batch {batch_id} is in the journal and not in batches")
-
-    def compare_offsets(self) -> None:
+    def _compare_offsets(self, number: int, journal: PartitionJournal, undecided: Counter[int], result: Ledger) -> None:
         """Report offsets that only the journal or only a batch calls batched, and those in several batches."""
-        for number, journal in self._journals.items():
-            carried, in_flight = self._carried[number], journal.offsets(IN_FLIGHT)
-            named = (journal.offsets(BATCHED) | (journal.delivered & in_flight)) - journal.delivered_before
-            for offset in sorted(named.symmetric_difference(carried)):
-                place = "journal and no batch" if offset in named else "a batch and not the journal"
-                self._result.problem(f"rollouts[{number}] offset {offset} is batched in {place}")
-            for offset, times in carried.items():
-                if times > 1:
-                    self._result.problem(f"rollouts[{number}] offset {offset} is in {times} batches")
+        runs = journal.table.runs()
+        fates = codes(runs.values)
+        batched = (fates == _BATCHED) | ((fates == _IN_FLIGHT) & (runs.values & DELIVERED != 0))
+        named, carried = batched & (runs.values & DELIVERED_BEFORE == 0), runs.values & CARRIED != 0
+        without = (offset for offset in runs.where(named & ~carried).offsets() if offset not in undecided)
+        apart = dict.fromkeys(islice(without, _MOST_NAMED), "journal and no batch")
+        alone = [*islice(runs.where(carried & ~named).offsets(), _MOST_NAMED)]
+        alone += [offset for offset in undecided if not _is_named(journal.table[offset])]
+        apart |= dict.fromkeys(alone, "a batch and not the journal")
+        for offset, place in sorted(apart.items()):
+            result.problem(f"rollouts[{number}] offset {offset} is batched in {place}")
+        several = {offset: times for (partition, offset), times in self._times.items() if partition == number}
+        for offset, times in undecided.items():
+            known = several.get(offset, int(journal.table[offset] & CARRIED != 0))
+            if known + times > 1:
+                several[offset] = known + times
+        for offset, times in sorted(several.items()):
+            result.problem(f"rollouts[{number}] offset {offset} is in {times} batches")
 
-    def _refuse_evaluations(self, batch: TrainingBatch) -> None:
-        for uid in self._evals.intersection(batch.uids):
-            self._result.evals_batched += 1
-            self._result.problem(f"rollout {uid} of evals is in batch {batch.batch_id}")
-
-    def _measure_skipped(self, batch: TrainingBatch) -> None:
+    def _measure_skipped(self, batch: TrainingBatch, untrained: Untrained) -> None:
         """Measure the rows of a batch that learners skipped. Raises RecordError for rows that do not exist."""
-        rows = [row for row in self._untrained.get(batch.batch_id, ()) if row < len(batch)]
+        rows = [row for row in sorted(untrained(batch.batch_id)) if row < len(batch)]
         try:
             moments = batch_moments(batch, rows)
         except IndexError as error:
             raise RecordError(f"batch {batch.batch_id} has rows without tokens, reward or group") from error
+        self._skipped_in.pop(batch.batch_id, None)
         if moments:
-            self.batches.skipped_in[batch.batch_id] = moments
+            self._skipped_in[batch.batch_id] = moments
+
+    def _problem(self, text: str) -> None:
+        if len(self._problems) < _MOST_NAMED:
+            self._problems.append(text)
+
+
+def _is_named(value: int) -> bool:
+    batched = value & CODES == _BATCHED or (value & CODES == _IN_FLIGHT and bool(value & DELIVERED))
+    return batched and not value & DELIVERED_BEFORE
+
+
+def _moments(values: Mapping[str, Any]) -> RolloutMoments:
+    return RolloutMoments(values["rollouts"], Moments(**values["length"]), Moments(**values["reward"]))

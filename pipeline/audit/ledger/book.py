@@ -95,4 +95,5 @@ class Ledger(RecordCounts):
     def note_skipped(self, skipped: SkippedRecords) -> None:
         """Add the records that a reader skipped."""
         self.records_skipped += skipped.total
-        self.unreadable += map(str, skipped.first[: _MOST_NAMED - len(self.unreadable)])
+        # Sorted, because partitions are read in any order.
+        self.unreadable += map(str, sorted(skipped.first)[: _MOST_NAMED - len(self.unreadable)])

@@ -1,13 +1,12 @@
 """Compares dead letters with the journal: one for each record that it calls dead-lettered, and no other."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail, read_until_complete
-from rollstream.pipeline.audit.partition_journal import PartitionJournal
+from rollstream.pipeline.audit.partition_journal import LETTERED, PartitionJournal, code_of, codes
 from rollstream.topics.catalogue import name_in_run
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
@@ -17,62 +16,105 @@ from rollstream.topics.kafka.skipped_records import SkippedRecords
 
 REDRIVEN = "rollstream.redriven"
 """Header of a note in dead-letters: the offset, on the same partition, of the letter that was sent again."""
-Letters = dict[int, Counter[int]]
-"""By partition, the number of letters for each offset."""
+_DEAD = code_of(DEAD_LETTERED)
 
 
-def check_dead_letters(
-    kafka: KafkaConfig, run: str, journals: dict[int, PartitionJournal], hidden: HiddenRecords, result: Ledger
-) -> None:
-    """Compare dead letters with the journal.
+class DeadLetters:
+    """The dead letters of `rollouts`, as far as they are read.
 
-    Dead letters are never pruned, so the number from before the first snapshot must match its counts. Headers of a
+    They are never pruned, so the number from before the first snapshot must match the journal's counts. Headers of a
     letter name its source, because in older runs all partitions share one partition of dead letters.
     """
-    tail, skipped = TopicTail(kafka, run, "dead-letters"), SkippedRecords("ledger", logged=False)
-    letters: Letters = {p: Counter() for p in journals}
 
-    def read() -> dict[int, set[int]]:
-        _count_letters(tail.messages(), journals, letters, skipped)
-        return _missing_letters(journals, letters)
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        self.tail = TopicTail(kafka, run, "dead-letters")
+        self._times: dict[tuple[int, int], int] = {}
+        """Number of letters of a partition and offset, if there are several."""
 
-    missing = read_until_complete(read)
-    result.note_skipped(skipped)
-    if missing:
-        _add_hidden(journals, letters, missing, hidden, result)
+    def state(self) -> dict[str, Any]:
+        """Everything that the journals' tables do not hold, as plain values."""
+        return {"tail": self.tail.state(), "times": list(self._times.items())}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.tail.restore(state["tail"])
+        self._times = {(partition, offset): times for (partition, offset), times in state["times"]}
+
+    def check(self, journals: Mapping[int, PartitionJournal], hidden: HiddenRecords, result: Ledger) -> None:
+        """Read what is new, and compare all letters with the journals."""
+
+        def read() -> dict[int, set[int]]:
+            self._read(journals)
+            return _missing_letters(journals)
+
+        missing = read_until_complete(read)
+        invisible = _hidden_letters(journals, missing, hidden, result) if missing else {}
+        for number, journal in journals.items():
+            runs = journal.table.runs().clipped(0, journal.position)
+            extra = invisible.get(number, set())
+            before = _before(journal) + sum(journal.settled_before(offset) for offset in extra)
+            if before != journal.before[DEAD_LETTERED]:
+                result.problem(
+                    f"rollouts[{number}]: {before} records below offset {journal.base} are in dead-letters, the "
+                    f"journal counts {journal.before[DEAD_LETTERED]}"
+                )
+            named, lettered = codes(runs.values) == _DEAD, runs.values & LETTERED != 0
+            settled = runs.where((codes(runs.values) == 0) & lettered).clipped(max(journal.base, 0), journal.position)
+            apart = {*runs.where(named & ~lettered).offsets(), *settled.offsets()}
+            apart |= set(runs.where(lettered & ~named & (codes(runs.values) != 0)).offsets())
+            for offset in sorted(apart.symmetric_difference(o for o in extra if not journal.settled_before(o))):
+                place = "the journal alone" if journal.fate(offset) == DEAD_LETTERED else "the topic alone"
+                result.problem(f"rollouts[{number}] offset {offset} is dead-lettered in {place}")
+            for (partition, offset), times in sorted(self._times.items()):
+                if partition == number and offset < journal.position:
+                    result.problem(f"rollouts[{number}] offset {offset} is dead-lettered {times} times")
+
+    def _read(self, journals: Mapping[int, PartitionJournal]) -> None:
+        for number, offset in _letters(self.tail.messages(), journals, self.tail.skipped):
+            if journals[number].table.set_bits_at(offset, LETTERED) & LETTERED:
+                self._times[number, offset] = self._times.get((number, offset), 1) + 1
+
+
+def _before(journal: PartitionJournal) -> int:
+    """Number of letters of records that got their fate before the first snapshot."""
+    runs = journal.table.runs()
+    lettered = runs.where((codes(runs.values) == 0) & (runs.values & LETTERED != 0))
+    return lettered.clipped(0, min(journal.base, journal.position)).total
+
+
+def _missing_letters(journals: Mapping[int, PartitionJournal]) -> dict[int, set[int]]:
+    """Offsets that the journal calls dead-lettered without a letter, by partition.
+
+    A partition is absent if it lacks neither a letter that its journal names nor one that its counts include.
+    """
+    missing = {}
     for number, journal in journals.items():
-        named, counted = journal.offsets(DEAD_LETTERED), letters[number]
-        before = {offset for offset in counted if journal.settled_before(offset)}
-        if len(before) != journal.before[DEAD_LETTERED]:
-            result.problem(
-                f"rollouts[{number}]: {len(before)} records below offset {journal.base} are in dead-letters, the "
-                f"journal counts {journal.before[DEAD_LETTERED]}"
-            )
-        for offset in sorted(named.symmetric_difference(counted.keys() - before)):
-            place = "the journal alone" if offset in named else "the topic alone"
-            result.problem(f"rollouts[{number}] offset {offset} is dead-lettered in {place}")
-        for offset, times in counted.items():
-            if times > 1:
-                result.problem(f"rollouts[{number}] offset {offset} is dead-lettered {times} times")
+        runs = journal.known()
+        offsets = set(runs.where((codes(runs.values) == _DEAD) & (runs.values & LETTERED == 0)).offsets())
+        if offsets or _before(journal) < journal.before[DEAD_LETTERED]:
+            missing[number] = offsets
+    return missing
 
 
-def _add_hidden(
+def _hidden_letters(
     journals: Mapping[int, PartitionJournal],
-    letters: Letters,
     missing: Mapping[int, set[int]],
     hidden: HiddenRecords,
     result: Ledger,
-) -> None:
-    """Add missing letters that an open transaction hides, as undecided."""
-    invisible: Letters = {p: Counter() for p in journals}
-    _count_letters(hidden.messages("dead-letters"), journals, invisible, SkippedRecords("ledger", logged=False))
-    for number in sorted(missing):
-        offsets = set(invisible[number]) - set(letters[number])
+) -> dict[int, set[int]]:
+    """Missing letters that an open transaction hides, which are undecided."""
+    invisible: dict[int, set[int]] = {}
+    for number, offset in _letters(hidden.messages("dead-letters"), journals, SkippedRecords("ledger", logged=False)):
+        journal = journals[number]
+        if number not in missing or offset >= journal.position or journal.table[offset] & LETTERED:
+            continue
         # Before its first snapshot, a pruned journal names no offsets.
-        before = {offset for offset in offsets if journals[number].settled_before(offset)}
-        for offset in sorted(before | (offsets & missing[number])):
-            letters[number][offset] = 1
+        if offset in missing[number] or journal.settled_before(offset):
+            invisible.setdefault(number, set()).add(offset)
+    for number, offsets in sorted(invisible.items()):
+        for offset in sorted(offsets):
             result.undecide(f"dead letter of rollouts[{number}] offset {offset}", hidden.places("dead-letters"))
+    return invisible
 
 
 def of_rollouts(headers: Mapping[str, Any]) -> bool:
@@ -81,36 +123,27 @@ def of_rollouts(headers: Mapping[str, Any]) -> bool:
     return name_in_run(source) == "rollouts"
 
 
-def _missing_letters(journals: Mapping[int, PartitionJournal], letters: Letters) -> dict[int, set[int]]:
-    """Offsets that the journal calls dead-lettered without a letter, by partition.
-
-    A partition is absent if it lacks neither a letter that its journal names nor one that its counts include.
-    """
-    missing = {}
-    for number, journal in journals.items():
-        offsets = journal.offsets(DEAD_LETTERED) - letters[number].keys()
-        before = sum(journal.settled_before(offset) for offset in letters[number])
-        if offsets or before < journal.before[DEAD_LETTERED]:
-            missing[number] = offsets
-    return missing
-
-
-def _count_letters(
-    messages: Iterable[KafkaRecord], journals: Mapping[int, PartitionJournal], letters: Letters, skipped: SkippedRecords
-) -> None:
-    """Count letters of records below the position of their partition."""
+def _letters(
+    messages: Iterable[KafkaRecord], journals: Mapping[int, PartitionJournal], skipped: SkippedRecords
+) -> Iterator[tuple[int, int]]:
+    """Partition and offset in `rollouts` of each letter."""
     for message in messages:
+        place = None
         with skipped.passing(message):
             headers: dict[str, Any] = dict(message.header_pairs())
-            if REDRIVEN in headers:
-                continue  # The record is a note that a letter was sent again as another record of rollouts.
-            if not of_rollouts(headers):
-                continue  # Dead letters of trajectories that could not be labeled.
-            try:
-                number = int(headers["__streams.errors.partition"])
-                offset = int(headers["__streams.errors.offset"])
-                position = journals[number].position
-            except (KeyError, ValueError, TypeError) as error:
-                raise RecordError("names no partition and offset of rollouts") from error
-            if offset < position:
-                letters[number][offset] += 1
+            # A note says that a letter was sent again as another record of rollouts; other letters are of trajectories.
+            if REDRIVEN not in headers and of_rollouts(headers):
+                place = _place(headers, journals)
+        if place is not None:
+            yield place
+
+
+def _place(headers: Mapping[str, Any], journals: Mapping[int, PartitionJournal]) -> tuple[int, int]:
+    try:
+        number = int(headers["__streams.errors.partition"])
+        offset = int(headers["__streams.errors.offset"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise RecordError("names no partition and offset of rollouts") from error
+    if number not in journals or not 0 <= offset < 1 << 62:
+        raise RecordError("names no partition and offset of rollouts")
+    return number, offset

@@ -1,40 +1,92 @@
 """Evaluations of a run, by requested version. They are separate from the ledger of `rollouts`."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rollstream.pipeline.audit.ledger.book import Ledger
-from rollstream.topics.catalogue import topic_name
+from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
-from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import Rollout
 from rollstream.topics.validation import REWARD_LIMIT, problems
 
 _MOST_DIGITS = 9
+Kind = tuple[str, str, str, int]
+"""Environment, split, phase and requested version of an evaluation."""
 
 
-def read_evals(kafka: KafkaConfig, run: str, result: Ledger) -> set[str]:
-    """Add the run's evaluations to the ledger, and return the uids of their rollouts; of equal uids the newest counts.
+class Scored(NamedTuple):
+    """What an evaluation takes from one rollout."""
 
-    Rollouts that grouping would call invalid are skipped and named.
-    """
-    newest: dict[str, Rollout] = {}
-    skipped = SkippedRecords("ledger", logged=False)
-    for message, rollout in skipped.records(Rollout, read_to_end(kafka, topic_name(run, "evals"))):
-        with skipped.passing(message):
-            check(rollout)
-            newest[rollout.uid] = rollout
-    result.note_skipped(skipped)
-    evaluations: dict[tuple[str, str, str, int], list[Rollout]] = {}
-    for rollout in newest.values():
-        kind = (rollout.environment, rollout.extra.get("split", ""), rollout.extra.get("phase", ""))
-        evaluations.setdefault((*kind, rollout.policy_version), []).append(rollout)
-    result.evaluations += [evaluation(*key, evaluations[key]) for key in sorted(evaluations)]
-    result.evals = len(newest)
-    return set(newest)
+    branch: int
+    episode: str
+    lowest_version: int
+    highest_version: int
+    prompts: int | None
+    """Prompts of the whole evaluation; None if the rollout does not say."""
+    reward: float
+    exact: float | None
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> "Scored":
+        """What an evaluation takes from this rollout."""
+        prompts = rollout.extra.get("prompts")
+        return cls(
+            rollout.branch,
+            rollout.episode_uid or rollout.uid,
+            rollout.lowest_version,
+            rollout.highest_version,
+            None if prompts is None else int(prompts),
+            rollout.reward,
+            rollout.reward_components.get("exact"),
+        )
+
+
+class Evaluations:
+    """The evaluations of a run, as far as they are read; of rollouts with equal uids the newest counts."""
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        self.tail = TopicTail(kafka, run, "evals")
+        self._rollouts: dict[Kind, dict[str, Scored]] = {}
+        self._kinds: dict[str, Kind] = {}
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {"tail": self.tail.state(), "rollouts": [[kind, of] for kind, of in self._rollouts.items()]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.tail.restore(state["tail"])
+        for (environment, split, phase, version), rollouts in state["rollouts"]:
+            kind = environment, split, phase, version
+            self._rollouts[kind] = {uid: Scored(*values) for uid, values in rollouts.items()}
+            self._kinds |= dict.fromkeys(rollouts, kind)
+
+    def read(self, result: Ledger) -> set[str]:
+        """Read what is new, add all evaluations to the ledger, and return the uids of their rollouts.
+
+        Rollouts that grouping would call invalid are skipped and named.
+        """
+        for message, rollout in self.tail.skipped.records(Rollout, self.tail.messages()):
+            with self.tail.skipped.passing(message):
+                check(rollout)
+                self._add(rollout)
+        for kind in sorted(self._rollouts):
+            result.evaluations.append(summary(*kind, [*self._rollouts[kind].values()]))
+        result.evals = len(self._kinds)
+        return set(self._kinds)
+
+    def _add(self, rollout: Rollout) -> None:
+        extra = rollout.extra
+        kind = rollout.environment, extra.get("split", ""), extra.get("phase", ""), rollout.policy_version
+        before = self._kinds.get(rollout.uid)
+        if before is not None:
+            del self._rollouts[before][rollout.uid]
+            if not self._rollouts[before]:
+                del self._rollouts[before]
+        self._kinds[rollout.uid] = kind
+        self._rollouts.setdefault(kind, {})[rollout.uid] = Scored.of(rollout)
 
 
 def check(rollout: Rollout) -> None:
@@ -52,9 +104,14 @@ def check(rollout: Rollout) -> None:
 
 def evaluation(environment: str, split: str, phase: str, version: int, rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Summarize one evaluation; the result does not depend on the order in which partitions were read."""
+    return summary(environment, split, phase, version, [*map(Scored.of, rollouts)])
+
+
+def summary(environment: str, split: str, phase: str, version: int, rollouts: Sequence[Scored]) -> dict[str, Any]:
+    """Summarize one evaluation from what it takes of its rollouts."""
     # Branches of an episode have the same score.
     scored = [r for r in rollouts if r.branch == 0] or rollouts
-    exact = [r.reward_components["exact"] for r in scored if "exact" in r.reward_components]
+    exact = [r.exact for r in scored if r.exact is not None]
     return {
         "environment": environment,
         "split": split,
@@ -63,8 +120,8 @@ def evaluation(environment: str, split: str, phase: str, version: int, rollouts:
         "lowest_version": min(r.lowest_version for r in rollouts),
         "highest_version": max(r.highest_version for r in rollouts),
         "rollouts": len(rollouts),
-        "episodes": len({r.episode_uid or r.uid for r in rollouts}),
-        "prompts": max(int(r.extra.get("prompts", len(rollouts))) for r in rollouts),
+        "episodes": len({r.episode for r in rollouts}),
+        "prompts": max(len(rollouts) if r.prompts is None else r.prompts for r in rollouts),
         "reward": math.fsum(r.reward for r in scored) / len(scored),
         "exact": math.fsum(exact) / len(exact) if exact else None,
     }

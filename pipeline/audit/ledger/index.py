@@ -3,103 +3,231 @@
 No learner finds a batch that no entry names, and learners would train twice on one that two entries name.
 """
 
-from collections.abc import Mapping
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from rollstream.pipeline.audit.ledger.batch_table import BatchPlace, BatchTable
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail, read_until_complete
+from rollstream.pipeline.audit.packing import packed, unpacked
 from rollstream.pipeline.audit.partition_journal import PartitionJournal
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, batch_numbers
 
-Entries = Mapping[int, BatchIndexEntry]
-"""Entries of the index by offset, ascending."""
-BatchPlace = tuple[int, int]
-"""Partition and offset in `batches`."""
+_MOST_NAMED = 20
+_LARGEST = 1 << 62
+Named = tuple[int, int, int, int]
+"""Of an entry: partition and number of the batch, and its partition and offset in `batches`."""
 
 
-def check_index(
-    kafka: KafkaConfig,
-    run: str,
-    journals: Mapping[int, PartitionJournal],
-    places: Mapping[str, BatchPlace],
-    cut: int,
-    hidden: HiddenRecords,
-    result: Ledger,
-) -> Entries:
-    """Compare the index with the batches found at `places`, and return its entries.
+class Entries:
+    """The batches that entries of the index name, by offset."""
 
-    Entries before offset `cut` were committed before the journal was read, so the journal must name their batches.
-    """
-    tail, skipped = TopicTail(kafka, run, "batch-index"), SkippedRecords("ledger", logged=False)
-    entries: dict[int, BatchIndexEntry] = {}
+    def __init__(self) -> None:
+        self.offsets, self._partitions, self._numbers = array("q"), array("q"), array("q")
+        self.carried: dict[str, int] = {}
+        """Rows of the batches of another run, which was split into this one."""
 
-    def read() -> list[str]:
-        for message, entry in skipped.records(BatchIndexEntry, tail.messages()):
-            with skipped.passing(message):
-                batch_numbers(entry.batch_id)
-                entries[message.offset] = entry
-        return unnamed(entries, journals)
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            "columns": [packed(column) for column in (self.offsets, self._partitions, self._numbers)],
+            "carried": self.carried,
+        }
 
-    missing = read_until_complete(read)
-    result.note_skipped(skipped)
-    invisible = {entry.batch_id for entry in _hidden_entries(hidden)} if missing else set()
-    for batch_id in sorted(invisible.intersection(missing)):
-        result.undecide(f"entry of batch {batch_id} in batch-index", hidden.places("batch-index"))
-    lost = [batch_id for batch_id in missing if batch_id not in invisible]
-    if lost:
-        begin = topic_admin.bounds(kafka, topic_name(run, "batch-index"))[0][0]
-        result.problem(
-            f"{len(lost)} batches have no entry in batch-index, which begins at offset {begin}: no learner finds "
-            f"them; the first is {lost[0]}"
-        )
-    check_entries(entries, journals, places, cut, result)
-    return entries
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "Entries":
+        """The entries of a state."""
+        entries = cls()
+        columns = (array("q", unpacked(column).tobytes()) for column in state["columns"])
+        entries.offsets, entries._partitions, entries._numbers = columns
+        entries.carried = state["carried"]
+        return entries
 
-
-def unnamed(entries: Entries, journals: Mapping[int, PartitionJournal]) -> list[str]:
-    """Batches that no entry names, of each partition from the first batch that an entry or the journal names."""
-    named = {batch_numbers(entry.batch_id) for entry in entries.values() if not entry.run}
-    batch_ids = []
-    for partition, journal in journals.items():
-        first = min((number for p, number in named if p == partition), default=journal.base_batches)
-        numbers = range(min(first, journal.base_batches), journal.batches)
-        batch_ids += [f"{partition}-{number}" for number in numbers if (partition, number) not in named]
-    return batch_ids
-
-
-def check_entries(
-    entries: Entries,
-    journals: Mapping[int, PartitionJournal],
-    places: Mapping[str, BatchPlace],
-    cut: int,
-    result: Ledger,
-) -> None:
-    """Compare entries with the batches they name; `cut` is as in `check_index`."""
-    first: dict[str, int] = {}
-    newest: dict[int, tuple[int, str]] = {}
-    for offset, entry in entries.items():
+    def add(self, offset: int, entry: BatchIndexEntry) -> None:
+        """Add the next entry. Raises RecordError if it names no batch."""
+        partition, number = batch_numbers(entry.batch_id)
+        if max(partition, number) >= _LARGEST:
+            raise RecordError(f"batch id {entry.batch_id[:100]!r} has numbers that no batch has")
+        self.offsets.append(offset)
+        self._partitions.append(partition)
+        self._numbers.append(number)
         if entry.run:
-            continue  # The ledger of that run compares the batch.
-        name, place, source = entry.batch_id, (entry.partition, entry.offset), f"batch-index offset {offset}"
-        partition, number = batch_numbers(name)
-        if partition not in journals or number >= journals[partition].batches:
+            self.carried[entry.batch_id] = entry.rollouts
+
+    def batch_at(self, offset: int) -> str | None:
+        """The batch that the entry at an offset names; None if there is none."""
+        at = bisect_left(self.offsets, offset)
+        return self._named(at) if at < len(self.offsets) and self.offsets[at] == offset else None
+
+    def between(self, begin: int, stop: int) -> Iterator[tuple[int, str]]:
+        """Offset and batch of each entry from `begin` to before `stop`."""
+        for at in range(bisect_left(self.offsets, begin), bisect_left(self.offsets, stop)):
+            yield self.offsets[at], self._named(at)
+
+    def from_offset(self, position: int) -> int:
+        """Number of entries from a position on."""
+        return len(self.offsets) - bisect_left(self.offsets, position)
+
+    def forget_before(self, begin: int) -> None:
+        """Forget entries that were deleted."""
+        at = bisect_left(self.offsets, begin)
+        gone = {self._named(index) for index in range(at)} if self.carried else set()
+        self.carried = {batch_id: rows for batch_id, rows in self.carried.items() if batch_id not in gone}
+        self.offsets, self._partitions, self._numbers = (
+            self.offsets[at:],
+            self._partitions[at:],
+            self._numbers[at:],
+        )
+
+    def _named(self, at: int) -> str:
+        return f"{self._partitions[at]}-{self._numbers[at]}"
+
+
+class BatchIndex:
+    """The index of a run, as far as it is read."""
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        self.tail = TopicTail(kafka, run, "batch-index")
+        self.entries = Entries()
+        self._kafka, self._run = kafka, run
+        self._open: dict[int, Named] = {}
+        """Entries of batches that no journal tells of yet, by offset."""
+        self._unmatched: dict[int, Named] = {}
+        """Entries of batches that are not where they say."""
+        self._newest: dict[int, int] = {}
+        """By partition, the number of the last batch that was named."""
+        self._problems: list[tuple[int, str]] = []
+        """Offsets of entries, and what is wrong with them."""
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the table of batches does not hold, as plain values."""
+        return {
+            "tail": self.tail.state(),
+            "entries": self.entries.state(),
+            "open": list(self._open.items()),
+            "unmatched": list(self._unmatched.items()),
+            "newest": list(self._newest.items()),
+            "problems": self._problems,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.tail.restore(state["tail"])
+        self.entries = Entries.of(state["entries"])
+        self._open = {offset: (named[0], named[1], named[2], named[3]) for offset, named in state["open"]}
+        self._unmatched = {offset: (named[0], named[1], named[2], named[3]) for offset, named in state["unmatched"]}
+        self._newest = dict(state["newest"])
+        self._problems = [(offset, text) for offset, text in state["problems"]]
+
+    def forget_before(self, begin: int, table: BatchTable) -> None:
+        """Forget entries that were deleted."""
+        self.entries.forget_before(begin)
+        table.forget_entries_before(begin)
+        for entries in (self._open, self._unmatched):
+            for offset in [offset for offset in entries if offset < begin]:
+                del entries[offset]
+        self._problems = [(offset, text) for offset, text in self._problems if offset >= begin]
+
+    def check(
+        self,
+        journals: Mapping[int, PartitionJournal],
+        table: BatchTable,
+        places: Mapping[str, BatchPlace],
+        cut: int,
+        hidden: HiddenRecords,
+        result: Ledger,
+    ) -> None:
+        """Read what is new, and compare the index with batches; `places` are those of batches that are not in the
+        table because a transaction hides them.
+
+        Entries before offset `cut` were committed before the journal was read, so the journal must name their batches.
+        """
+
+        def read() -> list[str]:
+            skipped = self.tail.skipped
+            for message, entry in skipped.records(BatchIndexEntry, self.tail.messages()):
+                with skipped.passing(message):
+                    self.entries.add(message.offset, entry)
+                    if not entry.run:  # The ledger of that run compares the batch.
+                        place = entry.partition, entry.offset
+                        self._open[message.offset] = (*batch_numbers(entry.batch_id), *place)
+            self._enter(journals, table)
+            return _unnamed(journals, table)
+
+        missing = read_until_complete(read)
+        invisible = {entry.batch_id for entry in _hidden_entries(hidden)} if missing else set()
+        for batch_id in sorted(invisible.intersection(missing)):
+            result.undecide(f"entry of batch {batch_id} in batch-index", hidden.places("batch-index"))
+        lost = [batch_id for batch_id in missing if batch_id not in invisible]
+        if lost:
+            begin = topic_admin.bounds(self._kafka, topic_name(self._run, "batch-index"))[0][0]
+            result.problem(
+                f"{len(lost)} batches have no entry in batch-index, which begins at offset {begin}: no learner finds "
+                f"them; the first is {lost[0]}"
+            )
+        for _offset, problem in sorted(self._judged(journals, table, places, cut), key=lambda told: told[0]):
+            result.problem(problem)
+
+    def _enter(self, journals: Mapping[int, PartitionJournal], table: BatchTable) -> None:
+        """Enter the batches that the journals tell of in the table."""
+        for offset, (partition, number, *_place) in sorted(self._open.items()):
+            if partition not in journals or number >= journals[partition].batches:
+                continue
+            name, source = f"{partition}-{number}", f"batch-index offset {offset}"
+            self._unmatched[offset] = self._open.pop(offset)
+            first, newest = table.entry(partition, number), self._newest.get(partition, -1)
+            if first is not None:
+                self._problem(offset, f"{source} names batch {name} again, which offset {first} names")
+                continue
+            table.enter(partition, number, offset)
+            if newest > number:
+                self._problem(offset, f"{source} names batch {name} after batch {partition}-{newest}")
+            self._newest[partition] = number
+        for offset, (partition, number, *place) in [*self._unmatched.items()]:
+            if table.place(partition, number) == tuple(place):
+                del self._unmatched[offset]
+
+    def _judged(
+        self,
+        journals: Mapping[int, PartitionJournal],
+        table: BatchTable,
+        places: Mapping[str, BatchPlace],
+        cut: int,
+    ) -> Iterator[tuple[int, str]]:
+        for offset, (partition, number, *_place) in self._open.items():
             if offset < cut and not (partition in journals and journals[partition].hidden):
-                result.problem(f"{source} names batch {name}, which no journal tells of")
-            continue
-        if places.get(name) != place:
-            where = f"it is at offset {places[name][1]}" if name in places else "which is nowhere"
-            result.problem(f"{source} names batch {name} at batches[{place[0]}] offset {place[1]}; {where}")
-        if name in first:
-            result.problem(f"{source} names batch {name} again, which offset {first[name]} names")
-            continue
-        first[name] = offset
-        if partition in newest and newest[partition][0] > number:
-            result.problem(f"{source} names batch {name} after batch {newest[partition][1]}")
-        newest[partition] = number, name
+                yield offset, f"batch-index offset {offset} names batch {partition}-{number}, which no journal tells of"
+        for offset, (partition, number, *place) in self._unmatched.items():
+            name = f"{partition}-{number}"
+            there = table.place(partition, number) or places.get(name)
+            if there != tuple(place):
+                where = f"it is at offset {there[1]}" if there else "which is nowhere"
+                yield (
+                    offset,
+                    f"batch-index offset {offset} names batch {name} at batches[{place[0]}] offset {place[1]}; {where}",
+                )
+        yield from self._problems
+
+    def _problem(self, offset: int, text: str) -> None:
+        if len(self._problems) < _MOST_NAMED:
+            self._problems.append((offset, text))
+
+
+def _unnamed(journals: Mapping[int, PartitionJournal], table: BatchTable) -> list[str]:
+    """Batches that no entry names, of each partition from the first batch that an entry or the journal names."""
+    return [
+        f"{partition}-{number}"
+        for partition, journal in journals.items()
+        for number in table.unnamed(partition, journal.base_batches, journal.batches)
+    ]
 
 
 def _hidden_entries(hidden: HiddenRecords) -> list[BatchIndexEntry]:

@@ -4,34 +4,189 @@ A learner trains on a rollout for the first time, or skips it, at most once, and
 name.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from rollstream.pipeline.audit.ledger.batch_table import BatchTable
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.index import Entries
+from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
+from rollstream.pipeline.audit.ledger.used_rows import UsedRows
 from rollstream.pipeline.audit.partition_journal import PartitionJournal
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
-from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchUse, LearnerStep, batch_numbers
 from rollstream.topics.skip_reasons import OTHER
 
+_MOST_ROWS = 2**24
+_MOST_NAMED = 20
+UseRows = tuple[int, int, str, int, tuple[int, ...]]
+"""Of a use: step, place among the uses of the step, batch, number of rows, and their numbers unless it is all."""
 
-def read_steps(kafka: KafkaConfig, run: str, result: Ledger) -> list[LearnerStep]:
-    """Read the newest record of each step, in order."""
-    newest: dict[tuple[str, int], LearnerStep] = {}
-    skipped = SkippedRecords("ledger", logged=False)
-    for message, step in skipped.records(LearnerStep, read_to_end(kafka, topic_name(run, "steps"))):
-        with skipped.passing(message):
-            for use in step.uses:
-                batch_numbers(use.batch_id)
-                _check_rows(use)
-            newest[step.learner, step.step] = step
-    result.note_skipped(skipped)
-    return [newest[key] for key in sorted(newest)]
+
+@dataclass
+class _Learner:
+    """What is on record of one learner."""
+
+    steps: int = 0
+    step: int = -1
+    """Its newest step."""
+    input_run: str = ""
+    position: int = -1
+    stood: int = -1
+    """Position after its last step on batches of this run; -1 before the first."""
+    trained: int = 0
+    skipped: int = 0
+    skipped_as: dict[str, int] = field(default_factory=dict)
+    used: UsedRows = field(default_factory=UsedRows)
+    unverified: list[UseRows] = field(default_factory=list)
+    """Uses whose rows were not found in a batch yet."""
+    beyond: list[tuple[int, int]] = field(default_factory=list)
+    """Steps that stand beyond the end of the index as it was, and their positions."""
+    problems: list[tuple[int, int, str]] = field(default_factory=list)
+    """Step and place among its uses of what is wrong."""
+    passed: list[tuple[int, int, str]] = field(default_factory=list)
+    """Step and order of what is wrong with positions."""
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {**vars(self), "used": self.used.state()}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "_Learner":
+        """The learner of a state."""
+        learner = cls(**{**state, "used": UsedRows.of(state["used"])})
+        learner.unverified = [(s, at, name, rows, tuple(numbers)) for s, at, name, rows, numbers in learner.unverified]
+        learner.beyond = [(step, position) for step, position in learner.beyond]
+        learner.problems = [(step, at, text) for step, at, text in learner.problems]
+        learner.passed = [(step, at, text) for step, at, text in learner.passed]
+        return learner
+
+
+class Learners:
+    """The steps of all learners, as far as they are read."""
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        self.tail = TopicTail(kafka, run, "steps")
+        self._kafka, self._run = kafka, run
+        self._learners: dict[str, _Learner] = {}
+        self._new: list[LearnerStep] = []
+        """Steps whose positions are not compared with the index yet."""
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        learners = {name: learner.state() for name, learner in self._learners.items()}
+        return {"tail": self.tail.state(), "learners": learners}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.tail.restore(state["tail"])
+        self._learners = {name: _Learner.of(learner) for name, learner in state["learners"].items()}
+
+    def read(self) -> set[str]:
+        """Read new steps; return the batches that they name."""
+        steps = self._read()
+        if any(name in self._learners and number <= self._learners[name].step for name, number in steps):
+            # A step that was taken again replaces the record of the first time, and with it what it used.
+            self.tail, before = TopicTail(self._kafka, self._run, "steps"), self._learners
+            self._learners, self._new = {}, []
+            steps = self._read()
+            named = {batch_id for learner in before.values() for batch_id in learner.used.skipping()}
+        else:
+            named = set()
+        self.take(steps[key] for key in sorted(steps))
+        return named | {use.batch_id for step in steps.values() for use in step.uses}
+
+    def _read(self) -> dict[tuple[str, int], LearnerStep]:
+        """The newest record of each new step."""
+        newest: dict[tuple[str, int], LearnerStep] = {}
+        for message, step in self.tail.skipped.records(LearnerStep, self.tail.messages()):
+            with self.tail.skipped.passing(message):
+                for use in step.uses:
+                    batch_numbers(use.batch_id)
+                    _check_rows(use)
+                newest[step.learner, step.step] = step
+        return newest
+
+    def take(self, steps: Iterable[LearnerStep]) -> None:
+        """Count the uses of further steps, given in order."""
+        for step in steps:
+            learner = self._learners.setdefault(step.learner, _Learner())
+            own = step.input_run == self._run
+            learner.steps += step.step > 0
+            learner.step, learner.position = step.step, step.position
+            learner.input_run = "" if own else step.input_run
+            for at, use in enumerate(step.uses if own else ()):
+                _take_use(learner, step, at, use)
+            self._new.append(step)
+
+    def untrained(self, batch_id: str) -> set[int]:
+        """Rows of a batch that a learner skipped and none trained on."""
+        trained, skipped = set[int](), set[int]()
+        for learner in self._learners.values():
+            used = learner.used.of_batch(batch_id)
+            trained |= used["trained"]
+            skipped |= used["skipped"]
+        return skipped - trained
+
+    def check(
+        self,
+        table: BatchTable,
+        hidden_rows: Mapping[str, int],
+        journals: Mapping[int, PartitionJournal],
+        entries: Entries,
+        end: int,
+        result: Ledger,
+    ) -> None:
+        """Compare steps with batches and with the index, and count them by learner.
+
+        `hidden_rows` are rows of batches that are not in the table because a transaction hides them, and `end` is the
+        end of the index, from before it was read.
+
+        Each learner trains on a rollout for the first time, or skips it, at most once; it uses only rows that exist,
+        and uses again only rows that it has trained on. The steps up to its position name every entry of the index
+        before it, each at its offset; those that draw from a rollout buffer name a batch when they use it, however far
+        they have read.
+        """
+        for taken in self._new:
+            if taken.input_run == self._run:
+                _compare_position(self._learners[taken.learner], taken, entries, end)
+        self._new = []
+        kept = {partition: journal.batches for partition, journal in journals.items()} | dict(table.lowest())
+        for name, learner in sorted(self._learners.items()):
+            learner.unverified = [use for use in learner.unverified if not _verified(learner, use, table, entries)]
+            problems = [*learner.problems]
+            for step, at, batch_id, rows, numbers in learner.unverified:
+                partition, number = batch_numbers(batch_id)
+                deleted = result.pruned and number < kept.get(partition, 0)
+                # An open transaction hides the journal of batches committed after the cut.
+                later = partition in journals and journals[partition].hidden and number >= journals[partition].batches
+                held = hidden_rows.get(batch_id, table.rows(batch_id))
+                if not deleted and not later and not _are_rows(rows, numbers, held):
+                    text = f"used {rows} rows of batch {batch_id}, which has {'none' if held is None else held}"
+                    problems.append((step, at, text))
+            _report(name, problems, result)
+            self._add_row(name, learner, result)
+        for name, learner in sorted(self._learners.items()):
+            learner.beyond = [(step, position) for step, position in learner.beyond if position > end]
+            beyond = [
+                (step, -1, f"stands at index offset {position}, and batch-index ends at {end}")
+                for step, position in learner.beyond
+            ]
+            _report(name, [*beyond, *learner.passed], result)
+            if not learner.input_run:
+                result.learners[name]["waiting"] = entries.from_offset(learner.position)
+        result.trained = sum(row["trained"] for row in result.learners.values())
+        result.skipped = sum(row["skipped"] for row in result.learners.values())
+
+    def _add_row(self, name: str, learner: _Learner, result: Ledger) -> None:
+        result.steps += learner.steps
+        names = ("steps", "trained", "skipped", "step", "input_run", "position")
+        row: dict[str, Any] = {name: getattr(learner, name) for name in names}
+        result.learners[name] = {**row, "skipped_as": dict(learner.skipped_as)}
+        for code, count in learner.skipped_as.items():
+            result.skipped_as[code] = result.skipped_as.get(code, 0) + count
 
 
 def _check_rows(use: BatchUse) -> None:
@@ -40,119 +195,67 @@ def _check_rows(use: BatchUse) -> None:
         raise RecordError(f"uses {use.rows} rows of batch {use.batch_id}, which is no number of rows")
 
 
-_MOST_ROWS = 2**24
+def _take_use(learner: _Learner, step: LearnerStep, at: int, use: BatchUse) -> None:
+    """Count the rows of a use, and report rows used a second time."""
+    rows, used = set(use.row_numbers or range(use.rows)), learner.used.of_batch(use.batch_id)
+    if use.again and not rows <= used["trained"]:
+        _note(
+            learner.problems, step.step, at, f"uses rollouts of batch {use.batch_id} again that it had not trained on"
+        )
+    elif not use.again and rows & (used["trained"] | used["skipped"]):
+        _note(learner.problems, step.step, at, f"uses batch {use.batch_id} a second time")
+    learner.used.add(use.batch_id, use.use, rows)
+    learner.unverified.append((step.step, at, use.batch_id, use.rows, tuple(use.row_numbers)))
+    if not use.again and use.use == "trained":
+        learner.trained += use.rows
+    elif not use.again:
+        learner.skipped += use.rows
+        code = use.code or OTHER
+        learner.skipped_as[code] = learner.skipped_as.get(code, 0) + use.rows
 
 
-def check_steps(
-    steps: Sequence[LearnerStep],
-    rows: Mapping[str, int],
-    journals: Mapping[int, PartitionJournal],
-    run: str,
-    result: Ledger,
-    carried: Mapping[str, int] = MappingProxyType({}),
-) -> None:
-    """Compare the uses of steps with batches, and count them by learner.
-
-    `rows` and `carried` are the rows of batches by id: those of the run, and those of a run that was split into it.
-
-    Each learner trains on a rollout for the first time, or skips it, at most once; it uses only rows that exist, and
-    uses again only rows that it has trained on.
-    """
-    used: dict[tuple[str, str, str], set[int]] = {}
-    kept = {partition: journal.batches for partition, journal in journals.items()}
-    for batch_id in rows:
-        partition, number = batch_numbers(batch_id)
-        kept[partition] = min(kept[partition], number)
-    for step in sorted(steps, key=lambda s: (s.learner, s.step)):
-        result.steps += step.step > 0
-        row = result.learners.setdefault(step.learner, {"steps": 0, "trained": 0, "skipped": 0, "skipped_as": {}})
-        row["steps"] += step.step > 0
-        row |= {
-            "step": step.step,
-            "input_run": step.input_run if step.input_run != run else "",
-            "position": step.position,
-        }
-        for use in step.uses if step.input_run == run else ():
-            source = f"step {step.step} of learner {step.learner}"
-            _check_repetition(step, use, used, source, result)
-            partition, number = batch_numbers(use.batch_id)
-            deleted = result.pruned and number < kept.get(partition, 0)
-            # An open transaction hides the journal of batches committed after the cut.
-            later = partition in journals and journals[partition].hidden and number >= journals[partition].batches
-            if not deleted and not later and not _are_rows(use, rows.get(use.batch_id, carried.get(use.batch_id))):
-                result.problem(
-                    f"{source} used {use.rows} rows of batch {use.batch_id}, which has {rows.get(use.batch_id, 'none')}"
-                )
-            if not use.again:
-                row[use.use] += use.rows
-                if use.use == "skipped":
-                    code = use.code or OTHER
-                    row["skipped_as"][code] = row["skipped_as"].get(code, 0) + use.rows
-                    result.skipped_as[code] = result.skipped_as.get(code, 0) + use.rows
-    result.trained = sum(row["trained"] for row in result.learners.values())
-    result.skipped = sum(row["skipped"] for row in result.learners.values())
+def _verified(learner: _Learner, use: UseRows, table: BatchTable, entries: Entries) -> bool:
+    """Whether a batch has the rows of a use."""
+    _step, _at, batch_id, rows, numbers = use
+    held = table.rows(batch_id)
+    held = entries.carried.get(batch_id) if held is None else held
+    if held is None or not _are_rows(rows, numbers, held):
+        return False
+    learner.used.fold(batch_id, held)
+    return True
 
 
-def _check_repetition(
-    step: LearnerStep, use: BatchUse, used: dict[tuple[str, str, str], set[int]], source: str, result: Ledger
-) -> None:
-    """Report rows used a second time, and add the rows to `used`: by learner, batch and "trained" or "skipped"."""
-    rows = set(use.row_numbers or range(use.rows))
-    trained, skipped = (used.setdefault((step.learner, use.batch_id, kind), set()) for kind in ("trained", "skipped"))
-    if use.again and not rows <= trained:
-        result.problem(f"{source} uses rollouts of batch {use.batch_id} again that it had not trained on")
-    elif not use.again and rows & (trained | skipped):
-        result.problem(f"{source} uses batch {use.batch_id} a second time")
-    (trained if use.use == "trained" else skipped).update(rows)
+def _are_rows(rows: int, numbers: tuple[int, ...], held: int | None) -> bool:
+    """Whether a batch that holds this many rows has the rows of a use: all of them, or some by number."""
+    if not numbers:
+        return held == rows
+    return held is not None and len(set(numbers)) == rows and max(numbers) < held
 
 
-def untrained_rows(steps: Iterable[LearnerStep], run: str) -> dict[str, set[int]]:
-    """Rows that a learner skipped and none trained on, by batch id."""
-    used: dict[str, dict[str, set[int]]] = {"skipped": {}, "trained": {}}
-    for step in steps:
-        for use in step.uses if step.input_run == run else ():
-            used[use.use].setdefault(use.batch_id, set()).update(use.row_numbers or range(use.rows))
-    return {batch_id: rows - used["trained"].get(batch_id, set()) for batch_id, rows in used["skipped"].items()}
+def _compare_position(learner: _Learner, step: LearnerStep, entries: Entries, end: int) -> None:
+    """Compare the position of a learner's next step with the entries that its uses name."""
+    named = {use.index_offset: use.batch_id for use in step.uses}
+    if step.position > end:
+        learner.beyond.append((step.step, step.position))
+    for at, (offset, batch_id) in enumerate(named.items()):
+        there = entries.batch_at(offset)
+        if there is not None and there != batch_id:
+            text = f"names batch {batch_id} at index offset {offset}, which is of batch {there}"
+            _note(learner.passed, step.step, at, text)
+    begin = learner.stood if learner.stood >= 0 else min(named, default=step.position)
+    past = [entry for entry in entries.between(begin, step.position) if entry[0] not in named]
+    if past and step.stream_time_ms < 0:
+        offset, batch_id = past[0]
+        text = f"moved past {len(past)} batches that no step names, the first is {batch_id} at index offset {offset}"
+        _note(learner.passed, step.step, len(named), text)
+    learner.stood = step.position
 
 
-def check_positions(steps: Sequence[LearnerStep], entries: Entries, end: int, run: str, result: Ledger) -> None:
-    """Check that the steps up to a learner's position name every entry of the index before it, each at its offset.
-
-    `steps` are in order, and `end` is the end of the index. Steps that draw from a rollout buffer name a batch when
-    they use it, however far they have read.
-    """
-    positions: dict[str, int] = {}
-    """Position of a learner after its last step."""
-    offsets = list(entries)
-    for step in steps:
-        if step.input_run != run:
-            continue
-        source = f"step {step.step} of learner {step.learner}"
-        named = {use.index_offset: use.batch_id for use in step.uses}
-        if step.position > end:
-            result.problem(f"{source} stands at index offset {step.position}, and batch-index ends at {end}")
-        for offset, batch_id in named.items():
-            if offset in entries and entries[offset].batch_id != batch_id:
-                result.problem(
-                    f"{source} names batch {batch_id} at index offset {offset}, which is of batch "
-                    f"{entries[offset].batch_id}"
-                )
-        begin = positions.get(step.learner, min(named, default=step.position))
-        passed = offsets[bisect_left(offsets, begin) : bisect_left(offsets, step.position)]
-        past = [offset for offset in passed if offset not in named]
-        if past and step.stream_time_ms < 0:
-            result.problem(
-                f"{source} moved past {len(past)} batches that no step names, the first is "
-                f"{entries[past[0]].batch_id} at index offset {past[0]}"
-            )
-        positions[step.learner] = step.position
-    for row in result.learners.values():
-        if not row["input_run"]:
-            row["waiting"] = len(offsets) - bisect_left(offsets, row["position"])
+def _report(learner: str, problems: Iterable[tuple[int, int, str]], result: Ledger) -> None:
+    for step, _at, text in sorted(problems):
+        result.problem(f"step {step} of learner {learner} {text}")
 
 
-def _are_rows(use: BatchUse, rows: int | None) -> bool:
-    """Whether a batch with this number of rows has the rows of a use: all of them, or some by number."""
-    if not use.row_numbers:
-        return rows == use.rows
-    return rows is not None and len(set(use.row_numbers)) == use.rows and max(use.row_numbers) < rows
+def _note(problems: list[tuple[int, int, str]], step: int, at: int, text: str) -> None:
+    if len(problems) < _MOST_NAMED:
+        problems.append((step, at, text))

@@ -5,39 +5,39 @@ those commits name, and batches and dead letters up to those. Later records are 
 with its partition and offset. Pruned records are known by the journal's cumulative counts.
 """
 
-import contextlib
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from rollstream.consumers.grouping.config import GrouperConfig
+from rollstream.consumers.grouping.process.skipped_offsets import requests_of
 from rollstream.consumers.grouping.selection_bias import selections, with_skipped
 from rollstream.consumers.labeling.config import LabelingConfig
-from rollstream.pipeline.audit.ledger.batches import check_batches
+from rollstream.pipeline.audit.ledger.batches import RecordedBatches
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.calls import check_calls
-from rollstream.pipeline.audit.ledger.dead_letters import check_dead_letters
-from rollstream.pipeline.audit.ledger.evaluations import read_evals
+from rollstream.pipeline.audit.ledger.dead_letters import DeadLetters
+from rollstream.pipeline.audit.ledger.evaluations import Evaluations
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
-from rollstream.pipeline.audit.ledger.index import check_index
-from rollstream.pipeline.audit.ledger.learners import check_positions, check_steps, read_steps, untrained_rows
+from rollstream.pipeline.audit.ledger.index import BatchIndex
+from rollstream.pipeline.audit.ledger.journals import Journals, committed_cut
+from rollstream.pipeline.audit.ledger.learners import Learners
 from rollstream.pipeline.audit.ledger.moved import check_splits
-from rollstream.pipeline.audit.ledger.rollouts import check_records
-from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S, TopicTail, read_until_complete
+from rollstream.pipeline.audit.ledger.rollouts import RolloutRecords
+from rollstream.pipeline.audit.ledger.topic_state import LogBounds, Outdated, bounds_of
+from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
 from rollstream.pipeline.audit.ledger.trajectories import check_trajectories
 from rollstream.pipeline.audit.partition_journal import IN_FLIGHT, PartitionJournal, environment_counts
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import BrokerUnavailable, StateRefused
 from rollstream.topics.fates import CONTROL, MOVED_CONTROL, READ
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.reader import Reader
-from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.records import JournalRecord
 from rollstream.topics.retired_learners import retired_learners
 
 _NO_ROLLOUTS = (READ, CONTROL, MOVED_CONTROL)
 """Names of counts that are not the fate of a rollout."""
+_PRUNED = ("rollouts", "journal", "batch-index", "batches")
+"""Topics whose first records may be deleted; of the others kept here none is."""
 
 
 def ledger(kafka: KafkaConfig, run: str, group: str | None = None, labeling_group: str | None = None) -> Ledger:
@@ -47,97 +47,170 @@ def ledger(kafka: KafkaConfig, run: str, group: str | None = None, labeling_grou
     each is needed only if it differs from the default.
     """
     clients.check_broker(kafka)
-    result, hidden = Ledger(), HiddenRecords(kafka, run)
-    steps = read_steps(kafka, run, result)
-    index_end = topic_admin.bounds(kafka, topic_name(run, "batch-index"))[0][1]
-    # Read before the cut, because a janitor deletes up to the position of the group.
-    begins = {p: begin for p, (begin, _end) in topic_admin.bounds(kafka, topic_name(run, "rollouts")).items()}
-    journals = _read_journals(kafka, run, group or GrouperConfig().group_id(run), hidden, result)
-    evals = read_evals(kafka, run, result)
-    batches = check_batches(kafka, run, journals, evals, untrained_rows(steps, run), hidden, result)
-    counts = (count for journal in journals.values() for count in journal.counts)
-    result.selection = with_skipped(selections(counts), batches.skipped)
-    entries = check_index(kafka, run, journals, batches.places, index_end, hidden, result)
-    check_dead_letters(kafka, run, journals, hidden, result)
-    in_flight = check_records(kafka, run, journals, begins, hidden, result)
-    _sum_up(journals, in_flight, result)
-    carried = {entry.batch_id: entry.rollouts for entry in entries.values() if entry.run}
-    check_steps(steps, batches.rows, journals, run, result, carried)
-    check_positions(steps, entries, index_end, run, result)
-    for name in retired_learners(kafka, run).keys() & result.learners.keys():
-        result.learners[name]["retired"] = True
-        result.learners[name].pop("waiting", None)
-    check_splits(kafka, run, result)
-    check_trajectories(kafka, run, labeling_group or LabelingConfig().group_id(run), hidden, result)
-    check_calls(kafka, run, result)
-    return result
+    return Books(kafka, run, group, labeling_group).read()
 
 
-def _read_journals(
-    kafka: KafkaConfig, run: str, group: str, hidden: HiddenRecords, result: Ledger
-) -> dict[int, PartitionJournal]:
-    """Read the journal of each partition up to the record its committed offset names; to its end if there is none."""
-    topic = topic_name(run, "journal")
-    partitions = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
-    cut = _cut(kafka, run, group, partitions)
-    journals = {p: PartitionJournal(p, result.problem) for p in range(partitions)}
-    tail, skipped = TopicTail(kafka, run, "journal"), SkippedRecords("ledger", logged=False)
+class Books:
+    """What was read of a run's topics, folded into what its ledger needs: a later reading goes on from there."""
 
-    def read() -> list[int]:
-        for message, record in skipped.records(JournalRecord, tail.messages()):
-            partition, offset = message.partition, message.offset
-            if offset <= cut.get(partition, offset):
-                begins = journals[partition].sequence < 0 < record.sequence
-                if begins and not topic_admin.bounds(kafka, topic)[partition][0]:
-                    result.problem(f"journal[{partition}] begins with sequence {record.sequence}; nothing was pruned")
-                journals[partition].read(record)
-        return sorted(p for p, last in cut.items() if tail.follows.get(p, 0) <= last)
+    def __init__(
+        self, kafka: KafkaConfig, run: str, group: str | None = None, labeling_group: str | None = None
+    ) -> None:
+        """The arguments are those of `ledger`."""
+        self._kafka, self._run = kafka, run
+        self._groups = group or GrouperConfig().group_id(run), labeling_group or LabelingConfig().group_id(run)
+        partitions = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
+        self._ids: dict[str, str] = {}
+        self._begins: LogBounds = {}
+        self._learners = Learners(kafka, run)
+        self._journals = Journals(kafka, run, partitions)
+        self._evaluations = Evaluations(kafka, run)
+        self._batches = RecordedBatches(kafka, run)
+        self._index = BatchIndex(kafka, run)
+        self._letters = DeadLetters(kafka, run)
+        self._rollouts = RolloutRecords(kafka, run, partitions)
 
-    behind = read_until_complete(read)
-    result.note_skipped(skipped)
-    open_ends = hidden.parts("journal") if behind else {}
-    for partition in behind:
-        if partition in open_ends and open_ends[partition].start <= cut[partition] < open_ends[partition].end:
-            journals[partition].hidden = True
-            result.undecide(f"journal[{partition}] offset {cut[partition]}", hidden.places("journal"))
-        else:
-            result.problem(f"journal[{partition}] does not hold offset {cut[partition]}, which group {group} names")
-    for journal in journals.values():
-        if journal.sequence >= 0 and journal.base < 0:
-            result.problem(f"journal[{journal.number}] holds no whole snapshot")
-        elif journal.base >= 0:
-            journal.check_counts()
-    return journals
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            "run": self._run,
+            "groups": self._groups,
+            "ids": self._ids,
+            "begins": [[name, [*begins.items()]] for name, begins in self._begins.items()],
+            "parts": {name: part.state() for name, part in self._parts.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state. Raises Outdated if it is of another run or of other groups."""
+        if (state["run"], tuple(state["groups"])) != (self._run, self._groups):
+            raise Outdated(f"it is of run {state['run']} and groups {', '.join(state['groups'])}")
+        self._ids, self._begins = state["ids"], {name: dict(begins) for name, begins in state["begins"]}
+        for name, part in self._parts.items():
+            part.restore(state["parts"][name])
+
+    @property
+    def journals(self) -> Mapping[int, PartitionJournal]:
+        """The journals of all partitions, with the fate of each offset."""
+        return self._journals.of
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "steps": self._learners,
+            "journal": self._journals,
+            "evals": self._evaluations,
+            "batches": self._batches,
+            "batch-index": self._index,
+            "dead-letters": self._letters,
+            "rollouts": self._rollouts,
+        }
+
+    @property
+    def _tails(self) -> dict[str, TopicTail]:
+        return {name: part.tail for name, part in self._parts.items()}
+
+    def read(self) -> Ledger:
+        """Read what is new since the last call; at first, everything.
+
+        Raises Outdated if what was read before is no longer what the topics hold; only new books help then. After
+        another error, too, what was read is of no more use.
+        """
+        kafka, run, (group, labeling_group) = self._kafka, self._run, self._groups
+        result, hidden = Ledger(), HiddenRecords(kafka, run)
+        bounds = self._look()
+        named = self._learners.read()
+        index_end = topic_admin.bounds(kafka, topic_name(run, "batch-index"))[0][1]
+        # Read before the cut, because a janitor deletes up to the position of the group.
+        begins = {p: begin for p, (begin, _end) in bounds["rollouts"].items()}
+        journals = self._journals.of
+        self._journals.read(kafka, self._cut(len(journals)), group, hidden, result)
+        evals = self._evaluations.read(result)
+        read_before = {batch_id for batch_id in named if self._batches.rows(batch_id) is not None}
+        undecided = self._batches.read(journals, evals, self._learners.untrained, hidden, result)
+        self._batches.measure_again(read_before, self._learners.untrained)
+        counts = (count for journal in journals.values() for count in journal.counts)
+        result.selection = with_skipped(selections(counts), self._batches.skipped)
+        self._index.check(journals, self._batches.table, undecided.places, index_end, hidden, result)
+        self._letters.check(journals, hidden, result)
+        in_flight = self._check_rollouts(begins, hidden, result)
+        _sum_up(journals, in_flight, result)
+        self._learners.check(self._batches.table, undecided.rows, journals, self._index.entries, index_end, result)
+        for name in retired_learners(kafka, run).keys() & result.learners.keys():
+            result.learners[name]["retired"] = True
+            result.learners[name].pop("waiting", None)
+        for name, tail in self._tails.items():
+            result.note_skipped(tail.skipped)
+            for partition, (begin, _end) in bounds[name].items():
+                tail.follows.setdefault(partition, begin)
+        check_splits(kafka, run, result)
+        check_trajectories(kafka, run, labeling_group, hidden, result)
+        check_calls(kafka, run, result)
+        return result
+
+    def _look(self) -> dict[str, dict[int, tuple[int, int]]]:
+        """Bounds of each topic's partitions; forgets what was deleted since the last look. Raises Outdated."""
+        names = {topic_name(self._run, name): name for name in self._parts}
+        ids = topic_admin.topic_ids(self._kafka, [*names])
+        bounds = bounds_of(self._kafka, names)
+        if self._ids:
+            self._go_on({names[topic]: number for topic, number in ids.items()}, bounds)
+        self._ids = {names[topic]: number for topic, number in ids.items()}
+        self._begins = {name: {p: begin for p, (begin, _end) in of.items()} for name, of in bounds.items()}
+        return bounds
+
+    def _go_on(self, ids: Mapping[str, str], bounds: Mapping[str, Mapping[int, tuple[int, int]]]) -> None:
+        """Check that what was read is still there, apart from what was pruned, and forget that."""
+        for name, tail in self._tails.items():
+            topic = topic_name(self._run, name)
+            if ids[name] != self._ids[name]:
+                raise Outdated(f"topic {topic} was created anew")
+            if bounds[name].keys() != self._begins[name].keys():
+                raise Outdated(f"topic {topic} has another number of partitions")
+            for partition, (begin, end) in bounds[name].items():
+                follows = tail.follows[partition]
+                if end < follows:
+                    raise Outdated(f"{topic}[{partition}] was read up to {follows} and ends at offset {end}")
+                if begin > follows:
+                    raise Outdated(f"{topic}[{partition}] begins at offset {begin} and was read up to {follows}")
+        self._forget({name: {p: begin for p, (begin, _end) in of.items()} for name, of in bounds.items()})
+
+    def _forget(self, begins: LogBounds) -> None:
+        """Forget what was deleted from topics that now have these first offsets."""
+        for name in (name for name in begins if begins[name] != self._begins[name]):
+            if name not in _PRUNED or not self._tails[name].forget_before(begins[name]):
+                raise Outdated(f"records of topic {topic_name(self._run, name)} were deleted that it counts")
+            if name == "journal":
+                self._journals.begin_anew(TopicTail(self._kafka, self._run, "journal"))
+                self._batches.expect_anew()
+            elif name == "batches":
+                self._batches.forget_before(begins[name])
+            elif name == "batch-index":
+                self._index.forget_before(begins[name][0], self._batches.table)
+
+    def _cut(self, partitions: int) -> dict[int, int]:
+        cut = committed_cut(self._kafka, self._run, self._groups[0], partitions)
+        for partition, last in cut.items():
+            if last < self._journals.tail.follows.get(partition, 0) - 1:
+                raise Outdated(f"the group's position in partition {partition} went back")
+        return cut
+
+    def _check_rollouts(self, begins: Mapping[int, int], hidden: HiddenRecords, result: Ledger) -> int:
+        """Compare rollouts with the journals; return the number of rollouts in flight."""
+        kafka, topic, journals = self._kafka, topic_name(self._run, "rollouts"), self._journals.of
+        topic_id = self._ids["rollouts"]
+        requested = {partition: set(offsets) for partition, offsets in requests_of(kafka, self._run).items()}
+        left_out = self._rollouts.read(journals, requested, topic_id)
+        bounds = topic_admin.bounds(kafka, topic)
+        return self._rollouts.judge(journals, left_out, begins, bounds, topic_id, hidden, result)
 
 
-def _cut(kafka: KafkaConfig, run: str, group: str, partitions: int) -> dict[int, int]:
-    """Offset of the newest journal record of each partition, as the group committed it with its position.
-
-    Partitions of an open transaction, or without a commit, are absent: their journal is read to its end.
-    """
-    offsets = {}
-    with Reader(kafka, group=group) as reader:
-        try:
-            positions = reader.committed(
-                topic_name(run, "rollouts"), range(partitions), f"reading offsets of group {group}", PATIENCE_S
-            )
-        except BrokerUnavailable:
-            return {}
-    for position in positions:
-        if position.offset >= 0:
-            # Ignore commits of other programs: grouping refuses them.
-            with contextlib.suppress(StateRefused):
-                offsets[position.partition] = CommitMetadata.decode(position.metadata, run).journal
-    return offsets
-
-
-def _sum_up(journals: dict[int, PartitionJournal], in_flight: int, result: Ledger) -> None:
+def _sum_up(journals: Mapping[int, PartitionJournal], in_flight: int, result: Ledger) -> None:
     """Sum up by fate: records before the journal's first snapshot from its counts, later ones by their offsets."""
     fates: Counter[str] = Counter()
     for journal in journals.values():
         fates += journal.before
         fates += journal.since
-        result.in_flight += len(journal.offsets(IN_FLIGHT))
+        result.in_flight += journal.in_flight().total
     result.place(fates)
     if result.dropped.pop("", 0):
         result.problem("records are dropped without a reason")

@@ -4,125 +4,194 @@ Records that the group has not read are unread. Records deleted before they were
 already read, are losses that counts do not show.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping
+from typing import Any
 
-from rollstream.consumers.grouping.process.skipped_offsets import asked_for
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
-from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S
-from rollstream.pipeline.audit.partition_journal import IN_FLIGHT, PartitionJournal
+from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S, TopicTail
+from rollstream.pipeline.audit.offset_table import Runs
+from rollstream.pipeline.audit.partition_journal import HOPPED, ROLLOUT, SEEN, PartitionJournal, code_of, codes
 from rollstream.topics import codec
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.fates import DEAD_LETTERED
-from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.open_transactions import await_decided
-from rollstream.topics.kafka.skipping_reader import records_around
+
+_END = 1 << 62
+_IN_FLIGHT = code_of("in_flight")
 
 
 class _LeaderEpochs:
-    """Compares the leader epochs of one partition's log with those under which its records were read."""
+    """The leader epochs of one partition's log, compared with those under which its records were read."""
 
-    def __init__(self, journal: PartitionJournal) -> None:
-        self._journal = journal
-        self._epoch, self._began = -1, 0
-        self.written_again: dict[int, tuple[int, int]] = {}
-        """By epoch, the first and last offset at which the log holds a record other than the one read."""
+    def __init__(self, runs: list[tuple[int, int]], written_again: list[tuple[int, int, int]]) -> None:
+        self.runs = runs
+        """First offset and epoch of each run of records of one epoch."""
+        self._written_again = {epoch: (first, last) for epoch, first, last in written_again}
 
     def see(self, offset: int, epoch: int | None) -> None:
         """Process the next record of the log."""
-        if epoch is None:
-            return
-        if epoch != self._epoch:
-            self._epoch, self._began = epoch, offset
-        if self._journal.leader_epochs.get(offset, epoch) != epoch:
-            self.written_again[epoch] = self._began, offset
+        if epoch is not None and (not self.runs or self.runs[-1][1] != epoch):
+            self.runs.append((offset, epoch))
+
+    def compare(self, journal: PartitionJournal, end: int) -> None:
+        """Compare what the journal says of offsets below `end`, and take it from there."""
+        for offset in [offset for offset in journal.leader_epochs if offset < end]:
+            read_as = journal.leader_epochs.pop(offset)
+            at = bisect_right(self.runs, offset, key=lambda run: run[0]) - 1
+            if at >= 0 and journal.table[offset] & SEEN and self.runs[at][1] != read_as:
+                first, epoch = self.runs[at]
+                self._written_again[epoch] = first, max(offset, self._written_again.get(epoch, (0, 0))[1])
+
+    @property
+    def written_again(self) -> list[tuple[int, int, int]]:
+        """By epoch, the first and last offset at which the log holds a record other than the one read."""
+        return [(epoch, *offsets) for epoch, offsets in self._written_again.items()]
 
 
-def check_records(
-    kafka: KafkaConfig,
-    run: str,
-    journals: Mapping[int, PartitionJournal],
-    begins: Mapping[int, int],
-    hidden: HiddenRecords,
-    result: Ledger,
-) -> int:
-    """Compare rollouts with the journal; `begins` holds the first offset of each partition before the journal was read.
+class RolloutRecords:
+    """The records of all partitions, as far as they are read."""
 
-    Returns the number of rollouts among the records in flight.
-    """
-    topic = topic_name(run, "rollouts")
-    # In a topic that was created anew, e.g. restored, epochs count from 0 again.
-    topic_id = topic_admin.topic_ids(kafka, [topic])[topic]
-    partitions = {
-        number: _PartitionRecords(journal, _left_out(kafka, run, journal), journal.topic_id == topic_id, result)
-        for number, journal in journals.items()
-    }
-    left_out = {number: partition.left_out for number, partition in partitions.items()}
-    for message in records_around(kafka, topic, left_out):
-        rollout = codec.kind_of(message.value) == "Rollout"
-        partitions[message.partition].add(message.offset, message.leader_epoch, rollout=rollout)
-    bounds = topic_admin.bounds(kafka, topic)
-    for number, partition in partitions.items():
-        partition.add_hopped()
-        partition.check_epochs()
-        partition.check_bounds(begins[number], bounds[number][1])
-        partition.check_missing(bounds[number][0])
-        partition.sum_up(*bounds[number])
-    try:
-        await_decided(kafka, topic, "the ledger is not whole", PATIENCE_S)
-    except DeadlineExceeded:
-        result.undecide("records that nobody has read yet", hidden.places("rollouts"))
-    return sum(partition.in_flight for partition in partitions.values())
+    def __init__(self, kafka: KafkaConfig, run: str, partitions: int) -> None:
+        self.tail = TopicTail(kafka, run, "rollouts")
+        self._kafka = kafka
+        self._epochs = {number: _LeaderEpochs([], []) for number in range(partitions)}
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the journals' tables do not hold, as plain values."""
+        epochs = [[number, kept.runs, kept.written_again] for number, kept in self._epochs.items()]
+        return {"tail": self.tail.state(), "epochs": epochs}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.tail.restore(state["tail"])
+        for number, runs, written_again in state["epochs"]:
+            kept = [(first, epoch) for first, epoch in runs]
+            self._epochs[number] = _LeaderEpochs(kept, [(e, first, last) for e, first, last in written_again])
+
+    def read(
+        self, journals: Mapping[int, PartitionJournal], requested: Mapping[int, set[int]], topic_id: str
+    ) -> dict[int, set[int]]:
+        """Read what is new; return the offsets that nobody fetches, of those from each position on.
+
+        `requested` are the offsets that grouping was asked to skip.
+        """
+        waiting = {
+            number: {offset for offset in requested.get(number, ()) if offset >= journal.position}
+            for number, journal in journals.items()
+        }
+        follows = self.tail.follows
+        left_out = {
+            number: {
+                *(offset for offset in waiting[number] if offset >= follows.get(number, 0)),
+                *journal.hopped_from(follows.get(number, 0)),
+            }
+            for number, journal in journals.items()
+        }
+        run = _Run(journals)
+        for message in self.tail.messages_around(left_out):
+            self._epochs[message.partition].see(message.offset, message.leader_epoch)
+            run.add(message.partition, message.offset, SEEN | ROLLOUT * (codec.kind_of(message.value) == "Rollout"))
+        run.write()
+        for number, journal in journals.items():
+            # In a topic that was created anew, e.g. restored, epochs count from 0 again.
+            if journal.topic_id == topic_id:
+                self._epochs[number].compare(journal, follows.get(number, 0))
+        return waiting
+
+    def judge(
+        self,
+        journals: Mapping[int, PartitionJournal],
+        left_out: Mapping[int, set[int]],
+        begins: Mapping[int, int],
+        bounds: Mapping[int, tuple[int, int]],
+        topic_id: str,
+        hidden: HiddenRecords,
+        result: Ledger,
+    ) -> int:
+        """Compare the records read with the journals; `begins` holds first offsets from before the journals were read.
+
+        Returns the number of rollouts among the records in flight.
+        """
+        in_flight = 0
+        for number, journal in journals.items():
+            records = _PartitionRecords(journal, bounds[number], result)
+            records.check_fates()
+            if journal.topic_id == topic_id:
+                for _epoch, first, last in self._epochs[number].written_again:
+                    result.problem(
+                        f"rollouts[{number}] offsets {first} to {last} were read as other records: the log was cut off "
+                        f"and written again (its leader epoch is another), and what is there now was never read"
+                    )
+            records.check_bounds(begins[number])
+            records.check_missing()
+            records.sum_up(left_out[number])
+            in_flight += records.in_flight
+        try:
+            await_decided(self._kafka, self.tail.topic, "the ledger is not whole", PATIENCE_S)
+        except DeadlineExceeded:
+            result.undecide("records that nobody has read yet", hidden.places("rollouts"))
+        return in_flight
+
+
+class _Run:
+    """Consecutive records of one kind, written to a journal's table at once."""
+
+    def __init__(self, journals: Mapping[int, PartitionJournal]) -> None:
+        self._journals = journals
+        self._partition, self._first, self._stop, self._bits = 0, 0, 0, 0
+
+    def add(self, partition: int, offset: int, bits: int) -> None:
+        """Add the next record."""
+        if (partition, offset, bits) != (self._partition, self._stop, self._bits):
+            self.write()
+            self._partition, self._first, self._bits = partition, offset, bits
+        self._stop = offset + 1
+
+    def write(self) -> None:
+        """Write the records added."""
+        if self._first < self._stop:
+            self._journals[self._partition].table.set_bits(self._first, self._stop, self._bits)
+        self._first = self._stop
 
 
 class _PartitionRecords:
     """The records of one partition of `rollouts`, compared with its journal."""
 
-    def __init__(self, journal: PartitionJournal, left_out: set[int], same_topic: bool, result: Ledger) -> None:
-        """`same_topic` is whether the journal is about the present topic, so that leader epochs can be compared."""
-        self.left_out = left_out
-        self.in_flight = 0
-        """Rollouts in flight."""
+    def __init__(self, journal: PartitionJournal, bounds: tuple[int, int], result: Ledger) -> None:
         self._journal, self._result = journal, result
-        self._epochs = _LeaderEpochs(journal) if same_topic else None
-        self._seen: set[int] = set()
-        self._rollouts = 0
-        self._unread = 0
-        self._unread_rollouts = 0
+        self._begin, self._end = bounds
+        runs = journal.table.runs()
+        # Records that were deleted since they were read are no longer there to be seen.
+        seen = runs.where(runs.values & (SEEN | HOPPED) == SEEN).clipped(self._begin, _END)
+        read = seen.clipped(0, journal.position)
+        self._unread = seen.clipped(journal.position, _END)
+        self._with_fate = read.where(codes(read.values) != 0)
+        without = read.where(codes(read.values) == 0)
+        self._nowhere = without.clipped(max(journal.base, 0), _END)
+        known = journal.known()
+        self._missing_there = known.where(known.values & (SEEN | HOPPED) == 0).clipped(self._begin, _END)
+        self._deleted = known.where(known.values & HOPPED == 0).clipped(0, self._begin)
+        hopped = runs.where(runs.values & HOPPED != 0)
+        settled = hopped.where(codes(hopped.values) == 0).clipped(0, journal.base)
+        self._hopped = hopped.total - settled.total
 
-    def add(self, offset: int, epoch: int | None, *, rollout: bool) -> None:
-        """Add the next record of the log."""
-        journal = self._journal
-        if self._epochs is not None:
-            self._epochs.see(offset, epoch)
-        if offset >= journal.position:
-            self._unread += 1
-            self._unread_rollouts += rollout
-        elif not journal.settled_before(offset):
-            self._seen.add(offset)
-            self._rollouts += rollout
-            fate = journal.fate(offset)
-            if fate is None:
-                self._result.problem(f"rollouts[{journal.number}] offset {offset} was read and is nowhere")
-            self.in_flight += rollout and fate == IN_FLIGHT
+    @property
+    def in_flight(self) -> int:
+        """Rollouts in flight."""
+        runs = self._with_fate
+        return runs.where((codes(runs.values) == _IN_FLIGHT) & (runs.values & ROLLOUT != 0)).total
 
-    def add_hopped(self) -> None:
-        """Add the offsets that grouping skipped unread: they are not fetched here, either."""
-        self._seen.update(offset for offset in self._journal.hopped if not self._journal.settled_before(offset))
+    def check_fates(self) -> None:
+        """Report records that were read and have no fate."""
+        for offset, _fate in self._journal.named(self._nowhere):
+            self._result.problem(f"rollouts[{self._journal.number}] offset {offset} was read and is nowhere")
 
-    def check_epochs(self) -> None:
-        """Report offsets that now hold a record other than the one read."""
-        for first, last in self._epochs.written_again.values() if self._epochs is not None else ():
-            self._result.problem(
-                f"rollouts[{self._journal.number}] offsets {first} to {last} were read as other records: the log was "
-                f"cut off and written again (its leader epoch is another), and what is there now was never read"
-            )
-
-    def check_bounds(self, begin: int, end: int) -> None:
+    def check_bounds(self, begin: int) -> None:
         """Report records that were deleted unread, and a log that ends below the position."""
-        journal = self._journal
+        journal, end = self._journal, self._end
         # Hidden journal records may account for them.
         if begin > journal.position and not journal.hidden:
             self._result.problem(
@@ -134,39 +203,31 @@ class _PartitionRecords:
                 f"rollouts[{journal.number}] ends at offset {end}, and was read up to {journal.position}"
             )
 
-    def check_missing(self, begin: int) -> None:
+    def check_missing(self) -> None:
         """Report offsets with a fate that hold no record, unless they are finished and were deleted."""
-        journal = self._journal
-        for offset in sorted(self._missing):
-            if offset >= begin:
-                self._result.problem(
-                    f"rollouts[{journal.number}] offset {offset} is {journal.fate(offset)} and holds no record"
-                )
-            elif journal.fate(offset) == IN_FLIGHT:
-                self._result.problem(f"rollouts[{journal.number}] offset {offset} is in flight and was deleted")
+        journal, deleted = self._journal, self._deleted
+        for offset, _fate in journal.named(deleted.where(codes(deleted.values) == _IN_FLIGHT)):
+            self._result.problem(f"rollouts[{journal.number}] offset {offset} is in flight and was deleted")
+        for offset, fate in journal.named(self._missing_there):
+            self._result.problem(f"rollouts[{journal.number}] offset {offset} is {fate} and holds no record")
 
-    def sum_up(self, begin: int, end: int) -> None:
-        """Add the counts of the partition to the ledger."""
+    def sum_up(self, left_out: set[int]) -> None:
+        """Add the counts of the partition to the ledger; `left_out` are offsets from the position on."""
         journal, result = self._journal, self._result
-        unread = self._unread + sum(journal.position <= offset < end for offset in self.left_out)
-        deleted = sum(offset < begin for offset in self._missing)
-        settled = sum(journal.before.values())
+        unread = self._unread.total + sum(offset < self._end for offset in left_out)
+        deleted, settled = self._deleted.total, sum(journal.before.values())
+        seen = self._with_fate.total + self._nowhere.total + self._hopped
         result.unread += unread
         result.pruned += settled + deleted
-        result.produced += len(self._seen) + deleted + settled + unread
+        result.produced += seen + deleted + settled + unread
         if settled or deleted:
             read = sum(count.rollouts for count in journal.produced)
-            result.rollouts += read - journal.before[DEAD_LETTERED] - len(journal.offsets(DEAD_LETTERED))
+            dead = journal.of_fate(DEAD_LETTERED).total
+            result.rollouts += read - journal.before[DEAD_LETTERED] - dead
         else:
-            result.rollouts += self._rollouts
-        result.rollouts += self._unread_rollouts
-
-    @property
-    def _missing(self) -> set[int]:
-        return self._journal.offsets() - self._seen
+            result.rollouts += _rollouts(self._with_fate) + _rollouts(self._nowhere)
+        result.rollouts += _rollouts(self._unread)
 
 
-def _left_out(kafka: KafkaConfig, run: str, journal: PartitionJournal) -> set[int]:
-    """Offsets that grouping skipped, or was asked to skip, without fetching them."""
-    requested = asked_for(kafka, run, journal.number)
-    return {*journal.hopped, *(offset for offset in requested if offset >= journal.position)}
+def _rollouts(runs: Runs) -> int:
+    return runs.where(runs.values & ROLLOUT != 0).total

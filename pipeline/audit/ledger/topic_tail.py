@@ -1,13 +1,15 @@
-"""Reads a topic to its end repeatedly, until the records of a committed transaction are visible, each record once."""
+"""Reads what is new in a topic, each record once, until the records of a committed transaction are visible."""
 
 import time
-from collections.abc import Callable, Iterator, Sized
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from typing import Any, TypeVar
 
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
+from rollstream.topics.kafka.skipping_reader import records_around
 
 PATIENCE_S = 3.0
 """How long to wait for records of a committed transaction: they do not appear on all partitions at once."""
@@ -31,14 +33,53 @@ class TopicTail:
     """Reader of one topic of a run."""
 
     def __init__(self, kafka: KafkaConfig, run: str, name: str) -> None:
-        self._kafka, self._topic = kafka, topic_name(run, name)
+        self._kafka, self.topic = kafka, topic_name(run, name)
         self.follows: dict[int, int] = {}
         """By partition, the offset after the last record read."""
+        self.skipped = SkippedRecords("ledger", logged=False)
+        """Records that could not be read."""
 
-    def messages(self) -> Iterator[KafkaRecord]:
-        """Yield the records since the last call; at first, all records. Raises as `read_to_end` does."""
-        for message in read_to_end(self._kafka, self._topic, start=dict(self.follows)):
-            partition, offset = message.partition, message.offset
-            if offset >= self.follows.get(partition, 0):
-                self.follows[partition] = offset + 1
-                yield message
+    def messages(self, upto: Mapping[int, int] | None = None) -> Iterator[KafkaRecord]:
+        """Yield the records since the last call; at first, all records. Raises as `read_to_end` does.
+
+        Records after the offset that `upto` gives for a partition are yielded by later calls, too.
+        """
+        last = upto or {}
+        for message in self._once(read_to_end(self._kafka, self.topic, start=dict(self.follows))):
+            if message.offset <= last.get(message.partition, message.offset):
+                self.follows[message.partition] = message.offset + 1
+            yield message
+
+    def messages_around(self, left_out: Mapping[int, Collection[int]]) -> Iterator[KafkaRecord]:
+        """The same, without the offsets left out; `left_out` has an entry for each partition."""
+        for message in self._once(records_around(self._kafka, self.topic, left_out, dict(self.follows))):
+            self.follows[message.partition] = message.offset + 1
+            yield message
+
+    def _once(self, messages: Iterable[KafkaRecord]) -> Iterator[KafkaRecord]:
+        return (message for message in messages if message.offset >= self.follows.get(message.partition, 0))
+
+    def state(self) -> dict[str, Any]:
+        """Positions and skipped records, as plain values."""
+        return {
+            "follows": list(self.follows.items()),
+            "skipped": [list(skipped)[1:] for skipped in self.skipped.first],
+            "more": self.skipped.total - len(self.skipped.first),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.follows = dict(state["follows"])
+        for place in state["skipped"]:
+            self.skipped.note(Skipped(self.topic, *place))
+        self.skipped.counts[self.topic] += state["more"]
+
+    def forget_before(self, begins: Mapping[int, int]) -> bool:
+        """Drop skipped records that were deleted since; return False if they are too many to tell."""
+        kept = [skipped for skipped in self.skipped.first if skipped.offset >= begins.get(skipped.partition, 0)]
+        whole = self.skipped.total == len(self.skipped.first)
+        if len(kept) < self.skipped.total and whole:
+            self.skipped = SkippedRecords("ledger", logged=False)
+            for skipped in kept:
+                self.skipped.note(skipped)
+        return whole

@@ -289,14 +289,13 @@ def test_a_snapshot_without_its_first_part_is_not_used() -> None:
 
 
 def test_the_account_of_a_pruned_journal_begins_at_its_first_snapshot() -> None:
-    problems: list[str] = []
-    read = PartitionJournal(0, problems.append)
+    read = PartitionJournal(0)
     for record in journal()[4:]:
         read.read(record)
     assert (read.base, read.base_batches, read.position, read.batches) == (7, 6, 10, 9)
-    assert problems == []
+    assert read.problems == []
     read.read(replace(journal()[9], sequence=12))
-    assert len(problems) == 1
+    assert len(read.problems) == 1
 
 
 def of_control_tasks(**groups: dict[str, int]) -> Positions:

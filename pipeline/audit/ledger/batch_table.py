@@ -1,0 +1,155 @@
+"""What is on record of each batch, by partition and number: its place, its rows, and the entry that names it."""
+
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollstream.pipeline.audit.packing import packed, unpacked
+from rollstream.topics.records import batch_numbers
+
+BatchPlace = tuple[int, int]
+"""Partition and offset in `batches`."""
+NONE = -1
+_COLUMNS = ("expected", "partition", "place", "rows", "entry")
+Column = npt.NDArray[np.int64]
+
+
+class _Numbers:
+    """Batches of one partition; a column for each fact, `NONE` where it is not known."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.expected, self.partition, self.place, self.rows, self.entry = (array("q") for _ in _COLUMNS)
+        """Whether the journal names it; partition and offset in `batches`; rows; offset of its first entry."""
+
+    def at(self, number: int) -> int:
+        """Index of a batch in the columns, which grow to hold it."""
+        before, after = self.first - number, number - self.first - len(self.rows) + 1
+        for name in _COLUMNS if before > 0 or after > 0 else ():
+            column: array[int] = getattr(self, name)
+            column.extend([NONE] * after) if after > 0 else setattr(self, name, array("q", [NONE] * before) + column)
+        self.first = min(self.first, number)
+        return number - self.first
+
+    def column(self, name: str) -> Column:
+        """A column as it is now."""
+        return np.array(getattr(self, name), np.int64)
+
+
+class BatchTable:
+    """All batches of a run."""
+
+    def __init__(self) -> None:
+        self._partitions: dict[int, _Numbers] = {}
+
+    def state(self) -> list[Any]:
+        """Everything, as plain values."""
+        return [
+            [partition, numbers.first, *(packed(numbers.column(name)) for name in _COLUMNS)]
+            for partition, numbers in sorted(self._partitions.items())
+        ]
+
+    @classmethod
+    def of(cls, state: list[Any]) -> "BatchTable":
+        """The table of a state."""
+        table = cls()
+        for partition, first, *columns in state:
+            numbers = table._partitions[partition] = _Numbers(first)
+            for name, column in zip(_COLUMNS, columns, strict=True):
+                setattr(numbers, name, array("q", unpacked(column).tobytes()))
+        return table
+
+    def expect(self, partition: int, number: int) -> None:
+        """Note a batch that the journal names."""
+        numbers = self._of(partition, number)
+        numbers.expected[numbers.at(number)] = 1
+
+    def expect_none(self) -> None:
+        """Forget which batches the journal names."""
+        for numbers in self._partitions.values():
+            numbers.expected = array("q", [NONE] * len(numbers.expected))
+
+    def is_expected(self, partition: int, number: int) -> bool:
+        """Whether the journal names a batch."""
+        return self._get(partition, number, "expected") != NONE
+
+    def found(self, partition: int, number: int, place: BatchPlace, rows: int) -> None:
+        """Note a batch that `batches` holds."""
+        numbers = self._of(partition, number)
+        at = numbers.at(number)
+        numbers.partition[at], numbers.place[at], numbers.rows[at] = *place, rows
+
+    def place(self, partition: int, number: int) -> BatchPlace | None:
+        """The place of a batch; None if `batches` does not hold it."""
+        offset = self._get(partition, number, "place")
+        return None if offset == NONE else (self._get(partition, number, "partition"), offset)
+
+    def rows(self, batch_id: str) -> int | None:
+        """Number of rows of a batch; None if `batches` does not hold it."""
+        rows = self._get(*batch_numbers(batch_id), "rows")
+        return None if rows == NONE else rows
+
+    def missing(self) -> list[str]:
+        """Batches that the journal names and `batches` does not hold."""
+        return [
+            f"{partition}-{number + numbers.first}"
+            for partition, numbers in self._partitions.items()
+            for number in np.flatnonzero((numbers.column("expected") != NONE) & (numbers.column("rows") == NONE))
+        ]
+
+    def lowest(self) -> Iterator[tuple[int, int]]:
+        """Number of the first batch that `batches` holds of each partition that has any."""
+        for partition, numbers in self._partitions.items():
+            held = np.flatnonzero(numbers.column("rows") != NONE)
+            if len(held):
+                yield partition, numbers.first + int(held[0])
+
+    def entry(self, partition: int, number: int) -> int | None:
+        """Offset of the first entry that names a batch."""
+        offset = self._get(partition, number, "entry")
+        return None if offset == NONE else offset
+
+    def enter(self, partition: int, number: int, offset: int) -> None:
+        """Note the first entry of a batch."""
+        numbers = self._of(partition, number)
+        numbers.entry[numbers.at(number)] = offset
+
+    def unnamed(self, partition: int, base: int, stop: int) -> list[int]:
+        """Numbers without an entry, from the first batch that has one, or from `base` if that is less, to `stop`."""
+        numbers = self._partitions.get(partition)
+        named = np.empty(0, np.int64)
+        if numbers is not None:
+            named = np.flatnonzero(numbers.column("entry") != NONE) + numbers.first
+        begin = min(int(named[0]), base) if len(named) else base
+        unnamed: list[int] = np.setdiff1d(np.arange(begin, stop), named, assume_unique=True).tolist()
+        return unnamed
+
+    def forget_batches_before(self, begins: Mapping[int, int]) -> None:
+        """Forget places of batches that were deleted."""
+        for numbers in self._partitions.values():
+            places, partitions = numbers.column("place"), numbers.column("partition")
+            gone = np.zeros(len(places), bool)
+            for partition, begin in begins.items():
+                gone |= (partitions == partition) & (places < begin)
+            for name in ("partition", "place", "rows"):
+                column = numbers.column(name)
+                column[gone] = NONE
+                setattr(numbers, name, array("q", column.tobytes()))
+
+    def forget_entries_before(self, begin: int) -> None:
+        """Forget entries that were deleted."""
+        for numbers in self._partitions.values():
+            column = numbers.column("entry")
+            column[column < begin] = NONE
+            numbers.entry = array("q", column.tobytes())
+
+    def _of(self, partition: int, number: int) -> _Numbers:
+        return self._partitions.setdefault(partition, _Numbers(number))
+
+    def _get(self, partition: int, number: int, name: str) -> int:
+        numbers = self._partitions.get(partition)
+        at = -1 if numbers is None else number - numbers.first
+        return int(getattr(numbers, name)[at]) if numbers is not None and 0 <= at < len(numbers.rows) else NONE

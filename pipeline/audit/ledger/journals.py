@@ -1,0 +1,109 @@
+"""Reads the journals of a run up to the records that the group committed with its positions."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from rollstream.pipeline.audit.ledger.book import Ledger
+from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
+from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S, TopicTail, read_until_complete
+from rollstream.pipeline.audit.partition_journal import PartitionJournal
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.commit_metadata import CommitMetadata
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable, StateRefused
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.records import JournalRecord
+
+
+class Journals:
+    """The journals of all partitions."""
+
+    def __init__(self, kafka: KafkaConfig, run: str, partitions: int) -> None:
+        self.tail = TopicTail(kafka, run, "journal")
+        self.of = {number: PartitionJournal(number) for number in range(partitions)}
+        self._again = False
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {"tail": self.tail.state(), "of": [journal.state() for journal in self.of.values()]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.tail.restore(state["tail"])
+        self.of = {journal["number"]: PartitionJournal.of(journal) for journal in state["of"]}
+
+    def begin_anew(self, tail: TopicTail) -> None:
+        """Read all journals again with another tail, because records of them were deleted."""
+        self.tail, self._again = tail, True
+        self.of = {number: journal.anew() for number, journal in self.of.items()}
+
+    def read(self, kafka: KafkaConfig, cut: Mapping[int, int], group: str, hidden: HiddenRecords, book: Ledger) -> None:
+        """Read each journal up to its cut, or to its end, and report what is missing before it."""
+        tail = self.tail
+        for journal in self.of.values():
+            journal.hidden = False
+
+        later = SkippedRecords("ledger", logged=False)
+
+        def read() -> list[int]:
+            nonlocal later
+            later = SkippedRecords("ledger", logged=False)
+            for message in tail.messages(cut):
+                beyond = message.offset > cut.get(message.partition, message.offset)
+                record = (later if beyond else tail.skipped).decode(JournalRecord, message)
+                if record is not None and not beyond:
+                    self._add(kafka, record, message.partition)
+            return sorted(p for p, last in cut.items() if tail.follows.get(p, 0) <= last)
+
+        behind = read_until_complete(read)
+        book.note_skipped(later)
+        if self._again:
+            self._again = False
+            for journal in self.of.values():
+                journal.forget_before()
+        open_ends = hidden.parts("journal") if behind else {}
+        for journal in self.of.values():
+            for problem in journal.problems:
+                book.problem(problem)
+        for partition in behind:
+            if partition in open_ends and open_ends[partition].start <= cut[partition] < open_ends[partition].end:
+                self.of[partition].hidden = True
+                book.undecide(f"journal[{partition}] offset {cut[partition]}", hidden.places("journal"))
+            else:
+                book.problem(f"journal[{partition}] does not hold offset {cut[partition]}, which group {group} names")
+        for journal in self.of.values():
+            if journal.sequence >= 0 and journal.base < 0:
+                book.problem(f"journal[{journal.number}] holds no whole snapshot")
+            elif journal.base >= 0:
+                journal.check_counts(book.problem)
+
+    def _add(self, kafka: KafkaConfig, record: JournalRecord, partition: int) -> None:
+        journal = self.of[partition]
+        begins = journal.sequence < 0 < record.sequence
+        if begins and not topic_admin.bounds(kafka, self.tail.topic)[partition][0]:
+            journal.problem(f"journal[{partition}] begins with sequence {record.sequence}; nothing was pruned")
+        journal.read(record)
+
+
+def committed_cut(kafka: KafkaConfig, run: str, group: str, partitions: int) -> dict[int, int]:
+    """Offset of the newest journal record of each partition, as the group committed it with its position.
+
+    Partitions of an open transaction, or without a commit, are absent: their journal is read to its end.
+    """
+    offsets = {}
+    with Reader(kafka, group=group) as reader:
+        try:
+            positions = reader.committed(
+                topic_name(run, "rollouts"), range(partitions), f"reading offsets of group {group}", PATIENCE_S
+            )
+        except BrokerUnavailable:
+            return {}
+    for position in positions:
+        if position.offset >= 0:
+            # Ignore commits of other programs: grouping refuses them.
+            with contextlib.suppress(StateRefused):
+                offsets[position.partition] = CommitMetadata.decode(position.metadata, run).journal
+    return offsets

@@ -1,0 +1,152 @@
+"""The ledger of a run that goes on: it reads only what is new, and keeps in a file where it stands.
+
+The file can be deleted at any time: the books are then begun anew from the topics. They are begun anew, too, if it is
+damaged or of another version, or if the topics no longer hold what was read; the reason is told.
+"""
+
+import hashlib
+import json
+import logging
+import zlib
+from pathlib import Path
+from typing import Any
+
+from rollstream.consumers.files.atomic_files import (
+    DirectoryLock,
+    StoreError,
+    lock_directory,
+    remove_unfinished,
+    write_bytes,
+)
+from rollstream.pipeline.audit.ledger.book import Ledger
+from rollstream.pipeline.audit.ledger.proof import Books
+from rollstream.pipeline.audit.ledger.topic_state import Outdated
+from rollstream.topics.closing import Closing
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka import clients
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
+VERSION = 1
+"""Version of the file, raised with every change of what the books keep or how."""
+_MARK = b"rollstream books "
+_DIGEST_BYTES = 32
+_LOCK = "books.lock"
+Ranges = list[tuple[int, int]]
+"""First and last offset of each range."""
+
+
+class LiveLedger(Closing):
+    """The ledger of one run, brought up to date by each poll."""
+
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        path: Path,
+        group: str | None = None,
+        labeling_group: str | None = None,
+    ) -> None:
+        """`path` is the file; the other arguments are those of `ledger`.
+
+        Only one process at a time writes the file; a second one reads it and keeps what it reads to itself.
+        """
+        self._kafka, self._arguments, self._path = kafka, (kafka, run, group, labeling_group), path
+        self._books: Books | None = None
+        self._lock: DirectoryLock | None = None
+        self._kept = b""
+        self.begun_anew = ""
+        """Why the last poll began anew; empty if it went on from what was read before."""
+        self.state_bytes = 0
+        """Size of the file."""
+
+    def poll(self) -> Ledger:
+        """Read what is new, and return the ledger as `ledger` would. Raises as `ledger` does, and StoreError."""
+        clients.check_broker(self._kafka)
+        self.begun_anew = ""
+        books = self._books or self._stored()
+        self._books = None  # Of no more use after an error.
+        if books is not None:
+            try:
+                result = books.read()
+            except Outdated as error:
+                self._tell(str(error))
+                books = None
+        if books is None:
+            books = Books(*self._arguments)
+            result = books.read()
+        self._books = books
+        self._store(books)
+        return result
+
+    def offsets(self, fate: str, reason: str | None = None) -> dict[int, Ranges]:
+        """Ranges of offsets of `rollouts` with a fate, by partition, as of the last poll.
+
+        `fate` is one of the journal or `in_flight`, and `reason` that of a drop; without one, drops for any. Offsets
+        settled before a pruned journal begins are known as counts alone.
+        """
+        journals = {} if self._books is None else self._books.journals
+        return {number: journal.of_fate(fate, reason).ranges() for number, journal in journals.items()}
+
+    def close(self) -> None:
+        """Let another process write the file."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _stored(self) -> Books | None:
+        """The books in the file; None, and the reason is told, if there is none to go on from."""
+        try:
+            data = self._path.read_bytes()
+        except FileNotFoundError:
+            self._tell("there is no file of an earlier reading")
+            return None
+        books = Books(*self._arguments)
+        try:
+            books.restore(_unpacked(data))
+        except Outdated as error:
+            self._tell(f"{self._path}: {error}")
+            return None
+        except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
+            self._tell(f"{self._path}: it holds other values than this release writes ({error!r})")
+            return None
+        return books
+
+    def _store(self, books: Books) -> None:
+        data = _packed(books.state())
+        if data == self._kept or not self._may_write():
+            return
+        write_bytes(self._path, data)
+        self._kept, self.state_bytes = data, len(data)
+
+    def _may_write(self) -> bool:
+        if self._lock is None:
+            try:
+                self._lock = lock_directory(self._path.parent, _LOCK)
+            except StoreError:
+                return False
+            remove_unfinished(self._path.parent)
+        return True
+
+    def _tell(self, why: str) -> None:
+        self.begun_anew = why
+        event(logger, "ledger_begun_anew", why=why, file=str(self._path))
+
+
+def _packed(state: dict[str, Any]) -> bytes:
+    body = zlib.compress(json.dumps(state, ensure_ascii=False, separators=(",", ":")).encode(), 1)
+    return _MARK + b"%d " % VERSION + hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() + body
+
+
+def _unpacked(data: bytes) -> dict[str, Any]:
+    """The state in the bytes of a file. Raises Outdated for other bytes than were written."""
+    mark, _, rest = data.removeprefix(_MARK).partition(b" ")
+    if not data.startswith(_MARK) or not mark.isdigit():
+        raise Outdated("it is no file of books")
+    if int(mark) != VERSION:
+        raise Outdated(f"it is of version {int(mark)}, and this release keeps version {VERSION}")
+    digest, body = rest[:_DIGEST_BYTES], rest[_DIGEST_BYTES:]
+    if hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() != digest:
+        raise Outdated("it is damaged: its bytes are not those that were written")
+    state: dict[str, Any] = json.loads(zlib.decompress(body))
+    return state

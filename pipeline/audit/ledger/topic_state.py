@@ -1,0 +1,26 @@
+"""Where the topics of a run begin and end, and the error of what was read from topics that are no longer so."""
+
+from collections.abc import Mapping
+
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RollstreamError
+from rollstream.topics.kafka import clients, topic_admin
+
+LogBounds = dict[str, dict[int, int]]
+"""An offset of each partition of each topic."""
+
+
+class Outdated(RollstreamError):
+    """What was read before cannot be gone on from."""
+
+
+def bounds_of(kafka: KafkaConfig, names: Mapping[str, str]) -> dict[str, dict[int, tuple[int, int]]]:
+    """First offset of each partition, and the one past its last, by the name that is given for each topic."""
+    client = clients.admin(kafka)
+    places = [(topic, p) for topic in names for p in range(topic_admin.partitions_of(kafka, topic, client))]
+    begins, ends = (topic_admin.offsets(kafka, places, which) for which in ("earliest", "latest"))
+    bounds: dict[str, dict[int, tuple[int, int]]] = {name: {} for name in names.values()}
+    for topic, partition in places:
+        place = topic, partition
+        bounds[names[topic]][partition] = begins[place].offset, ends[place].offset
+    return bounds

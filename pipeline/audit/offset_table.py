@@ -1,0 +1,155 @@
+"""A value for each offset of a partition, kept as runs of equal values: small where neighbours share their fate.
+
+Offsets being written lie in dense chunks, which become runs again when the table is read.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Int64s = npt.NDArray[np.int64]
+Values = npt.NDArray[np.uint32]
+_CHUNK = 1 << 16
+"""Offsets in a chunk. No run crosses the border of chunks."""
+_MOST_DENSE = 64
+"""Chunks that are dense at once, 256 KiB each."""
+
+
+class Runs(NamedTuple):
+    """Runs of equal values other than 0, by ascending offset."""
+
+    starts: Int64s
+    stops: Int64s
+    """One past the last offset of each run."""
+    values: Values
+
+    def where(self, chosen: npt.NDArray[np.bool_]) -> "Runs":
+        """The runs chosen."""
+        return Runs(self.starts[chosen], self.stops[chosen], self.values[chosen])
+
+    def clipped(self, first: int, stop: int) -> "Runs":
+        """The parts of the runs from `first` to before `stop`."""
+        starts, stops = np.maximum(self.starts, first), np.minimum(self.stops, stop)
+        return Runs(starts, stops, self.values).where(starts < stops)
+
+    @property
+    def total(self) -> int:
+        """Number of offsets."""
+        return int((self.stops - self.starts).sum())
+
+    def offsets(self) -> Iterator[int]:
+        """Every offset, ascending."""
+        for start, stop in zip(self.starts.tolist(), self.stops.tolist(), strict=True):
+            yield from range(start, stop)
+
+    def counts(self) -> dict[int, int]:
+        """Number of offsets by value."""
+        values, places = np.unique(self.values, return_inverse=True)
+        counts = np.bincount(places, weights=(self.stops - self.starts).astype(float), minlength=len(values))
+        return dict(zip(values.tolist(), counts.astype(np.int64).tolist(), strict=True))
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """First and last offset of each range of neighbours, whatever their values."""
+        if not len(self.starts):
+            return []
+        breaks = np.flatnonzero(self.starts[1:] != self.stops[:-1]) + 1
+        firsts = self.starts[np.concatenate(([0], breaks))]
+        lasts = self.stops[np.concatenate((breaks - 1, [len(self.stops) - 1]))] - 1
+        return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
+
+
+_NO_RUNS = Runs(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint32))
+
+
+class OffsetTable:
+    """The value of each offset, 0 unless set."""
+
+    def __init__(self, runs: Runs = _NO_RUNS) -> None:
+        """`runs` are those that another table returned."""
+        self._runs = runs
+        self._dense: dict[int, Values] = {}
+
+    def runs(self) -> Runs:
+        """All offsets whose value is not 0."""
+        if self._dense:
+            chunks = np.array(sorted(self._dense))
+            kept = self._runs.where(~np.isin(self._runs.starts // _CHUNK, chunks))
+            pieces = [kept, *(_runs_of(number, self._dense[number]) for number in chunks.tolist())]
+            starts, stops, values = (np.concatenate(column) for column in zip(*pieces, strict=True))
+            order = np.argsort(starts, kind="stable")
+            self._runs = Runs(starts[order], stops[order], values[order])
+            self._dense = {}
+        return self._runs
+
+    def __getitem__(self, offset: int) -> int:
+        dense = self._dense.get(offset // _CHUNK)
+        if dense is not None:
+            return int(dense[offset % _CHUNK])
+        at = int(np.searchsorted(self._runs.starts, offset, side="right")) - 1
+        return int(self._runs.values[at]) if at >= 0 and offset < self._runs.stops[at] else 0
+
+    def writable(self, first: int, stop: int) -> Iterator[tuple[int, Values]]:
+        """Yield the offsets from `first` to before `stop` as arrays to change, each with its first offset."""
+        while first < stop:
+            number, begin = divmod(first, _CHUNK)
+            end = min(stop - number * _CHUNK, _CHUNK)
+            yield first, self._chunk(number)[begin:end]
+            first = number * _CHUNK + end
+
+    def set_bits(self, first: int, stop: int, bits: int) -> None:
+        """Set bits of the values from `first` to before `stop`."""
+        for _first, values in self.writable(first, stop):
+            values |= np.uint32(bits)
+
+    def set_bits_at(self, offset: int, bits: int) -> int:
+        """Set bits of one value, and return the value before."""
+        values = self._chunk(offset // _CHUNK)
+        before = int(values[offset % _CHUNK])
+        values[offset % _CHUNK] = before | bits
+        return before
+
+    def clear_bits(self, bits: int, chosen: Runs | None = None) -> None:
+        """Clear bits of all values, or of those in `chosen`."""
+        for start, stop in zip(*(self.runs() if chosen is None else chosen)[:2], strict=True):
+            for _first, values in self.writable(int(start), int(stop)):
+                values &= np.uint32(~bits & 0xFFFFFFFF)
+
+    def _chunk(self, number: int) -> Values:
+        dense = self._dense.get(number)
+        if dense is None:
+            if len(self._dense) >= _MOST_DENSE:
+                self.runs()
+            dense = self._dense[number] = self._as_dense(number)
+        return dense
+
+    def _as_dense(self, number: int) -> Values:
+        dense = np.zeros(_CHUNK, np.uint32)
+        begin = number * _CHUNK
+        low, high = np.searchsorted(self._runs.starts, (begin, begin + _CHUNK))
+        lengths = self._runs.stops[low:high] - self._runs.starts[low:high]
+        if len(lengths):
+            before = np.cumsum(lengths) - lengths
+            at = np.repeat(self._runs.starts[low:high] - begin - before, lengths) + np.arange(lengths.sum())
+            dense[at] = np.repeat(self._runs.values[low:high], lengths)
+        return dense
+
+
+def _runs_of(number: int, dense: Values) -> Runs:
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(dense)) + 1))
+    stops = np.concatenate((starts[1:], [_CHUNK]))
+    begin = number * _CHUNK
+    return Runs((starts + begin).astype(np.int64), (stops + begin).astype(np.int64), dense[starts]).where(
+        dense[starts] != 0
+    )
+
+
+def offsets_named(runs: Runs, most: int) -> Iterator[tuple[int, int]]:
+    """Yield up to `most` offsets with their values, ascending."""
+    for start, stop, value in zip(*runs, strict=True):
+        for offset in range(int(start), int(stop)):
+            if most <= 0:
+                return
+            most -= 1
+            yield offset, int(value)
