@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 Int64s = npt.NDArray[np.int64]
 Values = npt.NDArray[np.uint32]
-_CHUNK = 1 << 16
+_CHUNK = 1 << 13
 """Offsets in a chunk. No run crosses the border of chunks."""
-_MOST_DENSE = 64
-"""Chunks that are dense at once, 256 KiB each."""
+_MOST_DENSE = 512
+"""Chunks that are dense at once, 32 KiB each."""
 
 
 class Runs(NamedTuple):

@@ -1,14 +1,17 @@
 """`rollstream ledger`: proves from a run's topics alone that every record is in exactly one place.
 
+With `--incremental` or `--follow` it reads only what is new since it wrote its file, which can be deleted at any time.
 Exit code 0 if the ledger balances, 1 if it does not, 4 if it balances but some records are still undecided.
 """
 
 import argparse
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.audit.ledger import LiveLedger, ledger
 from rollstream.pipeline.command_parser import set_handler, wait_seconds
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.demo_report import ledger_text
@@ -33,6 +36,20 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="add up the ledgers of the runs that were split into this one, each moved record once",
     )
     parser.add_argument(
+        "--incremental",
+        action="store_true",
+        help="read only what is new since the last time, and keep what is needed for that in a file below data_dir",
+    )
+    often = parser.add_mutually_exclusive_group()
+    often.add_argument(
+        "--follow",
+        type=wait_seconds,
+        nargs="?",
+        const=1.0,
+        metavar="SECONDS",
+        help="the same, looking every so many seconds until interrupted, and print a line on each change (default: 1)",
+    )
+    often.add_argument(
         "--watch",
         type=wait_seconds,
         nargs="?",
@@ -43,21 +60,63 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def show_ledger(config: RunConfig, args: argparse.Namespace) -> int:
-    """Print the ledger, repeatedly with --watch until interrupted.
+    """Print the ledger, repeatedly with --watch and on changes with --follow until interrupted.
 
     Return 1 if it does not balance, 4 if it does and an open transaction hides some of it, else 0.
     """
+    with ExitStack() as stack:
+        live = stack.enter_context(live_ledger(config)) if args.incremental or args.follow is not None else None
+        if args.follow is not None and live is not None:
+            _follow(live, args)
+        while True:
+            book = _book(config, config.run) if live is None else _live_book(live)
+            if args.with_predecessors:
+                book["chain"] = chain = _chain(config, book)
+                book["balanced"] = book["balanced"] and all(row["balanced"] for row in chain)
+            text = "" if args.json else book_text(book, by_environment=args.by == "env")
+            print(compact(book) if args.json else printable(text), flush=True)
+            if args.watch is None:
+                return 1 if not book["balanced"] else _UNDECIDED if book["undecided"] else 0
+            time.sleep(args.watch)
+            if not args.json:
+                print()
+
+
+def live_ledger(config: RunConfig) -> LiveLedger:
+    """The ledger of a run that reads only what is new; its file is in the run's directory."""
+    groups = config.grouper.group_id(config.run), config.labeling.group_id(config.run)
+    return LiveLedger(config.kafka, config.run, ledger_file(config), *groups)
+
+
+def ledger_file(config: RunConfig) -> Path:
+    """The file of a run's ledger that reads only what is new."""
+    return config.run_dir / "ledger" / "books"
+
+
+def _follow(live: LiveLedger, args: argparse.Namespace) -> None:
+    """Print a line, or the whole as JSON, whenever the ledger changes; for ever."""
+    before = None
     while True:
-        book = _book(config, config.run)
-        if args.with_predecessors:
-            book["chain"] = chain = _chain(config, book)
-            book["balanced"] = book["balanced"] and all(row["balanced"] for row in chain)
-        print(compact(book) if args.json else printable(book_text(book, by_environment=args.by == "env")), flush=True)
-        if args.watch is None:
-            return 1 if not book["balanced"] else _UNDECIDED if book["undecided"] else 0
-        time.sleep(args.watch)
-        if not args.json:
-            print()
+        book = live.poll().as_dict()
+        if book != before:
+            print(compact(book) if args.json else printable(line_text(book)), flush=True)
+        before = book
+        time.sleep(args.follow)
+
+
+def line_text(book: Mapping[str, Any]) -> str:
+    """A ledger in one line: its places, what was trained on, and whether it balances."""
+    counts = {**chain_row("", book), "trained": book["trained"], "skipped": book["skipped"]}
+    places = [f"{_words(name)} {counts[name]:,}" for name in ("produced", *_CHAINED, "moved") if counts[name]]
+    places += [f"{name} {counts[name]:,}" for name in ("trained", "skipped") if counts[name]]
+    first = [*book["problems"], "the counts do not add up"][0]
+    verdict = f"DOES NOT BALANCE: {first}" if not book["balanced"] else "balanced"
+    return f"{', '.join(places) or 'nothing produced'}; {verdict}" + (" as far as decided" * bool(book["undecided"]))
+
+
+def _live_book(live: LiveLedger) -> dict[str, Any]:
+    book = live.poll().as_dict()
+    return {**book, "books": {"bytes": live.state_bytes, "begun_anew": live.begun_anew}}
 
 
 def _book(config: RunConfig, run: str) -> dict[str, Any]:
@@ -135,12 +194,20 @@ def book_text(book: Mapping[str, Any], *, by_environment: bool = False) -> str:
     if book["evals"]:
         trained_on = f"{book['evals_batched']:,} OF THEM IN BATCHES" if book["evals_batched"] else "none in a batch"
         apart[0] += f", {trained_on}"
+    if kept := book.get("books"):
+        apart.append(f"read {kept_text(kept)}")
     if book["pruned"]:
         apart.append(f"{book['pruned']:,} records were pruned: only the journal's counts tell of them")
     if book["records_skipped"]:
         first = (f"  {line[:_LINE]}" for line in book["unreadable"][:_NAMED])
         apart += [f"{book['records_skipped']:,} records could not be read and count for nothing, the first:", *first]
     return "\n\n".join([*parts, "\n".join(apart)])
+
+
+def kept_text(kept: Mapping[str, Any]) -> str:
+    """How much was read, and the size of the file that is kept for the next reading."""
+    read = f"from the beginning ({kept['begun_anew']})" if kept["begun_anew"] else "only what was new"
+    return f"{read}; the file for the next reading has {kept['bytes']:,} bytes"
 
 
 def learners_text(learners: Mapping[str, Any]) -> str:

@@ -7,6 +7,8 @@ damaged or of another version, or if the topics no longer hold what was read; th
 import hashlib
 import json
 import logging
+import math
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ VERSION = 1
 _MARK = b"rollstream books "
 _DIGEST_BYTES = 32
 _LOCK = "books.lock"
+_SHARE = 20
+"""The file is written at most in one part of the time of so many; a reader that is killed reads a little again."""
 Ranges = list[tuple[int, int]]
 """First and last offset of each range."""
 
@@ -54,11 +58,13 @@ class LiveLedger(Closing):
         self._kafka, self._arguments, self._path = kafka, (kafka, run, group, labeling_group), path
         self._books: Books | None = None
         self._lock: DirectoryLock | None = None
-        self._kept = b""
+        self._kept: object = None
+        """What was read as of the last writing of the file."""
+        self._written_at, self._cost_s = -math.inf, 0.0
         self.begun_anew = ""
         """Why the last poll began anew; empty if it went on from what was read before."""
         self.state_bytes = 0
-        """Size of the file."""
+        """Size of the file as of the last poll."""
 
     def poll(self) -> Ledger:
         """Read what is new, and return the ledger as `ledger` would. Raises as `ledger` does, and StoreError."""
@@ -89,7 +95,9 @@ class LiveLedger(Closing):
         return {number: journal.of_fate(fate, reason).ranges() for number, journal in journals.items()}
 
     def close(self) -> None:
-        """Let another process write the file."""
+        """Write what is not written yet, and let another process write the file."""
+        if self._books is not None and self._kept != self._books.positions:
+            self._write(self._books)
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -110,14 +118,23 @@ class LiveLedger(Closing):
         except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
             self._tell(f"{self._path}: it holds other values than this release writes ({error!r})")
             return None
+        self._kept, self.state_bytes = books.positions, len(data)
         return books
 
     def _store(self, books: Books) -> None:
+        """Write the file, unless nothing was read since, or writing would take most of the time."""
+        due = time.monotonic() - self._written_at > _SHARE * self._cost_s
+        if due and self._kept != books.positions:
+            self._write(books)
+
+    def _write(self, books: Books) -> None:
+        began = time.monotonic()
         data = _packed(books.state())
-        if data == self._kept or not self._may_write():
-            return
-        write_bytes(self._path, data)
-        self._kept, self.state_bytes = data, len(data)
+        self.state_bytes = len(data)
+        if self._may_write():
+            write_bytes(self._path, data)
+        self._kept, self._written_at = books.positions, time.monotonic()
+        self._cost_s = self._written_at - began
 
     def _may_write(self) -> bool:
         if self._lock is None:

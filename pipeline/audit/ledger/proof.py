@@ -94,6 +94,12 @@ class Books:
         return self._journals.of
 
     @property
+    def positions(self) -> object:
+        """How far each topic was read, and where it begins: as long as this is the same, so is the state."""
+        follows = {name: dict(tail.follows) for name, tail in self._tails.items()}
+        return follows, self._begins
+
+    @property
     def _parts(self) -> dict[str, Any]:
         return {
             "steps": self._learners,

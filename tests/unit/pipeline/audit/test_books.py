@@ -1,0 +1,186 @@
+"""Parts of the ledger's books: fed in any portions, saved and loaded at any moment, they are those fed at once."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollstream.pipeline.audit.ledger.batch_table import BatchTable
+from rollstream.pipeline.audit.ledger.book import Ledger
+from rollstream.pipeline.audit.ledger.index import Entries
+from rollstream.pipeline.audit.ledger.learners import Learners
+from rollstream.pipeline.audit.offset_table import OffsetTable
+from rollstream.pipeline.audit.packing import packed, packed_table, unpacked, unpacked_table
+from rollstream.pipeline.audit.partition_journal import CARRIED, LETTERED, SEEN, PartitionJournal
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.records import BatchUse, JournalRecord, LearnerStep
+from tests.unit.consumers.grouping.core.test_journal import FULL
+from tests.unit.pipeline.audit.test_ledger_steps import entries
+
+OFFSETS = st.integers(0, 40) | st.integers(8_150, 8_220) | st.integers(0, 2**40)
+CUTS = st.sets(st.integers(0, 12))
+
+
+def saved(state: Any) -> Any:
+    """A state as a file gives it back."""
+    return json.loads(json.dumps(state))
+
+
+# ---------------------------------------------------------------------- offsets
+
+
+@given(st.lists(st.tuples(OFFSETS, st.integers(1, 90), st.integers(1, 31), st.booleans(), st.booleans()), max_size=12))
+def test_a_table_of_offsets_holds_what_was_set(changes: list[tuple[int, int, int, bool, bool]]) -> None:
+    table, model = OffsetTable(), dict[int, int]()
+    for first, count, bits, clear, reload in changes:
+        touched = range(first, first + count)
+        if clear:
+            table.clear_bits(bits)
+            model = {offset: value & ~bits for offset, value in model.items()}
+        else:
+            table.set_bits(first, first + count, bits)
+            model |= {offset: model.get(offset, 0) | bits for offset in touched}
+        assert [table[offset] for offset in touched] == [model.get(offset, 0) for offset in touched]
+        if reload:
+            table = unpacked_table(saved(packed_table(table)))
+    held = {offset: value for offset, value in sorted(model.items()) if value}
+    runs = table.runs()
+    assert list(runs.offsets()) == list(held)
+    assert runs.total == len(held)
+    assert sum(runs.counts().values()) == len(held)
+    odd = runs.where(runs.values & 1 != 0)
+    assert [offset for first, last in odd.ranges() for offset in range(first, last + 1)] == [
+        offset for offset, value in held.items() if value & 1
+    ]
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1)))
+def test_numbers_are_unpacked_as_they_were_packed(numbers: list[int]) -> None:
+    assert unpacked(packed(numbers)).tolist() == numbers
+
+
+def test_settled_history_takes_next_to_nothing() -> None:
+    table = OffsetTable()
+    table.set_bits(0, 30_000_000, SEEN)
+    for offset in range(0, 30_000_000, 3_000):
+        table.set_bits_at(offset, LETTERED)
+    assert sum(map(len, packed_table(table))) < 30_000_000 / 500
+
+
+# ---------------------------------------------------------------------- journals
+
+
+@settings(max_examples=30)
+@given(st.lists(FULL, max_size=8), CUTS, st.booleans())
+def test_a_journal_read_in_portions_is_the_journal_read_at_once(
+    records: list[JournalRecord], cuts: set[int], joined: bool
+) -> None:
+    if joined:  # As a grouping task writes them.
+        records = [replace(record, sequence=n) for n, record in enumerate(records)]
+    whole, portions = PartitionJournal(0), PartitionJournal(0)
+    for number, record in enumerate(records):
+        whole.read(record)
+        portions.read(record)
+        for journal in (whole, portions):
+            journal.table.set_bits(number * 10, number * 20, SEEN | CARRIED)
+        if number in cuts:
+            portions.batch_ids.clear()  # The batches take them after each reading.
+            portions = PartitionJournal.of(saved(portions.state()))
+    assert saved(portions.state()) == saved(whole.state())
+    assert (portions.since, portions.counts, portions.produced) == (whole.since, whole.counts, whole.produced)
+
+
+@settings(max_examples=20)
+@given(st.lists(FULL, max_size=5))
+def test_a_journal_read_anew_keeps_what_other_topics_say(records: list[JournalRecord]) -> None:
+    first, second = PartitionJournal(0), PartitionJournal(0)
+    for journal in (first, second):
+        for record in records:
+            journal.read(record)
+        journal.table.set_bits(5, 25, SEEN)
+    again = first.anew()
+    for record in records:
+        again.read(record)
+    assert again.state() == second.state()
+
+
+# ---------------------------------------------------------------------- steps
+
+ROWS = 4
+USES = st.builds(
+    BatchUse,
+    batch_id=st.sampled_from(["0-0", "0-1", "0-2", "0-9"]),
+    index_offset=st.sampled_from([0, 2, 4, 6]),
+    rows=st.sampled_from([ROWS, ROWS, ROWS, 2]),
+    use=st.sampled_from(["trained", "skipped"]),
+    row_numbers=st.sampled_from([(), (), (0, 1), (2, 3), (0, 9)]),
+    again=st.booleans(),
+    code=st.sampled_from(["", "old"]),
+)
+STEPS = st.lists(st.tuples(st.sampled_from("ab"), st.lists(USES, max_size=3), st.integers(0, 9)), max_size=10)
+
+
+def steps_of(drawn: Sequence[tuple[str, list[BatchUse], int]]) -> list[LearnerStep]:
+    return [
+        LearnerStep(
+            learner=learner,
+            step=number,
+            input_run="run",
+            uses=tuple(uses),
+            position=position,
+            policy_version=-1,
+            params_digest="d",
+            trained_total=0,
+            skipped_total=0,
+        )
+        for number, (learner, uses, position) in enumerate(drawn)
+    ]
+
+
+@given(STEPS, CUTS)
+def test_steps_taken_in_portions_are_those_taken_at_once(
+    drawn: list[tuple[str, list[BatchUse], int]], cuts: set[int]
+) -> None:
+    steps, table, journal, index = steps_of(drawn), BatchTable(), PartitionJournal(0), entries(0, 2, 4, 6)
+    journal.batches = 4
+    for number in range(3):
+        table.found(0, number, (0, number), ROWS)
+
+    def judged(learners: Learners) -> Ledger:
+        book = Ledger()
+        learners.check(table, {}, {0: journal}, index, 8, book)
+        return book
+
+    whole, portions = Learners(KafkaConfig(), "run"), Learners(KafkaConfig(), "run")
+    whole.take(sorted(steps, key=lambda step: (step.learner, step.step)))
+    begin = 0
+    for cut in (*sorted(cut for cut in cuts if cut < len(steps)), len(steps)):
+        portions.take(sorted(steps[begin:cut], key=lambda step: (step.learner, step.step)))
+        begin = cut
+        judged(portions)
+        state, portions = saved(portions.state()), Learners(KafkaConfig(), "run")
+        portions.restore(state)
+    assert judged(portions) == judged(whole)
+    assert [portions.untrained(f"0-{n}") for n in range(4)] == [whole.untrained(f"0-{n}") for n in range(4)]
+
+
+def test_batches_and_entries_are_loaded_as_they_were_saved() -> None:
+    table, index = BatchTable(), entries(0, 2, 4)
+    for number in (7, 5, 9):
+        table.expect(1, number)
+        table.found(1, number, (0, number + 1), ROWS)
+        table.enter(1, number, number + 2)
+    table.expect(1, 8)
+    loaded, named = BatchTable.of(saved(table.state())), Entries.of(saved(index.state()))
+    assert (loaded.missing(), loaded.place(1, 7), loaded.rows("1-9"), loaded.entry(1, 5)) == (["1-8"], (0, 8), ROWS, 7)
+    assert loaded.unnamed(1, 5, 10) == table.unnamed(1, 5, 10) == [6, 8]
+    assert loaded.state() == table.state()
+    assert (list(named.between(0, 3)), named.batch_at(4), named.from_offset(1)) == ([(0, "0-0"), (2, "0-1")], "0-2", 2)
+    loaded.forget_batches_before({0: 8})
+    loaded.forget_entries_before(10)
+    named.forget_before(2)
+    assert (loaded.rows("1-5"), loaded.rows("1-7"), loaded.entry(1, 7), loaded.entry(1, 9)) == (None, ROWS, None, 11)
+    assert named.batch_at(0) is None
