@@ -1,7 +1,7 @@
 """The journal of one partition of `rollouts`, whole or pruned, as the ledger reads it.
 
 In a pruned journal, fates are known by offset from the first whole snapshot on, and earlier ones only as its counts.
-What other topics say of an offset is kept beside its fate, so that both can be compared for all offsets at once.
+The facts that other topics hold of an offset are kept beside its fate, so that both can be compared for all offsets at once.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ PLACES = (IN_FLIGHT, *FATES)
 CODES = (1 << 20) - 1
 """Bits of a value that hold the code of the fate, 0 for none: an index of `places`, plus one."""
 SEEN, ROLLOUT, CARRIED, LETTERED, DELIVERED, DELIVERED_BEFORE, HOPPED = (1 << bit for bit in range(20, 27))
-"""What is known of an offset: its record was read, it is a rollout, a batch carries it, a dead letter names it, it was
+"""Facts of an offset: its record was read, it is a rollout, a batch carries it, a dead letter names it, it was
 batched since the first snapshot, or before it while in flight, and it was skipped without being fetched."""
 _OF_THE_JOURNAL = CODES | DELIVERED | DELIVERED_BEFORE | HOPPED
 _MOST_NAMED = 20

@@ -144,16 +144,16 @@ class RecordedBatches:
 
         self._take_waiting(journals, add)
         missing = read_until_complete(read)
-        found = self._hidden(missing, hidden, result) if missing else HiddenBatches()
+        hidden_batches = self._hidden(missing, hidden, result) if missing else HiddenBatches()
         for problem in self._problems:
             result.problem(problem)
         result.evals_batched += self._evals_batched
-        for batch_id in sorted(set(missing) - found.rows.keys()):
+        for batch_id in sorted(set(missing) - hidden_batches.rows.keys()):
             result.problem(f"batch {batch_id} is in the journal and not in batches")
         for number, journal in journals.items():
-            self._compare_offsets(number, journal, found.carried.get(number, Counter()), result)
+            self._compare_offsets(number, journal, hidden_batches.carried.get(number, Counter()), result)
         result.batches = sum(journal.batches - journal.first_batch for journal in journals.values())
-        return found
+        return hidden_batches
 
     def measure_again(self, batch_ids: Iterable[str], untrained: Untrained) -> None:
         """Measure the skipped rows of batches that were read before their steps."""
@@ -224,16 +224,16 @@ class RecordedBatches:
 
     def _hidden(self, missing: Iterable[str], hidden: HiddenRecords, result: Ledger) -> HiddenBatches:
         """Missing batches that an open transaction hides, which are undecided."""
-        found, wanted = HiddenBatches(), set(missing)
+        batches, wanted = HiddenBatches(), set(missing)
         messages = hidden.messages("batches")
         for message, batch in SkippedRecords("ledger", logged=False).records(TrainingBatch, messages):
             if batch.batch_id in wanted:
                 wanted.remove(batch.batch_id)
-                found.places[batch.batch_id] = message.partition, message.offset
-                found.rows[batch.batch_id] = len(batch)
-                found.carried.setdefault(batch.partition, Counter()).update(batch.source_offsets.tolist())
+                batches.places[batch.batch_id] = message.partition, message.offset
+                batches.rows[batch.batch_id] = len(batch)
+                batches.carried.setdefault(batch.partition, Counter()).update(batch.source_offsets.tolist())
                 result.undecide(f"batch {batch.batch_id}", hidden.places("batches"))
-        return found
+        return batches
 
     def _compare_offsets(self, number: int, journal: PartitionJournal, undecided: Counter[int], result: Ledger) -> None:
         """Report offsets that only the journal or only a batch calls batched, and those in several batches."""

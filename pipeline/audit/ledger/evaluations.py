@@ -17,7 +17,7 @@ Kind = tuple[str, str, str, int]
 
 
 class Scored(NamedTuple):
-    """What an evaluation takes from one rollout."""
+    """The values that an evaluation takes from one rollout."""
 
     branch: int
     episode: str
@@ -30,7 +30,7 @@ class Scored(NamedTuple):
 
     @classmethod
     def of(cls, rollout: Rollout) -> "Scored":
-        """What an evaluation takes from this rollout."""
+        """Take them from a rollout."""
         prompts = rollout.extra.get("prompts")
         return cls(
             rollout.branch,
@@ -53,7 +53,7 @@ class Evaluations:
 
     def state(self) -> dict[str, Any]:
         """Everything, as plain values."""
-        return {"tail": self.tail.state(), "rollouts": [[kind, of] for kind, of in self._rollouts.items()]}
+        return {"tail": self.tail.state(), "rollouts": [[kind, scored] for kind, scored in self._rollouts.items()]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""

@@ -24,7 +24,7 @@ from rollstream.topics.records import BatchIndexEntry, batch_numbers
 _MOST_NAMED = 20
 _LARGEST = 1 << 62
 Named = tuple[int, int, int, int]
-"""Of an entry: partition and number of the batch, and its partition and offset in `batches`."""
+"""The batch of an entry: its partition and number, and its partition and offset in `batches`."""
 
 
 class Entries:
@@ -173,7 +173,7 @@ class BatchIndex:
                 f"{len(lost)} batches have no entry in batch-index, which begins at offset {begin}: no learner finds "
                 f"them; the first is {lost[0]}"
             )
-        for _offset, problem in sorted(self._judged(journals, table, places, cut), key=lambda told: told[0]):
+        for _offset, problem in sorted(self._judged(journals, table, places, cut), key=lambda problem: problem[0]):
             result.problem(problem)
 
     def _enter(self, journals: Mapping[int, PartitionJournal], table: BatchTable) -> None:

@@ -22,12 +22,12 @@ from rollstream.topics.skip_reasons import OTHER
 _MOST_ROWS = 2**24
 _MOST_NAMED = 20
 UseRows = tuple[int, int, str, int, tuple[int, ...]]
-"""Of a use: step, place among the uses of the step, batch, number of rows, and their numbers unless it is all."""
+"""The rows of a use: step, place among the uses of the step, batch, number of rows, and their numbers unless it is all."""
 
 
 @dataclass
 class _Learner:
-    """What is on record of one learner."""
+    """The record of one learner."""
 
     steps: int = 0
     step: int = -1

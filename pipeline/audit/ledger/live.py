@@ -59,7 +59,7 @@ class LiveLedger(Closing):
         self._books: Books | None = None
         self._lock: DirectoryLock | None = None
         self._kept: object = None
-        """What was read as of the last writing of the file."""
+        """The positions as of the last writing of the file."""
         self._written_at, self._cost_s = -math.inf, 0.0
         self.begun_anew = ""
         """Why the last poll began anew; empty if it went on from what was read before."""
@@ -71,7 +71,7 @@ class LiveLedger(Closing):
         clients.check_broker(self._kafka)
         self.begun_anew = ""
         books = self._books or self._stored()
-        self._books = None  # Of no more use after an error.
+        self._books = None  # They are of no more use after an error.
         if books is not None:
             try:
                 result = books.read()

@@ -51,7 +51,7 @@ def ledger(kafka: KafkaConfig, run: str, group: str | None = None, labeling_grou
 
 
 class Books:
-    """What was read of a run's topics, folded into what its ledger needs: a later reading goes on from there."""
+    """A run's topics as far as they are read, folded into what its ledger needs: a later reading goes on from there."""
 
     def __init__(
         self, kafka: KafkaConfig, run: str, group: str | None = None, labeling_group: str | None = None
@@ -161,7 +161,7 @@ class Books:
         if self._ids:
             self._go_on({names[topic]: number for topic, number in ids.items()}, bounds)
         self._ids = {names[topic]: number for topic, number in ids.items()}
-        self._begins = {name: {p: begin for p, (begin, _end) in of.items()} for name, of in bounds.items()}
+        self._begins = {name: {p: begin for p, (begin, _end) in limits.items()} for name, limits in bounds.items()}
         return bounds
 
     def _go_on(self, ids: Mapping[str, str], bounds: Mapping[str, Mapping[int, tuple[int, int]]]) -> None:
@@ -178,7 +178,7 @@ class Books:
                     raise Outdated(f"{topic}[{partition}] was read up to {follows} and ends at offset {end}")
                 if begin > follows:
                     raise Outdated(f"{topic}[{partition}] begins at offset {begin} and was read up to {follows}")
-        self._forget({name: {p: begin for p, (begin, _end) in of.items()} for name, of in bounds.items()})
+        self._forget({name: {p: begin for p, (begin, _end) in limits.items()} for name, limits in bounds.items()})
 
     def _forget(self, begins: LogBounds) -> None:
         """Forget what was deleted from topics that now have these first offsets."""

@@ -1,4 +1,4 @@
-"""Where the topics of a run begin and end, and the error of what was read from topics that are no longer so."""
+"""The bounds of a run's topics, and the error for books that no longer fit them."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ LogBounds = dict[str, dict[int, int]]
 
 
 class Outdated(RollstreamError):
-    """What was read before cannot be gone on from."""
+    """The books of an earlier reading cannot be gone on from."""
 
 
 def bounds_of(kafka: KafkaConfig, names: Mapping[str, str]) -> dict[str, dict[int, tuple[int, int]]]:

@@ -161,7 +161,7 @@ def stands(number: int, position: int, *offsets: int, drawn: bool = False, batch
     ],
 )
 def test_a_position_is_as_far_as_the_steps_name_batches(steps: list[LearnerStep], problems: list[str]) -> None:
-    # Of four batches in the index, two are in batches: what steps used of the others is another test's.
+    # Two of the four batches in the index are in batches; rows of the others are the matter of another test.
     result = judged(steps, entries(0, 2, 4, 6), 8)
     result.problems = [text for text in result.problems if "rows of batch" not in text]
     assert [found[: len(wanted)] for found, wanted in zip(result.problems, problems, strict=True)] == problems
