@@ -1,7 +1,7 @@
 """The journal of one partition of `rollouts`, whole or pruned, as the ledger reads it.
 
 In a pruned journal, fates are known by offset from the first whole snapshot on, and earlier ones only as its counts.
-The facts that other topics hold of an offset are kept beside its fate, so that both can be compared for all offsets at once.
+Facts that other topics hold of an offset are kept beside its fate, and both are compared for all offsets at once.
 """
 
 from collections import Counter

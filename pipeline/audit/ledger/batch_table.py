@@ -1,4 +1,4 @@
-"""The table of batches, by partition and number, with the record of each: its place, its rows, and the entry that names it."""
+"""The table of batches, by partition and number: the place of each, its rows, and the entry that names it."""
 
 from array import array
 from collections.abc import Iterator, Mapping

@@ -22,7 +22,7 @@ from rollstream.topics.skip_reasons import OTHER
 _MOST_ROWS = 2**24
 _MOST_NAMED = 20
 UseRows = tuple[int, int, str, int, tuple[int, ...]]
-"""The rows of a use: step, place among the uses of the step, batch, number of rows, and their numbers unless it is all."""
+"""The rows of a use: step, place among its uses, batch, number of rows, and their numbers unless it is all."""
 
 
 @dataclass
