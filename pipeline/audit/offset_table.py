@@ -17,22 +17,22 @@ _MOST_DENSE = 512
 """Chunks that are dense at once, 32 KiB each."""
 
 
-class Runs(NamedTuple):
-    """Runs of equal values other than 0, by ascending offset."""
+class OffsetRuns(NamedTuple):
+    """OffsetRuns of equal values other than 0, by ascending offset."""
 
     starts: Int64s
     stops: Int64s
     """One past the last offset of each run."""
     values: Values
 
-    def where(self, chosen: npt.NDArray[np.bool_]) -> "Runs":
+    def where(self, chosen: npt.NDArray[np.bool_]) -> "OffsetRuns":
         """The runs chosen."""
-        return Runs(self.starts[chosen], self.stops[chosen], self.values[chosen])
+        return OffsetRuns(self.starts[chosen], self.stops[chosen], self.values[chosen])
 
-    def clipped(self, first: int, stop: int) -> "Runs":
+    def clipped(self, first: int, stop: int) -> "OffsetRuns":
         """The parts of the runs from `first` to before `stop`."""
         starts, stops = np.maximum(self.starts, first), np.minimum(self.stops, stop)
-        return Runs(starts, stops, self.values).where(starts < stops)
+        return OffsetRuns(starts, stops, self.values).where(starts < stops)
 
     @property
     def total(self) -> int:
@@ -60,18 +60,18 @@ class Runs(NamedTuple):
         return list(zip(firsts.tolist(), lasts.tolist(), strict=True))
 
 
-_NO_RUNS = Runs(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint32))
+_NO_RUNS = OffsetRuns(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint32))
 
 
 class OffsetTable:
     """The value of each offset, 0 unless set."""
 
-    def __init__(self, runs: Runs = _NO_RUNS) -> None:
+    def __init__(self, runs: OffsetRuns = _NO_RUNS) -> None:
         """`runs` are those that another table returned."""
         self._runs = runs
         self._dense: dict[int, Values] = {}
 
-    def runs(self) -> Runs:
+    def runs(self) -> OffsetRuns:
         """All offsets whose value is not 0."""
         if self._dense:
             chunks = np.array(sorted(self._dense))
@@ -79,7 +79,7 @@ class OffsetTable:
             pieces = [kept, *(_runs_of(number, self._dense[number]) for number in chunks.tolist())]
             starts, stops, values = (np.concatenate(column) for column in zip(*pieces, strict=True))
             order = np.argsort(starts, kind="stable")
-            self._runs = Runs(starts[order], stops[order], values[order])
+            self._runs = OffsetRuns(starts[order], stops[order], values[order])
             self._dense = {}
         return self._runs
 
@@ -110,7 +110,7 @@ class OffsetTable:
         values[offset % _CHUNK] = before | bits
         return before
 
-    def clear_bits(self, bits: int, chosen: Runs | None = None) -> None:
+    def clear_bits(self, bits: int, chosen: OffsetRuns | None = None) -> None:
         """Clear bits of all values, or of those in `chosen`."""
         for start, stop in zip(*(self.runs() if chosen is None else chosen)[:2], strict=True):
             for _first, values in self.writable(int(start), int(stop)):
@@ -136,16 +136,16 @@ class OffsetTable:
         return dense
 
 
-def _runs_of(number: int, dense: Values) -> Runs:
+def _runs_of(number: int, dense: Values) -> OffsetRuns:
     starts = np.concatenate(([0], np.flatnonzero(np.diff(dense)) + 1))
     stops = np.concatenate((starts[1:], [_CHUNK]))
     begin = number * _CHUNK
-    return Runs((starts + begin).astype(np.int64), (stops + begin).astype(np.int64), dense[starts]).where(
+    return OffsetRuns((starts + begin).astype(np.int64), (stops + begin).astype(np.int64), dense[starts]).where(
         dense[starts] != 0
     )
 
 
-def offsets_named(runs: Runs, most: int) -> Iterator[tuple[int, int]]:
+def offsets_named(runs: OffsetRuns, most: int) -> Iterator[tuple[int, int]]:
     """Yield up to `most` offsets with their values, ascending."""
     for start, stop, value in zip(*runs, strict=True):
         for offset in range(int(start), int(stop)):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollstream.pipeline.audit.offset_table import OffsetTable, Runs
+from rollstream.pipeline.audit.offset_table import OffsetRuns, OffsetTable
 
 _LEVEL = 1
 
@@ -32,4 +32,4 @@ def packed_table(table: OffsetTable) -> list[str]:
 def unpacked_table(texts: Sequence[str]) -> OffsetTable:
     """The table of some texts."""
     starts, stops, values = (unpacked(text) for text in texts)
-    return OffsetTable(Runs(starts, stops, values.astype(np.uint32)))
+    return OffsetTable(OffsetRuns(starts, stops, values.astype(np.uint32)))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollstream.pipeline.audit.offset_table import OffsetTable, Runs, Values, offsets_named
+from rollstream.pipeline.audit.offset_table import OffsetRuns, OffsetTable, Values, offsets_named
 from rollstream.pipeline.audit.packing import packed_table, unpacked_table
 from rollstream.topics.fates import DROPPED, FATES, dropped_for, fate_and_reason
 from rollstream.topics.journal_counts import JournalCounts
@@ -223,17 +223,17 @@ class PartitionJournal:
         """Whether an offset got its fate before the first snapshot."""
         return offset < self.base and self.fate(offset) is None
 
-    def known(self) -> Runs:
+    def known(self) -> OffsetRuns:
         """Offsets below the position that have a fate or are in flight."""
         runs = self.table.runs().clipped(0, self.position)
         return runs.where(codes(runs.values) != 0)
 
-    def in_flight(self) -> Runs:
+    def in_flight(self) -> OffsetRuns:
         """Offsets in flight."""
         runs = self.known()
         return runs.where(codes(runs.values) == _IN_FLIGHT_CODE)
 
-    def of_fate(self, fate: str, reason: str | None = None) -> Runs:
+    def of_fate(self, fate: str, reason: str | None = None) -> OffsetRuns:
         """Offsets with a fate, of drops those for a reason or, without one, all."""
         runs = self.known()
         names = [*map(fate_and_reason, self._places)]
@@ -282,7 +282,7 @@ class PartitionJournal:
                     f"{self.position}; {followed[fate]} are named"
                 )
 
-    def named(self, chosen: Runs, most: int = _MOST_NAMED) -> Iterator[tuple[int, str | None]]:
+    def named(self, chosen: OffsetRuns, most: int = _MOST_NAMED) -> Iterator[tuple[int, str | None]]:
         """The first offsets of some runs of the table, with their fates."""
         for offset, value in offsets_named(chosen, most):
             yield offset, self.fate_of(value)

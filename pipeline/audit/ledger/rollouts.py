@@ -11,7 +11,7 @@ from typing import Any
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S, TopicTail
-from rollstream.pipeline.audit.offset_table import Runs
+from rollstream.pipeline.audit.offset_table import OffsetRuns
 from rollstream.pipeline.audit.partition_journal import HOPPED, ROLLOUT, SEEN, PartitionJournal, code_of, codes
 from rollstream.topics import codec
 from rollstream.topics.config import KafkaConfig
@@ -229,5 +229,5 @@ class _PartitionRecords:
         result.rollouts += _rollouts(self._unread)
 
 
-def _rollouts(runs: Runs) -> int:
+def _rollouts(runs: OffsetRuns) -> int:
     return runs.where(runs.values & ROLLOUT != 0).total
