@@ -18,7 +18,7 @@ _MOST_DENSE = 512
 
 
 class OffsetRuns(NamedTuple):
-    """OffsetRuns of equal values other than 0, by ascending offset."""
+    """Runs of equal values other than 0, by ascending offset."""
 
     starts: Int64s
     stops: Int64s
