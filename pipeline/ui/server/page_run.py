@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from rollstream.pipeline import steering
-from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.audit.ledger import LiveLedger
 from rollstream.pipeline.audit.topic_reading import read_journal
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools import dlq
+from rollstream.pipeline.tools.ledger import live_ledger
 from rollstream.pipeline.tools.run_view import RolloutPlace
 from rollstream.pipeline.ui.index.run_index import RunIndex
 from rollstream.pipeline.ui.server import dead_letters, mixture_states
@@ -45,6 +46,7 @@ class PageRun:
         self.sessions: Kept[SessionList] = Kept(self._slow, lambda: read_sessions(config.kafka, config.run), _KEEP_S)
         self.mixture: Kept[dict[str, Any]] = Kept(self._slow, lambda: mixture_states.mixture(config), _KEEP_S)
         self.offsets: Kept[OffsetFates] = Kept(self._slow, self._read_offsets, _KEEP_S)
+        self._books: LiveLedger | None = None
         self.ledger = LedgerKeeper(self._prove, lambda: self.live.revision)
 
     def start(self) -> None:
@@ -104,9 +106,10 @@ class PageRun:
         return await self.ask(lambda index: index.details(*place, tokens_from=tokens_from))
 
     def _prove(self) -> dict[str, Any]:
-        config = self.config
-        group, labeling = config.grouper.group_id(config.run), config.labeling.group_id(config.run)
-        return ledger(config.kafka, config.run, group, labeling).as_dict()
+        """Read what is new since the last time, or since another process wrote the books of the run."""
+        if self._books is None:
+            self._books = live_ledger(self.config)
+        return self._books.poll().as_dict()
 
     def _read_offsets(self) -> OffsetFates:
         kafka, run = self.config.kafka, self.config.run
