@@ -26,8 +26,8 @@ DESK = {"width": 1366, "height": 860}
 PHONE = {"width": 360, "height": 740}
 PATIENCE_MS = 60_000
 _AXE = "axe.min.js"
-_UNANSWERED = re.compile("404|ERR_CONNECTION_REFUSED")
-"""Said by the browser of a view whose answer the server does not have yet, which the page shows itself."""
+_AWAY = re.compile("ERR_CONNECTION_REFUSED")
+"""Said by the browser while the server is away, which the page shows itself."""
 
 
 def executable() -> str:
@@ -77,7 +77,7 @@ class Visit:
         self.page.on("dialog", lambda dialog: self.errors.append(f"a dialog opened: {dialog.message}"))
 
     def _console(self, message: Any) -> None:
-        if message.type in ("error", "warning") and not _UNANSWERED.search(message.text):
+        if message.type in ("error", "warning") and not _AWAY.search(message.text):
             self.errors.append(message.text)
 
     def open(self, route: str) -> None:

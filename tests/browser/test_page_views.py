@@ -5,6 +5,7 @@ import re
 import pytest
 from playwright.sync_api import Browser, expect
 
+from rollstream.pipeline.steering import state
 from tests.browser.chromium import PATIENCE_MS, Visit, visit
 from tests.browser.served_run import HOSTILE, ServedRun, command
 
@@ -20,6 +21,7 @@ VIEWS = {
     "sessions": "Sessions",
     "letters": "Dead letters",
     "compare": "Compare",
+    "commands": "Commands",
 }
 
 
@@ -132,3 +134,23 @@ def test_a_dead_letter_that_cannot_be_sent_stays_with_its_reason_after_a_questio
     )
     assert seen.errors == []
     seen.page.context.close()
+
+
+def test_a_command_of_the_page_is_recorded_after_a_question_and_shown(served: ServedRun, browser: Browser) -> None:
+    seen = opened(browser, served, "commands")
+    form = seen.page.get_by_role("form", name="Stop after a step")
+    form.get_by_label("Step").fill("500")
+    form.get_by_role("button").click()
+    seen.page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    assert state(served.run.kafka, served.run.name)["stop_at_step"] is None
+    form.get_by_role("button", name="Stop after a step…").click()
+    seen.page.get_by_role("dialog").get_by_role("button", name="Stop after a step").click()
+    expect(form.locator(".outcome")).to_have_text("Recorded.", timeout=PATIENCE_MS)
+    assert state(served.run.kafka, served.run.name)["stop_at_step"] == 500
+    expect(seen.page.locator("main")).to_contain_text("500", timeout=PATIENCE_MS)
+    form.get_by_label("Step").fill("")
+    form.get_by_role("button", name="Stop after a step…").click()
+    seen.page.get_by_role("dialog").get_by_role("button", name="Stop after a step").click()
+    expect(form.locator(".outcome")).to_have_text("Recorded.", timeout=PATIENCE_MS)
+    assert state(served.run.kafka, served.run.name)["stop_at_step"] is None
+    assert seen.errors == []

@@ -42,6 +42,20 @@ export const COMMANDS = [
     ],
     body: ({ environment, weight }) => ({ weights: { [environment]: weight === "" ? null : Number(weight) } }),
   },
+  {
+    name: "stop",
+    title: "Stop after a step",
+    note: "Learners end after this step, and the run with them. Without a number what was asked before is withdrawn.",
+    fields: [{ name: "at_step", label: "Step", number: true, optional: true, hint: "withdrawn" }],
+    body: ({ at_step }) => ({ at_step: at_step === "" ? null : Number(at_step) }),
+  },
+  {
+    name: "evaluate",
+    title: "Evaluate now",
+    note: "The evaluators of the run evaluate the newest policy version, also if it is not due.",
+    fields: [],
+    body: () => ({}),
+  },
 ];
 
 /**

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rollstream.pipeline.steering import COMMANDS
 from tests.support.paths import ROOT
 
 PAGE = ROOT / "pipeline" / "ui" / "page"
@@ -44,6 +45,11 @@ def test_every_file_of_others_is_listed_with_version_and_licence() -> None:
     version = re.search(r"uPlot \(v([\d.]+)\)", (PAGE / "vendor" / "uplot.js").read_text())
     assert version is not None
     assert f"| {version[1]} |" in notes
+
+
+def test_the_page_offers_every_command_that_a_run_takes() -> None:
+    forms = (PAGE / "parts" / "command_forms.js").read_text()
+    assert set(re.findall(r'^    name: "(.*)",$', forms, re.MULTILINE)) == set(COMMANDS)
 
 
 @pytest.mark.long
