@@ -40,6 +40,7 @@ from rollstream.pipeline.run.warm_start import demonstrated
 from rollstream.pipeline.tools import topics
 from rollstream.pipeline.tools.lineage import LineageNode, record_lineage
 from rollstream.pipeline.tools.replay import replay
+from rollstream.pipeline.tools.report import write_report
 from rollstream.pipeline.tools.run_view import RolloutPlace, RunView
 from rollstream.pipeline.tools.top import frame
 from rollstream.pipeline.ui.beside_run import RunPage
@@ -320,7 +321,7 @@ def examine(config: RunConfig, training: TrainingOutcome, *, kept: bool, began: 
         lineage=traced,
         replay=other,
         kept=kept,
-        places=workspace.places(config, kept=kept),
+        places={"page": str(write_report(config)), **workspace.places(config, kept=kept)},
         next=workspace.next_commands(config, kept=kept),
     )
 

@@ -117,6 +117,8 @@ def test_a_small_loop_closes_its_books_and_can_be_asked_again(start: Start, tmp_
     assert {p.name for p in Path(report["places"]["logs"]).iterdir()} == {
         "demo.log", "learn.log", "infer.log", "group-0.log", "group-1.log", "env-0.log", "env-1.log",
     }  # fmt: skip
+    page = Path(report["places"]["page"]).read_text(encoding="utf-8")
+    assert f"The ledger balances: {book['produced']:,} records, each in exactly one place" in page
     killed, learner = report["faults"]
     assert killed["role"] in ("group-0", "group-1")
     assert killed["back"] == "its partitions"
