@@ -158,6 +158,10 @@ class RecordedBatches:
     def measure_again(self, batch_ids: Iterable[str], untrained: Untrained) -> None:
         """Measure the skipped rows of batches that were read before their steps."""
         for batch_id in sorted(batch_ids):
+            if not untrained(batch_id):
+                # Most batches are trained on whole, and each would be fetched by itself.
+                self._skipped_in.pop(batch_id, None)
+                continue
             place = self.table.place(*batch_numbers(batch_id))
             message = None if place is None else record_at(self._kafka, self.tail.topic, *place)
             batch = None if message is None else SkippedRecords(logged=False).decode(TrainingBatch, message)

@@ -185,12 +185,14 @@ function Banner({ live }) {
   }
   const { offset_done: done, offset_total: total } = overview.indexed;
   const share = total > 0 ? done / total : 1;
+  // The index of a run that goes on is always a little behind.
+  const behind = total - done > Math.max(2000, 0.05 * total);
   return html`
     ${connection === "lost"
       ? html`<p class="banner bad" role="alert">Connection lost, retrying. What is shown is from before.</p>`
       : null}
     ${overview.problem ? html`<p class="banner bad" role="alert">${overview.problem}</p>` : null}
-    ${share < 1
+    ${behind
       ? html`<p class="banner"><label>Reading the run: ${count(done)} of ${count(total)} offsets
           <progress max="1" value=${share}>${percent(share)}</progress></label></p>`
       : null}`;

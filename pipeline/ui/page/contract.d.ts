@@ -248,7 +248,7 @@ export interface Ledger {
   pruned: number;
   tokens: Record<string, number>;
   learners: Record<string, Record<string, unknown>>;
-  environments: Record<string, { rollouts?: Record<string, number>; tokens?: Record<string, number> }>;
+  environments: Record<string, { records?: Record<string, number>; tokens?: Record<string, number> }>;
   calls: Record<string, unknown>;
   records_skipped: number;
   unreadable: string[];

@@ -143,7 +143,7 @@ function Notes({ title, lines }) {
 function Learners({ ledger }) {
   const learners = Object.entries(ledger.learners ?? {});
   const names = [...new Set(learners.flatMap(([, facts]) => Object.keys(facts)))].filter((name) =>
-    learners.some(([, facts]) => typeof facts[name] !== "object"),
+    learners.some(([, facts]) => typeof facts[name] !== "object" && facts[name] !== ""),
   );
   return html`<${Panel} title="Learners">
     <${Table} caption="Learners on record" empty="No learner has made a step." heads=${["Learner", ...names.map((name) => ({ text: words(name), number: true }))]}
@@ -155,12 +155,12 @@ function Learners({ ledger }) {
 function Environments({ ledger, run }) {
   const environments = Object.entries(ledger.environments ?? {});
   const rows = environments.map(([name, counts]) => {
-    const rollouts = counts.rollouts ?? {};
-    const dropped = Object.entries(rollouts).filter(([fate]) => fate.startsWith("dropped")).reduce((sum, [, n]) => sum + n, 0);
+    const records = counts.records ?? {};
+    const dropped = Object.entries(records).filter(([fate]) => fate.startsWith("dropped")).reduce((sum, [, n]) => sum + n, 0);
     return [
       name ? html`<a href=${link(run, "rollouts", { environment: name })}>${name}</a>` : "(none named)",
-      whole(rollouts.read ?? rollouts.produced),
-      whole(rollouts.batched ?? 0),
+      whole(records.produced),
+      whole(records.batched ?? 0),
       whole(dropped),
       whole(counts.tokens?.batched),
     ];

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.pipeline.audit.ledger.batch_table import BatchTable
+from rollstream.pipeline.audit.ledger.batches import RecordedBatches
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.index import Entries
 from rollstream.pipeline.audit.ledger.learners import Learners
@@ -184,3 +185,11 @@ def test_batches_and_entries_are_loaded_as_they_were_saved() -> None:
     named.forget_before(2)
     assert (loaded.rows("1-5"), loaded.rows("1-7"), loaded.entry(1, 7), loaded.entry(1, 9)) == (None, ROWS, None, 11)
     assert named.batch_at(0) is None
+
+
+def test_batches_that_were_trained_on_whole_are_not_read_again() -> None:
+    """Each would be fetched by itself: a live ledger of thousands of steps would never come to its end."""
+    nowhere = RecordedBatches(KafkaConfig(bootstrap_servers="127.0.0.1:9"), "main")
+    nowhere.table.found(0, 7, (0, 12), rows=4)
+    nowhere.measure_again({"0-7"}, lambda _batch_id: set())
+    assert nowhere.skipped == {}
