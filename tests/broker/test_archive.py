@@ -117,16 +117,20 @@ def test_an_archive_survives_kill_9_answers_and_becomes_a_run_that_verifies(real
     process = real_run.start("archive", "--follow", "--every", "0.05", "--arrays")
     eventually(lambda: manifests.newest(store, real_run.name), 60, "the first manifest")
     sent = 0
-    while sent < 4000:  # Until it has committed several times, and is in the middle of something.
+
+    def works() -> bool:
+        current = manifests.newest(store, real_run.name)
+        assert process.poll() is None, real_run.log_of(process)
+        return current is not None and current.rows("evals") >= 200 and current.generation > 2
+
+    # Until it has committed several times, and is in the middle of something.
+    while not works() and sent < 4000:
         producer = clients.producer(real_run.kafka)
         for _ in range(100):
             producer.produce(real_run.topic("evals"), encode(rollout(f"e{sent}", sent)), encode_key("env", f"e{sent}"))
             sent += 1
         assert producer.flush(120) == 0
-        current = manifests.newest(store, real_run.name)
-        if current is not None and current.rows("evals") >= 200 and current.generation > 2:
-            break
-        assert process.poll() is None, real_run.log_of(process)
+    eventually(works, 60, "commits of the archive")
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert sent > 200

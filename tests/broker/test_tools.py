@@ -497,7 +497,8 @@ def test_top_counts_what_the_ledger_proves(planted: Planted) -> None:
 
 def test_top_shows_a_run_that_is_over_on_one_screen(planted: Planted) -> None:
     shown = lines(planted, "top", "--once")
-    assert len(shown) == 20
+    assert len(shown) == 22
+    assert shown[21].split()[0] == "group-0"
     assert max(map(len, shown)) == 80
     assert any("group too small" in line for line in shown)
     assert any("version 6" in line and "step 1" in line for line in shown)
