@@ -149,6 +149,7 @@ def test_a_run_follows_numbers_of_processes_also_after_its_end_and_nothing_is_lo
     assert "role_killed" not in run.output
 
 
+@pytest.mark.long
 def test_a_run_ends_after_the_step_that_is_asked_for_and_one_that_begins_later_knows_it(steered: Run) -> None:
     run = steered
     run.start()
