@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from rollstream.pipeline import interruption
 from rollstream.pipeline.command_parser import Parser, add_command
 from rollstream.pipeline.run.role_process import watch_lifeline
+from rollstream.pipeline.text_tables import printable
 from rollstream.topics.errors import RollstreamError
 
 _BROKEN_PIPE = 128 + 13
@@ -37,7 +38,7 @@ COMMANDS = {
     "run": ("run.command", "run all roles under one supervisor until interrupted or their work is done"),
     "scale": ("tools.scale", "change how many processes of each role a run has, while it runs"),
     "environment": ("tools.environment", "the environments of a run, while it runs: pause, resume, weigh"),
-    "stop": ("tools.stop", "let the learner of a run end after a step, as if its work were done"),
+    "stop": ("tools.stop", "let a run end after a step as if its work were done, or with nothing in flight"),
     "evaluate": ("tools.evaluate", "have the newest policy version of a run evaluated now"),
     "runs": ("tools.runs", "list the runs that are on the brokers"),
     "deploy": ("tools.deploy", "write down a run for what runs it elsewhere, and what watches it"),
@@ -71,6 +72,7 @@ COMMANDS = {
         "tools.exclude",
         "quarantine rollouts: those not yet batched are dropped, learners leave out the rest",
     ),
+    "key": ("tools.key", "private keys with which marks and rollouts are signed: new, show"),
     "learner": (
         "tools.learner",
         "retire a learner, so that nothing is kept for it, or let it train again",
@@ -102,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RollstreamError as error:
         if debug or interruption.received():
             raise
-        print(f"rollstream: {error}", file=sys.stderr)
+        # Names in it may be those of records, which anybody wrote.
+        print(printable(f"rollstream: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         return 128 + int(getattr(interrupt, "signal_number", signal.SIGINT))

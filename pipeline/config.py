@@ -74,6 +74,9 @@ class SupervisorConfig:
     """Time after which an unexpected exit of a role no longer counts."""
     backoff_s: float = 0.5
     """Pause before the first restart of a role; doubled for each further one, up to a minute."""
+    step_patience_s: float = 600.0
+    """Time without a step, or five times the median step if that is longer, after which a run counts as stalled:
+    `rollstream top` and the page name the stage that keeps it from going on."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,14 @@ from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import decode_key
 from rollstream.topics.paused_partitions import REASON_LIMIT
-from rollstream.topics.records import DesiredProcesses, EvaluationRequest, MixtureWeight, PausedEnvironment, StopRequest
+from rollstream.topics.records import (
+    DesiredProcesses,
+    DrainRequest,
+    EvaluationRequest,
+    MixtureWeight,
+    PausedEnvironment,
+    StopRequest,
+)
 
 MOST_WEIGHT = 1e6
 """Largest weight of an environment."""
@@ -56,6 +63,7 @@ def state(kafka: KafkaConfig, run: str) -> dict[str, Any]:
         "paused": {name: pause.reason for name, pause in sorted(wanted.paused.items())},
         "weights": dict(sorted(wanted.weights.items())),
         "stop_at_step": wanted.last_step,
+        "drain": (steering.DONE if wanted.drained else steering.WANTED) if wanted.draining else None,
         "evaluate_version": wanted.evaluated_version,
     }
 
@@ -167,6 +175,17 @@ def _stop(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
     steering.write(kafka, run, steering.STOP, {steering.AT_STEP: request})
 
 
+def _drain(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
+    """Let the run end with nothing in flight: {"wanted": True}; False withdraws it."""
+    wanted = _only(arguments, "wanted")["wanted"]
+    if not isinstance(wanted, bool):
+        raise ConfigurationError(f"wanted is {wanted!r}; it is true, or false to withdraw the drain")
+    if wanted and steering.desired_state(kafka, run).draining:
+        return  # The time of the first request stays: an answer names it.
+    request = DrainRequest(wall_time=time.time()) if wanted else None
+    steering.write(kafka, run, steering.DRAIN, {steering.DONE: None, steering.WANTED: request})
+
+
 def _evaluate(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
     """Let the newest policy version be evaluated; there are no arguments."""
     _only(arguments)
@@ -207,6 +226,7 @@ COMMANDS: Mapping[str, Callable[[KafkaConfig, str, Mapping[str, Any]], None]] = 
     "resume_environment": _resume,
     "weigh": _weigh,
     "stop": _stop,
+    "drain": _drain,
     "evaluate": _evaluate,
 }
 """Every command by its name; its function checks the arguments and records it."""

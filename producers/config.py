@@ -353,7 +353,7 @@ class InferenceConfig:
     """Interval at which an idle server looks for new weights."""
     max_waiting_requests: int = 1024
     """Requests that may wait to be decoded; further ones are refused with status 429."""
-    max_body_bytes: int = 64 * 1024 * 1024
+    max_body_bytes: int = 1024 * 1024
     """Largest body of a request, in bytes; larger ones are refused with status 413."""
     drain_timeout_s: float = 10.0
     """Time for requests in flight to be answered after SIGTERM; new ones are refused with status 503."""

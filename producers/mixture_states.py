@@ -19,7 +19,7 @@ from rollstream.topics.errors import DeadlineExceeded, DeliveryError, RecordErro
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.records import BEGINNING
+from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import decode_key, encode_key
@@ -82,31 +82,36 @@ class MixtureStates(Closing):
 
     def _read(self, wait_s: float) -> None:
         for message in self._follower.poll(500, wait_s):
-            with self._skipped.passing(message):
-                key = decode_key(message.key)
-                if len(key) != 2 or key[0] != MIXTURE or message.value is None:
-                    continue
-                state = self._skipped.decode(MixtureState, message)
-                if state is not None and all(map(_is_valid, state.environments)):
-                    self._states[state.worker_id] = state
+            _note(self._states, message, self._skipped)
 
     def _lose(self, reason: str) -> None:
         event(logger, "mixture_state_lost", level=logging.WARNING, worker_id=self._worker_id, error=reason)
 
 
-def environments_played(kafka: KafkaConfig, run: str) -> set[str]:
-    """Return the names of the environments in the newest states of all workers; none before the first state."""
+def newest_states(kafka: KafkaConfig, run: str) -> dict[str, MixtureState]:
+    """Return the newest state of each worker, by its name; none before the first, or without the topic."""
     states: dict[str, MixtureState] = {}
     skipped = SkippedRecords(logged=False)
     with contextlib.suppress(TopicError):
         for message in read_to_end(kafka, topic_name(run, "control")):
-            with skipped.passing(message):
-                key = decode_key(message.key)
-                if len(key) == 2 and key[0] == MIXTURE and message.value is not None:
-                    state = skipped.decode(MixtureState, message)
-                    if state is not None:
-                        states[state.worker_id] = state
-    return {each.environment for state in states.values() for each in state.environments}
+            _note(states, message, skipped)
+    return states
+
+
+def environments_played(kafka: KafkaConfig, run: str) -> set[str]:
+    """Return the names of the environments in the newest states of all workers; none before the first state."""
+    return {each.environment for state in newest_states(kafka, run).values() for each in state.environments}
+
+
+def _note(states: dict[str, MixtureState], message: KafkaRecord, skipped: SkippedRecords) -> None:
+    """Take in a record of `control`; other kinds of records, and states that cannot be, change nothing."""
+    with skipped.passing(message):
+        key = decode_key(message.key)
+        if len(key) != 2 or key[0] != MIXTURE or message.value is None:
+            return
+        state = skipped.decode(MixtureState, message)
+        if state is not None and all(map(_is_valid, state.environments)):
+            states[state.worker_id] = state
 
 
 def _is_valid(state: EnvironmentState) -> bool:

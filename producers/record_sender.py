@@ -74,6 +74,9 @@ class RecordSender:
         else:
             self._sender.__exit__(kind, error, _)
 
+    def _encoded(self, record: object) -> bytes:
+        return codec.encode(record)
+
     def _send(
         self,
         name: str,
@@ -85,7 +88,7 @@ class RecordSender:
         """Queue a record; `delivered` is called with its partition and offset. Raises the errors of the subclasses'
         methods."""
         self._sender.poll()
-        value = codec.encode(record)
+        value = self._encoded(record)
         size = len(key) + len(value)
         if size > self.limit_bytes:
             raise RecordTooLarge(

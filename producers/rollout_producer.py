@@ -15,6 +15,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import GroupCancelled, Rollout
+from rollstream.topics.signatures import ROLLOUT, signed_or_plain, signer_of
 from rollstream.topics.traces.way import rollout_sent
 from rollstream.topics.validation import UIDS_LIMIT, cancellation_problems, problems
 
@@ -47,6 +48,7 @@ class RolloutProducer(RecordSender):
         self._trains = topic != "evals"
         self._takes_cancellations = topic == "rollouts"
         self._allow_filtered = allow_filtered_sampling
+        self._signer = signer_of(kafka.signing_key, "kafka.signing_key")
         self._on_delivery = on_delivery
 
     def send(self, rollout: Rollout, *, timeout_s: float | None = None) -> None:
@@ -75,6 +77,9 @@ class RolloutProducer(RecordSender):
 
         key = encode_key(rollout.environment, rollout.example_id)
         self._send(f"rollout {rollout.uid}", key, rollout, timeout_s, delivered)
+
+    def _encoded(self, record: object) -> bytes:
+        return signed_or_plain(record, self._signer, ROLLOUT)
 
     def cancel(self, cancelled: GroupCancelled, *, timeout_s: float | None = None) -> None:
         """Queue a cancellation: its rollouts will never come, and the group shrinks. Raises as `send` does.

@@ -6,6 +6,7 @@ a fault or a shutdown prevents, so that no consumer waits for them.
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import socket
@@ -70,6 +71,7 @@ class Worker:
         config: WorkerConfig,
         *,
         incarnation: str,
+        group_secret: bytes = b"",
         captures: Mapping[str, WorkerCapture],
         undelivered: set[str],
         flow: FlowControl | None = None,
@@ -89,6 +91,7 @@ class Worker:
         self._outlet = outlet
         self._config = config
         self._name = f"{config.worker_id}.{incarnation}"
+        self._group_secret = group_secret
         self._origin = {"host": socket.gethostname(), "process": str(os.getpid())}
         self._flow = flow
         self._read_progress = read_progress
@@ -145,13 +148,14 @@ class Worker:
         return values
 
     async def run(self, stop: asyncio.Event) -> WorkerReport:
-        """Start groups until `stop` is set or config.groups are started; finish those in flight; flush."""
+        """Start groups until `stop` is set, config.groups are started, or the run is drained; finish those in flight;
+        flush."""
         tasks: set[asyncio.Task[None]] = set()
         try:
             if await self._knows_a_version(stop):
-                while not stop.is_set() and not self._all_started:
+                while not stop.is_set() and not self._ends:
                     tasks = self._reap(tasks)
-                    while len(tasks) < self._config.concurrency and not self._all_started:
+                    while len(tasks) < self._config.concurrency and not self._ends:
                         environment = self._next()
                         if environment is None:
                             break
@@ -174,8 +178,10 @@ class Worker:
         return self.report
 
     @property
-    def _all_started(self) -> bool:
-        return 0 < self._config.groups <= self._started
+    def _ends(self) -> bool:
+        """Whether no further group begins."""
+        drains = self._steering is not None and self._steering.draining
+        return drains or 0 < self._config.groups <= self._started
 
     def _next(self) -> LoadedEnvironment | None:
         """Return the environment that begins the next group, with room reserved for it; None if none may begin now."""
@@ -241,7 +247,7 @@ class Worker:
         config = self._config
         stamp = GroupStamp(
             environment=environment.name,
-            group_id=f"{self._name}.{number}",
+            group_id=self._group_id(number),
             group_size=environment.group_size,
             policy_version=max(self._newest_version(environment), config.assume_version),
             temperature=environment.temperature,
@@ -284,6 +290,13 @@ class Worker:
         except BaseException:
             self._give_up(prompt, stamp, unsent, "the worker is stopping")
             raise
+
+    def _group_id(self, number: int) -> str:
+        """Id of a group of this worker; nobody who lacks the secret can name a group before it is on the log."""
+        name = f"{self._name}.{number}"
+        if not self._group_secret:
+            return name
+        return f"{name}.{hashlib.blake2b(name.encode(), key=self._group_secret, digest_size=8).hexdigest()}"
 
     def _passes(self, error: BaseException) -> bool:
         """Whether an error cancels members only. A refusal is an error of the settings if nothing was ever sampled."""

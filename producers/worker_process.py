@@ -32,6 +32,7 @@ async def run_worker(
     config: WorkerConfig,
     *,
     incarnation: str,
+    group_secret: bytes = b"",
     ordinal: int = 0,
     workers: int = 1,
     curriculum: CurriculumConfig | None = None,
@@ -42,11 +43,12 @@ async def run_worker(
 ) -> WorkerReport:
     """Run one worker with its clients until `stop` is set; without `stop`, until SIGTERM or SIGINT arrives.
 
-    `incarnation` must differ at each start of a worker: it keeps uids unique. `ordinal` is its number of `workers`,
-    or of as many as operators want, which share the prompts. Without `capacity` there is no limit. `labeling_group` is
-    the full name of the consumer group of the labelers, for environments whose rewards come from them. `servers`
-    returns the URLs of so many inference servers, for when operators change their number. Raises ConfigurationError,
-    TopicError, BrokerUnavailable, InferenceUnavailable, InferenceRefused, DeliveryError.
+    `incarnation` must differ at each start of a worker: it keeps uids unique. Ids of groups cannot be guessed with a
+    `group_secret`. `ordinal` is its number of `workers`, or of as many as operators want, which share the prompts.
+    Without `capacity` there is no limit. `labeling_group` is the full name of the consumer group of the labelers, for
+    environments whose rewards come from them. `servers` returns the URLs of so many inference servers, for when
+    operators change their number. Raises ConfigurationError, TopicError, BrokerUnavailable, InferenceUnavailable,
+    InferenceRefused, DeliveryError.
     """
     curriculum = curriculum or CurriculumConfig()
     stop = stop or _stop_on_signals()
@@ -95,6 +97,7 @@ async def run_worker(
                 outlet,
                 config,
                 incarnation=incarnation,
+                group_secret=group_secret,
                 flow=flow,
                 captures=captures,
                 undelivered=undelivered,

@@ -41,6 +41,11 @@ class WorkerSteering:
         self._adjusted: tuple[set[str], dict[str, float]] = set(), {}
         self._seen: DesiredState | None = None
 
+    @property
+    def draining(self) -> bool:
+        """Whether the run is to end with nothing in flight, so that no group begins."""
+        return self._follower.state.draining
+
     def follow(self) -> None:
         """Follow what is wanted now. Call it often."""
         state = self._follower.state

@@ -21,10 +21,12 @@ MARKED_BY_LOCATION = ("unit", "broker", "containers", "faults", "browser", "benc
 FORKING = ("verifier_pool", "forking", "array_copies", "atomic_files")
 """Files whose tests fork: they begin before any test loads JAX, whose threads may deadlock a forked child."""
 LONGEST = (
-    *("learner", "faults", "demo", "environment_run", "interruption", "gateway_chat", "retrain", "replay"),
-    *("ledger_losses", "slow_learner", "kafka_container", "commands", "foreign_trainer", "inference_server"),
-    *("control_run", "rollout_labeling", "grouping", "trajectories", "labeling", "archive", "bad_records", "tools"),
-    *("train_step", "slots", "mesh", "recipe", "slot_devices", "distribution", "cli", "fold_cost", "batch_maker"),
+    *("demo", "faults", "learner", "environment_run", "ledger_losses", "live_ledger", "split", "tools", "page"),
+    *("inference_server", "hostile_topics", "local_broker", "application_image", "hanging", "gateway_chat"),
+    *("interruption", "retrain", "replay", "kafka_container", "commands", "foreign_trainer"),
+    *("control_run", "rollout_labeling", "grouping", "trajectories", "labeling", "archive", "bad_records", "prune"),
+    *("memory_bounds", "journal", "losses", "loss"),
+    *("train_step", "slots", "mesh", "recipe", "distribution", "cli", "fold_cost", "batch_maker"),
     *("dialects", "supervisor", "sql", "environment_check", "fold_properties"),
 )
 """Files whose tests begin first: files run beside each other, and would else wait for the longest at the end."""

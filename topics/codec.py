@@ -6,6 +6,8 @@ raises RecordError; decoded arrays are read-only views of the bytes.
 A frame may stand behind the five bytes of a schema registry (`framed_for_registry`), and every function here takes both
 forms. The id among them is for other programs: the fingerprint that follows tells readers the schema, so that a record
 means the same whether a registry runs or not.
+
+Behind a frame may stand a signature (`topics.signatures`), which `decode` passes over.
 """
 
 import dataclasses
@@ -31,6 +33,9 @@ HEADER_SIZE = len(MAGIC) + 8
 REGISTRY_MAGIC = b"\x00"
 REGISTRY_PREFIX_SIZE = len(REGISTRY_MAGIC) + 4
 """Bytes before a frame in the wire format of schema registries: a zero and the schema's id there, big-endian."""
+SIGNATURE_MAGIC = b"\xc3\x53"
+SIGNATURE_SIZE = len(SIGNATURE_MAGIC) + 64
+"""Bytes behind a signed frame: the magic, and a signature of Ed25519."""
 RECORD_TYPES: tuple[type, ...] = (
     records.Rollout,
     records.GroupCancelled,
@@ -50,6 +55,7 @@ RECORD_TYPES: tuple[type, ...] = (
     records.DesiredProcesses,
     records.EvaluationRequest,
     records.StopRequest,
+    records.DrainRequest,
     records.MixtureWeight,
     records.PausedEnvironment,
     records.RolloutBatch,
@@ -232,6 +238,22 @@ def framed_for_registry(value: bytes, schema_id: int) -> bytes:
     return REGISTRY_MAGIC + schema_id.to_bytes(4, "big") + frame_of(value)
 
 
+def signed_frame(frame: bytes, signature: bytes) -> bytes:
+    """Return a frame with a signature of 64 bytes behind it."""
+    return frame + SIGNATURE_MAGIC + signature
+
+
+def frame_and_signature(value: bytes) -> tuple[bytes, bytes | None]:
+    """Return what a signature of a value covers, and the signature; None if it has none.
+
+    The prefix of a schema registry is not covered: it may be added and removed.
+    """
+    frame = frame_of(value)
+    if frame[-SIGNATURE_SIZE : -SIGNATURE_SIZE + len(SIGNATURE_MAGIC)] != SIGNATURE_MAGIC:
+        return frame, None
+    return frame[:-SIGNATURE_SIZE], frame[-SIGNATURE_SIZE + len(SIGNATURE_MAGIC) :]
+
+
 def encode(record: object, *, version: int | None = None) -> bytes:
     """Encode a record with its newest schema, or an older `version` of it.
 
@@ -273,7 +295,7 @@ def decode(data: bytes | None) -> Any:
         # The two-argument form skips resolution, which costs time when the writer is current.
         resolve = None if newest is schema else newest.parsed
         values = fastavro.schemaless_reader(stream, schema.parsed, resolve)
-        if stream.tell() != len(data):
+        if stream.tell() != len(data) and not _is_signature(data[stream.tell() :]):
             raise RecordError(f"{len(data) - stream.tell()} bytes follow the {schema.record}")
         if resolve is not None and schema.record in _UPCASTS:
             _UPCASTS[schema.record](cast(dict[str, Any], values))
@@ -282,6 +304,10 @@ def decode(data: bytes | None) -> Any:
         raise
     except Exception as error:  # bytes of unknown origin can fail anywhere in the parser; all of it means one thing
         raise RecordError(f"bytes do not parse as {schema.record} v{schema.version} ({brief(error)})") from error
+
+
+def _is_signature(rest: bytes) -> bool:
+    return len(rest) == SIGNATURE_SIZE and rest.startswith(SIGNATURE_MAGIC)
 
 
 def _not_a_frame(data: bytes | None) -> str:

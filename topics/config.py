@@ -75,6 +75,9 @@ class KafkaConfig:
     session_timeout_s: float = 6.0
     """Group session timeout; with static membership a restart within it moves nothing (classic protocol)."""
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    signing_key: str = ""
+    """Private key with which rollouts are signed, in PEM, as a reference: env:NAME or file:PATH. Empty: none is signed,
+    and grouping.environment_keys must not name their environments. Needs the extra `signatures`."""
 
     @property
     def patience_s(self) -> float:

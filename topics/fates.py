@@ -32,6 +32,7 @@ DropReason = Literal[
     "superseded_version",
     "late",
     "capacity",
+    "quota",
     "cancelled",
     "too_large",
     "wrong_partition",

@@ -1,8 +1,7 @@
 """The catalogue of served metrics: name, kind, unit, labels and meaning of everything at /metrics, by role.
 
-Dashboards, alert rules and a table of the docs are made from it. Components name their metrics as on the topic
-`metrics`; an entry says under which name such a metric is served. A name with neither an entry nor a reason in
-`NOT_SERVED` is counted at /metrics as uncatalogued, and fails tests.
+Dashboards, alert rules and a table of the docs are made from it. An entry says under which name a metric of the topic
+`metrics` is served; a name with neither an entry nor a reason in `NOT_SERVED` fails tests.
 """
 
 from collections.abc import Iterator, Mapping
@@ -305,6 +304,7 @@ _LEARNING = (
         {
             "importance/weight_mean": "Mean importance weight.",
             "importance/limited_mean": "Share of tokens whose weight was limited.",
+            "sequence_mask/masked_mean": "Share of tokens masked by learner.loss.sequence_mask_limit.",
             "kl/mean": "Divergence from the reference policy.",
         },
         when="the loss has it",
@@ -461,26 +461,23 @@ _EVALUATING = (
     ),
 )
 
-_SUPERVISING = _rows(
-    "run",
-    "supervisor",
-    {
-        "processes": "Processes of the run.",
-        "processes_ready": "Processes that run and are ready.",
-        "restarts_total": "Processes started again after an exit.",
-    },
+_STALLED = {"stalled": "Whether no step came for long; the event run_stalled names the stage."}
+_SUPERVISING = (
+    *_rows(
+        "run",
+        "supervisor",
+        {
+            "processes": "Processes of the run.",
+            "processes_ready": "Processes that run and are ready.",
+            "restarts_total": "Processes started again after an exit.",
+        },
+    ),
+    *_rows("run", "supervisor", _STALLED, when="the run has a learner"),
 )
 
 CATALOGUE_OF_METRICS: tuple[MetricSpec, ...] = (
-    *_PROCESS,
-    *_SUPERVISING,
-    *_LEARNING,
-    *_SERVING,
-    *_EXACTLY_ONCE,
-    *_GROUPING,
-    *_LABELING,
-    *_PRODUCING,
-    *_EVALUATING,
+    *(*_PROCESS, *_SUPERVISING, *_LEARNING, *_SERVING, *_EXACTLY_ONCE),
+    *(*_GROUPING, *_LABELING, *_PRODUCING, *_EVALUATING),
 )
 
 NOT_SERVED: Mapping[str, str] = {

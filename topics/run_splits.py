@@ -52,11 +52,14 @@ def _record(message: KafkaRecord, skipped: SkippedRecords) -> RunSplit | None:
     return None if message.value is None else skipped.decode(RunSplit, message)
 
 
-def check_open(kafka: KafkaConfig, run: str) -> None:
-    """Raise StateRefused if roles of a run must not write: it was split, or is being split or filled."""
+def check_open(kafka: KafkaConfig, run: str, *, while_closing: bool = False) -> None:
+    """Raise StateRefused if roles of a run must not write: it was split, or is being split or filled.
+
+    With `while_closing` a run that is being split is open, as for roles whose work others wait for while they end.
+    """
     clients.check_broker(kafka)
     successor, predecessor = splits_of(kafka, run)
-    if successor is not None:
+    if successor is not None and not (while_closing and successor.phase != "moved"):
         again = "" if successor.phase == "moved" else f", once `rollstream split --run {run}` has been run to its end"
         raise StateRefused(
             f"run {run} was split: it goes on as run {successor.successor} with {successor.partitions} partitions; "

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rollstream.topics.errors import ConfigurationError
 
-_SECRET = re.compile(r"(password|passphrase|secret|key\.pem|api_key|^ui\.token)$")
+_SECRET = re.compile(r"(password|passphrase|secret|key\.pem|api_key|signing_key|^ui\.token)$")
 _REFERENCE = re.compile(r"(?P<kind>env|file):(?P<name>.+)", re.DOTALL)
 
 

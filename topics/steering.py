@@ -23,6 +23,7 @@ from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import decode_key, encode_key
 from rollstream.topics.records import (
     DesiredProcesses,
+    DrainRequest,
     EvaluationRequest,
     MixtureWeight,
     PausedEnvironment,
@@ -38,6 +39,9 @@ WEIGHT = "weight"
 STOP = "stop"
 """First part of the key of a request to stop; the second is `AT_STEP`."""
 AT_STEP = "at-step"
+DRAIN = "drain"
+"""First part of the key of an end with nothing in flight; the second is `WANTED` or `DONE`."""
+WANTED, DONE = "wanted", "done"
 EVALUATE = "evaluate"
 """First part of the key of a version to evaluate; the second is `NOW`."""
 NOW = "now"
@@ -58,6 +62,8 @@ class DesiredState:
 
     stops: dict[str, StopRequest] = field(default_factory=dict)
     """Requests to stop, by kind."""
+    drains: dict[str, DrainRequest] = field(default_factory=dict)
+    """An end with nothing in flight, by how far it is."""
     evaluations: dict[str, EvaluationRequest] = field(default_factory=dict)
     """The version to evaluate, by kind."""
 
@@ -91,6 +97,16 @@ class DesiredState:
         return self.stops[AT_STEP].at_step if AT_STEP in self.stops else None
 
     @property
+    def draining(self) -> bool:
+        """Whether the run is to end with nothing in flight: nothing is begun any more."""
+        return WANTED in self.drains
+
+    @property
+    def drained(self) -> bool:
+        """Whether grouping has nothing more to deliver for the end that is wanted now."""
+        return self.draining and self.drains.get(DONE) == self.drains[WANTED]
+
+    @property
     def evaluated_version(self) -> int | None:
         """Version that is evaluated although it is not due; None if there is none."""
         return self.evaluations[NOW].version if NOW in self.evaluations else None
@@ -101,6 +117,7 @@ _KINDS: Mapping[str, tuple[str, type]] = {
     PAUSED: ("paused", PausedEnvironment),
     WEIGHT: ("weighed", MixtureWeight),
     STOP: ("stops", StopRequest),
+    DRAIN: ("drains", DrainRequest),
     EVALUATE: ("evaluations", EvaluationRequest),
 }
 """By the first part of a key, the part of the state and the type of its records."""

@@ -1,9 +1,13 @@
-"""Imports users' own code named in settings and arguments: `package.module:Name` or `path/to/file.py:Name`."""
+"""Imports users' own code named in settings and arguments: `package.module:Name` or `path/to/file.py:Name`.
+
+Some settings also take the name of an entry point of an installed package.
+"""
 
 import hashlib
 import importlib
 import importlib.util
 import sys
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,3 +58,45 @@ def _load_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def is_plug_in(name: str, group: str) -> bool:
+    """Whether a name is one that `load_plug_in` takes: with a colon, or an entry point of `group`. Imports nothing."""
+    return ":" in name or _entry_point(name, group) is not None
+
+
+def load_plug_in(name: str, group: str, named_by: str, kind: str) -> Any:
+    """Return the object that a name stands for: as `load_object` does, or the entry point of that name in `group`.
+
+    Raises ConfigurationError if there is none, or if it cannot be imported.
+    """
+    point = None if ":" in name else _entry_point(name, group)
+    if point is None:
+        return load_object(name, named_by, kind)
+    try:
+        return point.load()
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ConfigurationError(
+            f"{named_by} {name!r}, an entry point that cannot be imported: {error}; install its package again"
+        ) from error
+
+
+def source_digest(value: Any) -> str:
+    """Return a digest of the source of an imported object: of its module's file, in a package of the folder's files.
+
+    Sixteen hexadecimal digits; "" if the module has no source file. Two machines with the same files agree.
+    """
+    module = sys.modules.get(getattr(value, "__module__", None) or type(value).__module__)
+    path = Path(getattr(module, "__file__", None) or "")
+    if module is None or path.suffix != ".py":
+        return ""
+    files = sorted(path.parent.rglob("*.py")) if getattr(module, "__package__", "") else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(path.parent).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def _entry_point(name: str, group: str) -> EntryPoint | None:
+    return next(iter(entry_points(group=group, name=name)), None)

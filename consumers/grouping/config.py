@@ -13,9 +13,11 @@ from functools import cache, cached_property, lru_cache
 from typing import Any, get_type_hints
 
 from rollstream.consumers.grouping.core.effects import CORE_VERSION
+from rollstream.consumers.grouping.core.quotas import Quota, parse_quotas
 from rollstream.consumers.grouping.core.rollout_bounds import BOUNDS, Bounds, parse_bounds
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.offset_ranges import OffsetRange
+from rollstream.topics.signatures import check_public_key, parse_environment_keys
 
 _LEAST = {
     "generation": 0,
@@ -44,12 +46,15 @@ class ForeignConfiguration(StateRefused):
         return type(self), (str(self), self.core_version)  # It may come from another process.
 
 
-KEYS_SINCE = {3: (*BOUNDS, "bounds", "remembered_bytes"), 5: ("token_arrays",)}
+KEYS_SINCE = {
+    3: (*BOUNDS, "bounds", "remembered_bytes"),
+    5: ("token_arrays",),
+    6: ("keep_zero_variance", "mark_keys", "environment_keys", "quotas"),
+}
 """Keys that a core version introduced: configurations of earlier versions do not have them."""
 
 EXCLUSIONS = ("exclude_environments", "exclude_workers", "exclude_offsets")
 """Settings that exclude groups."""
-_LISTS = (*EXCLUSIONS, "bounds", "token_arrays")
 
 
 def milliseconds(seconds: float) -> int:
@@ -74,7 +79,7 @@ class GroupingConfig:
     core_version: int = CORE_VERSION
     """Version of the fold's behaviour; a run keeps its first one until a higher generation names another."""
     estimator: str = "rloo"
-    """Advantage estimator, one of rollstream.consumers.grouping.core.estimators.ESTIMATORS."""
+    """Advantage estimator: one of docs/grouping.md, or one of your own that grouper.estimators names."""
     maker: str = "fifo"
     """Batch maker: fifo, reservoir, or one of your own that grouper.makers names."""
     seed: int = 0
@@ -102,6 +107,9 @@ class GroupingConfig:
     """Memory that finished groups of one partition may take; beyond it the oldest are forgotten before `horizon_s`."""
     horizon_s: float = 3600.0
     """Stream time for which finished groups are remembered."""
+    keep_zero_variance: bool = False
+    """Whether groups of equal rewards are batched: for losses that learn from more than rewards, such as distillation.
+    Otherwise they are dropped, unless the estimator keeps them."""
     drop_superseded: bool = False
     """Whether older groups of an example are dropped once a newer one sealed."""
     allow_filtered_sampling: bool = False
@@ -129,6 +137,15 @@ class GroupingConfig:
     token_arrays: tuple[str, ...] = ()
     """Arrays of rollouts' `token_arrays` that batches carry, by name, e.g. weight_version. They count in batch_bytes
     and in capacity_bytes. The reference log-probabilities are always carried."""
+    mark_keys: tuple[str, ...] = ()
+    """Public keys of those who may write marks, such as grouping processes; marks of others are dropped as invalid.
+    Empty: whoever may write to `rollouts`."""
+    environment_keys: tuple[str, ...] = ()
+    """Public keys of those who may write rollouts of an environment, as ENVIRONMENT:KEY; rollouts and cancellations of
+    others are dropped as invalid. Environments without a key: whoever may write to `rollouts`."""
+    quotas: tuple[str, ...] = ()
+    """Most that the groups of an environment may take on a partition, as ENVIRONMENT:open_groups=NUMBER or
+    ENVIRONMENT:held_bytes=NUMBER; its oldest incomplete group is dropped beyond it."""
 
     def __post_init__(self) -> None:
         for name, kind in _types().items():
@@ -161,6 +178,10 @@ class GroupingConfig:
                 raise ConfigurationError(f"grouping.exclude_offsets: {error}") from error
         self._default_bounds.check("grouping")
         parse_bounds(self.bounds, self._default_bounds)
+        for key in self.mark_keys:
+            check_public_key(key, "grouping.mark_keys")
+        parse_environment_keys(self.environment_keys)
+        parse_quotas(self.quotas)
         if (size := len(self.to_json())) > CONFIGURATION_BYTES:
             raise ConfigurationError(
                 f"grouping takes {size} bytes as JSON, as part of every journal record, at most {CONFIGURATION_BYTES}; "
@@ -176,6 +197,16 @@ class GroupingConfig:
     def bounds_of(self, environment: str) -> Bounds:
         """Return the bounds of an environment."""
         return self._bounds.get(environment, self._default_bounds)
+
+    @cached_property
+    def keys_by_environment(self) -> Mapping[str, tuple[str, ...]]:
+        """Public keys of those who may write rollouts, by environment."""
+        return parse_environment_keys(self.environment_keys)
+
+    @cached_property
+    def quotas_by_environment(self) -> Mapping[str, Quota]:
+        """Quotas by environment."""
+        return parse_quotas(self.quotas)
 
     @cached_property
     def _default_bounds(self) -> Bounds:
@@ -219,8 +250,8 @@ class GroupingConfig:
                 raise ConfigurationError(
                     f"grouping.{early[0]} came with core version {since}, and core_version is {version}"
                 )
-        for name in _LISTS:
-            if isinstance(values.get(name), list):
+        for name, kind in _types().items():
+            if kind == tuple[str, ...] and isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
         return cls(**values)
 
@@ -307,6 +338,10 @@ class GrouperConfig:
     autoscale: AutoscaleConfig = field(default_factory=AutoscaleConfig)
     group: str = "grouper"
     """Consumer group, prefixed with the run's name."""
+    leave_on_stop: bool = False
+    """Whether a process that is told to stop leaves the group, so that its partitions go to others at once and not
+    after kafka.session_timeout_s: for processes that others scale, and cannot know whether they come back. Each restart
+    then moves partitions twice."""
     commit_interval_s: float = 0.03
     """Time that effects may wait for their transaction."""
     max_poll_records: int = 500
@@ -320,9 +355,15 @@ class GrouperConfig:
     """Least time between two deadline marks of one task."""
     metrics_interval_s: float = 5.0
     """Time between metrics of the process on the metrics topic; 0 writes none."""
+    signing_key: str = ""
+    """Private key with which marks are signed, in PEM, as a reference: env:NAME or file:PATH. It must go with one of
+    grouping.mark_keys once they are in force. Needs the extra `signatures`."""
     makers: tuple[str, ...] = ()
     """Your batch makers that grouping.maker may name, as package.module:Class or path/to/file.py:Class. No others are
     imported."""
+    estimators: tuple[str, ...] = ()
+    """Your estimators that grouping.estimator may name, as package.module:function or path/to/file.py:function. No
+    others are imported."""
 
     def __post_init__(self) -> None:
         if not self.records_per_s >= 0:

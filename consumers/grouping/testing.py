@@ -13,7 +13,9 @@ import numpy as np
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.effects import DeadLetter, InputRecord, OffsetSkip
+from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Estimator
 from rollstream.consumers.grouping.core.fold import Fold
+from rollstream.consumers.grouping.core.plug_ins import PlugIns, checked
 from rollstream.consumers.grouping.makers.registry import MAKERS, MakerFactory
 from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.keys import encode_key
@@ -55,15 +57,17 @@ class GroupingTestDriver:
         *,
         policy_version: int = 0,
         makers: Mapping[str, MakerFactory] | None = None,
+        estimators: Mapping[str, Estimator] | None = None,
         now_ms: int = 0,
     ) -> None:
-        """Start an empty partition. `makers` are batch makers of your own by name, for `config.maker` to choose.
+        """Start an empty partition. `makers` and `estimators` are your own by name, for the configuration to choose.
 
         `policy_version` is the policy clock at the start, -1 if nothing was published yet.
         """
         first = task_state.initial_record(partition, partitions, "test", config or GroupingConfig())
         first = replace(first, policy_version=policy_version, watermark_policy_version=policy_version)
-        self._makers = {**MAKERS, **(makers or {})}
+        own = {name: checked(name, estimator) for name, estimator in (estimators or {}).items()}
+        self._plug_ins = PlugIns({**MAKERS, **(makers or {})}, {**ESTIMATORS, **own})
         self._skips: dict[int, OffsetSkip] = {}
         self._log: list[InputRecord] = []
         self._journal = [first]
@@ -71,7 +75,7 @@ class GroupingTestDriver:
         self._dead_letters: list[DeadLetter] = []
         self._read = 0
         self.now_ms = now_ms
-        self.fold = Fold(task_state.restored_state([first]), self._makers, self._skips)
+        self.fold = Fold(task_state.restored_state([first]), self._plug_ins, self._skips)
 
     # ------------------------------------------------------------------ writing to the log
 
@@ -128,7 +132,7 @@ class GroupingTestDriver:
     def crash_and_restore(self) -> None:
         """Discard the fold with all uncommitted effects, restore it from journal and log, and read on."""
         restored = task_state.restored_state(self._journal_needed())
-        self.fold = Fold(restored, self._makers, self._skips)
+        self.fold = Fold(restored, self._plug_ins, self._skips)
         if self.fold.replaying:
             for record in self._log:
                 if restored.watermark <= record.offset < restored.position:

@@ -13,6 +13,7 @@ from rollstream.consumers.transactions import Refused
 from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import ConfigurationError, RecordError, RecordTooLarge
 from rollstream.topics.records import GroupCancelled, Rollout, RolloutMetadata, TrajectoryRecord
+from rollstream.topics.signatures import ROLLOUT, Signer, signed_or_plain
 from rollstream.topics.trajectories import Trajectory, from_record, to_record
 from rollstream.topics.user_code import load_object
 from rollstream.topics.validation import cancellation_problems, problems
@@ -64,8 +65,10 @@ class LabelOutcome(NamedTuple):
     """Record for `rollouts` that cancels the member of a group which gets no reward, so that its group goes on."""
 
 
-async def label(labeler: Labeler, record: UnlabeledRecord, limit_bytes: int) -> LabelOutcome:
-    """Label one record. Key and value have at most `limit_bytes`.
+async def label(
+    labeler: Labeler, record: UnlabeledRecord, limit_bytes: int, signer: Signer | None = None
+) -> LabelOutcome:
+    """Label one record. Key and value have at most `limit_bytes`; rollouts and cancellations are signed by `signer`.
 
     Raises ConfigurationError if the labeler returns something else than a label of what it was given, and the labeler's
     own errors.
@@ -88,8 +91,8 @@ async def label(labeler: Labeler, record: UnlabeledRecord, limit_bytes: int) -> 
         else:
             raise RecordError(f"it is a {type(given).__name__}, neither a trajectory nor a rollout")
         if labeled is None:
-            return LabelOutcome(None, _cancellation(member, "the labeler left it out"))
-        value = encode(labeled)
+            return LabelOutcome(None, _cancellation(member, "the labeler left it out", signer))
+        value = encode(labeled) if member is None else signed_or_plain(labeled, signer, ROLLOUT)
         size = len(record.key or b"") + len(value)
         if size > limit_bytes:
             raise RecordTooLarge(
@@ -100,7 +103,7 @@ async def label(labeler: Labeler, record: UnlabeledRecord, limit_bytes: int) -> 
         return LabelOutcome(LabeledRecord(record.offset, record.key, value, topic))
     except RecordError as error:
         refused = Refused(record.topic, record.partition, record.offset, record.key, record.value, str(error))
-        return LabelOutcome(refused, _cancellation(member, f"it was not labeled: {error}"))
+        return LabelOutcome(refused, _cancellation(member, f"it was not labeled: {error}", signer))
 
 
 async def _answer(labeler: Labeler, given: Rollout | Trajectory) -> Any:
@@ -144,7 +147,7 @@ def _with_label(rollout: Rollout, label: Any) -> Rollout:
     return labeled
 
 
-def _cancellation(rollout: Rollout | None, reason: str) -> bytes | None:
+def _cancellation(rollout: Rollout | None, reason: str, signer: Signer | None) -> bytes | None:
     """Return the cancellation of a group's member; None for a trajectory, which has no group."""
     if rollout is None:
         return None
@@ -158,7 +161,7 @@ def _cancellation(rollout: Rollout | None, reason: str) -> bytes | None:
         reason=reason[:500],
         metadata=RolloutMetadata(worker_id=rollout.metadata.worker_id, timestamp=rollout.metadata.timestamp),
     )
-    return None if cancellation_problems(cancelled) else encode(cancelled)
+    return None if cancellation_problems(cancelled) else signed_or_plain(cancelled, signer, ROLLOUT)
 
 
 def labeler_of(name: str) -> Labeler:

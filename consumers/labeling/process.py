@@ -39,6 +39,7 @@ from rollstream.topics.kafka.transactions import Transaction
 from rollstream.topics.labeling_progress import LabelingProgress
 from rollstream.topics.logs import event
 from rollstream.topics.metrics import MetricsWriter
+from rollstream.topics.signatures import signer_of
 
 logger = logging.getLogger(__name__)
 _OVERHEAD_BYTES = 1024
@@ -109,6 +110,7 @@ class LabelingProcess:
     ) -> None:
         self._labeler, self._kafka, self._config, self._on_ready = labeler, kafka, config, on_ready
         self._limit_bytes = kafka.max_record_bytes - _OVERHEAD_BYTES
+        self._signer = signer_of(kafka.signing_key, "kafka.signing_key")
         self._topic = topic_name(run, "unlabelled")
         self._name = f"labeller-{run}-{ordinal}"
         group = config.group_id(run)
@@ -188,7 +190,7 @@ class LabelingProcess:
     async def _outcome(self, source: UnlabeledRecord, readable: bool) -> LabelOutcome:
         if not readable:
             return LabelOutcome(Refused(*source, UNREADABLE))
-        outcome = await label(self._labeler, source, self._limit_bytes)
+        outcome = await label(self._labeler, source, self._limit_bytes, self._signer)
         beat("labeling")
         return outcome
 

@@ -138,6 +138,9 @@ class LearnerConfig:
     """Vocabulary entries whose logits are held at once, which avoids [rows, tokens, vocabulary]; 0 holds all."""
     attention: Literal["auto", "plain", "blocks", "splash"] = "auto"
     """Implementation of attention: auto holds scores [tokens, tokens] only for short rows; splash is for TPUs."""
+    layers: Literal["auto", "unrolled", "scanned"] = "auto"
+    """Program of the layers: scanned compiles one for all of them, and copies their parameters in a step; auto scans
+    more than four."""
     pretrained: str = ""
     """Directory of the Hugging Face checkpoint (config.json, safetensors, tokenizer.json) that the run starts from."""
     reference: str = ""

@@ -32,23 +32,27 @@ from rollstream.consumers.learner.records.snapshot import snapshot
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.learner.reproducibility import fingerprint
 from rollstream.consumers.learner.startup import Example, begin, load_reference
+from rollstream.consumers.learner.step_rules import NEWEST, StepRules, rules_of
 from rollstream.consumers.learner.training.logprob_mismatch import mismatch_warning
-from rollstream.consumers.learner.training.train_step import Metrics, Params, TrainStep
+from rollstream.consumers.learner.training.train_step import Metrics, Params
+from rollstream.consumers.learner.training.train_steps import TrainSteps
 from rollstream.consumers.weights.conversion import converted
 from rollstream.consumers.weights.shard_member import ShardMember
 from rollstream.consumers.weights.shards import owners
 from rollstream.topics.batch_uses import reused_share, without
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse
+from rollstream.topics.steering import DesiredState
 from rollstream.topics.steering_follower import SteeringFollower
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 _COMPARES_ARRAYS = "compares-arrays-until"
+_RULES_OF_STEP_0 = "rules-of-step-0"
 _WARN_EVERY_STEPS = 100
 _MOST_NAMED = 20
 
@@ -64,8 +68,8 @@ def learn(
     on_ready: Callable[[], None] = lambda: None,
     on_progress: Callable[[str], object] = lambda _what: None,
 ) -> int:
-    """Train until `max_steps`, the step after which operators want it to end, or until `stop` is set; return the last
-    completed step.
+    """Train until `max_steps`, the step after which operators want it to end, the last batch of a drained run, or until
+    `stop` is set; return the last completed step.
 
     `warm_start_examples` is called if no checkpoint exists. `on_ready` is called once step 0 (version 0), or the step
     of the checkpoint, is on record; before that `on_progress` receives the progress of the warm start. On return, a
@@ -102,7 +106,8 @@ class _Learner:
         self._sinks: MetricSinks | None = None
         self._recording: RecordingThread | None = None
         self._checkpoints = stack.enter_context(Checkpoints(config.checkpoint, run, config.name))
-        self._train_step = TrainStep(config)
+        self._train_steps = TrainSteps(config)
+        self._train_step = self._train_steps.newest
         self._dtype = published_dtype(config)
         self._fingerprint = fingerprint(config)
         self._state = self._train_step.abstract_state()
@@ -118,6 +123,7 @@ class _Learner:
         """Restore the newest checkpoint, or make one of step 0; then put that step and its version on record."""
         restored = self._checkpoints.restore(self._state)
         metrics: Metrics = {}
+        rules = NEWEST
         if restored is None:
 
             def warming(done: int, updates: int, loss: float) -> None:
@@ -125,7 +131,8 @@ class _Learner:
                 event(logger, "warm_start", update=done, of=updates, loss=round(loss, 4))
 
             on_progress("warm start, preparing examples and compiling")
-            self._state, metrics = begin(self._train_step, warm_start_examples(), warming)
+            rules = self._rules_of_step_0()
+            self._state, metrics = begin(self._train_steps.of(rules), warm_start_examples(), warming)
             if self._config.reference == "initial":
                 # Saved before the first checkpoint, so that every checkpoint has a reference.
                 self._checkpoints.save_reference(self._state.params)
@@ -152,7 +159,7 @@ class _Learner:
             self._sinks = self._open_sinks(self._recorder)
             recorded = self._recorder.recorded(step)
             if recorded is None:
-                self._record((), self._position.position, metrics, params)
+                self._record((), self._position.position, metrics, params, rules)
                 self._recording.wait()
             else:
                 self._recorder.compare(step, params, recorded.uses)
@@ -168,14 +175,21 @@ class _Learner:
     def run(self, stop: threading.Event) -> int:
         """Train until the last step or until `stop`; a checkpoint is complete when this returns."""
         step = int(self._state.step)
+        wanted = self._wanted()
         source = open_source(
-            self._config, self._kafka, self._run, step, self._position.position, self._team.process, self._recorder
+            self._config,
+            self._kafka,
+            self._run,
+            step,
+            self._position.position,
+            self._team.process,
+            self._recorder,
+            lambda: wanted().drained,
         )
         self._stack.callback(source.close)
-        # With several processes, placing is a joint operation that only the training thread may start.
-        place = self._train_step.place if self._team.processes == 1 else None
+        place, last = self._train_step.place, self._config.max_steps
         loader = self._stack.enter_context(
-            StepLoader(source, self._team, step + 1, self._config.max_steps, stop, place, self._last_wanted())
+            StepLoader(source, self._team, step + 1, last, stop, place, lambda: wanted().last_step)
         )
         # Compiles while workers make the first rollouts of this version.
         self._train_step.warm_up(self._state)
@@ -191,12 +205,12 @@ class _Learner:
         event(logger, "learner_finished", learner=self._config.name, step=step, stopped=stop.is_set())
         return step
 
-    def _last_wanted(self) -> Callable[[], int | None]:
-        """Return what tells the step after which operators want the learner to end; the lead alone is told."""
+    def _wanted(self) -> Callable[[], DesiredState]:
+        """Return what tells what operators want; the lead alone is told."""
         if self._recorder is None:
-            return lambda: None
+            return DesiredState
         steering = self._stack.enter_context(SteeringFollower(self._kafka, self._run))
-        return lambda: steering.state.last_step
+        return lambda: steering.state
 
     def _wait(self, loader: StepLoader, source: StepSource) -> LoadedStep | None:
         """Wait for the next step, None after the last; put skipped batches on record meanwhile."""
@@ -204,24 +218,30 @@ class _Learner:
         while True:
             beat("training")
             loaded = loader.next(_POLL_S)
+            if loaded is None:
+                self._put_on_record(source)
             if loaded is not None or loader.ended:
                 self._waited_s = time.monotonic() - began
                 return loaded
-            if self._recording is None:
-                continue
-            self._recording.check()
-            if self._recorder is not None and (skips := source.skips) is not None:
-                source.skips = None
-                self._recording.wait()
-                self._recorder.record_skips(*skips, self._position)
+
+    def _put_on_record(self, source: StepSource) -> None:
+        """Put batches on record that were skipped and wait for their step; raise the error of recording."""
+        if self._recording is None:
+            return
+        self._recording.check()
+        if self._recorder is not None and (skips := source.skips) is not None:
+            source.skips = None
+            self._recording.wait()
+            self._recorder.record_skips(*skips, self._position)
 
     def _step(self, step: int, loaded: LoadedStep) -> None:
         """Train, publish and record one step."""
         began = time.monotonic()
         given = loaded.packed if loaded.placed is None else loaded.placed
-        self._state, metrics = self._train_step.train(self._state, given, self._reference)
+        train_step = self._train_steps.of(loaded.plan.rules)
+        self._state, metrics = train_step.train(self._state, given, self._reference)
         trained_s = time.monotonic() - began
-        outcomes = self._add_up(step, loaded.outcomes)
+        outcomes = self._add_up(step, loaded)
         self._report_left_out(step, outcomes)
         self._refuse_empty(step, loaded, metrics, outcomes)
         # Before the snapshot, so that the host has two versions at most: this one, and the one it is compared with.
@@ -242,9 +262,17 @@ class _Learner:
             "time/snapshot": ended - snapshot_began,
         }
         self._ended = ended
-        self._record(uses, plan.position, metrics, params, plan.oldest, plan.stream_time_ms)
+        self._record(uses, plan.position, metrics, params, plan.rules, plan.oldest, plan.stream_time_ms)
         if self._recorder is not None:
             self._warn_of_mismatch(step, metrics)
+
+    def _rules_of_step_0(self) -> StepRules:
+        """Rules of the warm start: those on record, if this learner has lost its checkpoints, or the newest."""
+        if self._recorder is None:
+            return msgspec.json.decode(self._team.receive(_RULES_OF_STEP_0), type=StepRules)
+        rules = rules_of(self._recorder.recorded(0))
+        self._team.publish(_RULES_OF_STEP_0, msgspec.json.encode(rules))
+        return rules
 
     def _share_rules(self) -> None:
         """Let every process know for which steps all of them copy the parameters to compare them with the record."""
@@ -305,8 +333,12 @@ class _Learner:
         elif warning is None:
             self._warn_again_at = 0
 
-    def _add_up(self, step: int, outcomes: StepTotals) -> StepTotals:
-        """Sum the totals of all processes, in the lead."""
+    def _add_up(self, step: int, loaded: LoadedStep) -> StepTotals:
+        """Return the totals over all processes, in the lead.
+
+        Raises StateRefused if processes that each packed the whole step did not pack the same.
+        """
+        outcomes = loaded.outcomes
         if self._team.process:
             self._team.publish(f"outcomes/{step}/{self._team.process}", msgspec.json.encode(outcomes))
             return outcomes
@@ -315,7 +347,16 @@ class _Learner:
         # A process that sent its totals has received the plan of the step.
         for key in (f"step/{step}", *(f"outcomes/{step}/{process}" for process in others)):
             self._team.forget(key)
-        return sum((msgspec.json.decode(value, type=StepTotals) for value in totals), outcomes)
+        theirs = [msgspec.json.decode(value, type=StepTotals) for value in totals]
+        if not loaded.packed.whole:
+            return sum(theirs, outcomes)
+        for process, other in zip(others, theirs, strict=True):
+            if other.counts() != outcomes.counts():
+                raise StateRefused(
+                    f"process {process} of learner {self._config.name!r} made of step {step} {other.counts()}, the "
+                    f"lead {outcomes.counts()}; give all processes the same release and settings"
+                )
+        return outcomes
 
     def _record(
         self,
@@ -323,6 +364,7 @@ class _Learner:
         position: int,
         metrics: Metrics,
         params: StepParams,
+        rules: StepRules,
         oldest: int = -1,
         stream_time_ms: int = -1,
     ) -> None:
@@ -345,6 +387,7 @@ class _Learner:
                 metrics,
                 params,
                 self._position,
+                rules=rules,
                 oldest=oldest,
                 stream_time_ms=stream_time_ms,
             )
@@ -378,7 +421,7 @@ class _Learner:
         }
         if changed:
             event(logger, "environment_changed", level=logging.WARNING, changed=changed)
-        return bool(changed) and "configuration" not in changed
+        return bool(changed) and not changed.keys() & {"configuration", "code"}
 
     def _checkpoint(self) -> None:
         """Start to save a checkpoint of what is on record; recent steps count from it."""

@@ -42,6 +42,8 @@ def fingerprint(config: LearnerConfig) -> dict[str, str]:
     """Return the properties that two executions must share to give the same bits, by name."""
     import jax
 
+    from rollstream.consumers.learner.training.user_objectives import code_of
+
     return {
         **{package: metadata.version(package) for package in ("jax", "jaxlib", "numpy", "optax")},
         "device": ", ".join(sorted({device.device_kind for device in jax.devices()})),
@@ -52,6 +54,7 @@ def fingerprint(config: LearnerConfig) -> dict[str, str]:
         "threads": os.environ.get("NPROC", ""),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "configuration": repr(_training_settings(config)),
+        **({"code": repr(code)} if (code := code_of(config)) else {}),
     }
 
 

@@ -1,16 +1,20 @@
 """Causal attention within the segments of packed rows, in three implementations that agree up to rounding.
 
-`plain` holds scores [T, T]; `blocks` and `splash` do not, forward or backward. Rows may consist of padding only.
+`plain` holds scores [T, T]; `blocks` and `splash` do not, forward or backward, and skip what no token sees. Rows may
+consist of padding only.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from rollstream.consumers.models.causal_blocks import causal_blocks
+
 PLAIN_TOKENS = 1024
 """Longest rows for `plain`: in such rows a block of queries would cover most of the row."""
 QUERY_BLOCK = 256
-"""Queries whose scores are held at once by `blocks`."""
+"""Queries, and keys, whose scores are held at once by `blocks`."""
+_EARLIER = {"auto": "auto_whole_rows", "blocks": "whole_rows"}
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, implementation: str = "auto") -> jax.Array:
@@ -21,12 +25,15 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, imp
     shape allows it, or else `blocks`. The choice is made when the function is traced: to compile for a device other
     than the default one, name the implementation.
     """
-    if implementation == "auto":
-        implementation = choose_implementation(q.shape[1])
+    if implementation.startswith("auto"):
+        chosen = choose_implementation(q.shape[1])
+        implementation = chosen if implementation == "auto" else earlier_implementation(chosen)
     if implementation == "plain":
         return masked(q, k, v, _mask(segment_ids, segment_ids, 0))
     if implementation == "blocks":
-        return _blocks(q, k, v, segment_ids)
+        return causal_blocks(q, k, v, segment_ids, QUERY_BLOCK)
+    if implementation == "whole_rows":
+        return _whole_rows(q, k, v, segment_ids)
     if implementation == "splash":
         return splash_attention(q, k, v, segment_ids)
     raise ValueError(f"attention {implementation!r}: use auto, plain, blocks or splash")
@@ -61,8 +68,16 @@ def _mask(query_ids: jax.Array, key_ids: jax.Array, start: jax.Array | int) -> j
     return (query_ids[:, :, None] == key_ids[:, None, :]) & causal
 
 
-def _blocks(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Attend one block of queries after another; the backward pass recomputes the scores of each block."""
+def earlier_implementation(implementation: str) -> str:
+    """Return the implementation that gives the bits of earlier releases, whose `blocks` attended to whole rows."""
+    return _EARLIER.get(implementation, implementation)
+
+
+def _whole_rows(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Attend one block of queries after another to whole rows; the backward pass recomputes the scores of each block.
+
+    Steps on record that were computed by it are computed by it again.
+    """
     rows, length, *head_shape = q.shape
     count = -(-length // QUERY_BLOCK)
     padding = count * QUERY_BLOCK - length

@@ -22,6 +22,8 @@ class ComputeSettings(NamedTuple):
     """Vocabulary entries whose logits are held at once; 0 holds all."""
     attention: str = "auto"
     """auto, plain, blocks or splash (rollstream.consumers.models.attention)."""
+    scanned: bool = False
+    """Compile one block for all layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

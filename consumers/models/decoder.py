@@ -5,6 +5,7 @@ publishing weights need no renaming. All functions are pure; packed sequences ne
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -93,20 +94,27 @@ def hidden(
     *,
     remat: bool = False,
     attention: str = "auto",
+    scanned: bool = False,
 ) -> jax.Array:
     """Final normalized states [B, T, hidden_size] of packed sequences.
 
     `tokens`, `positions` and `segment_ids` are int32 [B, T]. A token attends to earlier tokens of its own segment.
     With `remat`, only the residual stream between blocks is kept for the backward pass; `attention` is the
-    implementation (rollstream.consumers.models.attention).
+    implementation (rollstream.consumers.models.attention). Blocks that are `scanned` are compiled once, whatever their
+    number; their parameters are stacked for that, which copies them.
     """
     x = split_rows(_embedded(params[EMBEDDING], tokens))
-    for layer in range(config.num_hidden_layers):
 
-        def block(params: Params, x: jax.Array, layer: int = layer) -> jax.Array:
-            return _block(params, config, layer, x, positions, lambda q, k, v: attend(q, k, v, segment_ids, attention))
+    def block(params: Params, x: jax.Array, layer: int = 0) -> jax.Array:
+        return _block(params, config, layer, x, positions, lambda q, k, v: attend(q, k, v, segment_ids, attention))
 
-        x = (jax.checkpoint(block) if remat else block)(params, x)
+    if scanned:
+        once = jax.checkpoint(block) if remat else block
+        x, _ = jax.lax.scan(lambda x, layer: (split_rows(once(layer, x)), None), x, _stacked(params, config))
+    else:
+        for layer in range(config.num_hidden_layers):
+            numbered = partial(block, layer=layer)
+            x = (jax.checkpoint(numbered) if remat else numbered)(params, x)
     return _rms_norm(x, params[FINAL_NORM], config.rms_norm_eps)
 
 
@@ -227,6 +235,13 @@ def _block(
     normed = _rms_norm(x, params[f"{block}.post_attention_layernorm.weight"], config.rms_norm_eps)
     gate = jax.nn.silu(_linear(params, f"{block}.mlp.gate_proj", normed))
     return x + _linear(params, f"{block}.mlp.down_proj", gate * _linear(params, f"{block}.mlp.up_proj", normed))
+
+
+def _stacked(params: Params, config: DecoderConfig) -> dict[str, jax.Array]:
+    """The parameters of all blocks [layers, ...], under the names of those of the first."""
+    first, layers = "model.layers.0.", range(config.num_hidden_layers)
+    names = [name.removeprefix(first) for name in params if name.startswith(first)]
+    return {f"{first}{name}": jnp.stack([params[f"model.layers.{layer}.{name}"] for layer in layers]) for name in names}
 
 
 def _embedded(weight: jax.Array, tokens: jax.Array) -> jax.Array:

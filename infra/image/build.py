@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 TAG = f"rollstream/kafka:{KAFKA_VERSION}"
 APPLICATION_TAG = "rollstream:local"
 PYTHON_TAG = "rollstream/python:local"
-EXTRAS = ("learner", "hf", "chat", "archive", "sql")
+EXTRAS = ("learner", "hf", "chat", "archive", "sql", "signatures")
 """Extras of rollstream in its image, if none are named."""
 _LOAD_TIMEOUT_S = 1800.0
 """Minutes on a busy machine, for the image of every role."""

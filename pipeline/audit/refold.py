@@ -3,24 +3,24 @@
 Shared by verification and replay: it is the fold that a consumer runs, fed from the log.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from rollstream.consumers.grouping.config import ForeignConfiguration, GroupingConfig
+from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import task_state
-from rollstream.consumers.grouping.core.configuration_marks import mark_outcome
+from rollstream.consumers.grouping.core.configuration_marks import Change, mark_outcome
 from rollstream.consumers.grouping.core.effects import CORE_VERSION, Effects, InputRecord, OffsetSkip
 from rollstream.consumers.grouping.core.fold import Fold
-from rollstream.consumers.grouping.makers.registry import MakerFactory
+from rollstream.consumers.grouping.core.plug_ins import PlugIns
 from rollstream.consumers.grouping.process.restoration import records_of
 from rollstream.consumers.grouping.process.skipped_offsets import asked_for
 from rollstream.pipeline.audit.topic_reading import read_journal
 from rollstream.topics import codec
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.codec import decode_as
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import ConfigurationError, RecordError, StateRefused
+from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -28,8 +28,6 @@ from rollstream.topics.kafka.skipping_reader import records_between
 from rollstream.topics.offset_ranges import from_ranges
 from rollstream.topics.records import JournalRecord, Mark
 
-Change = Callable[[GroupingConfig], GroupingConfig]
-"""Function from a configuration to the one used instead."""
 _TAKE_EVERY = 200
 
 
@@ -72,7 +70,7 @@ def ends_snapshot(journal: Sequence[JournalRecord], i: int) -> bool:
 
 
 def configurations(
-    kafka: KafkaConfig, run: str, journal: Sequence[JournalRecord], makers: Mapping[str, MakerFactory]
+    kafka: KafkaConfig, run: str, journal: Sequence[JournalRecord], plug_ins: PlugIns
 ) -> dict[int, GroupingConfig]:
     """Return each configuration in force while `journal` was written, by generation; the last is in force at its end.
 
@@ -86,10 +84,10 @@ def configurations(
     for record in journal:
         if record.generation > current.generation and position < record.position:
             hopped = {offset for offset, skip in left_out.items() if not skip.timed}
-            for offset, mark in _marks(kafka, run, record.partition, position, record.position, hopped):
-                if offset in left_out:
+            for read, mark in _marks(kafka, run, record.partition, position, record.position, hopped):
+                if read.offset in left_out:
                     continue
-                judged = mark_outcome(mark, current, record.policy_version, makers)
+                judged = mark_outcome(read, mark, record.partition, current, record.policy_version, plug_ins)
                 current = current if judged.config is None else judged.config
                 configs[current.generation] = current
         position = max(position, record.position)
@@ -103,13 +101,13 @@ def configurations(
 
 def _marks(
     kafka: KafkaConfig, run: str, partition: int, begin: int, end: int, hopped: set[int]
-) -> Iterator[tuple[int, Mark]]:
-    """Yield the marks of a partition between two offsets, each with its offset."""
+) -> Iterator[tuple[InputRecord, Mark]]:
+    """Yield the marks of a partition between two offsets, each with its record."""
     for message in fetched(kafka, run, partition, begin, end, hopped):
         value = message.value
         if codec.kind_of(value) == "Mark":
             try:
-                yield message.offset, decode_as(Mark, value)
+                yield records_of(message), decode_as(Mark, value)
             except RecordError:
                 continue
 
@@ -138,7 +136,7 @@ def refold(
     run: str,
     journal: Sequence[JournalRecord],
     stop: int,
-    makers: Mapping[str, MakerFactory],
+    plug_ins: PlugIns,
     change: Change | None = None,
     skips: Mapping[int, OffsetSkip] = MappingProxyType({}),
 ) -> Iterator[Effects]:
@@ -152,7 +150,7 @@ def refold(
     if change is not None:
         changed = change(GroupingConfig.from_json(restored.watermark_configuration))
         restored = replace(restored, watermark_configuration=changed.to_json())
-    fold = Fold(restored, makers, skips)
+    fold = Fold(restored, plug_ins, skips, change)
     read = 0
     hopped = {*restored.hopped, *(offset for offset, skip in skips.items() if not skip.timed)}
     # There are no records at offsets beyond the end of the partition.
@@ -163,7 +161,7 @@ def refold(
                 fold.replay(record)
                 continue
             fold.resume()
-        fold.apply(record if change is None or record.offset in skips else with_change(record, change))
+        fold.apply(record)
         read += 1
         if read % _TAKE_EVERY == 0:
             yield fold.prepare_commit()
@@ -182,20 +180,3 @@ def skips_in(journal: Iterable[JournalRecord]) -> dict[int, OffsetSkip]:
             if drop.reason == "skipped":
                 skips[drop.offset] = OffsetSkip(drop.detail, timed=drop.offset not in hopped)
     return skips
-
-
-def with_change(record: InputRecord, change: Change) -> InputRecord:
-    """Return the record; a configuration mark with its configuration changed."""
-    if codec.kind_of(record.value) != "Mark":
-        return record
-    try:
-        mark = decode_as(Mark, record.value)
-    except RecordError:
-        return record
-    if mark.kind != "configuration":
-        return record
-    try:
-        configuration = change(GroupingConfig.from_json(mark.configuration)).to_json()
-    except (ConfigurationError, ForeignConfiguration):
-        return record  # The mark is invalid or from a newer release: the fold skips it, changed or not.
-    return record._replace(value=encode(replace(mark, configuration=configuration)))

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from rollstream.consumers.grouping.makers.registry import load_makers
+from rollstream.consumers.grouping.config import GrouperConfig
+from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
 from rollstream.pipeline.audit.process_pool import spread
 from rollstream.pipeline.audit.refold import beginnings, journal_of, log_begins, refold, skips_in
 from rollstream.pipeline.audit.topic_reading import batch_at, read_batches, read_index
@@ -69,7 +70,8 @@ class _Job:
     kafka: KafkaConfig
     run: str
     partition: int
-    makers: tuple[str, ...]
+    grouper: GrouperConfig
+    """Names of the makers and estimators that its configurations may name."""
     index: dict[str, BatchIndexEntry]
     """Entries of the partition's batches."""
     log_begin: int
@@ -82,11 +84,13 @@ def verify(
     run: str,
     makers: Iterable[str] = (),
     *,
+    estimators: Iterable[str] = (),
     only: Collection[str] | None = None,
     processes: int = 1,
     progress: ProgressCallback = lambda _done, _all: None,
 ) -> Verification:
-    """Refold a run and compare. `makers` are the user's batch makers that its configurations name (grouper.makers).
+    """Refold a run and compare. `makers` and `estimators` are the user's that its configurations name
+    (grouper.makers, grouper.estimators).
 
     `only` are the batches to verify; None means every batch and every drop. Partitions are spread over `processes`.
     Raises StateRefused if a newer core version cut the log, TopicError if a requested batch is not in the index.
@@ -99,12 +103,13 @@ def verify(
     if unknown:
         raise TopicError(f"run {run} has no batch {unknown[0]}; `rollstream cat batch-index` lists them")
     log_begin = log_begins(kafka, run, "rollouts")
+    grouper = GrouperConfig(makers=tuple(makers), estimators=tuple(estimators))
     jobs = []
     for partition in partitions:
         mine = {name: entry for name, entry in index.items() if entry.partition == partition}
         wanted = None if only is None else frozenset(mine).intersection(only)
         if wanted is None or wanted:
-            jobs.append(_Job(kafka, run, partition, tuple(makers), mine, log_begin[partition], wanted))
+            jobs.append(_Job(kafka, run, partition, grouper, mine, log_begin[partition], wanted))
     expected = len(index) if only is None else len(set(only))
     progress(0, expected)
     for partition_result in spread(_verify_partition, jobs, processes):
@@ -178,7 +183,7 @@ def _verify_all(job: _Job, journal: Sequence[JournalRecord], begin: int) -> Veri
     result.batches = len(wanted)
     drops: set[tuple[int, str]] = set()
     met = set()
-    where = (job.kafka, job.run, journal[: begin + 1], journal[-1].position, load_makers(job.makers))
+    where = (job.kafka, job.run, journal[: begin + 1], journal[-1].position, load_plug_ins(job.grouper))
     for output in refold(*where, skips=skips_in(later)):
         for batch in output.batches:
             met.add(batch.batch_id)
@@ -235,7 +240,7 @@ def _verify_some(job: _Job, journal: Sequence[JournalRecord], begin: int, only: 
         recorded = {batch_id: _fetched(job, batch_id, result) for batch_id in these}
         met = set()
         stop = journal[last].position
-        where = (job.kafka, job.run, journal[: start + 1], stop, load_makers(job.makers))
+        where = (job.kafka, job.run, journal[: start + 1], stop, load_plug_ins(job.grouper))
         for output in refold(*where, skips=skips_in(journal[start + 1 : last + 1])):
             for batch in output.batches:
                 if batch.batch_id in these:

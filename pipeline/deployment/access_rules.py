@@ -73,8 +73,8 @@ def _of_role(config: "RunConfig", name: str) -> Iterator[AccessRule]:
     if name in (GROUP, LABEL, ARCHIVE, PRUNE):
         # They look how long brokers keep records; without it they go on without knowing.
         yield AccessRule("topic", topic_name(run, "rollouts"), ("DescribeConfigs",))
-    if name in (ENV, GATEWAY, PRUNE):
-        # Flow control and pruning look how far consumers have read.
+    if name in (ENV, GATEWAY, GROUP, PRUNE):
+        # Flow control, drains and pruning look how far consumers have read.
         for reader in (GROUP, LABEL, ARCHIVE) if name == PRUNE else (LABEL,):
             for template in role_of(reader).groups:
                 yield _named("group", template, config, ("Describe",))

@@ -16,7 +16,7 @@ from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.report.line_chart import Curve
 from rollstream.pipeline.ui.index import schema
-from rollstream.pipeline.ui.index.run_index import RunIndex
+from rollstream.pipeline.ui.index.run_index import RunIndex, index_file
 from rollstream.topics.codec import decode_as
 from rollstream.topics.errors import DeadlineExceeded, TopicError
 from rollstream.topics.records import PolicyManifest
@@ -88,7 +88,7 @@ def facts_of(config: RunConfig, archive: str = "") -> RunFacts:
         _catch_up(index)
         figures = index.series(points=_STEPS)
         facets = index.facets()
-        with closing(schema.reader(_index_file(config, archive))) as db:
+        with closing(schema.reader(index_file(config, archive))) as db:
             newest = _newest_versions(db)
             manifest = _newest_manifest(db)
             best, worst = (_examples(index, db, order) for order in ("desc", "asc"))
@@ -139,12 +139,6 @@ def _catch_up(index: RunIndex) -> None:
             )
         if not index.poll(_LOOK_S):
             time.sleep(_LOOK_S)
-
-
-def _index_file(config: RunConfig, archive: str) -> Path:
-    """The file of the index that `RunIndex.open` has filled."""
-    name = f"index-{hashlib.sha256(archive.encode()).hexdigest()[:12]}.sqlite" if archive else "index.sqlite"
-    return config.run_dir / name
 
 
 def _digest(path: Path) -> str:

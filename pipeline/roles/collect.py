@@ -5,6 +5,7 @@ import argparse
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process_number import add_number
+from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 from rollstream.producers.trajectories.collecting import Player, run_collecting
 from rollstream.topics.errors import ConfigurationError
@@ -19,13 +20,15 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Collect until the player has returned and its trajectories are sent, or until stopped."""
+    player, stop = player_of(config.collect.player), stop_on_signals()
+    end_with_split(config.kafka, config.run, lambda wanted: wanted.draining)
     run_collecting(
-        player_of(config.collect.player),
+        player,
         config.kafka,
         config.run,
         config.collect,
         ordinal=args.ordinal,
-        stop=stop_on_signals(),
+        stop=stop,
         on_ready=announce_ready,
     )
     return 0

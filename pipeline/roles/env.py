@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import secrets
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ from rollstream.pipeline.config import RunConfig, inference_urls
 from rollstream.pipeline.deployment.description import ENV
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.process_number import add_number
-from rollstream.pipeline.roles.following_splits import end_with_split
+from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
 from rollstream.pipeline.tools import environment_check, environment_template
 from rollstream.producers.config import WorkerConfig
@@ -46,14 +47,18 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 
 async def _work(config: RunConfig, ordinal: int, stop: asyncio.Event) -> None:
     announce_ready()
+    state = await asyncio.to_thread(desired_state, config.kafka, config.run)
+    if state.draining:
+        return  # Nothing begins before the drain is withdrawn.
     environments = environments_of(config, ordinal)
-    wanted = (await asyncio.to_thread(desired_state, config.kafka, config.run)).numbers.get(ENV)
+    wanted = state.numbers.get(ENV)
     await run_worker(
         environments,
         config.kafka,
         config.run,
         replace(config.worker, worker_id=worker_name(config, ordinal, wanted)),
         incarnation=uuid.uuid4().hex[:8],
+        group_secret=secrets.token_bytes(16),
         ordinal=ordinal,
         workers=config.supervisor.workers,
         curriculum=config.curriculum,

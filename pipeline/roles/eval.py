@@ -6,10 +6,10 @@ import asyncio
 from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.environments import environments_of
+from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
 from rollstream.producers.evaluator import run_evaluator
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.kafka import clients
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         raise ConfigurationError(
             "no environment is evaluated: set environments.N.evaluate of one that knows its rewards to true"
         )
-    clients.check_broker(config.kafka)
+    end_with_split(config.kafka, config.run)
 
     async def evaluate(stop: asyncio.Event) -> None:
         await run_evaluator(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process_number import add_number
-from rollstream.pipeline.roles.following_splits import end_with_split
+from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
 from rollstream.producers.gateway.gateway_process import run_gateway
 

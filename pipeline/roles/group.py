@@ -2,12 +2,13 @@
 
 import argparse
 import gc
+from contextlib import closing
 
 from rollstream.consumers.grouping.process.grouping_process import run_grouping
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process_number import add_number
-from rollstream.pipeline.roles.following_splits import end_with_split
+from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 from rollstream.topics.errors import ConfigurationError
 
@@ -45,10 +46,23 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     if args.action in ("pause", "resume"):
         return _pause(config, args)
     stop = stop_on_signals()
-    end_with_split(config.kafka, config.run)
+    end_with_split(config.kafka, config.run, lambda wanted: wanted.drained)
     gc.set_threshold(*COLLECT_AFTER)
-    run_grouping(config.kafka, config.run, config.grouping, config.grouper, args.ordinal, stop, on_ready=announce_ready)
+    from rollstream.pipeline.run.draining import Drainer
+
+    with closing(Drainer(config)):
+        run_grouping(
+            config.kafka, config.run, config.grouping, config.grouper, args.ordinal, stop, on_ready=announce_ready
+        )
+    if config.grouper.leave_on_stop:
+        _leave(config, args.ordinal)
     return 0
+
+
+def _leave(config: RunConfig, ordinal: int) -> None:
+    from rollstream.pipeline.run.numbered_processes import leave_group  # which few processes need
+
+    leave_group(config, (ordinal,))
 
 
 def _recover(config: RunConfig, restored: bool) -> int:

@@ -19,6 +19,7 @@ from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process_number import add_number
+from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.roles.jax_runtime import prepare_jax
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.producers.inference.chat.selection import chat_template
@@ -27,7 +28,6 @@ from rollstream.producers.inference.decoding import DecodeRow
 from rollstream.producers.inference.server import InferenceServer
 from rollstream.producers.metrics_publisher import MetricsPublisher
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
-from rollstream.topics.kafka import clients
 from rollstream.topics.logs import event
 
 if TYPE_CHECKING:
@@ -131,7 +131,8 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     config = replace(config, inference=config.inference.replica(args.ordinal))
     tokenizer = tokenizer_of(config.learner)
     template = chat_template(config.inference.chat_template, tokenizer, config.learner.pretrained)
-    clients.check_broker(config.kafka)
+    # Workers that finish their groups when the run is split still ask.
+    end_with_split(config.kafka, config.run, last=True)
     with WeightsFollower(config.kafka, config.run, config=config.learner.weights) as follower:
         prepare_jax(config)
         # Until the server listens there is nothing to drain, so a signal ends it at once.

@@ -8,6 +8,7 @@ from rollstream.consumers.labeling.process import run_labeling
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process_number import add_number
+from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 from rollstream.topics.errors import ConfigurationError
 
@@ -40,6 +41,8 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         raise ConfigurationError("no labeler is named; give package.module:function, or set labeling.labeler")
     labeler = judge_of(config.labeling) if name == JUDGE else labeler_of(name)
     stop = stop_on_signals()
+    # Rollouts that workers had begun when the run was split are labelled before they are moved.
+    end_with_split(config.kafka, config.run, last=True)
     run_labeling(
         labeler,
         config.kafka,

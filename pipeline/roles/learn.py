@@ -9,7 +9,7 @@ from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.process_number import add_number
-from rollstream.pipeline.roles.following_splits import end_with_split
+from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.roles.jax_runtime import prepare_jax
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, stop_on_signals

@@ -8,9 +8,9 @@ from pathlib import Path
 from rollstream.consumers.serving.fleet import EngineFleet
 from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.producers.metrics_publisher import MetricsPublisher
-from rollstream.topics.kafka import clients
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,8 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Update the engines until stopped."""
     serving = replace(config.serving, urls=tuple(args.url)) if args.url else config.serving
-    clients.check_broker(config.kafka)
+    # Engines still answer workers that finish their groups when the run is split.
+    end_with_split(config.kafka, config.run, last=True)
     fleet = EngineFleet(
         config.kafka,
         config.run,

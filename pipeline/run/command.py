@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.deployment.description import LEARN
+from rollstream.pipeline.deployment.description import ENV, GROUP, LEARN
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.roles.jax_runtime import require_jax
 from rollstream.pipeline.run import control_run
@@ -24,12 +24,13 @@ from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.autoscaling import GroupScaler, at_first
 from rollstream.pipeline.run.crash_loops import LoopWatch
 from rollstream.pipeline.run.display import Display
+from rollstream.pipeline.run.draining import open_groups
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.plan import RunPlan
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts, announce_ready
 from rollstream.pipeline.run.service_ports import ServicePorts
-from rollstream.pipeline.run.stall_watch import StallWatch
+from rollstream.pipeline.run.stall_watch import StageWatch, StallWatch
 from rollstream.pipeline.run.steered_processes import SteeredProcesses, begin_with
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.run.workspace import log_to
@@ -38,9 +39,11 @@ from rollstream.pipeline.tools.topics import provision
 from rollstream.pipeline.ui.beside_run import RunPage
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.logs import event
+from rollstream.topics.steering import DesiredState
 from rollstream.topics.steering_follower import SteeringFollower
 
 logger = logging.getLogger(__name__)
+_MOST_NAMED = 20
 _LINE_S = 10.0
 """Time between progress lines without a terminal; runs may take days."""
 
@@ -80,7 +83,11 @@ def _supervise(config: RunConfig, interrupts: Interrupts, following: SteeringFol
     running = begin_with(config, following.state, lambda line: print(line, flush=True))
     ports = ServicePorts(config)
     with Supervisor(
-        config.run_dir / "logs", interrupts=interrupts, environment=plans.child_environment(config), place=ports.place
+        config.run_dir / "logs",
+        interrupts=interrupts,
+        environment=plans.child_environment(config),
+        place=ports.place,
+        may_end=lambda kind: _may_end(kind, following.state),
     ) as supervisor:
         interrupts.kill_now = supervisor.kill_now
         roles = plans.plan(running, path)
@@ -100,10 +107,20 @@ def _supervise(config: RunConfig, interrupts: Interrupts, following: SteeringFol
             return Steer(following, steered, scaler, say)
 
         watch(config, supervisor, interrupts, steer, page)
-        print(f"run {config.run}: the learner has made its last step{_why(following)}", flush=True)
+        print(f"run {config.run}: the learner has made its last step{_why(config, following)}", flush=True)
 
 
-def _why(following: SteeringFollower) -> str:
+def _may_end(kind: str, wanted: DesiredState) -> bool:
+    """Whether a drain lets processes of a kind end."""
+    return (kind == ENV and wanted.draining) or (kind == GROUP and wanted.drained)
+
+
+def _why(config: RunConfig, following: SteeringFollower) -> str:
+    if following.state.drained:
+        left = open_groups(config.kafka, config.run, config.grouper)
+        names = ", ".join(map(str, left[:_MOST_NAMED])) + (", ..." if len(left) > _MOST_NAMED else "")
+        rest = f"incomplete groups remain: {names}" if left else "nothing is in flight"
+        return f", as `rollstream stop --drain` asked; {rest}; `rollstream stop --withdraw` lets it go on"
     last = following.state.last_step
     return (
         ""
@@ -179,11 +196,19 @@ def watch(
     if sys.stdout.isatty():
         # The frame takes the whole terminal, so logs go to a file.
         log_to(supervisor.log_dir / "run.log", config.log_level)
-    stall = StallWatch(config)
+    stall, stages = StallWatch(config), StageWatch(config.run)
     with ExitStack() as stack:
         group = config.labeling.group_id(config.run)
         observer: RunObserver | None = stack.enter_context(
-            closing(RunObserver(config.kafka, config.run, keep=NEWEST, labeling_group=group))
+            closing(
+                RunObserver(
+                    config.kafka,
+                    config.run,
+                    keep=NEWEST,
+                    labeling_group=group,
+                    step_patience_s=config.supervisor.step_patience_s,
+                )
+            )
         )
         steering = steer(display.say, stack)
         loops = LoopWatch(config.run)
@@ -202,6 +227,8 @@ def watch(
                 snapshot = observer.snapshot(NEWEST)
                 # While the observer reads history, its statistics are out of date.
                 for warning in () if snapshot.history_left else stall.look(snapshot, time.monotonic()):
+                    display.say(warning)
+                if warning := stages.look(snapshot):
                     display.say(warning)
             except RollstreamError as error:
                 # Training goes on without an observer.

@@ -39,6 +39,11 @@ class ComponentMetrics:
         """Whether it ran when it wrote the record."""
         return self.values.get(RUNNING, 1.0) > 0
 
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, as far as its newest record tells."""
+        return self.running and self.age_s < GONE_S
+
 
 @dataclass(frozen=True)
 class _Column:
@@ -151,8 +156,8 @@ class NewestMetrics:
         Without those of a role that ended or fell silent while others of the role still write.
         """
         aged = [replace(each, age_s=max(0.0, now_s - each.timestamp)) for each in self._newest.values()]
-        alive = {each.role for each in aged if _is_alive(each)}
-        shown = [each for each in aged if _is_alive(each) or each.role not in alive]
+        alive = {each.role for each in aged if each.alive}
+        shown = [each for each in aged if each.alive or each.role not in alive]
         order = list(_TABLES)
         return tuple(sorted(shown, key=lambda each: (order.index(each.role), each.component)))
 
@@ -160,10 +165,6 @@ class NewestMetrics:
 def _is_of_grouping_process(record: Metrics) -> bool:
     """Whether a record is about a grouping process as a whole."""
     return record.labels.keys() == {"consumergroup", "topic"} and "finished_groups_total" in record.values
-
-
-def _is_alive(component: ComponentMetrics) -> bool:
-    return component.running and component.age_s < GONE_S
 
 
 def component_lines(components: Sequence[ComponentMetrics], most: int) -> list[str]:
@@ -213,7 +214,7 @@ def _table(role: str, rows: Sequence[ComponentMetrics]) -> list[str]:
             f"{_text(row.values.get(column.metric), column.kind):>{width}}"[:width]
             for column, width in zip(columns, widths, strict=True)
         ]
-        state = "" if _is_alive(row) else " silent" if row.running else " ended"
+        state = "" if row.alive else " silent" if row.running else " ended"
         name = printable(row.component, keep="")[: _NAME_WIDTH - 2 - len(state)] + state
         lines.append(f" {name:{_NAME_WIDTH - 1}}{' '.join(cells)}")
     return lines

@@ -31,7 +31,7 @@ def watch(config: RunConfig, supervisor: Supervisor, roles: RunPlan, look: Calla
         supervisor.poll(_POLL_S)
         look()
     # Filling ends last: labeling may write until it has ended itself.
-    for behind in (_is_labeling_behind, _is_filling_behind):
+    for behind in (is_labeling_behind, _is_filling_behind):
         while behind(config):
             wait_until = time.monotonic() + _LOOK_S
             while time.monotonic() < wait_until:
@@ -39,8 +39,9 @@ def watch(config: RunConfig, supervisor: Supervisor, roles: RunPlan, look: Calla
                 look()
 
 
-def _is_labeling_behind(config: RunConfig) -> bool:
-    if not config.labeling.processes:
+def is_labeling_behind(config: RunConfig) -> bool:
+    """Whether a record waits for a labeler of this run."""
+    if not config.labelers:
         return False
     topic, group = topic_name(config.run, "unlabelled"), config.labeling.group_id(config.run)
     offsets = committed_offsets(config.kafka, group, topic, len(topic_admin.bounds(config.kafka, topic)))

@@ -287,11 +287,12 @@ def examine(config: RunConfig, training: TrainingOutcome, *, kept: bool, began: 
     """Build the report from the topics."""
     observer = training.observer
     book = ledger(config.kafka, config.run).as_dict()
-    verification = verify(config.kafka, config.run, config.grouper.makers).as_dict()
+    makers, estimators = config.grouper.makers, config.grouper.estimators
+    verification = verify(config.kafka, config.run, makers, estimators=estimators).as_dict()
     traced = trace(config)
     estimator = OTHER_ESTIMATOR if config.grouping.estimator != OTHER_ESTIMATOR else _ANOTHER
     say(f"the same log as the estimator {estimator} would have had it")
-    other = replay(config.kafka, config.run, {"estimator": estimator}, config.grouper.makers)
+    other = replay(config.kafka, config.run, {"estimator": estimator}, makers, estimators=estimators)
     first, last = observer.first(config.demo.window), observer.last(config.demo.window)
     return DemoReport(
         run=config.run,

@@ -15,6 +15,7 @@ from rollstream.pipeline.run.component_metrics import NewestMetrics
 from rollstream.pipeline.run.labeling_watch import LabelingState, LabelingWatch
 from rollstream.pipeline.run.observed_log import ObservedLog, TopicLog
 from rollstream.pipeline.run.run_statistics import RunSnapshot, RunStatistics
+from rollstream.pipeline.run.stalled_stage import STEP_PATIENCE_S, Stall, stalled_stage
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import decode
 from rollstream.topics.config import KafkaConfig
@@ -76,16 +77,18 @@ class RunObserver:
         logged: bool = True,
         labeling_group: str = "",
         log: ObservedLog | None = None,
+        step_patience_s: float = STEP_PATIENCE_S,
     ) -> None:
         """`keep` bounds how many of the newest rollouts are remembered, for observers that run for days. `logged` is
         whether each skipped record is logged. `labeling_group` is the full name of the labelers' consumer group, for
-        counts of what waits for labels. `log` holds the records of the run elsewhere than on its topics."""
+        counts of what waits for labels. `log` holds the records of the run elsewhere than on its topics.
+        `step_patience_s` is the time without a step after which it may count as stalled."""
         self._rollouts, self._index, self._steps, self._policies, self._journal = (
             topic_name(run, topic) for topic in ("rollouts", "batch-index", "steps", "policies", "journal")
         )
         self._metrics = topic_name(run, "metrics")
         self._control = topic_name(run, "control")
-        self._kafka = kafka
+        self._kafka, self._step_patience_s = kafka, step_patience_s
         self._kinds: dict[str, type] = {
             self._index: BatchIndexEntry,
             self._steps: LearnerStep,
@@ -169,19 +172,30 @@ class RunObserver:
         now_ms = int(time.time() * 1000)
         snapshot = self._statistics.snapshot(now_ms, recent.reward, recent.exact, records_skipped=self.skipped.total)
         history = sum(end - low for low, end in self._history.values())
-        components = self._components.at(now_ms / 1000)
         labeling = self._labeling.state if self._labeling else LabelingState()
-        return replace(
+        snapshot = replace(
             snapshot,
             history=history,
             history_left=self.history_left,
             paused=tuple(sorted(self._paused)),
             paused_environments=tuple(sorted(self._wanted.paused)),
             wanted=self._wanted.numbers,
-            components=components,
+            components=self._components.at(now_ms / 1000),
             waiting_for_labels=labeling.waiting,
             read_by_labelers=labeling.read,
         )
+        stall = None if snapshot.history_left else self._stall(snapshot, now_ms)
+        return replace(snapshot, stalled_stage=stall.stage, stalled=stall.why) if stall else snapshot
+
+    def _stall(self, snapshot: RunSnapshot, now_ms: int) -> Stall | None:
+        last = self._wanted.last_step
+        facts = replace(
+            self._statistics.flow(snapshot, now_ms),
+            unlabeled=snapshot.waiting_for_labels,
+            components=snapshot.components,
+            ends=self._wanted.draining or (last is not None and snapshot.step >= last),
+        )
+        return stalled_stage(facts, self._step_patience_s)
 
     @property
     def batches(self) -> int:

@@ -162,7 +162,7 @@ def train(config: RunConfig, steps: int, ready: Callable[[], object] = lambda: N
                 for row in members
             )
             rewards += scores
-            if min(scores) == max(scores):
+            if min(scores) == max(scores) and not (estimated.keeps_equal_rewards or config.grouping.keep_zero_variance):
                 continue
             lengths = tuple(len(completions[row].tokens) for row in members)
             for row, advantage in zip(

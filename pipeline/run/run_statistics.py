@@ -4,6 +4,9 @@ Pure: it takes records in the order a reader gets them, and gives a `RunSnapshot
 from the journal, so they cost nothing; the ledger proves them.
 """
 
+import itertools
+import math
+import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,6 +14,7 @@ from typing import Any
 
 from rollstream.pipeline.record_counts import RecordCounts
 from rollstream.pipeline.run.component_metrics import ComponentMetrics
+from rollstream.pipeline.run.stalled_stage import FlowFacts
 from rollstream.topics.journal_counts import JournalCounts
 from rollstream.topics.offset_ranges import from_ranges
 from rollstream.topics.records import BatchIndexEntry, BatchUse, FateCount, JournalRecord, LearnerStep, PolicyManifest
@@ -20,6 +24,7 @@ WINDOW_S = 10
 _KEPT_S = 6 * WINDOW_S
 _NO_TIME_S = 1e11
 """Later times are ignored as invalid: the year 5138."""
+_STEP_TIMES = 21
 POINTS = 36
 """Maximum number of points of a curve."""
 
@@ -74,6 +79,10 @@ class RunSnapshot(RecordCounts):
     """Numbers of processes that an operator wants, by role."""
     components: tuple[ComponentMetrics, ...] = ()
     """Newest metrics of workers, servers and evaluators."""
+    stalled_stage: str = ""
+    """Role at which to look, or `weights`, if there was no step for long; empty for a run that steps or has ended."""
+    stalled: str = ""
+    """Why it has stalled."""
 
     @property
     def quiet(self) -> bool:
@@ -132,6 +141,11 @@ class RunStatistics:
         self._rates = {name: Rate() for name in ("rollouts", "read", "batches", "steps", "policies")}
         self._seconds: dict[int, list[float]] = {}
         self._versions: dict[int, tuple[int, float]] = {}
+        self._newest_ms: dict[str, int] = {}
+        self._step_times_ms: deque[int] = deque(maxlen=_STEP_TIMES)
+        self._needed_rollouts = 1
+        self._at_step: tuple[int, Counter[str], int] = (-1, Counter(), 0)
+        """A step, and the rollouts dropped and skipped when it was the newest."""
 
     def record(self, partition: int, offset: int, at_ms: int) -> None:
         """Count a record of `rollouts`, of any kind."""
@@ -142,6 +156,7 @@ class RunStatistics:
     def rollout(self, at_ms: int, version: int, reward: float, exact: float) -> None:
         """Count a rollout among them; `version` is the newest that sampled a token of it."""
         self._rates["rollouts"].add(at_ms)
+        self._note("rollouts", at_ms)
         self._sampled = max(self._sampled, version)
         count, total = self._versions.get(version, (0, 0.0))
         self._versions[version] = (count + 1, total + reward)
@@ -177,6 +192,7 @@ class RunStatistics:
     def journal(self, record: JournalRecord, at_ms: int) -> None:
         """Count the next journal record of its partition."""
         self._at(at_ms)
+        self._note("read", at_ms)
         self._rates["read"].add(at_ms, record.position - record.begin)
         self._unsettled(record)
         self._positions[record.partition] = record.position
@@ -198,6 +214,7 @@ class RunStatistics:
     def entry(self, entry: BatchIndexEntry, at_ms: int) -> None:
         """Count the next entry of the batch index."""
         self._at(at_ms)
+        self._note("batches", at_ms)
         self._rates["batches"].add(at_ms)
         self._batches += 1
         if entry.batch_id in self._early:
@@ -224,6 +241,10 @@ class RunStatistics:
                 self._met(version, use, entry)
         if step.step > 0:
             self._rates["steps"].add(at_ms)
+        if step.params_digest:  # Else it only puts skips on record.
+            self._note("steps", at_ms)
+            self._step_times_ms.append(at_ms)
+            self._needed_rollouts = max(1, sum(use.rows for use in step.uses if use.use == "trained"))
         self._steps[step.learner] = step
         self._version[step.learner] = max(version, step.policy_version)
 
@@ -237,6 +258,38 @@ class RunStatistics:
     def _met(self, version: int, use: BatchUse, entry: BatchIndexEntry) -> None:
         if use.use == "trained":
             self._staleness[max(0, version - entry.lowest_version)] += use.rows
+
+    def _note(self, what: str, at_ms: int) -> None:
+        if 0 < at_ms < _NO_TIME_S * 1000:
+            self._newest_ms[what] = max(self._newest_ms.get(what, 0), at_ms)
+
+    def flow(self, snapshot: RunSnapshot, now_ms: int) -> FlowFacts:
+        """How the run flows now, by its log alone; `snapshot` is of the same moment."""
+        if self._at_step[0] != snapshot.step:
+            self._at_step = snapshot.step, Counter(snapshot.dropped), snapshot.skipped
+        _step, dropped, skipped = self._at_step
+        times = list(self._step_times_ms)
+        gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+
+        def age_s(what: str) -> float:
+            return max(0, now_ms - self._newest_ms[what]) / 1000 if what in self._newest_ms else math.inf
+
+        since_first_s = max(0, now_ms - self._first_ms) / 1000 if self._first_ms else 0.0
+        return FlowFacts(
+            step_age_s=min(age_s("steps"), since_first_s),
+            median_step_s=statistics.median(gaps) / 1000 if gaps else 0.0,
+            rollout_age_s=age_s("rollouts"),
+            read_age_s=age_s("read"),
+            batch_age_s=age_s("batches"),
+            version_age_s=snapshot.policy_age_s,
+            version=snapshot.policy_version,
+            waiting_rollouts=sum(entry.rollouts for entry in self._entries.values()),
+            needed_rollouts=self._needed_rollouts,
+            in_flight=snapshot.in_flight,
+            unread=snapshot.unread,
+            dropped={name: n - dropped[name] for name, n in snapshot.dropped.items() if n > dropped[name]},
+            skipped=snapshot.skipped - skipped,
+        )
 
     def _at(self, at_ms: int) -> None:
         if 0 < at_ms < _NO_TIME_S * 1000:

@@ -182,7 +182,7 @@ def _examine(config: RunConfig, series: ScaleSeries, written: int, *, kept: bool
         coverage=coverage(done),
         handovers=tuple(handovers(done, append_times(config.kafka, config.run))),
         ledger=ledger(config.kafka, config.run).as_dict(),
-        verify=verify(config.kafka, config.run, config.grouper.makers).as_dict(),
+        verify=verify(config.kafka, config.run, config.grouper.makers, estimators=config.grouper.estimators).as_dict(),
         seconds=round(time.monotonic() - began, 1),
         kept=kept,
         places={"picture": str(config.run_dir / PICTURE), **places},

@@ -1,17 +1,48 @@
 """Warns if a run stalls, with nothing batched or nothing trained for a minute, and names the number to look at.
 
-Pure: it takes snapshots of the run one after the other, with the time of a monotonic clock.
+It takes snapshots of the run one after the other, with the time of a monotonic clock.
 """
 
+import logging
 import math
 
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.run_statistics import RunSnapshot
+from rollstream.topics.logs import event
+from rollstream.topics.metric_values import VALUES
 
+logger = logging.getLogger(__name__)
 STILL_S = 60.0
 """Time without a batch, or a step, after which the run is stalled."""
 AGAIN_S = 300.0
 """Time until the warning is repeated."""
+
+
+class StageWatch:
+    """Tells when a run stalls for want of a step, and when it goes on: to people, in the log and at /metrics."""
+
+    def __init__(self, run: str) -> None:
+        self._run, self._stage = run, ""
+
+    def look(self, now: RunSnapshot) -> str:
+        """Return what is to be said now; mostly nothing."""
+        VALUES.record("run", {"stalled": float(bool(now.stalled_stage))})
+        if now.stalled_stage == self._stage:
+            return ""
+        self._stage = now.stalled_stage
+        if not self._stage:
+            event(logger, "run_steps_again", run=self._run, step=now.step)
+            return "the run goes on"
+        event(
+            logger,
+            "run_stalled",
+            level=logging.WARNING,
+            run=self._run,
+            stage=self._stage,
+            reason=now.stalled,
+            step=now.step,
+        )
+        return f"warning: no step for long: look at {self._stage}: {now.stalled}"
 
 
 class StallWatch:

@@ -112,6 +112,8 @@ class _Role:
     recent: tuple[float, ...] = ()
     """Times of the exits within the window, by the supervisor's clock."""
     restart_at: float | None = None
+    excused: bool = False
+    """Whether it has ended because its work was done, for as long as that is wanted."""
     retired_until: float | None = None
     """When it is killed, by the supervisor's clock, if it was retired and has not ended."""
     failure: str = ""
@@ -133,10 +135,12 @@ class Supervisor:
         environment: Mapping[str, str] = os.environ,
         on_progress: Callable[[str, str], None] = lambda _role, _progress: None,
         place: Callable[[RoleSpec], RoleSpec] = lambda spec: spec,
+        may_end: Callable[[str], bool] = lambda _kind: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_progress` is called with the name of a role and each progress line of its start; `place` adds to a role
-        what depends on the other processes of this machine.
+        what depends on the other processes of this machine. `may_end` tells of a kind of role whether it may exit with
+        0 now; one that has is started again when that is no longer so.
 
         `clock` returns the seconds by which roles are late to be ready, and due to be started again.
         """
@@ -144,7 +148,7 @@ class Supervisor:
         self._interrupts = interrupts or Interrupts()
         self._environment = dict(environment)
         self._on_progress = on_progress
-        self._place = place
+        self._place, self._may_end = place, may_end
         self._clock = clock
         self._roles: dict[str, _Role] = {}
         self._loops: dict[str, CrashLoop] = {}
@@ -204,6 +208,8 @@ class Supervisor:
             if role.retired_until is not None:
                 self._end_retired(role, now)
                 continue
+            if role.excused and not self._may_end(role.spec.kind):
+                role.excused, role.restart_at = False, now
             if role.restart_at is not None and now >= role.restart_at:
                 self._spawn(role.spec, before=role)
             self._notice_lateness(role, now)
@@ -368,7 +374,8 @@ class Supervisor:
             return
         code, spec = role.process.returncode, role.spec
         self._kill(role)
-        if spec.finishes and code == 0:
+        role.excused = code == 0 and not spec.finishes and self._may_end(spec.kind)
+        if role.excused or (spec.finishes and code == 0):
             event(logger, "role_finished", role=spec.name)
             role.ready = role.ever_ready = True
             return

@@ -16,6 +16,7 @@ from rollstream.pipeline.audit.ledger.calls import check_calls
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.trajectories import check_trajectories
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.labeling_watch import LabelingWatch
 from rollstream.pipeline.tools.exclusion_marks import newest, partition_configurations
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
@@ -28,12 +29,13 @@ from rollstream.topics.kafka.sender import Delivery, Sender
 from rollstream.topics.keys import encode_key
 from rollstream.topics.paused_partitions import paused_partitions
 from rollstream.topics.records import Mark
+from rollstream.topics.signatures import MarkSigner
 
 _ORDINAL = 1_000_000_000
 """Ordinal of the grouping process that reads a run to its end; no other has it."""
 _POLL_S = 0.1
 _QUIET_S = 2.0
-"""Producers have ended once `rollouts` has not grown for so long."""
+"""Producers have ended once `rollouts` and `unlabelled` have not grown for so long."""
 _GRACE_S = 10.0
 """How long producers may take to end; those that write on are refused by the broker."""
 
@@ -68,8 +70,8 @@ def check_movable(config: RunConfig) -> None:
 def close(config: RunConfig, wait_s: float) -> None:
     """Close a run whose split is on record. Safe to repeat.
 
-    Raises DeadlineExceeded if a grouping process does not end or a partition is not read within `wait_s`, StateRefused
-    if something came meanwhile that is not moved.
+    Raises DeadlineExceeded if a grouping process does not end, labels do not come, or a partition is not read within
+    `wait_s`, StateRefused if something came meanwhile that is not moved.
     """
     kafka, run = config.kafka, config.run
     rollouts = topic_name(run, "rollouts")
@@ -77,6 +79,7 @@ def close(config: RunConfig, wait_s: float) -> None:
     if closed_topics.is_closed(kafka, rollouts):
         closed_topics.reopen(kafka, rollouts)
     _await_members_gone(config, wait_s)
+    _await_labels(config, wait_s)
     last = _drain_and_fence(config)
     await_decided(kafka, rollouts, "nothing was moved", wait_s)
     for message in read_to_end(kafka, rollouts, start=last):
@@ -101,12 +104,16 @@ def reopen(config: RunConfig) -> None:
 
 def _await_quiet(config: RunConfig) -> None:
     """Wait until producers have ended, for a while."""
-    topic = topic_name(config.run, "rollouts")
+    topics = [topic_name(config.run, name) for name in ("rollouts", "unlabelled")]
+
+    def bounds() -> list[dict[int, tuple[int, int]]]:
+        return [topic_admin.bounds(config.kafka, topic) for topic in topics]
+
     deadline = time.monotonic() + _GRACE_S
-    ends, since = topic_admin.bounds(config.kafka, topic), time.monotonic()
+    ends, since = bounds(), time.monotonic()
     while time.monotonic() < min(deadline, since + _QUIET_S):
         time.sleep(_POLL_S)
-        now = topic_admin.bounds(config.kafka, topic)
+        now = bounds()
         if now != ends:
             ends, since = now, time.monotonic()
 
@@ -123,6 +130,19 @@ def _await_members_gone(config: RunConfig, wait_s: float) -> None:
         time.sleep(_POLL_S)
 
 
+def _await_labels(config: RunConfig, wait_s: float) -> None:
+    """Wait until what workers had begun is labelled: once `rollouts` is closed, no label can be written."""
+    deadline = time.monotonic() + wait_s
+    with LabelingWatch(config.kafka, config.run, config.labeling.group_id(config.run)) as watch:
+        while waiting := watch.state.waiting:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"{waiting} records of run {config.run} wait for labels, and got none within {wait_s:g} s; start "
+                    f"`rollstream label`, and split again"
+                )
+            time.sleep(_POLL_S)
+
+
 def _drain_and_fence(config: RunConfig) -> dict[int, int]:
     """Append a drain mark to every partition, close the topic, and return the offsets of the marks."""
     topic = topic_name(config.run, "rollouts")
@@ -132,10 +152,11 @@ def _drain_and_fence(config: RunConfig) -> dict[int, int]:
     def delivered(delivery: Delivery) -> None:
         at[delivery.partition] = delivery.offset
 
-    drain, key = encode(Mark(kind="drain", wall_time=time.time(), author="split")), encode_key("mark", "drain")
+    drain, key = Mark(kind="drain", wall_time=time.time(), author="split"), encode_key("mark", "drain")
+    signer = MarkSigner(config.grouper.signing_key)
     with Sender(clients.producer(config.kafka, **{"linger.ms": "0"}), remedy="split again") as sender:
         for partition in range(partitions):
-            sender.send(topic, drain, key, partition=partition, on_delivery=delivered)
+            sender.send(topic, signer.encoded(drain, partition), key, partition=partition, on_delivery=delivered)
     probe = encode(Mark(kind="deadline", wall_time=time.time(), author="split"))
     closed_topics.close(config.kafka, topic, probe, encode_key("mark", "deadline"), partitions)
     return at

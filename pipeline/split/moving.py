@@ -25,6 +25,7 @@ from rollstream.topics.kafka.transactions import TransactionalProducer, Transact
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchIndexEntry, ExcludedBatch, Mark, MixtureState, RunSplit
 from rollstream.topics.run_splits import PREDECESSOR_KEY, splits_of
+from rollstream.topics.signatures import MarkSigner
 
 
 def create(config: RunConfig, after: RunConfig, split: RunSplit) -> None:
@@ -120,9 +121,11 @@ def copy_decisions(config: RunConfig, after: RunConfig) -> None:
 def _set_clock(after: RunConfig, policy_version: int) -> None:
     """Mark the policy version of the run before on every partition; what is ahead of it would wait otherwise."""
     topic = topic_name(after.run, "rollouts")
+    signer = MarkSigner(after.grouper.signing_key)
     with Sender(clients.producer(after.kafka)) as sender:
         for version in (*range(0, policy_version, VERSION_STEP), policy_version):
             if version >= 0:
                 mark = Mark(kind="policy_version", policy_version=version, wall_time=time.time(), author="split")
                 for partition in range(after.topics.partitions):
-                    sender.send(topic, encode(mark), encode_key("mark", mark.kind), partition=partition)
+                    value = signer.encoded(mark, partition)
+                    sender.send(topic, value, encode_key("mark", mark.kind), partition=partition)

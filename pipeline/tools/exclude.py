@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollstream.consumers.grouping.config import EXCLUSIONS, GroupingConfig
 from rollstream.pipeline.command_parser import set_handler
@@ -53,9 +53,28 @@ def register(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class ExclusionOutcome(NamedTuple):
+    """The state of a run after an exclusion."""
+
+    current: GroupingConfig
+    """The newest configuration of grouping."""
+    report: ExclusionReport
+
+
 def exclude(config: RunConfig, args: argparse.Namespace) -> int:
     """Exclude, wait until every partition has read its mark, and report."""
     exclusion = Exclusion(environments=tuple(args.env), workers=tuple(args.worker), offsets=tuple(args.offsets))
+    done = put_on_record(config, exclusion, unseen=args.unseen, dry_run=args.dry_run, timeout_s=args.timeout)
+    _print(config, exclusion, done.current, done.report, args)
+    tell(done.report.skipped)
+    return 0
+
+
+def put_on_record(
+    config: RunConfig, exclusion: Exclusion, *, unseen: bool = False, dry_run: bool = False, timeout_s: float
+) -> ExclusionOutcome:
+    """Exclude, and wait up to `timeout_s` until every partition has read its mark; with `dry_run` only look what that
+    would lead to. Raises ConfigurationError for what cannot be excluded, DeadlineExceeded and StateRefused."""
     wanted = exclusion.added_to(GroupingConfig())  # Refuses invalid ranges.
     if wanted == GroupingConfig():
         raise ConfigurationError("nothing to exclude is named; give --env, --worker or --offsets")
@@ -65,18 +84,16 @@ def exclude(config: RunConfig, args: argparse.Namespace) -> int:
         if OffsetRange.parse(text).partition >= partitions:
             raise ConfigurationError(f"--offsets {text}: run {config.run} has partitions 0 to {partitions - 1}")
     where = (config.kafka, config.run, config.grouper)
-    if not args.unseen:
+    if not unseen:
         check_environments(exclusion.environments, *where)
-    configurations = partition_configurations(*where) if args.dry_run else put_in_force(*where, exclusion, args.timeout)
+    configurations = partition_configurations(*where) if dry_run else put_in_force(*where, exclusion, timeout_s)
     with RunView(config.kafka, config.run) as view:
         report = find(view, exclusion, partitions)
-        if not args.dry_run:
+        if not dry_run:
             tell_learners(view, report.batches, str(exclusion), newest(configurations).generation)
         name_steps(view, report)
         report.skipped = view.skipped
-        _print(config, exclusion, newest(configurations), report, args)
-        tell(view.skipped)
-        return 0
+        return ExclusionOutcome(newest(configurations), report)
 
 
 def settings_of(config: GroupingConfig) -> dict[str, list[str]]:

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from rollstream.consumers.grouping.config import EXCLUSIONS, GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.core.configuration_marks import check_names, mark_outcome
-from rollstream.consumers.grouping.makers.registry import load_makers
+from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
+from rollstream.consumers.grouping.process.restoration import records_of
 from rollstream.consumers.grouping.process.skipped_offsets import asked_for, never_fetched
 from rollstream.pipeline.tools.plain_values import decoded
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.codec import decode_as
 from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, StateRefused
@@ -31,6 +32,7 @@ from rollstream.topics.kafka.transactions import TransactionalProducer, Transact
 from rollstream.topics.keys import encode_key
 from rollstream.topics.offset_ranges import from_ranges
 from rollstream.topics.records import JournalRecord, Mark, Rollout
+from rollstream.topics.signatures import MarkSigner
 
 _TIMEOUT_S = 30.0
 
@@ -70,7 +72,7 @@ def partition_configurations(kafka: KafkaConfig, run: str, grouper: GrouperConfi
 
     Raises StateRefused if a partition has no grouping state, or a mark carries settings unknown to this release.
     """
-    topic, makers, configurations = topic_name(run, "rollouts"), load_makers(grouper.makers), []
+    topic, plug_ins, configurations = topic_name(run, "rollouts"), load_plug_ins(grouper), []
     for partition, journal in _tasks(kafka, run, grouper):
         config, since = GroupingConfig.from_json(journal.watermark_configuration), -1
         clock = journal.watermark_policy_version
@@ -83,7 +85,7 @@ def partition_configurations(kafka: KafkaConfig, run: str, grouper: GrouperConfi
                 continue
             value = decoded(message.value)
             if isinstance(value, Mark) and message.offset not in left_out:
-                judged = mark_outcome(value, config, clock, makers)
+                judged = mark_outcome(records_of(message), value, partition, config, clock, plug_ins)
                 clock = clock if judged.problem else max(clock, value.policy_version)
                 config, since = (judged.config, message.offset) if judged.config else (config, since)
         configurations.append(PartitionConfiguration(config, since))
@@ -220,7 +222,7 @@ def _written(
             if all(exclusion.added_to(config) == config for config, _since in configurations):
                 return current.generation, {p: since for p, (_config, since) in enumerate(configurations)}
             wanted = replace(exclusion.added_to(current), generation=current.generation + 1)
-            check_names(wanted, load_makers(grouper.makers))
+            check_names(wanted, load_plug_ins(grouper))
             mark = Mark(
                 kind="configuration",
                 generation=wanted.generation,
@@ -228,9 +230,11 @@ def _written(
                 wall_time=time.time(),
                 author="exclude",
             )
-            value, key = encode(mark), encode_key("mark", mark.kind)
+            signer, key = MarkSigner(grouper.signing_key), encode_key("mark", mark.kind)
+            signer.check(current.mark_keys)
             with producer.transaction() as transaction:
                 for partition in range(len(configurations)):
+                    value = signer.encoded(mark, partition)
                     transaction.send(topic, value, key, partition=partition, on_delivery=delivered)
                 transaction.flush(_TIMEOUT_S)
     except (TransactionFailed, Stalled) as error:

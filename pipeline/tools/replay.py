@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.core import task_state
-from rollstream.consumers.grouping.makers.registry import load_makers
+from rollstream.consumers.grouping.core.configuration_marks import Change
+from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
 from rollstream.pipeline.audit.process_pool import spread
 from rollstream.pipeline.audit.refold import (
-    Change,
     beginnings,
     configurations,
     journal_of,
@@ -184,7 +184,7 @@ class _Job:
     kafka: KafkaConfig
     run: str
     partition: int
-    makers: tuple[str, ...]
+    grouper: GrouperConfig
     overrides: Mapping[str, Any]
     since_ms: int | None
     into: str | None
@@ -207,6 +207,7 @@ def show_replay(config: RunConfig, args: argparse.Namespace) -> int:
             config.run,
             overrides,
             config.grouper.makers,
+            estimators=config.grouper.estimators,
             since_ms=since_ms,
             into=args.into,
             processes=os.cpu_count() or 1,
@@ -234,6 +235,7 @@ def replay(
     overrides: Mapping[str, Any],
     makers: Iterable[str] = (),
     *,
+    estimators: Iterable[str] = (),
     since_ms: int | None = None,
     into: str | None = None,
     processes: int = 1,
@@ -248,7 +250,8 @@ def replay(
     partitions = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
     if into is not None:
         _prepare(kafka, run, into, partitions)
-    jobs = [_Job(kafka, run, p, tuple(makers), dict(overrides), since_ms, into) for p in range(partitions)]
+    grouper = GrouperConfig(makers=tuple(makers), estimators=tuple(estimators))
+    jobs = [_Job(kafka, run, p, grouper, dict(overrides), since_ms, into) for p in range(partitions)]
     result = ReplayComparison()
     progress(0, len(jobs))
     for done, part in enumerate(spread(_replay_partition, jobs, processes), 1):
@@ -271,14 +274,14 @@ def _replay_partition(job: _Job) -> ReplayComparison:
     journal = journal_of(job.kafka, job.run, job.partition, result.skipped)
     if not journal:
         return result
-    makers = load_makers(job.makers)
+    plug_ins = load_plug_ins(job.grouper)
     usable = beginnings(journal, log_begins(job.kafka, job.run, "rollouts")[job.partition])
     if not usable:
         raise TopicError(
             f"partition {job.partition} of run {job.run} was pruned beyond its snapshots; replay it when the next one "
             f"is written, as a grouping process does when it ends"
         )
-    in_force = configurations(job.kafka, job.run, journal[usable[0] :], makers) if job.overrides else {}
+    in_force = configurations(job.kafka, job.run, journal[usable[0] :], plug_ins) if job.overrides else {}
     for name, value in job.overrides.items():
         if any(getattr(c, name) != value for c in in_force.values()):
             result.changed[name] = [list(dict.fromkeys(getattr(c, name) for c in in_force.values())), value]
@@ -289,7 +292,7 @@ def _replay_partition(job: _Job) -> ReplayComparison:
     result.recorded.add(_recorded(job, later, result.skipped), (drop for record in later for drop in record.drops))
     result.recorded.in_flight = len(task_state.restored_state(journal).unfinished)
     writer = _Writer(job.kafka, job.into) if job.into else None
-    for output in refold(job.kafka, job.run, begin, stop, makers, change, skips_in(later)):
+    for output in refold(job.kafka, job.run, begin, stop, plug_ins, change, skips_in(later)):
         result.replayed.add(output.batches, output.journal.drops)
         result.replayed.in_flight = len(list(from_ranges(output.journal.unfinished)))
         for batch in output.batches:

@@ -1,6 +1,7 @@
-"""`rollstream stop`: lets the learner of a run end after a step; without a flag, shows after which."""
+"""`rollstream stop`: lets a run end after a step, or with nothing in flight; without a flag, shows what holds."""
 
 import argparse
+from collections.abc import Iterator
 
 from rollstream.pipeline import steering
 from rollstream.pipeline.command_parser import set_handler
@@ -14,19 +15,35 @@ def register(parser: argparse.ArgumentParser) -> None:
     set_handler(parser, stop, example="rollstream stop --at-step 500 --run main", json=True)
     flags = parser.add_mutually_exclusive_group()
     flags.add_argument("--at-step", type=int, metavar="N", help="the last step; one that is planned already is trained")
+    flags.add_argument(
+        "--drain", action="store_true", help="begin nothing more, train on all that is there, and end with no open end"
+    )
     flags.add_argument("--withdraw", action="store_true", help="let it train on, to the end of its settings")
 
 
 def stop(config: RunConfig, args: argparse.Namespace) -> int:
-    """Record the step, and print the one that holds."""
-    clients.check_broker(config.kafka)
+    """Record what is wanted, and print what holds."""
+    kafka, run = config.kafka, config.run
+    clients.check_broker(kafka)
     if args.at_step is not None or args.withdraw:
-        steering.record(config.kafka, config.run, {"command": "stop", "at_step": args.at_step})
-    last = steering.state(config.kafka, config.run)["stop_at_step"]
+        steering.record(kafka, run, {"command": "stop", "at_step": args.at_step})
+    if args.drain or args.withdraw:
+        steering.record(kafka, run, {"command": "drain", "wanted": args.drain})
+    wanted = steering.state(kafka, run)
     if args.json:
-        print(compact({"stop_at_step": last}))
-    elif last is None:
-        print(f"learners of run {config.run} train to the end of their settings")
-    else:
-        print(f"learners of run {config.run} end after step {last:,}, also those that start later")
+        print(compact({name: wanted[name] for name in ("stop_at_step", "drain")}))
+        return 0
+    for line in _lines(run, wanted["stop_at_step"], wanted["drain"]):
+        print(line)
     return 0
+
+
+def _lines(run: str, last: int | None, drain: str | None) -> Iterator[str]:
+    if drain == "done":
+        yield f"run {run} is drained: its learners end once they have trained on what is batched"
+    elif drain is not None:
+        yield f"run {run} is being drained: nothing begins any more, and its learners end when all is trained on"
+    if last is not None:
+        yield f"learners of run {run} end after step {last:,}, also those that start later"
+    elif drain is None:
+        yield f"learners of run {run} train to the end of their settings"

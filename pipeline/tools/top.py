@@ -52,7 +52,9 @@ def top(config: RunConfig, args: argparse.Namespace) -> int:
     """Show the run until interrupted, or once."""
     clients.check_broker(config.kafka)
     group = config.labeling.group_id(config.run)
-    with closing(RunObserver(config.kafka, config.run, logged=False, labeling_group=group)) as observer:
+    patience_s = config.supervisor.step_patience_s
+    following = RunObserver(config.kafka, config.run, logged=False, labeling_group=group, step_patience_s=patience_s)
+    with closing(following) as observer:
         if args.json or args.once:
             observer.catch_up(
                 _history_progress(observer, lambda s: print(_history(s), file=sys.stderr, flush=True), LINE_S)
@@ -130,6 +132,7 @@ def line(s: RunSnapshot) -> str:
         + (f"  quiet for {_duration(s.quiet_s)}" if s.quiet else "")
         + (f"  {s.records_skipped:,} records unreadable" if s.records_skipped else "")
         + (f"  {_paused(s)}" if s.paused or s.paused_environments else "")
+        + (f"  stalled at {s.stalled_stage}: {s.stalled}" if s.stalled else "")
     )
 
 
@@ -161,7 +164,8 @@ def frame(s: RunSnapshot, width: int, height: int = LINES) -> Group:
     bottom.add_row(_panel(books, _books(s, half - 4)), _panel("dropped", _drops(s, width - half - 4)))
     tables = component_lines(s.components, height - LINES)
     components = [Text("\n".join(line.ljust(width) for line in tables), no_wrap=True)] if tables else []
-    return Group(_header(s, width), _panel("", _flow(s, inner), width), middle, bottom, *components)
+    stalled = f"stalled at {s.stalled_stage}: {s.stalled}"[:inner] if s.stalled else ""
+    return Group(_header(s, width), _panel(stalled, _flow(s, inner), width), middle, bottom, *components)
 
 
 def _header(s: RunSnapshot, width: int) -> Text:

@@ -86,11 +86,11 @@ def provision(config: RunConfig) -> list[TopicPlan]:
     Raises StateRefused if the run was split: its topics stay closed.
     """
     from rollstream.consumers.grouping.core.configuration_marks import check_names
-    from rollstream.consumers.grouping.makers.registry import load_makers
+    from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
     from rollstream.consumers.grouping.process.bootstrap import initialise
 
     # Names in generation 0 stay in the log, so unknown ones are refused before anything is created.
-    check_names(config.grouping, load_makers(config.grouper.makers))
+    check_names(config.grouping, load_plug_ins(config.grouper))
     check_open(config.kafka, config.run)
     plans = provisioning.apply(config.kafka, config.topics, config.run)
     initialise(config.kafka, config.run, config.grouping, config.grouper)

@@ -39,7 +39,13 @@ def show_verification(config: RunConfig, args: argparse.Namespace) -> int:
         only = names[-args.last :] if args.last is not None else _sample(names, args.sample, args.seed)
     with progress("batches") as show:
         verification = verify(
-            config.kafka, config.run, config.grouper.makers, only=only, processes=os.cpu_count() or 1, progress=show
+            config.kafka,
+            config.run,
+            config.grouper.makers,
+            estimators=config.grouper.estimators,
+            only=only,
+            processes=os.cpu_count() or 1,
+            progress=show,
         )
     result = verification.as_dict()
     text = verification_text(result)

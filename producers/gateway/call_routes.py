@@ -13,7 +13,8 @@ from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.streamed_answers import framed
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused, InferenceUnavailable
 from rollstream.producers.json_text import decode, encode
-from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, RecordError, RollstreamError
+from rollstream.topics.errors import DeadlineExceeded, DeliveryError, RecordError, RollstreamError
+from rollstream.topics.http_server import BoundServer, listen
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
@@ -102,35 +103,33 @@ async def _write_events(http: web.Request, events: Events) -> web.StreamResponse
 class Listener:
     """An HTTP server whose errors have OpenAI's form."""
 
-    def __init__(self, name: str, max_body_bytes: int) -> None:
-        """`name` is how errors call the server."""
+    def __init__(self, name: str, max_body_bytes: int, *, max_body_setting: str = "") -> None:
+        """`name` is how errors call the server, and `max_body_setting` what sets the other argument."""
         self._name = name
-        self._max_body_bytes = max_body_bytes
-        self._runner: web.AppRunner | None = None
+        self._max_body_bytes, self._max_body_setting = max_body_bytes, max_body_setting
+        self._server: BoundServer | None = None
         self.errors = 0
         """Requests answered with an error."""
 
     async def listen(self, routes: Sequence[web.RouteDef], host: str, port: int) -> str:
         """Listen, and return the URL. Raises ConfigurationError if the address cannot be had."""
-        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._openai_errors])
-        app.add_routes(routes)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=10.0)
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, host, port).start()
-        except OSError as error:
-            await self._runner.cleanup()
-            raise ConfigurationError(
-                f"the {self._name} cannot listen on {host}:{port} ({error.strerror}); stop what uses the port, or set "
-                f"{self._name}.port (0 takes a free one)"
-            ) from error
-        port = self._runner.addresses[0][1]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._server = await listen(
+            routes,
+            host,
+            port,
+            name=self._name,
+            setting=f"{self._name}.port",
+            max_body_bytes=self._max_body_bytes,
+            max_body_setting=self._max_body_setting,
+            middlewares=[self._openai_errors],
+            shutdown_timeout=10.0,
+        )
+        return self._server.url
 
     async def close(self) -> None:
         """Stop listening, and finish the requests under way."""
-        if self._runner:
-            await self._runner.cleanup()
+        if self._server:
+            await self._server.close()
 
     @web.middleware
     async def _openai_errors(

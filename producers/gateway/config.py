@@ -38,8 +38,8 @@ class GatewayConfig:
     """Most calls of one session; beyond, a call is refused and the episode is cancelled."""
     max_group_size: int = 1_024
     """Most episodes of one group."""
-    max_body_bytes: int = 64 * 1024 * 1024
-    """Largest request."""
+    max_body_bytes: int = 1024 * 1024
+    """Largest body of a request, in bytes; larger ones are refused with status 413."""
     metrics_interval_s: float = 5.0
     """Time between two records of the gateway on the metrics topic; 0 writes none."""
 

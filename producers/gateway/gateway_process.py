@@ -20,6 +20,7 @@ from rollstream.producers.journal_tailer import JournalTailer
 from rollstream.producers.metrics_publisher import MetricsPublisher
 from rollstream.producers.policy_versions import PolicyFollower
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.steering_follower import SteeringFollower
 
 
 async def run_gateway(
@@ -44,6 +45,8 @@ async def run_gateway(
             stack.callback(tailer.close)
             await asyncio.to_thread(tailer.start)
             read_progress = lambda: tailer.progress  # noqa: E731
+        steering = await asyncio.to_thread(SteeringFollower, kafka, run)
+        stack.push_async_callback(asyncio.to_thread, steering.close)
         readers: list[Callable[[CapturedSession], None]] = []
 
         def on_read(session: CapturedSession) -> None:
@@ -79,6 +82,7 @@ async def run_gateway(
             assume_version=worker.assume_version,
             capacity=capacity,
             read_progress=read_progress,
+            draining=lambda: steering.state.draining,
         )
 
         def forget_finished(session: CapturedSession) -> None:

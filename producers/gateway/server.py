@@ -38,7 +38,7 @@ class GatewayServer:
         self._config = config
         self._secret = resolve("gateway.api_key", config.api_key)
         self._calls = CallRoutes(capture, self._session_of_call, service.fail_call)
-        self._listener = Listener("gateway", config.max_body_bytes)
+        self._listener = Listener("gateway", config.max_body_bytes, max_body_setting="gateway.max_body_bytes")
         self.url = ""
 
     async def __aenter__(self) -> Self:

@@ -77,12 +77,13 @@ class SessionService:
         assume_version: int,
         capacity: CapacityConfig | None = None,
         read_progress: Callable[[], RunProgress] = RunProgress,
+        draining: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Without `capacity` only gateway.max_sessions limits sessions."""
+        """Without `capacity` only gateway.max_sessions limits sessions; `draining` tells whether none may begin."""
         self._log, self._writer, self._upstream = log, writer, upstream
         self._config = config
         self._assume_version = assume_version
-        self._capacity, self._read_progress = capacity, read_progress
+        self._capacity, self._read_progress, self._draining = capacity, read_progress, draining
         self._marked: dict[str, float] = {}
         self._seen: dict[str, float] = {}
 
@@ -158,6 +159,8 @@ class SessionService:
             raise RecordError("member is given without group_id; name the group that it belongs to")
 
     def _admit(self, sessions: int) -> None:
+        if self._draining():
+            raise NoCapacity("the run is being drained, so no session begins; those that are open go on to their ends")
         is_open = self.open_sessions
         if is_open + sessions > self._config.max_sessions:
             raise NoCapacity(f"{is_open} sessions are open, and at most {self._config.max_sessions} may be")

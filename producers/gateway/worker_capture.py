@@ -36,6 +36,8 @@ from rollstream.topics.records import ModelCall, Rollout, SessionEvent
 
 _SECRET = "worker"
 _LIMITS = GatewayConfig()
+_MOST_BODY = 64 * 1024 * 1024
+"""Largest request: agents within the worker are trusted with its memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +127,7 @@ class WorkerCapture:
                 seed=worker.seed,
             )
             self._capture = CallCapture(upstream, _OwnLog(self._writer), rules, self.policies)
-            listener = Listener("capture", _LIMITS.max_body_bytes)
+            listener = Listener("capture", _MOST_BODY)
             self._stack.push_async_callback(listener.close)
             calls = CallRoutes(self._capture, self._session_of, self._fail)
             self._url = await listener.listen(calls.routes("/sessions/{session}/v1"), "127.0.0.1", 0)

@@ -42,7 +42,7 @@ from rollstream.producers.inference.dialects.tokenization import Tokenization
 from rollstream.producers.inference.engine import Engine
 from rollstream.producers.inference.event_stream import EventStream
 from rollstream.producers.inference.token_codec import TokenCodec
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.http_server import BoundServer, listen
 from rollstream.topics.logs import event
 from rollstream.topics.metric_exposition import CONTENT_TYPE, text_of
 from rollstream.topics.secrets import resolve
@@ -92,7 +92,7 @@ class InferenceServer:
             "/inference/v1/generate": TokenGeneration(tokenizer, self._limits),
             "/generate": SglangGeneration(tokenizer, self._limits),
         }
-        self._runner: web.AppRunner | None = None
+        self._server: BoundServer | None = None
         self.url = ""
 
     @property
@@ -108,34 +108,31 @@ class InferenceServer:
     async def start(self) -> None:
         """Listen and start the engine. Raises ConfigurationError if it cannot listen on the address."""
         self._loop = asyncio.get_running_loop()
-        app = web.Application(client_max_size=self.config.max_body_bytes, middlewares=[self._openai_errors])
-        app.add_routes(
-            [
-                *(web.post(path, self._sample) for path in self._dialects),
-                web.post("/tokenize", self._tokenize),
-                web.post("/detokenize", self._detokenize),
-                web.get("/v1/models", self._models),
-                web.get("/livez", self._livez),
-                web.get("/readyz", self._readyz),
-                web.get("/health", self._readyz),
-                web.get("/metrics", self._metrics),
-            ]
-        )
+        routes = [
+            *(web.post(path, self._sample) for path in self._dialects),
+            web.post("/tokenize", self._tokenize),
+            web.post("/detokenize", self._detokenize),
+            web.get("/v1/models", self._models),
+            web.get("/livez", self._livez),
+            web.get("/readyz", self._readyz),
+            web.get("/health", self._readyz),
+            web.get("/metrics", self._metrics),
+        ]
         # The engine has answered or refused every request by the time this waits for handlers. A client that goes away
         # cancels its handler, and with it its request.
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0, handler_cancellation=True)
-        await self._runner.setup()
-        host, port = self.config.host, self.config.port
-        try:
-            await web.TCPSite(self._runner, host, port).start()
-        except OSError as error:
-            await self._runner.cleanup()
-            raise ConfigurationError(
-                f"the inference server cannot listen on {host}:{port} ({error.strerror}); stop what uses the port, or "
-                "set inference.port (0 takes a free one)"
-            ) from error
-        port = self._runner.addresses[0][1]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._server = await listen(
+            routes,
+            self.config.host,
+            self.config.port,
+            name="inference server",
+            setting="inference.port",
+            max_body_bytes=self.config.max_body_bytes,
+            max_body_setting="inference.max_body_bytes",
+            middlewares=[self._openai_errors],
+            shutdown_timeout=5.0,
+            handler_cancellation=True,
+        )
+        self.url = self._server.url
         self._engine.start()
         event(logger, "inference_listening", url=self.url, replica_id=self.config.replica_id)
 
@@ -145,8 +142,8 @@ class InferenceServer:
         if not drained:
             event(logger, "drain_timeout", level=logging.WARNING, unanswered=self._admission.admitted)
         await asyncio.to_thread(self._engine.close)
-        if self._runner:
-            await self._runner.cleanup()
+        if self._server:
+            await self._server.close()
 
     async def __aenter__(self) -> Self:
         await self.start()

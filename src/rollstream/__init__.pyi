@@ -15,9 +15,12 @@ from .consumers.buffers.trajectories.dataset import MixedDataset
 from .consumers.buffers.trajectories.filler import TrajectoryFiller
 from .consumers.files.atomic_files import StoreError
 from .consumers.grouping.config import GrouperConfig, GroupingConfig
+from .consumers.grouping.core.estimators import Estimator, Outcomes
 from .consumers.grouping.makers.batch_maker import BatchMaker, FifoBatchMaker, MakerContext, SealedGroup, example_bytes
 from .consumers.grouping.makers.reservoir import ReservoirBatchMaker
 from .consumers.grouping.testing import GroupingTestDriver, example_rollout
+from .consumers.learner.testing import check_loss
+from .consumers.learner.training.objective import LossRecipe, OptimizerConfig, TokenArrays, TokenLoss
 from .consumers.step_writer import StepWriter, publish_version
 from .consumers.weights.follower import WeightsFollower
 from .consumers.weights.state_manager import LocalStateManager, StateManager
@@ -88,6 +91,7 @@ __all__ = [
     "Environment",
     "Episode",
     "EpisodeSliceBuffer",
+    "Estimator",
     "Fenced",
     "FifoBatchMaker",
     "Generate",
@@ -104,10 +108,13 @@ __all__ = [
     "KafkaConfig",
     "LearnerStep",
     "LocalStateManager",
+    "LossRecipe",
     "MakerContext",
     "Message",
     "MixedDataset",
     "NamedArray",
+    "OptimizerConfig",
+    "Outcomes",
     "PolicyManifest",
     "Prompt",
     "RLExample",
@@ -139,6 +146,8 @@ __all__ = [
     "StateRefused",
     "StepWriter",
     "StoreError",
+    "TokenArrays",
+    "TokenLoss",
     "TopicError",
     "TopicsConfig",
     "TrainParams",
@@ -155,6 +164,7 @@ __all__ = [
     "WeightsFollower",
     "__version__",
     "batch_of",
+    "check_loss",
     "decode",
     "encode",
     "example_bytes",

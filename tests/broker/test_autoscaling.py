@@ -124,6 +124,19 @@ def test_a_member_that_is_not_in_the_group_is_named(run: RealRun) -> None:
     eventually(lambda: members(run.kafka, group) == 0, SESSION_S / 2, "the end of its membership")
 
 
+def test_a_process_that_is_scaled_by_others_leaves_the_group_as_it_stops(run: RealRun) -> None:
+    group = run.grouper.group_id(run.name)
+    run.grouper = replace(run.grouper, leave_on_stop=True)
+    for ordinal in range(2):
+        process = run.start("group", "--ordinal", str(ordinal), kafka__session_timeout_s=SESSION_S)
+        eventually(lambda p=process: '"assigned"' in run.log_of(p), 60, "a member")  # type: ignore[misc]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(300) == 0
+    assert members(run.kafka, group) == 1
+    run.send(rollout(f"x{example}", member) for example in range(16) for member in range(4))
+    eventually(lambda: ledger(run.kafka, run.name).batched == 64, SESSION_S / 2, "the other has every partition")
+
+
 @pytest.mark.long
 def test_a_run_adds_processes_when_grouping_falls_behind_and_ends_with_all_of_them(
     broker: str, run_name: str, tmp_path: Path

@@ -86,7 +86,7 @@ def environments_of_groups(run: RealRun) -> dict[str, list[tuple[str, str]]]:
     found: dict[str, dict[int, tuple[str, str]]] = {}
     for rollout in run.read("rollouts"):
         if isinstance(rollout, Rollout):
-            process, _, number = rollout.group_id.rpartition(".")
+            process, number, _secret = rollout.group_id.rsplit(".", 2)
             found.setdefault(process, {})[int(number)] = (rollout.environment, rollout.example_id)
     return {process: [group for _number, group in sorted(groups.items())] for process, groups in found.items()}
 
@@ -117,8 +117,12 @@ def unlocked(state: MixtureState) -> set[str]:
     return {each.environment for each in state.environments if each.unlocked}
 
 
-def until_killed(run: RealRun, policy: Learns, url: str) -> int:
-    """Play until the second lesson is half learned, and kill the worker; return how many groups it began before."""
+def until_killed(run: RealRun, policy: Learns, url: str) -> tuple[int, MixtureState]:
+    """Play until the second lesson is half learned, and kill the worker.
+
+    Return how many groups it had begun by then, and the last state that it wrote: `control` is compacted, so that
+    this state may be gone by the time at which the next worker has written its own.
+    """
     worker = start(run, url)
     await_state(run, worker, "groups that fail", lambda state: rate(state, "two") == 0.0)
     assert unlocked(states(run)[-1]) == {"two"}
@@ -142,7 +146,11 @@ def until_killed(run: RealRun, policy: Learns, url: str) -> int:
     assert shares["three"] >= 26
     worker.kill()
     worker.wait(60)
-    return begun
+    return begun, states(run)[-1]
+
+
+def drawn_of(state: MixtureState) -> dict[str, int]:
+    return {each.environment: each.drawn for each in state.environments}
 
 
 def test_lessons_and_weights_follow_what_the_policy_learns_and_outlive_a_killed_worker(real_run: RealRun) -> None:
@@ -153,7 +161,7 @@ def test_lessons_and_weights_follow_what_the_policy_learns_and_outlive_a_killed_
     policy = Learns()
     with serving(policy) as server:
         try:
-            begun = until_killed(run, policy, server.base_url)
+            begun, left = until_killed(run, policy, server.base_url)
             # Nothing succeeds any more, so a curriculum that began anew would never come to the second lesson.
             policy.learned = False
             again = start(run, server.base_url, worker__groups=12)
@@ -164,9 +172,9 @@ def test_lessons_and_weights_follow_what_the_policy_learns_and_outlive_a_killed_
     begun_again = Counter(environment for environment, _prompt in second)
     assert begun_again.total() == 12
     assert begun_again["three"] >= 6
-    drawn = [{each.environment: each.drawn for each in state.environments} for state in states(run)]
-    went_on = {name: drawn[-1][name] - begun_again[name] for name in drawn[-1]}
-    assert went_on in drawn[:-1], "it counts on from a state of the killed worker"
+    went_on = drawn_of(left)
+    in_the_end = {name: went_on[name] + begun_again[name] for name in went_on}
+    assert drawn_of(states(run)[-1]) == in_the_end, "it counts on from the last state of the killed worker"
     assert went_on["two"] + went_on["three"] > begun
     for name, lowest in (("two", 50), ("three", 500)):
         order = PromptOrder(40, seed=f"0/{name}", drawn=went_on[name])

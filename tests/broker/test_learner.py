@@ -140,6 +140,7 @@ def test_killed_again_and_again_at_any_moment_it_ends_with_the_same_bits(
     assert sorted(read_manifests(killed.kafka, killed.name)) == list(range(steps + 1))
 
 
+@pytest.mark.long
 def test_a_second_learner_of_a_name_fences_the_first_which_exits_with_one_line(real_run: RealRun) -> None:
     run = with_batches(real_run, 6)
     first = run.start("learn", **SETTINGS)
@@ -221,6 +222,7 @@ def test_a_batch_that_is_too_stale_is_skipped_on_record_and_replaced(real_run: R
     assert (made.skipped_total, made.trained_total, made.policy_version) == (32, 128, 4)
 
 
+@pytest.mark.long
 def test_bad_rollouts_are_left_out_on_record_and_steps_made_again_leave_out_the_same(
     real_run: RealRun, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ class Stored:
             return reader.begun_anew, book
 
 
+@pytest.mark.long
 def test_a_file_that_cannot_be_gone_on_from_is_thrown_away_and_told(run: RealRun, tmp_path: Path) -> None:
     process = run.start("group")
     send(run, "a", 4)

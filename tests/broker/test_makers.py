@@ -1,4 +1,4 @@
-"""A batch maker of the user's in a run: named in the configuration, imported by grouping and by verification only."""
+"""Batch makers and estimators of the user's in a run: named in the configuration, imported by grouping and verify."""
 
 import json
 import signal
@@ -12,6 +12,7 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import JournalRecord, TrainingBatch
+from tests.support.objectives import ESTIMATOR, write_objectives
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 from tests.unit.consumers.grouping.makers.test_registry import CODE, MINE
@@ -40,6 +41,25 @@ def test_a_run_batches_with_a_maker_of_the_user_s_and_is_verified_with_it(real_r
     assert {json.loads(batch.metadata)["maker"] for batch in batches(real_run)} == {"hardest_first"}
     assert verify(real_run.kafka, real_run.name, [MINE]).mismatches == []
     with pytest.raises(ConfigurationError, match=r"must be named in grouper\.makers"):
+        verify(real_run.kafka, real_run.name)
+
+
+def test_a_run_is_grouped_with_an_estimator_of_the_user_s_and_is_verified_with_it(
+    real_run: RealRun, tmp_path: Path
+) -> None:
+    name = f"{write_objectives(tmp_path)}:{ESTIMATOR.partition(':')[2]}"
+    real_run.grouping = GroupingConfig(estimator=name, batch_rollouts=16, max_batch_age_s=2.0)
+    real_run.prepare()
+    real_run.start("group", grouper__estimators=f'["{name}"]')
+    real_run.send(
+        rollout(f"x{example}", member, reward=4.0 * (member == 1)) for example in range(8) for member in range(4)
+    )
+    eventually(lambda: sum(map(len, batches(real_run))) == 32, 60, "every rollout in a batch")
+    # The median is 0, and the deviation of most members too, so that it counts as 1.
+    found = {float(a) for batch in batches(real_run) for a in batch.advantages[batch.loss_mask]}
+    assert found == {0.0, 4.0}
+    assert verify(real_run.kafka, real_run.name, estimators=[name]).mismatches == []
+    with pytest.raises(ConfigurationError, match=r"must be named in grouper\.estimators"):
         verify(real_run.kafka, real_run.name)
 
 

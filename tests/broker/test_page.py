@@ -23,7 +23,7 @@ from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
 from rollstream.topics.keys import encode_key
-from rollstream.topics.records import EnvironmentState, MixtureState, SessionEvent
+from rollstream.topics.records import EnvironmentState, MixtureState, PausedEnvironment, SessionEvent
 from tests.support.page import PageClient
 from tests.support.planted import Planted, plant
 from tests.support.runs import RealRun, rollout
@@ -265,8 +265,24 @@ def test_sessions_and_mixtures_are_those_on_the_log(run: RealRun, page: PageClie
     assert session["session"] == row
     assert [event["kind"] for event in session["events"]] == ["start", "failed", "finished"]
     (worker,) = of_run(page, run, "mixture")["workers"]
-    environment = {"environment": "env", "weight": 1.0, "drawn": 7, "success": 0.5, "unlocked": True}
+    environment = {"environment": "env", "weight": 1.0, "drawn": 7, "success": 0.5, "unlocked": True, "paused": False}
     assert worker == {"worker": "w0", "environments": [environment]}
+
+
+def test_a_mixture_has_the_weights_and_pauses_that_were_recorded(run: RealRun, page: PageClient) -> None:
+    def weight() -> tuple[float, bool]:
+        (worker,) = of_run(page, run, "mixture")["workers"]
+        (row,) = worker["environments"]
+        return row["weight"], row["paused"]
+
+    weigh = run.command("environment", "weigh", "env=4")
+    subprocess.run(weigh, check=True, capture_output=True, timeout=300)
+    # The page keeps its answer for some seconds.
+    eventually(lambda: weight() == (4.0, False), 60, "the recorded weight")
+    # The command refuses to pause the only environment of a run.
+    paused = PausedEnvironment(environment="env", reason="why not")
+    run.send_bytes("control", encode(paused), encode_key("environment", "env"))
+    eventually(lambda: weight() == (0.0, True), 60, "the pause")
 
 
 def test_commands_are_recorded_as_the_command_line_records_them(run: RealRun, page: PageClient) -> None:

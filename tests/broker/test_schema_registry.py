@@ -16,6 +16,7 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 from rollstream.consumers.archive.manifest import newest
 from rollstream.consumers.archive.restorer import restore
 from rollstream.consumers.files.stores import LocalStore
+from rollstream.consumers.grouping.process.bootstrap import initialise
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.catalogue import CATALOGUE, spec_of, topic_name
@@ -30,6 +31,7 @@ from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark, TrainingBatch, same
 from tests.broker.test_demo import environment
 from tests.support.command_line import answer_of
+from tests.support.https_front import https_front
 from tests.support.runs import RealRun, rollout
 from tests.support.schema_registry import SchemaRegistry, schema_registry
 from tests.support.waiting import eventually
@@ -263,3 +265,30 @@ def test_ids_come_by_themselves_once_the_registry_does(
     # Now it has ids, so what is missing no longer stops it.
     other = f"{run.name}-other.evals"
     assert ids.framed(other, value) == value
+
+
+def test_a_run_whose_registry_wants_tls_and_a_password_keeps_the_password_to_itself(
+    real_run: RealRun, registry: SchemaRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, password = real_run, "a-word-that-nobody-says"
+    monkeypatch.setenv("REGISTRY_PASSWORD", password)
+    with https_front(tmp_path, registry.url, "main", password, clients_have_certificates=True) as front:
+        (run.directory / "run.toml").write_text(
+            f'[kafka.registry]\nurl = "{front.url}"\nusername = "main"\npassword = "env:REGISTRY_PASSWORD"\n'
+            f'ca = "{front.authority}"\ncertificate = "{front.client}"\ntimeout_s = 60.0\n'
+        )
+        applied = answer_of(run.directory, *run.command("topics", "apply", "--config", "run.toml")[4:])
+        assert applied.returncode == 0, applied.stderr
+        initialise(run.kafka, run.name, run.grouping, run.grouper)
+        run.publish_version(0)
+        group = run.start("group", "--config", "run.toml")
+        run.send(rollout(f"x{n}", member) for n in range(8) for member in range(4))
+        eventually(lambda: settled(run, 32), 120, "batches with ids", every_s=0.3)
+        words = Path(f"/proc/{group.pid}/cmdline").read_bytes().decode()
+        group.terminate()
+        assert group.wait(300) == 0
+    assert front.passed
+    assert front.refused == []
+    assert framings(run.kafka, run.name, "batches") == {True}
+    assert stock_readings(run.kafka, run.name, registry.url)["TrainingBatch"] >= 1
+    assert password not in "".join((words, applied.stdout, applied.stderr, run.log_of(group)))

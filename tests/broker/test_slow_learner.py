@@ -8,6 +8,7 @@ from collections import Counter
 
 import numpy as np
 import psutil
+import pytest
 
 from rollstream.consumers.batch_reader import BatchReader, ReadBatch
 from rollstream.consumers.step_writer import StepWriter
@@ -61,6 +62,7 @@ def all_wait(run: RealRun, since: float) -> bool:
     return len(told) == WORKERS and all(record.values["waiting_for_capacity"] for record in told.values())
 
 
+@pytest.mark.long
 def test_four_workers_of_a_fast_and_a_slow_environment_leave_hardly_a_stale_rollout_and_do_not_grow(
     real_run: RealRun,
 ) -> None:

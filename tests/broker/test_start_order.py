@@ -41,7 +41,10 @@ def missing(config: RunConfig, role: str, *hosts: str) -> str:
 
 def test_a_role_waits_for_its_topics_and_grouping_for_its_first_state(config: RunConfig, real_run: RealRun) -> None:
     absent = missing(config, "infer")
-    assert f"topics {config.run}.metrics, {config.run}.policies, {config.run}.weights are missing" in absent
+    assert (
+        f"topics {config.run}.control, {config.run}.metrics, {config.run}.policies, {config.run}.weights are missing"
+        in absent
+    )
     provisioning.apply(config.kafka, config.topics, config.run)
     await_start(config, "infer", (), 60)
     assert "the first state of grouping is missing; `rollstream topics apply` writes it" in missing(config, "group")

@@ -12,9 +12,15 @@ from typing import Any
 import psutil
 import pytest
 
+from rollstream.consumers.grouping.config import GrouperConfig
+from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
+from rollstream.topics import codec
+from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.reader import read_to_end
 from tests.support.command_line import answer_of
 from tests.support.waiting import eventually
 
@@ -166,4 +172,38 @@ def test_a_run_ends_after_the_step_that_is_asked_for_and_one_that_begins_later_k
     run.start(learner__max_steps=last + 1)
     assert run.process.wait(600) == 0, run.output
     assert run.top()["step"] == last + 1
+    run.check()
+
+
+def unread_rollouts(run: Run) -> int:
+    """Rollouts that grouping has not read; marks of its own may come after its end."""
+    topic = topic_name(run.name, "rollouts")
+    group = GrouperConfig().group_id(run.name)
+    partitions = topic_admin.partitions_of(run.kafka, topic)
+    start = {place.partition: place.offset for place in committed_offsets(run.kafka, group, topic, partitions)}
+    return sum(codec.kind_of(message.value) == "Rollout" for message in read_to_end(run.kafka, topic, start=start))
+
+
+@pytest.mark.long
+def test_a_drained_run_ends_with_nothing_in_flight_also_over_kills_and_goes_on_when_that_is_withdrawn(
+    steered: Run,
+) -> None:
+    run = steered
+    run.start()
+    run.await_steps(1)
+    killed_at(run, lambda: run.say("stop", "--drain"))
+    assert run.process.wait(600) == 0, run.output
+    assert "as `rollstream stop --drain` asked; nothing is in flight" in run.output
+    assert "role_killed" not in run.output
+    books = ledger(run.kafka, run.name)
+    assert (books.problems, books.in_flight) == ([], 0)
+    assert (run.top()["waiting"], unread_rollouts(run)) == (0, 0)
+    last = run.top()["step"]
+    run.start()
+    assert run.process.wait(600) == 0, "what was drained begins nothing: " + run.output
+    assert run.top()["step"] == last
+    run.say("stop", "--withdraw")
+    run.start()
+    run.await_steps(2)
+    run.stop()
     run.check()

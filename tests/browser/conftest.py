@@ -13,8 +13,9 @@ from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    # Not for the session: while it runs, so does an event loop, and tests of other files run their own.
     with chromium.started() as browser:
         yield browser
 

@@ -1,13 +1,14 @@
 """Every view of the page in a browser, on a real run: what it shows, who can use it, what it refuses."""
 
 import re
+from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Locator, expect
 
 from rollstream.pipeline.steering import state
 from tests.browser.chromium import PATIENCE_MS, Visit, visit
-from tests.browser.served_run import HOSTILE, ServedRun, command
+from tests.browser.served_run import HOSTILE, ServedRun, command, url_of
 
 pytestmark = pytest.mark.long
 
@@ -154,3 +155,44 @@ def test_a_command_of_the_page_is_recorded_after_a_question_and_shown(served: Se
     expect(form.locator(".outcome")).to_have_text("Recorded.", timeout=PATIENCE_MS)
     assert state(served.run.kafka, served.run.name)["stop_at_step"] is None
     assert seen.errors == []
+
+
+def test_a_lasting_change_is_made_after_a_question_and_listed(served: ServedRun, browser: Browser) -> None:
+    seen = opened(browser, served, "commands")
+
+    def give(name: str, **values: str) -> Locator:
+        form = seen.page.get_by_role("form", name=name)
+        for label, value in values.items():
+            form.get_by_label(label).fill(value)
+        form.get_by_role("button", name=f"{name}…").click()
+        seen.page.get_by_role("dialog").get_by_role("button", name=name).click()
+        return form
+
+    form = give("Exclude rollouts", Offsets="0:0-0")
+    expect(form.locator(".outcome")).to_contain_text("Recorded. 1 rollouts are excluded", timeout=PATIENCE_MS)
+    expect(seen.page.locator("main")).to_contain_text("0:0-0", timeout=PATIENCE_MS)
+    form = give("Roll back weights", Version="77", Reason="reward hacking")
+    expect(form.locator(".failure")).to_contain_text("has no policy version 77", timeout=PATIENCE_MS)
+    seen.page.context.close()
+
+
+def test_an_archive_says_in_one_line_what_it_has_not(served: ServedRun, browser: Browser, tmp_path: Path) -> None:
+    archive = str(tmp_path / "archive")
+    command(served, "archive", archive)
+    url = url_of(served.run, served.run.start("ui", "--archive", archive))
+    for view in ("ledger", "sessions", "letters", "commands"):
+        seen = visit(browser, url)
+        seen.open(f"#/{served.run.name}/{view}")
+        expect(seen.page.locator("main .empty")).to_contain_text(
+            "This is an archive, which has none", timeout=PATIENCE_MS
+        )
+        expect(seen.page.locator(".failure")).to_have_count(0)
+        assert seen.errors == []
+        seen.page.context.close()
+    seen = visit(browser, url)
+    seen.open(f"#/{served.run.name}/groups")
+    expect(seen.page.get_by_role("heading", name="Spread of reward", exact=True)).to_be_visible(timeout=PATIENCE_MS)
+    seen.settle()
+    expect(seen.page.locator(".failure")).to_have_count(0)
+    assert seen.errors == []
+    seen.page.context.close()

@@ -1,9 +1,12 @@
-"""A run in containers, written and started as users do, in the hands of docker-compose, and what its containers say."""
+"""A run in containers, written and started as users do, in the hands of docker-compose, and what its containers say.
+
+Containers are asked at their own addresses, so the Docker engine must be one of this machine.
+"""
 
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +15,13 @@ from typing import Any
 import yaml
 
 from rollstream.pipeline.deployment.compose import CONFIG
+from rollstream.pipeline.deployment.container_settings import SERVICE_PORT
 from rollstream.pipeline.deployment.description import ARCHIVE
 from tests.containers.engine import docker_compose
 from tests.support.command_line import answer_of
 from tests.support.paths import ROOT
+from tests.support.probes import probe, scrape
+from tests.support.waiting import eventually
 
 SMALLER = (
     *("--set=supervisor.workers=1", "--set=topics.partitions=2", "--set=worker.group_size=8"),
@@ -34,6 +40,7 @@ class ContainedRun:
     name: str
     services: tuple[str, ...]
     """Services that `up` starts."""
+    overrides: tuple[Path, ...] = ()
 
     @property
     def brokers(self) -> tuple[str, ...]:
@@ -79,6 +86,30 @@ class ContainedRun:
         state = self.inspect(service)["State"]
         return None if state["Running"] or state["Restarting"] else int(state["ExitCode"])
 
+    def address(self, service: str) -> str:
+        [network] = self.inspect(service)["NetworkSettings"]["Networks"].values()
+        return str(network["IPAddress"])
+
+    def await_all(self) -> None:
+        """Wait until every role takes work."""
+        for name in self.roles:
+            eventually(lambda name=name: self._is_ready(name), 600, f"{name} to be ready", every_s=1.0)
+
+    def _is_ready(self, service: str) -> bool:
+        if service == ARCHIVE:  # A tool has no service port.
+            return self.ended(service) is None
+        return probe(f"http://{self.address(service)}:{SERVICE_PORT}/readyz")[0] == 200
+
+    def step(self) -> float:
+        """Newest step of the learner. Raises OSError or KeyError while none is known."""
+        series, _places = scrape(f"http://{self.address('learn')}:{SERVICE_PORT}")
+        return series["rollstream_learner_step"][()]
+
+    def await_steps(self, more: int, what: str) -> None:
+        """Wait until the learner has made so many more steps than are known now."""
+        first = eventually(lambda: (self.step(),), 600, f"{what}: a step of the learner", every_s=1.0)[0]
+        eventually(lambda: self.step() >= first + more, 600, f"{what}: {more} steps more than {first}", every_s=1.0)
+
     def stop(self, *services: str) -> None:
         """Stop services, which must end by themselves within their grace periods."""
         self.compose("stop", *services)
@@ -105,7 +136,8 @@ class ContainedRun:
             print(f"--- {name}", self.log(name)[-3000:], sep="\n")
 
     def _compose(self, words: Sequence[str], timeout_s: float) -> "subprocess.CompletedProcess[str]":
-        command = [*docker_compose(), "--file=compose.yaml", "--project-name", self.name, *words]
+        files = [f"--file={file}" for file in (self.folder / "compose.yaml", *self.overrides)]
+        command = [*docker_compose(), *files, "--project-name", self.name, *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=self.folder)
 
 
@@ -117,14 +149,23 @@ def docker(*words: str, timeout_s: float = 600.0) -> str:
 
 
 @contextmanager
-def contained_run(folder: Path, name: str, *flags: str) -> Iterator[ContainedRun]:
-    """A run of the demo's settings that is up, with its first policy version; nothing of it is left afterwards."""
+def contained_run(
+    folder: Path, name: str, *flags: str, override: Mapping[str, Any] | None = None
+) -> Iterator[ContainedRun]:
+    """A run of the demo's settings that is up, with its first policy version; nothing of it is left afterwards.
+
+    `override` is a compose file that is put over that of the run.
+    """
     shutil.copy(ROOT / "pipeline" / "demo.toml", folder / "run.toml")
     (folder / "run.toml").chmod(0o644)
     written = answer_of(folder, "deploy", "compose", "run.toml", "-o", "compose.yaml", f"--run={name}", *flags)
     assert written.returncode == 0, written.stderr
+    overrides = ()
+    if override:
+        (folder / "override.yaml").write_text(json.dumps(override))
+        overrides = (folder / "override.yaml",)
     services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
-    run = ContainedRun(folder, name, tuple(s for s in services if "profiles" not in services[s]))
+    run = ContainedRun(folder, name, tuple(s for s in services if "profiles" not in services[s]), overrides)
     try:
         run.compose("up", "--detach")
         yield run

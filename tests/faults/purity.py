@@ -130,7 +130,7 @@ def _check_advantages(
 ) -> None:
     """Advantages by the formula of one of the configurations, on every position of each row."""
     record = batch.record
-    if "reinforce_pp" in {config["estimator"] for config in held}:
+    if {"reinforce_pp", "reinforce_pp_global"} & {config["estimator"] for config in held}:
         raise NotModelled("an estimator that looks at whole batches")
     found = [(_compared(sent, config.get("core_version", 1)), config["estimator"]) for config in held]
     if all(len(set(compared.rewards)) == 1 for compared, _ in found):

@@ -78,13 +78,27 @@ def share(config: LearnerConfig, step: int, process: int) -> PackedStep:
         for number in range(len(everything))
         if process == (0 if step == 1 and number < 3 else number % config.processes)
     ]
-    return pack_for(config, [everything[number] for number in numbers], numbers=numbers, rollouts=len(everything))
+    own = [everything[number] for number in numbers]
+    return pack_for(config, own, numbers=numbers, rollouts=len(everything), whole=False)
 
 
 def params() -> dict[str, np.ndarray]:
     """Parameters to begin with; drawn by numpy because that compiles nothing."""
     draw = np.random.default_rng(7)
     return {name: draw.normal(0.0, 0.2, shape).astype(np.float32) for name, shape in shapes(CONFIG.model).items()}
+
+
+def _trained(train_step: TrainStep, name: str, steps: list[PackedStep]) -> dict[str, np.ndarray]:
+    """Metrics of the steps, parameters after them, and the part of each that a device holds."""
+    state, found = train_step.fresh_state(params()), {}
+    for number, step in enumerate(steps):
+        state, metrics = train_step.train(state, step)
+        found[f"{name}/metrics/{number}"] = np.array(json.dumps(metrics))
+    for key, value in state.params.items():
+        whole = value if value.is_fully_addressable else multihost_utils.process_allgather(value, tiled=True)
+        found[f"{name}/params/{key}"] = np.asarray(whole)
+        found[f"{name}/held/{key}"] = np.array(value.addressable_shards[0].data.size / value.size)
+    return found
 
 
 def main() -> None:
@@ -97,19 +111,14 @@ def main() -> None:
         sizes = MeshConfig(**dict(zip(("data", "fsdp", "tensor"), layout, strict=True)))
         config = replace(CONFIG, mesh=sizes, processes=job.processes)
         train_step = TrainStep(config, build_mesh(sizes, jax.devices()[: int(np.prod(layout))]))
-        state = train_step.fresh_state(params())
-        train_step.warm_up(state)
+        train_step.warm_up(train_step.fresh_state(params()))
         compilations = train_step.compilations
         name = "x".join(str(size) for size in layout)
-        for step in range(len(ROLLOUTS)):
-            state, metrics = train_step.train(state, share(config, step, job.process))
-            found[f"{name}/metrics/{step}"] = np.array(json.dumps(metrics))
+        found |= _trained(train_step, name, [share(config, step, job.process) for step in range(len(ROLLOUTS))])
+        if job.processes > 1:
+            whole = [pack_for(config, rollouts(step)) for step in range(len(ROLLOUTS))]
+            found |= _trained(train_step, f"{name} by rows", whole)
         assert train_step.compilations == compilations, f"{name}: compiled in the steady state"
-        for key, value in state.params.items():
-            whole = value if value.is_fully_addressable else multihost_utils.process_allgather(value, tiled=True)
-            found[f"{name}/params/{key}"] = np.asarray(whole)
-            local = value.addressable_shards[0].data.size / value.size
-            found[f"{name}/held/{key}"] = np.array(local)
     np.savez(job.out, **found)
 
 

@@ -4,6 +4,7 @@ Everything a test starts here ends with the fixture that made it, by pid.
 """
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -120,7 +121,7 @@ class RealRun:
             part = getattr(self, name)
             usual = type(part)()
             flags += [
-                f"--set={name}.{f.name}={getattr(part, f.name)}"
+                f"--set={name}.{f.name}={_setting(getattr(part, f.name))}"
                 for f in dataclasses.fields(part)
                 if getattr(part, f.name) != getattr(usual, f.name)
             ]
@@ -168,6 +169,11 @@ class RealRun:
                 process.send_signal(signal.SIGKILL)
             process.wait()
             print(f"--- {process.args[4]} (exit {process.returncode})", self.log_of(process)[-3000:], sep="\n")  # type: ignore[index]
+
+
+def _setting(value: object) -> object:
+    """A value as `--set` takes it."""
+    return json.dumps(value) if isinstance(value, tuple) else value
 
 
 SMALL_LEARNER: dict[str, object] = {

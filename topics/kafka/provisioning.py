@@ -67,11 +67,11 @@ def _with_subjects(kafka: KafkaConfig, run: str, plans: list[TopicPlan], *, regi
     from rollstream.topics.kafka.registry.client import RegistryClient
     from rollstream.topics.kafka.registry.subjects import subjects_of
 
-    client = RegistryClient(kafka.registry, _REGISTRY_TIMEOUT_S)
     lacking: dict[str, list[str]] = {}
-    for subject in subjects_of(kafka.registry, run):
-        if client.register(subject) if register else client.missing(subject):
-            lacking.setdefault(subject.topic, []).append(subject.name)
+    with RegistryClient(kafka.registry, _REGISTRY_TIMEOUT_S) as client:
+        for subject in subjects_of(kafka.registry, run):
+            if client.register(subject) if register else client.missing(subject):
+                lacking.setdefault(subject.topic, []).append(subject.name)
     return [replace(plan, subjects=tuple(lacking.get(plan.topic, ()))) for plan in plans]
 
 

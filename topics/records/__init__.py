@@ -17,6 +17,7 @@ from rollstream.topics.records.arrays import (
 from rollstream.topics.records.batches import BatchGroup, BatchIndexEntry, BatchTokenArray, TrainingBatch, batch_numbers
 from rollstream.topics.records.control import (
     DesiredProcesses,
+    DrainRequest,
     EnvironmentState,
     EvaluationRequest,
     ExcludedBatch,
@@ -60,6 +61,7 @@ __all__ = [
     "CallAnswer",
     "Chunk",
     "DesiredProcesses",
+    "DrainRequest",
     "Drop",
     "EnvironmentState",
     "EpisodeSpan",

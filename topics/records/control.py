@@ -116,6 +116,14 @@ class StopRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DrainRequest:
+    """A run that ends with nothing in flight, or one whose grouping has nothing more to deliver for such an end."""
+
+    wall_time: float
+    """When it was asked for; the answer has the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
     """A policy version that is evaluated although it is not due."""
 

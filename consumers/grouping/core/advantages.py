@@ -4,14 +4,14 @@ Pure. The first stage of an estimator runs once over each group, when it seals. 
 over the rows of a batch, when the batch is cut.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from rollstream.consumers.grouping.core.batch_assembly import advantage_array
-from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Outcomes, estimator, mean
+from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Estimator, Outcomes, mean
 from rollstream.consumers.grouping.core.groups import Group, Member, MemberAdvantage, episode_of
 from rollstream.topics.records import Bool
 from rollstream.topics.rl_examples import RLExample
@@ -37,10 +37,10 @@ def group_episodes(group: Group, core_version: int) -> GroupEpisodes:
 
 
 def member_advantages(
-    group: Group, episodes: GroupEpisodes, estimator_name: str, core_version: int
+    group: Group, episodes: GroupEpisodes, estimator: Estimator, core_version: int
 ) -> dict[str, MemberAdvantage]:
     """Return the advantage of each member by uid, in order of arrival. A missing branch keeps its share."""
-    advantages = estimator(estimator_name).within_group(episodes.outcomes)
+    advantages = estimator.within_group(episodes.outcomes)
     by_uid = {
         member.rollout.uid: MemberAdvantage(advantage, 1 if core_version < 2 else member.rollout.branches)
         for branches, advantage in zip(episodes.episodes, advantages, strict=True)
@@ -49,7 +49,9 @@ def member_advantages(
     return {uid: by_uid[uid] for uid in group.members}
 
 
-def over_batch(examples: Sequence[RLExample], groups: Sequence[Group]) -> list[RLExample]:
+def over_batch(
+    examples: Sequence[RLExample], groups: Sequence[Group], estimators: Mapping[str, Estimator] = ESTIMATORS
+) -> list[RLExample]:
     """Return the R examples of a batch after the second stage; `groups[r]` is the group of `examples[r]`.
 
     The second stage of an estimator takes all rows of groups that sealed under it, each weighted by its sampled tokens
@@ -57,7 +59,7 @@ def over_batch(examples: Sequence[RLExample], groups: Sequence[Group]) -> list[R
     """
     finished = list(examples)
     for name in dict.fromkeys(group.estimator for group in groups):
-        stage = ESTIMATORS[name].over_batch
+        stage = estimators[name].over_batch
         if stage is None:
             continue
         rows = [row for row, group in enumerate(groups) if group.estimator == name]

@@ -4,7 +4,8 @@ A configuration that no code can run is an invalid record. A configuration that 
 cannot stops the task: ignoring it would cut other batches than that code does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from rollstream.consumers.grouping.config import (
@@ -14,15 +15,19 @@ from rollstream.consumers.grouping.config import (
     GroupingConfig,
     largest_batch_bytes,
 )
-from rollstream.consumers.grouping.core.effects import CORE_VERSION
-from rollstream.consumers.grouping.core.estimators import estimator
+from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord
+from rollstream.consumers.grouping.core.estimators import estimator, is_user_estimator
+from rollstream.consumers.grouping.core.plug_ins import BUILT_IN, PlugIns
 from rollstream.consumers.grouping.makers.batch_maker import MakerContext
-from rollstream.consumers.grouping.makers.registry import MAKERS, MakerFactory, batch_maker, is_user_maker
+from rollstream.consumers.grouping.makers.registry import batch_maker, is_user_maker
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import Mark
+from rollstream.topics.signatures import is_signed_by, mark_context
 
-SINCE = {"opo": 2, "reinforce_pp": 2, "reservoir": 2}
-"""Core version that introduced an estimator or maker, if it was not the first; makers of users came with version 2."""
+SINCE = {"opo": 2, "reinforce_pp": 2, "reservoir": 2, "reinforce_pp_global": 6}
+"""Core version that introduced an estimator or maker, if it was not the first."""
+USERS_SINCE = {"maker": 2, "estimator": 6}
+"""Core version that introduced users' own, by the key that names them."""
 
 VERSION_STEP = 2**20
 """Most policy versions by which one mark moves the clock. A task that is further behind writes several marks."""
@@ -33,15 +38,23 @@ CORE_STEP = 8
 BATCH_BYTES_LIMIT = largest_batch_bytes(2**31 - 1)
 """Largest grouping.batch_bytes that a Kafka record can hold."""
 
+DRAIN_AGE_S = 600
+"""Most by which the time in a signed drain mark may differ from that of its append: an old one, appended again by
+somebody else, would cut batches early. Repeating other marks changes nothing."""
+
+Change = Callable[[GroupingConfig], GroupingConfig]
+"""Alters the configurations of a log, for a replay under other settings."""
+
 _DEFAULT = GroupingConfig()
 
 
-def check_names(config: GroupingConfig, makers: Mapping[str, MakerFactory] = MAKERS) -> None:
+def check_names(config: GroupingConfig, plug_ins: PlugIns = BUILT_IN) -> None:
     """Raise ConfigurationError unless the estimator and the maker of a configuration exist in its core version."""
-    estimator(config.estimator)
-    batch_maker(config.maker, MakerContext(partition=0, seed=config.seed, batch_bytes=config.batch_bytes), makers)
+    estimator(config.estimator, plug_ins.estimators)
+    context = MakerContext(partition=0, seed=config.seed, batch_bytes=config.batch_bytes)
+    batch_maker(config.maker, context, plug_ins.makers)
     for key, name in (("estimator", config.estimator), ("maker", config.maker)):
-        since = 2 if is_user_maker(name) else SINCE.get(name, 1)
+        since = USERS_SINCE[key] if ":" in name else SINCE.get(name, 1)
         if since > config.core_version:
             raise ConfigurationError(
                 f"grouping.{key} is {name!r}, which came with core version {since}, and grouping.core_version is "
@@ -72,20 +85,52 @@ class MarkOutcome(NamedTuple):
 
 
 def mark_outcome(
-    mark: Mark, current: GroupingConfig, policy_version: int, makers: Mapping[str, MakerFactory]
+    record: InputRecord,
+    mark: Mark,
+    partition: int,
+    current: GroupingConfig,
+    policy_version: int,
+    plug_ins: PlugIns,
+    change: Change | None = None,
 ) -> MarkOutcome:
     """Return the effect of a mark under the configuration and the policy version in force where it is read.
 
-    Raises StateRefused if only other code may run its configuration: it is of newer code, or it names a user's maker
-    that this process does not know.
+    `mark` is the content of `record`. `change` alters the configuration that it carries. Raises StateRefused if only
+    other code may run its configuration: it is of newer code, or it names a user's maker or estimator that this
+    process does not know; or if this process cannot check its signature.
     """
+    if current.mark_keys and (problem := _forgery(record, mark, partition, current)):
+        return MarkOutcome(problem=problem)
+    return content_outcome(mark, current, policy_version, plug_ins, change)
+
+
+def _forgery(record: InputRecord, mark: Mark, partition: int, current: GroupingConfig) -> str:
+    """Return why a mark is not obeyed where marks are signed; "" for one that is."""
+    if mark.kind == "deadline" and mark.policy_version < 0:
+        return ""  # It moves stream time, as every record does.
+    if not is_signed_by(record.value or b"", mark_context(partition), current.mark_keys):
+        return f"a mark of kind {mark.kind} that no key of grouping.mark_keys signed for this partition"
+    age_s = record.timestamp_ms / 1000 - mark.wall_time
+    if mark.kind == "drain" and not abs(age_s) <= DRAIN_AGE_S:
+        return f"a drain mark made {age_s:.0f} s before it was appended, and {DRAIN_AGE_S} s are allowed; drain again"
+    return ""
+
+
+def content_outcome(
+    mark: Mark,
+    current: GroupingConfig,
+    policy_version: int,
+    plug_ins: PlugIns,
+    change: Change | None = None,
+) -> MarkOutcome:
+    """Return the effect of a mark whoever wrote it, as `mark_outcome` does."""
     if current.core_version >= 3 and mark.policy_version - max(policy_version, 0) > VERSION_STEP:
         clock = f"the policy clock is at {policy_version}, and a mark moves it {VERSION_STEP} versions at most"
         return MarkOutcome(problem=f"a mark of policy version {mark.policy_version}: {clock}")
     if mark.kind != "configuration" or mark.generation <= current.generation:
         return MarkOutcome()
     try:
-        return MarkOutcome(_configuration(mark, current, makers))
+        return MarkOutcome(_configuration(mark, current, plug_ins, change))
     except (StateRefused, MemoryError):
         raise
     except Exception as error:
@@ -108,7 +153,7 @@ def _check_extent(config: GroupingConfig, current: GroupingConfig) -> None:
             raise ConfigurationError(f"grouping.{name} takes more than 64 bits")
 
 
-def _configuration(mark: Mark, current: GroupingConfig, makers: Mapping[str, MakerFactory]) -> GroupingConfig:
+def _configuration(mark: Mark, current: GroupingConfig, plug_ins: PlugIns, change: Change | None) -> GroupingConfig:
     """Return the configuration of a mark.
 
     Raises ConfigurationError if no code can run it, and StateRefused if only other code may.
@@ -127,15 +172,30 @@ def _configuration(mark: Mark, current: GroupingConfig, makers: Mapping[str, Mak
             if newer.core_version > CORE_VERSION
             else f"core version {newer.core_version} has no such keys"
         ) from newer
+    if change is not None:
+        with suppress(ConfigurationError):
+            config = change(config)
     if config.generation != mark.generation:
         raise ConfigurationError(f"its configuration is of generation {config.generation}")
     if current.core_version >= 3:
         _check_extent(config, current)
-    if is_user_maker(config.maker) and config.maker not in makers:
+    _check_known(config, plug_ins)
+    check_names(config, plug_ins)
+    return config
+
+
+def _check_known(config: GroupingConfig, plug_ins: PlugIns) -> None:
+    """Raise ForeignConfiguration if a configuration names users' code that this process did not import."""
+    foreign = {
+        "maker": is_user_maker(config.maker) and config.maker not in plug_ins.makers,
+        "estimator": is_user_estimator(config.estimator)
+        and config.estimator not in plug_ins.estimators
+        # Releases before users' estimators take it for invalid.
+        and config.core_version >= USERS_SINCE["estimator"],
+    }
+    for key in (key for key, unknown in foreign.items() if unknown):
         raise ForeignConfiguration(
-            f"the log puts generation {config.generation} in force, with grouping.maker {config.maker!r}, which "
-            f"this process does not know: name it in grouper.makers of every grouping process",
+            f"the log puts generation {config.generation} in force, with grouping.{key} {getattr(config, key)!r}, "
+            f"which this process does not know: name it in grouper.{key}s of every grouping process",
             config.core_version,
         )
-    check_names(config, makers)
-    return config

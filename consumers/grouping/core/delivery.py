@@ -5,15 +5,15 @@ is an error.
 """
 
 import json
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import batch_assembly
 from rollstream.consumers.grouping.core.advantages import over_batch
 from rollstream.consumers.grouping.core.groups import Group, Stage
+from rollstream.consumers.grouping.core.plug_ins import PlugIns
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, MakerContext, SealedGroup, example_bytes
-from rollstream.consumers.grouping.makers.registry import MakerFactory, batch_maker
+from rollstream.consumers.grouping.makers.registry import batch_maker
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.fates import BATCHED
 from rollstream.topics.records import TrainingBatch
@@ -39,13 +39,13 @@ class BatchDelivery:
         batch_number: int,
         delivered_before: frozenset[int],
         config: GroupingConfig,
-        makers: Mapping[str, MakerFactory],
+        plug_ins: PlugIns,
     ) -> None:
         """`delivered_before` are offsets that a batch already carries though their groups are not finished."""
         self.batch_number = batch_number
         self._partition = partition
         self._delivered_before = delivered_before
-        self._makers = makers
+        self._plug_ins = plug_ins
         self._config = config
         self._untouched = True
         """Whether the maker had no batch to make and still holds the same rollouts."""
@@ -106,7 +106,7 @@ class BatchDelivery:
             raise self._broken(
                 f"made a batch of {size_bytes} bytes, grouping.batch_bytes is {self._config.batch_bytes}"
             )
-        finished = over_batch(examples, groups)
+        finished = over_batch(examples, groups, self._plug_ins.estimators)
         rows = finished
         if self._config.core_version >= 4:
             rows = batch_assembly.with_equal_references(finished, self._config.batch_bytes - size_bytes)
@@ -170,7 +170,7 @@ class BatchDelivery:
     def _new_maker(self) -> BatchMaker:
         config = self._config
         context = MakerContext(partition=self._partition, seed=config.seed, batch_bytes=config.batch_bytes)
-        maker = batch_maker(config.maker, context, self._makers)
+        maker = batch_maker(config.maker, context, self._plug_ins.makers)
         maker.batch_number = self.batch_number
         return maker
 

@@ -10,12 +10,13 @@ from typing import NamedTuple
 from rollstream.consumers.grouping.config import GroupingConfig, milliseconds
 from rollstream.consumers.grouping.core.deadlines import DeadlineKind
 from rollstream.consumers.grouping.core.effects import InputRecord
-from rollstream.consumers.grouping.core.estimators import Outcomes
+from rollstream.consumers.grouping.core.estimators import Estimator, Outcomes
 from rollstream.consumers.grouping.core.groups import Group
-from rollstream.topics.errors import RecordError
+from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.fates import exclusion_detail
 from rollstream.topics.keys import encode_key, partition_of
 from rollstream.topics.records import GroupCancelled, Mark, Rollout
+from rollstream.topics.signatures import ROLLOUT, is_signed_by
 from rollstream.topics.validation import cancellation_problems, problems
 
 
@@ -54,6 +55,8 @@ def value_rejection(
         return None  # It passed these checks when it was first read.
     try:
         return record_rejection(record, value, partition, partitions, config)
+    except StateRefused:
+        raise  # This process cannot check a signature that others can.
     except Exception as error:
         # No bytes may end a task: it would meet them again at every start. Memory is no property of the record.
         if config.core_version < 3 or isinstance(error, MemoryError):
@@ -78,6 +81,10 @@ def record_rejection(
     home = partition_of(key, partitions)
     if home != partition:
         return Rejection("wrong_partition", f"its key belongs on partition {home}")
+    if (keys := config.keys_by_environment.get(value.environment)) and not is_signed_by(
+        record.value or b"", ROLLOUT, keys
+    ):
+        return Rejection("invalid", f"no key of environment {value.environment} in grouping.environment_keys signed it")
     if isinstance(value, Rollout) and value.sampling.filtered and not config.allow_filtered_sampling:
         return Rejection(
             "invalid",
@@ -115,12 +122,15 @@ def sealed_rejection(group: Group, clocks: Clocks) -> Rejection | None:
     return None
 
 
-def content_rejection(group: Group, outcomes: Outcomes, config: GroupingConfig) -> Rejection | None:
+def content_rejection(
+    group: Group, outcomes: Outcomes, config: GroupingConfig, estimator: Estimator
+) -> Rejection | None:
     """Reject a sealed group by its episodes and their rewards, which no longer change."""
     if group.complete_episodes < config.min_group_size:
         return Rejection("group_too_small", f"{group.complete_episodes} of {config.min_group_size} members")
     rewards = outcomes.rewards
-    if max(rewards) == min(rewards):
+    keeps = config.keep_zero_variance or estimator.keeps_equal_rewards
+    if max(rewards) == min(rewards) and not keeps:
         return Rejection("zero_variance", f"every reward is {rewards[0]:g}")
     return None
 

@@ -5,7 +5,7 @@ machine.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollstream.topics.errors import ConfigurationError
@@ -31,6 +31,8 @@ class Estimator:
     within_group: Callable[[Outcomes], list[float]]
     over_batch: Callable[[Sequence[float], Sequence[float]], list[float]] | None = None
     """New advantages of a batch's rows, from their advantages and weights."""
+    keeps_equal_rewards: bool = False
+    """Whether a group of equal rewards still teaches something; otherwise it is dropped as `zero_variance`."""
 
 
 def mean(values: Sequence[float]) -> float:
@@ -83,6 +85,12 @@ def opo(outcomes: Outcomes) -> list[float]:
     return [r - baseline for r in outcomes.rewards]
 
 
+def reward_alone(outcomes: Outcomes) -> list[float]:
+    """r_i without a baseline: the first stage of REINFORCE++ (arXiv:2501.03262, section 3.1), whose only baseline is
+    the mean over the whole batch."""
+    return list(outcomes.rewards)
+
+
 def standardized(advantages: Sequence[float], weights: Sequence[float]) -> list[float]:
     """(a_i - mean) / sqrt(max(variance, EPSILON)), both weighted; the advantages unchanged if all weights are 0.
 
@@ -105,11 +113,18 @@ ESTIMATORS: dict[str, Estimator] = {
     "dr_grpo": Estimator(dr_grpo),
     "opo": Estimator(opo),
     "reinforce_pp": Estimator(dr_grpo, standardized),
+    "reinforce_pp_global": Estimator(reward_alone, standardized, keeps_equal_rewards=True),
 }
 
 
-def estimator(name: str) -> Estimator:
-    """Return the estimator of that name. Raises ConfigurationError for an unknown one."""
-    if name not in ESTIMATORS:
-        raise ConfigurationError(f"grouping.estimator is {name!r}; estimators are {', '.join(ESTIMATORS)}")
-    return ESTIMATORS[name]
+def is_user_estimator(name: str) -> bool:
+    """Whether a name is that of a user's estimator: package.module:name or path/to/file.py:name."""
+    return ":" in name
+
+
+def estimator(name: str, estimators: Mapping[str, Estimator] = ESTIMATORS) -> Estimator:
+    """Return the estimator of that name among `estimators`. Raises ConfigurationError for an unknown one."""
+    if name not in estimators:
+        remedy = "; one of yours must be named in grouper.estimators, too" if is_user_estimator(name) else ""
+        raise ConfigurationError(f"grouping.estimator is {name!r}; estimators are {', '.join(estimators)}{remedy}")
+    return estimators[name]

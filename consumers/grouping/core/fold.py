@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.consumers.grouping.core.configuration_marks import MarkOutcome, mark_outcome
+from rollstream.consumers.grouping.core.configuration_marks import Change, MarkOutcome, content_outcome, mark_outcome
 from rollstream.consumers.grouping.core.drop_rules import Clocks, Rejection, value_rejection
 from rollstream.consumers.grouping.core.effects import Effects, InputRecord, OffsetSkip
 from rollstream.consumers.grouping.core.group_lifecycle import GroupLifecycle
 from rollstream.consumers.grouping.core.offset_tracker import OffsetTracker
+from rollstream.consumers.grouping.core.plug_ins import BUILT_IN, PlugIns
 from rollstream.consumers.grouping.core.replay import Replay
 from rollstream.consumers.grouping.core.skips import Skips
 from rollstream.consumers.grouping.core.task_state import TaskState
-from rollstream.consumers.grouping.makers.registry import MAKERS, MakerFactory
 from rollstream.topics import codec
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.records import FateCount, GroupCancelled, Mark, Rollout
@@ -34,22 +34,25 @@ class Fold:
     def __init__(
         self,
         state: TaskState,
-        makers: Mapping[str, MakerFactory] = MAKERS,
+        plug_ins: PlugIns = BUILT_IN,
         skips: Mapping[int, OffsetSkip] = MappingProxyType({}),
+        change: Change | None = None,
     ) -> None:
         """Restore `state`: `replay` the records from its watermark to its position, then `resume`, then `apply`.
 
-        `makers` are the batch makers that a configuration may name. `skips` are offsets to leave out unread, and why;
-        those below the position were read and stay. Offsets that were left out are named in the journal.
+        `plug_ins` are the makers and estimators that a configuration may name. `skips` are offsets to leave out unread,
+        and why; those below the position were read and stay. Offsets that were left out are named in the journal.
+        `change` alters the configurations that marks put in force.
         """
         self.partition = state.partition
         self.partitions = state.partitions
         self.position = state.watermark
-        self._makers = makers
+        self._plug_ins = plug_ins
+        self._change = change
         self._skips = Skips(skips)
         self._replay = Replay(state)
         self._tracker = OffsetTracker(state)
-        self._groups = GroupLifecycle(state, self._replay, self._tracker, makers)
+        self._groups = GroupLifecycle(state, self._replay, self._tracker, plug_ins)
         if self._replay.is_empty:
             self.resume()
 
@@ -163,18 +166,26 @@ class Fold:
                 mark = codec.decode_as(Mark, record.value)
             except RecordError:
                 return  # It went to dead letters when it was first read.
-            outcome = self.mark_outcome(mark)
+            outcome = self._mark_outcome(record, mark)
             if not outcome.problem:
                 self._obey(mark, outcome.config)
 
     # ------------------------------------------------------------------ marks
 
-    def mark_outcome(self, mark: Mark) -> MarkOutcome:
-        """Return what a mark would do as the next record. Raises StateRefused as the function of that name does."""
-        return mark_outcome(mark, self.config, self.policy_version, self._makers)
+    def content_outcome(self, mark: Mark) -> MarkOutcome:
+        """Return what a mark would do as the next record, if it is signed as it must be.
+
+        Raises StateRefused as the function of that name does.
+        """
+        return content_outcome(mark, self.config, self.policy_version, self._plug_ins)
+
+    def _mark_outcome(self, record: InputRecord, mark: Mark) -> MarkOutcome:
+        return mark_outcome(
+            record, mark, self.partition, self.config, self.policy_version, self._plug_ins, self._change
+        )
 
     def _admit_mark(self, record: InputRecord, mark: Mark) -> None:
-        outcome = self.mark_outcome(mark)
+        outcome = self._mark_outcome(record, mark)
         if outcome.problem:
             self._count_read("", 0)
             self._tracker.drop(record.offset, Rejection("invalid", outcome.problem))

@@ -4,7 +4,7 @@ Every offset that opens or joins a group is entered as unfinished, and gets its 
 that are read again were judged when they were first read, so the finished groups are not consulted for them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal
 
 from rollstream.consumers.grouping.config import GroupingConfig, milliseconds
@@ -20,13 +20,14 @@ from rollstream.consumers.grouping.core.drop_rules import (
     superseded_by,
 )
 from rollstream.consumers.grouping.core.effects import InputRecord
+from rollstream.consumers.grouping.core.estimators import estimator
 from rollstream.consumers.grouping.core.finished_groups import FinishedGroups
 from rollstream.consumers.grouping.core.groups import Group, GroupKey, Member, Stage, trimmed
 from rollstream.consumers.grouping.core.live_groups import LiveGroups
 from rollstream.consumers.grouping.core.offset_tracker import OffsetTracker
+from rollstream.consumers.grouping.core.plug_ins import PlugIns
 from rollstream.consumers.grouping.core.replay import Replay
 from rollstream.consumers.grouping.core.task_state import TaskState
-from rollstream.consumers.grouping.makers.registry import MakerFactory
 from rollstream.topics.codec import frame_of
 from rollstream.topics.records import GroupCancelled, Rollout
 from rollstream.topics.rl_examples import Source
@@ -35,9 +36,7 @@ from rollstream.topics.rl_examples import Source
 class GroupLifecycle:
     """Groups, their deadlines and batches, and the finished groups that are remembered."""
 
-    def __init__(
-        self, state: TaskState, replay: Replay, tracker: OffsetTracker, makers: Mapping[str, MakerFactory]
-    ) -> None:
+    def __init__(self, state: TaskState, replay: Replay, tracker: OffsetTracker, plug_ins: PlugIns) -> None:
         """Begin at the watermark of `state`; `tracker` gets the fates and batches."""
         config = GroupingConfig.from_json(state.watermark_configuration)
         self.clocks = Clocks(state.watermark_stream_time_ms, state.watermark_policy_version, config)
@@ -47,7 +46,9 @@ class GroupLifecycle:
         self._live = LiveGroups()
         self._deadlines = Deadlines()
         self._finished = FinishedGroups(state.remembered_since_ms, state.finished_groups)
-        self._delivery = BatchDelivery(self._partition, state.batch_number, state.delivered, config, makers)
+        self._delivery = BatchDelivery(self._partition, state.batch_number, state.delivered, config, plug_ins)
+        self._estimators = plug_ins.estimators
+        estimator(config.estimator, self._estimators)  # Raises before a record is read.
 
     # ------------------------------------------------------------------ admission
 
@@ -69,7 +70,7 @@ class GroupLifecycle:
         self._tracker.admit(record.offset, before)
         if group.complete:
             self._seal(group)
-        self._shed()
+        self._shed(key.environment)
 
     def cancel(self, record: InputRecord, cancelled: GroupCancelled, before: Clocks) -> None:
         """Take the cancelled members out of their group, which opens if need be; as `join` otherwise."""
@@ -92,7 +93,7 @@ class GroupLifecycle:
         elif group.complete:
             self._seal(group)
         if bounded:
-            self._shed()
+            self._shed(key.environment)
 
     def _membership_rejection(self, key: GroupKey, rollout: Rollout) -> Rejection | None:
         """Reject a valid rollout that cannot join its group."""
@@ -111,14 +112,19 @@ class GroupLifecycle:
 
     def _open(self, key: GroupKey, offset: int, size: int) -> Group:
         group = Group(key, offset, self.clocks.stream_time_ms, size)
-        self._live.open[key] = group
+        self._live.add_open(group)
         if self.clocks.config.core_version >= 3:
             self._live.hold(group, memory_costs.group_cost(key))
         self._set_deadline(self.clocks.config.group_deadline_s, DeadlineKind.OPEN, group)
         return group
 
-    def _shed(self) -> None:
-        """Drop groups, oldest incomplete first, until the partition is within its capacity."""
+    def _shed(self, environment: str) -> None:
+        """Drop groups, oldest incomplete first, until the environment is within its quotas and the partition within its
+        capacity."""
+        if (quota := self.clocks.config.quotas_by_environment.get(environment)) is not None:
+            while (beyond := self._live.beyond(environment, quota)) is not None:
+                oldest, exceeded = beyond
+                self._drop(oldest, Rejection("quota", f"the environment exceeds grouping.quotas {exceeded}"))
         capacity_bytes = self.clocks.config.capacity_bytes
         while self._live.held_bytes > capacity_bytes:
             group = self._live.next_to_shed
@@ -196,17 +202,18 @@ class GroupLifecycle:
             for older in self._live.older_versions(key):
                 self._drop(older, superseded_by(key.policy_version))
         episodes = advantages.group_episodes(group, config.core_version)
+        how = estimator(config.estimator, self._estimators)
         rejection = (
             sealed_rejection(group, self.clocks)
             or self._superseded(key)
-            or content_rejection(group, episodes.outcomes, config)
+            or content_rejection(group, episodes.outcomes, config, how)
         )
         self._finished.add_sealed(key, self.clocks.stream_time_ms)
         if rejection is not None:
             self._drop(group, rejection)
             return
         group.estimator = config.estimator
-        group.advantages = advantages.member_advantages(group, episodes, group.estimator, config.core_version)
+        group.advantages = advantages.member_advantages(group, episodes, how, config.core_version)
         self._live.add_sealed(group)
         self._watch_age(group)
         if key.policy_version > self.clocks.policy_version:

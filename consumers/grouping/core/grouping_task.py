@@ -144,7 +144,7 @@ class GroupingTask:
             marks.append(self._mark("policy_version", now_ms, policy_version=version))
         if wanted.generation > max(self._marked_generation, self.fold.config.generation):
             mark = self._mark("configuration", now_ms, generation=wanted.generation, configuration=wanted.to_json())
-            if problem := self.fold.mark_outcome(mark).problem:
+            if problem := self.fold.content_outcome(mark).problem:
                 raise ConfigurationError(f"the configuration given cannot be put in force: {problem}")
             self._marked_generation = wanted.generation
             marks.append(mark)

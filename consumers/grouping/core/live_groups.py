@@ -2,8 +2,20 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from rollstream.consumers.grouping.core.groups import Group, GroupKey, Stage
+from rollstream.consumers.grouping.core.quotas import Quota
+
+
+@dataclass(slots=True)
+class _Share:
+    """The groups of one environment that are not finished."""
+
+    groups: int = 0
+    held_bytes: int = 0
+    open: OrderedDict[GroupKey, Group] = field(default_factory=OrderedDict)
+    """Those that collect members, oldest first."""
 
 
 class LiveGroups:
@@ -17,6 +29,7 @@ class LiveGroups:
         self._sealed: dict[GroupKey, Group] = {}
         self._sealed_by_example: dict[tuple[str, str], dict[GroupKey, Group]] = {}
         self._waiting: OrderedDict[GroupKey, Group] = OrderedDict()
+        self._by_environment: dict[str, _Share] = {}
 
     def sealed(self, key: GroupKey) -> Group | None:
         """Return the sealed group of that key."""
@@ -31,15 +44,37 @@ class LiveGroups:
         of_example = self._sealed_by_example.get(key[:2], {}).values()
         return [group for group in of_example if group.key.policy_version < key.policy_version]
 
+    def add_open(self, group: Group) -> None:
+        """Let a new group collect members."""
+        self.open[group.key] = group
+        share = self._by_environment.setdefault(group.key.environment, _Share())
+        share.groups += 1
+        share.open[group.key] = group
+
     def hold(self, group: Group, size_bytes: int) -> None:
         """Count more memory of a group."""
         group.size_bytes += size_bytes
         self.held_bytes += size_bytes
+        self._by_environment[group.key.environment].held_bytes += size_bytes
 
     def close(self, group: Group) -> None:
         """Let an open group collect no further members."""
         del self.open[group.key]
+        del self._by_environment[group.key.environment].open[group.key]
         group.stage = Stage.WAITING
+
+    def beyond(self, environment: str, quota: Quota) -> tuple[Group, str] | None:
+        """Return the oldest open group of an environment, and the quota that it exceeds; None if there is neither."""
+        share = self._by_environment.get(environment)
+        if share is None or not share.open:
+            return None
+        for key, used, most in (
+            ("open_groups", len(share.open), quota.open_groups),
+            ("held_bytes", share.held_bytes, quota.held_bytes),
+        ):
+            if used > most:
+                return next(iter(share.open.values())), f"{environment}:{key}={most}"
+        return None
 
     def add_sealed(self, group: Group) -> None:
         """Keep a closed group that passed the checks at sealing."""
@@ -64,7 +99,9 @@ class LiveGroups:
     def remove(self, group: Group) -> None:
         """Remove a group that is finished, whatever its stage."""
         key = group.key
-        self.open.pop(key, None)
+        share = self._by_environment[key.environment]
+        if self.open.pop(key, None) is not None:
+            del share.open[key]
         self._waiting.pop(key, None)
         if self._sealed.pop(key, None) is not None:
             of_example = self._sealed_by_example[key[:2]]
@@ -73,3 +110,7 @@ class LiveGroups:
                 del self._sealed_by_example[key[:2]]
         group.stage = Stage.FINISHED
         self.held_bytes -= group.size_bytes
+        share.held_bytes -= group.size_bytes
+        share.groups -= 1
+        if not share.groups:
+            del self._by_environment[key.environment]

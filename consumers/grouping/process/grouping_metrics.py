@@ -46,6 +46,8 @@ class GroupingFigures:
         self._commits: list[float] = []
         self._watch = SelectionWatch()
         self._told: dict[str, Selection] = {}
+        self._last: dict[str, float] = {}
+        """The newest metrics of the process as a whole."""
 
     def committed(self, outputs: Iterable[Effects], seconds: float) -> None:
         """Add a committed transaction and its duration from the first record to the commit."""
@@ -120,10 +122,14 @@ class GroupingFigures:
             values["commit_seconds_mean"] = sum(self._commits) / len(self._commits)
             values["commit_seconds_max"] = max(self._commits)
             self._commits.clear()
+        self._last = values
         self._writer.write(values, self._labels)
 
     def close(self) -> None:
-        """Send the metrics that are not sent yet."""
+        """Write that the process has ended, and send the metrics that are not sent yet."""
+        if self._last:
+            # Else the process seems to have fallen silent.
+            self._writer.write({**self._last, "running": 0.0}, self._labels)
         self._writer.close()
 
 

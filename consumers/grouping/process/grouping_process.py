@@ -13,7 +13,7 @@ from contextlib import suppress
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig, check_batch_bytes
 from rollstream.consumers.grouping.core.configuration_marks import check_names
 from rollstream.consumers.grouping.core.journal_splitting import LEAST_RECORD_BYTES
-from rollstream.consumers.grouping.makers.registry import load_makers
+from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
 from rollstream.consumers.grouping.process.committer import Committer
 from rollstream.consumers.grouping.process.grouping_metrics import GroupingFigures
 from rollstream.consumers.grouping.process.punctuator import Punctuator
@@ -33,6 +33,7 @@ from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
 from rollstream.topics.metrics import MetricsWriter
 from rollstream.topics.paused_partitions import PauseWatch
+from rollstream.topics.signatures import MarkSigner
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def run_grouping(
     Raises Fenced if another process runs under the same ordinal, StateRefused if stored state and log disagree,
     TopicError if a topic is missing, ConfigurationError for an estimator or maker that does not exist.
     """
-    check_names(grouping, load_makers(grouper.makers))
+    check_names(grouping, load_plug_ins(grouper))
     check_batch_bytes(grouping, kafka.max_record_bytes)
     if kafka.max_record_bytes < LEAST_RECORD_BYTES:
         raise ConfigurationError(
@@ -84,7 +85,7 @@ class GroupingProcess:
         self._restorer = Restorer(kafka, run, grouper, self._name, self._skipped)
         self._member = self._new_member()
         self._publisher = TransactionPublisher(kafka, run, self._group, ordinal, self._member)
-        self._punctuator = Punctuator(kafka, run, grouping, self._skipped)
+        self._punctuator = Punctuator(kafka, run, grouping, MarkSigner(grouper.signing_key), self._skipped)
         self._pauses = PauseWatch(kafka, run)
         self._figures = GroupingFigures(
             MetricsWriter(kafka, run, self._name, "group"),

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.kafka import clients, topic_admin
@@ -15,6 +14,7 @@ from rollstream.topics.kafka.sender import Delivery, Failure, Sender
 from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import event
 from rollstream.topics.records import Mark
+from rollstream.topics.signatures import MarkSigner
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +26,20 @@ class MarkWriter:
         self,
         kafka: KafkaConfig,
         run: str,
+        signer: MarkSigner,
         on_failure: Callable[[int], None],
         on_append: Callable[[int], None] = lambda append_ms: None,
     ) -> None:
         """`on_append` is called with the append time of each mark."""
         self._sender = Sender(clients.producer(kafka, **{"linger.ms": "0"}), on_failure=self._failed)
         self._topic = topic_name(run, "rollouts")
+        self._signer = signer
         self._on_failure = on_failure
         self._on_append = on_append
 
     def write(self, partition: int, mark: Mark) -> None:
         """Append a mark; `poll` calls `on_failure(partition)` if the broker refused it."""
-        value, key = encode(mark), encode_key("mark", mark.kind)
+        value, key = self._signer.encoded(mark, partition), encode_key("mark", mark.kind)
         self._sender.send(self._topic, value, key, partition=partition, name="a mark", on_delivery=self._delivered)
         event(logger, "mark", partition=partition, kind=mark.kind, policy_version=mark.policy_version)
 
@@ -72,9 +74,10 @@ def drain(kafka: KafkaConfig, run: str, grouper: GrouperConfig, timeout_s: float
         at[delivery.partition] = delivery.offset
 
     sender = Sender(clients.producer(kafka, **{"linger.ms": "0"}), remedy="drain again")
-    mark = encode(Mark(kind="drain", wall_time=time.time(), author="drain"))
+    mark, signer = Mark(kind="drain", wall_time=time.time(), author="drain"), MarkSigner(grouper.signing_key)
     for partition in range(partitions):
-        sender.send(topic, mark, encode_key("mark", "drain"), partition=partition, on_delivery=delivered)
+        value = signer.encoded(mark, partition)
+        sender.send(topic, value, encode_key("mark", "drain"), partition=partition, on_delivery=delivered)
     sender.flush(timeout_s)
     deadline = time.monotonic() + timeout_s
     behind: list[GroupPosition] = []

@@ -14,6 +14,7 @@ from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
 from rollstream.topics.records import PolicyManifest
+from rollstream.topics.signatures import MarkSigner
 
 logger = logging.getLogger(__name__)
 _FLUSH_S = 5.0
@@ -22,13 +23,16 @@ _FLUSH_S = 5.0
 class Punctuator:
     """Clock, newest policy version and configuration of one process, by which its tasks ask for marks."""
 
-    def __init__(self, kafka: KafkaConfig, run: str, grouping: GroupingConfig, skipped: SkippedRecords) -> None:
+    def __init__(
+        self, kafka: KafkaConfig, run: str, grouping: GroupingConfig, signer: MarkSigner, skipped: SkippedRecords
+    ) -> None:
         """`skipped` counts manifests that cannot be read. Raises TopicError if the topic `policies` is missing."""
         self._grouping, self._skipped = grouping, skipped
         self._clock = BrokerClock()
         self._failed: set[int] = set()
         """Partitions with a mark that was not delivered."""
-        self._marks = MarkWriter(kafka, run, self._failed.add, self._clock.told)
+        self._signer = signer
+        self._marks = MarkWriter(kafka, run, signer, self._failed.add, self._clock.told)
         self._policies = TopicFollower(kafka, {(topic_name(run, "policies"), 0): BEGINNING})
         self._newest_version = -1
         self.ignored_settings: dict[str, str] = {}
@@ -40,7 +44,12 @@ class Punctuator:
             self._clock.passed(max(record.timestamp_ms for record in records))
 
     def punctuate(self, tasks: Mapping[int, GroupingTask]) -> None:
-        """Append the marks that these tasks ask for now. A mark that fails is asked for again."""
+        """Append the marks that these tasks ask for now. A mark that fails is asked for again.
+
+        Raises StateRefused if a task's configuration asks for signatures that this process cannot make.
+        """
+        for task in tasks.values():
+            self._signer.check(task.fold.config.mark_keys)
         self._follow_policies()
         self._compare_settings(tasks)
         now_ms = self._clock.now_ms

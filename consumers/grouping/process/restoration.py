@@ -13,8 +13,8 @@ from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
+from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
 from rollstream.consumers.grouping.core.task_state import JournalAccumulator, TaskState
-from rollstream.consumers.grouping.makers.registry import load_makers
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets, journal_record
 from rollstream.consumers.grouping.process.skipped_offsets import asked_for
 from rollstream.topics.catalogue import topic_name
@@ -97,7 +97,7 @@ class Restoration:
         skips = asked_for(self._kafka, self._run, self.partition)
         left_out = {*restored.hopped, *(offset for offset in skips if offset >= restored.position)}
         self._check_end(restored.position, journal.leader_epoch, left_out)
-        fold = Fold(restored, load_makers(self._grouper.makers), skips)
+        fold = Fold(restored, load_plug_ins(self._grouper), skips)
         if fold.replaying:
             self.progress.records_to_read = restored.position - restored.watermark
             again = (restored.watermark, restored.position, left_out)

@@ -16,6 +16,7 @@ import numpy as np
 from rollstream.consumers.batch_reader import IndexedBatch, IndexReader
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.row_checks import unfit_rows
+from rollstream.consumers.learner.step_rules import NEWEST, StepRules
 from rollstream.topics.batch_uses import left_out_rows, taken_rows
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, TrainingBatch
@@ -51,6 +52,8 @@ class StepPlan:
     checked: bool = False
     """Whether rows that cannot be trained on are already left out: by the record of a step executed again, or when a
     rollout buffer admitted its rows."""
+    rules: StepRules = NEWEST
+    """Rules by which the step is computed: those on record for a step executed again."""
 
     @property
     def drawn(self) -> bool:
@@ -69,7 +72,9 @@ class BatchSelection:
     `read_version_steps` returns the learner step of every published version; it is called when a batch names an unknown
     version. `skipped` receives skipped batches that have waited for their step to fill up. `decided` returns the uses
     of a batch in a step on record, or nothing; in that case `excluded` returns the reason to leave a batch out
-    regardless of its version, "" if there is none.
+    regardless of its version, "" if there is none. `last_of` returns the index offset of the last batch of a step on
+    record, None for other steps. `nothing_after` tells whether the index will have nothing from an offset on: then a
+    step may have fewer rollouts, and none follows it.
     """
 
     def __init__(
@@ -82,6 +87,8 @@ class BatchSelection:
         skipped: Callable[[tuple[BatchUse, ...]], None],
         decided: Callable[[int, str], tuple[BatchUse, ...]] = lambda _step, _batch_id: (),
         excluded: Callable[[str], str] = lambda _batch_id: "",
+        last_of: Callable[[int], int | None] = lambda _step: None,
+        nothing_after: Callable[[int], bool] = lambda _position: False,
     ) -> None:
         self._index = index
         self._rollouts_per_step = rollouts_per_step
@@ -91,9 +98,11 @@ class BatchSelection:
         self._skipped = skipped
         self._decided = decided
         self._excluded = excluded
+        self._last_of, self._nothing_after = last_of, nothing_after
 
     def plan(self, step: int, stop: threading.Event) -> StepPlan | None:
-        """Batches with enough rollouts for the step after `step` steps; None if `stop` is set first."""
+        """Batches with enough rollouts for the step after `step` steps; None if `stop` is set first, or if there will
+        be none."""
         started = time.monotonic()
         uses: list[BatchUse] = []
         trained: list[IndexedBatch] = []
@@ -102,14 +111,21 @@ class BatchSelection:
         checked = False
         rows = 0
         report_at: float | None = None
-        while rows < self._rollouts_per_step:
+        # A step that was cut short by the end of a run remains what it was, also when the run went on.
+        last = self._last_of(step + 1)
+        while rows < self._rollouts_per_step if last is None else self._index.position <= last:
             if stop.is_set():
                 return None
             read = self._index.poll(_POLL_S)
             if read is None:
-                if report_at is not None and time.monotonic() > report_at:
+                ends = self._nothing_after(self._index.position)
+                if report_at is not None and (time.monotonic() > report_at or (ends and not rows)):
                     self._skipped(tuple(use for use in uses if use.use == "skipped"))
                     report_at = None
+                if ends and rows:
+                    break
+                if ends:
+                    return None
                 continue
             decided = self._decided(step + 1, read.entry.batch_id)
             checked = checked or bool(decided)
@@ -169,7 +185,9 @@ def _whole(read: IndexedBatch, skip: Skip | None) -> BatchUse:
 
 
 def share_of(trained: Sequence[IndexedBatch], process: int, processes: int) -> tuple[IndexedBatch, ...]:
-    """The batches that one of several processes trains on, in index order; shares have about equally many tokens.
+    """The batches that one of several processes checks, in index order; shares have about equally many tokens.
+
+    A process packs and trains on these alone if the step is shared by batches.
 
     Batches go, largest first, to the process with the fewest tokens so far: the same assignment on every process.
     """
@@ -183,7 +201,7 @@ def share_of(trained: Sequence[IndexedBatch], process: int, processes: int) -> t
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Sums over the trained rollouts of one process, which add up over processes."""
+    """Sums over the trained rollouts that one process packs; where processes pack shares, they add up."""
 
     rollouts: int = 0
     reward: float = 0.0
@@ -202,6 +220,16 @@ class StepTotals:
             truncated=self.truncated + other.truncated,
             left_out=self.left_out + other.left_out,
         )
+
+    def counts(self) -> dict[str, int]:
+        """The sums of whole numbers, which processes that trained on the same rollouts have in common."""
+        left_out = sum(use.rows for use in self.left_out)
+        return {
+            "rollouts": self.rollouts,
+            "tokens": self.tokens,
+            "truncated": self.truncated,
+            "left_out": left_out,
+        }
 
     def metrics(self) -> dict[str, float]:
         """Metrics over trained rollouts; other components report metrics over all rollouts produced."""

@@ -70,7 +70,7 @@ class PackedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedUpdate:
-    """Input of one optimizer update, or this process's share of it."""
+    """Input of one optimizer update."""
 
     microbatches: tuple[PackedBatch, ...]
     """Microbatches, longest rows first; none if there is no rollout."""
@@ -84,12 +84,14 @@ class PackedUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedStep:
-    """Input of one step, or this process's share of it: one update for each minibatch."""
+    """Input of one step: one update for each minibatch."""
 
     updates: tuple[PackedUpdate, ...]
     """Updates in order; each may be empty."""
     too_long: int
     """Rollouts left out or cut because no row holds them."""
+    whole: bool = True
+    """Whether it is the whole step, the same in every process, and not this process's share of it."""
 
     @property
     def microbatches(self) -> tuple[PackedBatch, ...]:
@@ -155,11 +157,12 @@ def pack_for(
     *,
     numbers: Sequence[int] | None = None,
     rollouts: int | None = None,
+    whole: bool = True,
 ) -> PackedStep:
-    """`pack` with the settings of a learner: this process's share of a step, into its share of the rows."""
-    return pack(
+    """`pack` with the settings of a learner: the whole step, or this process's share into its share of the rows."""
+    packed = pack(
         sequences,
-        rows=config.microbatch_rows // config.processes,
+        rows=config.microbatch_rows if whole else config.microbatch_rows // config.processes,
         sequence_length=config.sequence_length,
         length_buckets=config.length_buckets,
         minibatches=config.minibatches,
@@ -171,6 +174,7 @@ def pack_for(
         numbers=numbers,
         rollouts=rollouts,
     )
+    return packed if whole else replace(packed, whole=False)
 
 
 def pack(
@@ -194,8 +198,8 @@ def pack(
     are trained on.
 
     Minibatches are contiguous ranges of the `rollouts` of the whole step; `numbers` are the numbers of the given
-    sequences among them (other processes have the others). So the input of an update does not depend on which process
-    packs it.
+    sequences among them (the others are left out, or other processes have them). So the input of an update does not
+    depend on which process packs it.
 
     A sequence longer than `sequence_length` is left out or cut, and counted, or raises ConfigurationError.
     """

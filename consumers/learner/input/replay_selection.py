@@ -96,8 +96,9 @@ class ReplaySelection:
     """Draws the rollouts of each step from the batches it reads.
 
     `fetch` returns a batch, `read_version_steps` the learner step of every published version, `recorded` the record of
-    a step, and `excluded` the reason to leave a batch out. `skipped` receives skipped rollouts that have waited for
-    their step to fill up.
+    a step, and `excluded` the reason to leave a batch out. `nothing_after` tells whether the index will have nothing
+    from an offset on: then no step follows the one that read its last batch. `skipped` receives skipped rollouts that
+    have waited for their step to fill up.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class ReplaySelection:
         recorded: Callable[[int], LearnerStep | None],
         skipped: Callable[[tuple[BatchUse, ...]], None],
         excluded: Callable[[str], str] = lambda _batch_id: "",
+        nothing_after: Callable[[int], bool] = lambda _position: False,
     ) -> None:
         buffer = config.buffer
         self._seed = config.seed
@@ -131,6 +133,7 @@ class ReplaySelection:
         self._recorded = recorded
         self._skipped = skipped
         self._excluded = excluded
+        self._nothing_after = nothing_after
         self._learner = config
         self._unfit: dict[BatchRow, Skip] = {}
         """Rows held that cannot be trained on but that steps on record did not leave out, with the reason."""
@@ -170,7 +173,7 @@ class ReplaySelection:
             self._shelf.put_back(held)
 
     def plan(self, step: int, stop: threading.Event) -> StepPlan | None:
-        """Plan of the step after `step` steps; None if `stop` is set first.
+        """Plan of the step after `step` steps; None if `stop` is set first, or if there will be none.
 
         Reads the index to its present end or, for a step on record, to the end it had then. Raises StateRefused if a
         step on record draws other rollouts than it did.
@@ -181,7 +184,7 @@ class ReplaySelection:
         forced = None if recorded is None else _forced(recorded)
         left = list(self._shelf.refresh(step, self._now_ms / 1000))
         left += self._leave_out(forced)
-        reported = 0
+        reported, begin = 0, self._index.position
         while True:
             if stop.is_set():
                 return None
@@ -191,6 +194,8 @@ class ReplaySelection:
             read = self._index.poll(0.0 if enough else _POLL_S)
             if read is not None:
                 left += self._admit(read, step, forced)
+            elif recorded is None and self._ends_at(begin, enough):
+                return None
             elif enough:
                 break
             if len(left) == reported:
@@ -207,6 +212,12 @@ class ReplaySelection:
         return self._plan_of(uses, step, drawn, time.monotonic() - began)
 
     # ------------------------------------------------------------------ within
+
+    def _ends_at(self, begin: int, enough: bool) -> bool:
+        """Whether no step follows: the index has ended, and this step, which began there, has read nothing new of it or
+        cannot be filled."""
+        position = self._index.position
+        return (position == begin or not enough) and self._nothing_after(position)
 
     def _admit(self, read: IndexedBatch, step: int, forced: Mapping[BatchRow, Skip] | None) -> list[Removal[BatchRow]]:
         """Admit the rollouts of a batch; return those that leave or are not admitted."""

@@ -4,6 +4,7 @@ The contents of the buffer at a checkpoint follow from the log: `steps` names th
 """
 
 import logging
+from collections.abc import Callable
 
 from rollstream.consumers.batch_reader import IndexedBatch, IndexReader
 from rollstream.consumers.learner.config import LearnerConfig
@@ -31,9 +32,10 @@ class ReplaySource(LogSource[ReplaySelection]):
         position: int,
         process: int = 0,
         recorder: StepRecorder | None = None,
+        drained: Callable[[], bool] = lambda: False,
     ) -> None:
         """With a `recorder`, in the lead, restore the buffer after `step` and read on from `position`."""
-        super().__init__(config, kafka, run, position, process, recorder)
+        super().__init__(config, kafka, run, position, process, recorder, drained)
         if recorder is not None:
             self._step = step
             self._restore(kafka, config.input_run or run, step, position, recorder)
@@ -49,6 +51,7 @@ class ReplaySource(LogSource[ReplaySelection]):
             recorded=recorder.recorded,
             skipped=self._skipped,
             excluded=exclusions.reason,
+            nothing_after=self._nothing_after,
         )
 
     def _restore(self, kafka: KafkaConfig, input_run: str, step: int, position: int, recorder: StepRecorder) -> None:

@@ -1,5 +1,7 @@
 """Sources of rollouts, by their names in `learner.source`."""
 
+from collections.abc import Callable
+
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.replay_source import ReplaySource
 from rollstream.consumers.learner.input.step_loader import BatchSource, StepSource
@@ -15,8 +17,10 @@ def open_source(
     position: int,
     process: int,
     recorder: StepRecorder | None,
+    drained: Callable[[], bool],
 ) -> StepSource:
-    """Open the source as it was after `step` steps, at `position` of the index; only the lead has a recorder."""
+    """Open the source as it was after `step` steps, at `position` of the index; only the lead has a recorder.
+    `drained` tells whether grouping has nothing more to deliver."""
     if config.source == "rollout_buffer":
-        return ReplaySource(config, kafka, run, step, position, process, recorder)
-    return BatchSource(config, kafka, run, position, process, recorder)
+        return ReplaySource(config, kafka, run, step, position, process, recorder, drained)
+    return BatchSource(config, kafka, run, position, process, recorder, drained)

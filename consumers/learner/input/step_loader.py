@@ -1,4 +1,4 @@
-"""Loading of steps, one step ahead: the lead plans each step, and every process fetches and packs its share.
+"""Loading of steps, one step ahead: the lead plans each step, and every process fetches and packs it.
 
 A plan is final: a step that one process gets is delivered to all of them.
 """
@@ -8,7 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -33,10 +33,14 @@ from rollstream.consumers.learner.input.packing import PackedStep, TrainingSeque
 from rollstream.consumers.learner.input.prefetch import Prefetcher
 from rollstream.consumers.learner.parallel.team import Team
 from rollstream.consumers.learner.records.step_recorder import StepRecorder
+from rollstream.consumers.learner.step_rules import rules_of
 from rollstream.consumers.learner.training.train_step import PlacedStep
+from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.records import BatchUse, TrainingBatch
+from rollstream.topics.errors import RollstreamError
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.records import BatchUse, LearnerStep, TrainingBatch
 
 _KEPT_BYTES = 256 * 1024 * 1024
 
@@ -48,17 +52,17 @@ class LoadedStep:
     plan: StepPlan
     """Its batches, the same in every process."""
     packed: PackedStep
-    """This process's share of the rollouts."""
+    """The whole step, or this process's share."""
     outcomes: StepTotals
-    """Sums over this process's share."""
+    """Sums over what is packed."""
     load_s: float
-    """Time to fetch, pack and place the share."""
+    """Time to fetch, pack and place it."""
     placed: PlacedStep | None = None
-    """The share on the devices, if it was placed ahead."""
+    """This process's rows on its devices, if they were placed ahead."""
 
 
 class StepSource(Protocol):
-    """Source of rollouts: the lead plans steps, and every process loads its share."""
+    """Source of rollouts: the lead plans steps, and every process loads what it needs."""
 
     skips: tuple[int, tuple[BatchUse, ...]] | None
     """Number of a step and its skipped batches, which have waited for the step to fill up."""
@@ -67,14 +71,14 @@ class StepSource(Protocol):
         """Plan of the step after `step` steps; None if `stop` is set first."""
 
     def load(self, plan: StepPlan) -> LoadedStep:
-        """Fetch and pack this process's share."""
+        """Fetch and pack what this process needs."""
 
     def close(self) -> None:
         """Close its consumers."""
 
 
 class ShareLoader:
-    """Fetches and packs one process's share of a step."""
+    """Fetches and packs what one process needs of a step: the whole step, or its share where batches are shared."""
 
     def __init__(self, config: LearnerConfig, kafka: KafkaConfig, run: str, process: int = 0) -> None:
         self._config = config
@@ -104,41 +108,21 @@ class ShareLoader:
         Raises the errors of BatchFetcher.fetch, and ConfigurationError from packing.
         """
         began, config = time.monotonic(), self._config
-        rows_of = {read.index_offset: rows for read, rows in zip(plan.trained, plan.rows_of_batches, strict=True)}
-        # Rows left out keep their numbers, because this process does not know the rows that others leave out.
-        counts = [
-            read.entry.rollouts if rows is None or not plan.drawn else len(rows)
-            for read, rows in zip(plan.trained, rows_of.values(), strict=True)
-        ]
-        first = itertools.accumulate(counts, initial=0)
-        starts = {read.index_offset: start for read, start in zip(plan.trained, first, strict=False)}
+        own = share_of(plan.trained, self._process, config.processes)
+        checked = {read.index_offset for read in own}
         checks: list[Future[None]] = []
-        batches: list[TrainingBatch] = []
-        sequences: list[TrainingSequence] = []
-        numbers: list[int] = []
-        left_out: list[BatchUse] = []
-        for read in share_of(plan.trained, self._process, config.processes):
+        batches: dict[int, TrainingBatch] = {}
+        for read in own if plan.rules.sharing == "batches" else plan.trained:
             if plan.drawn:
-                batch = self.fetch(read)
-            else:
-                batch = self._fetcher.fetch(read.entry)
+                batches[read.index_offset] = self.fetch(read)
+                continue
+            batches[read.index_offset] = batch = self._fetcher.fetch(read.entry)
+            # Each batch is checked by one process; if it finds a fault, all end.
+            if read.index_offset in checked:
                 checks.append(self._checks.submit(self._fetcher.check, read.entry, batch))
-            rows, start = rows_of[read.index_offset], starts[read.index_offset]
-            if not plan.checked:
-                unfit = unfit_uses(read, batch, config)
-                left_out += unfit
-                gone = {number for use in unfit for number in use.row_numbers or range(use.rows)}
-                rows = tuple(row for row in range(len(batch)) if row not in gone) if gone else None
-            if rows is not None:
-                batch = chosen_rows(batch, rows)
-            batches.append(batch)
-            sequences += sequences_of(batch)
-            in_step = rows if rows is not None and not plan.drawn else range(len(batch))
-            numbers += (start + number for number in in_step)
-        packed = pack_for(config, sequences, numbers=numbers, rollouts=sum(counts))
+        packed, outcomes = packed_step(config, plan, batches)
         for check in checks:
             check.result()
-        outcomes = totals_of(batches, tuple(left_out))
         return LoadedStep(plan=plan, packed=packed, outcomes=outcomes, load_s=time.monotonic() - began)
 
     def close(self) -> None:
@@ -147,8 +131,61 @@ class ShareLoader:
         self._fetcher.close()
 
 
+def packed_step(
+    config: LearnerConfig, plan: StepPlan, batches: Mapping[int, TrainingBatch]
+) -> tuple[PackedStep, StepTotals]:
+    """Pack the `batches` of a plan, by index offset: all of them, or a process's share; return also the sums over them.
+
+    It depends on nothing else. Rows that cannot be trained on are left out. Raises ConfigurationError from packing.
+    """
+    # Rows left out keep their numbers, because a process may not know the rows that others leave out.
+    counts = [
+        read.entry.rollouts if rows is None or not plan.drawn else len(rows)
+        for read, rows in zip(plan.trained, plan.rows_of_batches, strict=True)
+    ]
+    starts = itertools.accumulate(counts, initial=0)
+    trained: list[TrainingBatch] = []
+    sequences: list[TrainingSequence] = []
+    numbers: list[int] = []
+    left_out: list[BatchUse] = []
+    for read, rows, start in zip(plan.trained, plan.rows_of_batches, starts, strict=False):
+        batch = batches.get(read.index_offset)
+        if batch is None:
+            continue
+        if not plan.checked:
+            unfit = unfit_uses(read, batch, config)
+            left_out += unfit
+            gone = {number for use in unfit for number in use.row_numbers or range(use.rows)}
+            rows = tuple(row for row in range(len(batch)) if row not in gone) if gone else None
+        if rows is not None:
+            batch = chosen_rows(batch, rows)
+        trained.append(batch)
+        sequences += sequences_of(batch)
+        in_step = rows if rows is not None and not plan.drawn else range(len(batch))
+        numbers += (start + number for number in in_step)
+    whole = plan.rules.sharing == "rows"
+    packed = pack_for(config, sequences, numbers=numbers, rollouts=sum(counts), whole=whole)
+    return packed, totals_of(trained, tuple(left_out))
+
+
 def _size(batch: TrainingBatch) -> int:
     return sum(value.nbytes for value in vars(batch).values() if isinstance(value, np.ndarray))
+
+
+class IndexEnd:
+    """Whether the index of a run will have nothing from an offset on."""
+
+    def __init__(self, kafka: KafkaConfig, run: str, drained: Callable[[], bool]) -> None:
+        self._kafka, self._topic, self._drained = kafka, topic_name(run, "batch-index"), drained
+
+    def __call__(self, position: int) -> bool:
+        """Look at the log only when the run is drained. False while brokers do not answer."""
+        if not self._drained():
+            return False
+        try:
+            return not any(True for _record in read_to_end(self._kafka, self._topic, start={0: position}))
+        except RollstreamError:
+            return False
 
 
 class StepSelection(Protocol):
@@ -162,7 +199,7 @@ S = TypeVar("S", bound=StepSelection)
 
 
 class LogSource(ABC, Generic[S]):
-    """Base of sources that read the log: the lead follows the index, and every process loads its share."""
+    """Base of sources that read the log: the lead follows the index, and every process loads what it needs."""
 
     def __init__(
         self,
@@ -172,15 +209,20 @@ class LogSource(ABC, Generic[S]):
         position: int,
         process: int = 0,
         recorder: StepRecorder | None = None,
+        drained: Callable[[], bool] = lambda: False,
     ) -> None:
-        """With a `recorder`, in the lead, read the index of the input run from `position` on."""
+        """With a `recorder`, in the lead, read the index of the input run from `position` on. `drained` tells whether
+        it gets no further entry."""
         self._stack = ExitStack()
         self._loader = self._stack.enter_context(closing(ShareLoader(config, kafka, run, process)))
         self._step = -1
         self.skips: tuple[int, tuple[BatchUse, ...]] | None = None
         """Number of a step and its skipped batches, which have waited for the step to fill up."""
+        self._recorded: Callable[[int], LearnerStep | None] = lambda _step: None
         if recorder is not None:
+            self._recorded = recorder.recorded
             input_run = config.input_run or run
+            self._nothing_after = IndexEnd(kafka, input_run, drained)
             index = self._stack.enter_context(IndexReader(kafka, input_run, position))
             exclusions = self._stack.enter_context(Exclusions(kafka, input_run))
             self._selection = self._new_selection(config, index, exclusions, recorder)
@@ -194,10 +236,11 @@ class LogSource(ABC, Generic[S]):
     def plan(self, step: int, stop: threading.Event) -> StepPlan | None:
         """Plan of the step after `step` steps; None if `stop` is set first."""
         self._step = step
-        return self._selection.plan(step, stop)
+        plan = self._selection.plan(step, stop)
+        return None if plan is None else replace(plan, rules=rules_of(self._recorded(step + 1)))
 
     def load(self, plan: StepPlan) -> LoadedStep:
-        """Fetch and pack this process's share."""
+        """Fetch and pack what this process needs."""
         return self._loader.load(plan)
 
     def close(self) -> None:
@@ -222,6 +265,8 @@ class BatchSource(LogSource[BatchSelection]):
             skipped=self._skipped,
             decided=recorder.decided,
             excluded=exclusions.reason,
+            last_of=recorder.last_batch,
+            nothing_after=self._nothing_after,
         )
 
 
@@ -241,7 +286,8 @@ class StepLoader(Closing):
         """Load steps `first` to `last`. Once `stop` is set in the lead, no further step is planned, and none after
         `last_wanted`, which the lead asks again and again while it waits for a step to fill up.
 
-        `place` puts packed arrays on the devices, if that may run beside other work on them.
+        `place` puts packed arrays on the devices. It is not called for shares of a step: to place these, processes wait
+        for each other.
         """
         self._source = source
         self._team = team
@@ -272,7 +318,7 @@ class StepLoader(Closing):
         if plan is None:
             return None
         loaded = self._source.load(plan)
-        if self._place is None:
+        if self._place is None or not (loaded.packed.whole or self._team.processes == 1):
             return loaded
         began = time.monotonic()
         placed = self._place(loaded.packed)

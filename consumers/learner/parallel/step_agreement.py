@@ -1,7 +1,7 @@
 """Agreement of a learner's processes before a step: the microbatches of each update, and the trained tokens.
 
-Every process runs every microbatch of every update, with padding if it has no rows for it, and divides by the same
-denominators.
+Every process runs every microbatch of every update, with padding if it packed a share that has no rows for it, and
+divides by the same denominators.
 """
 
 from collections.abc import Sequence
@@ -39,9 +39,10 @@ class AgreedStep:
 
 
 def agree(step: PackedStep, lengths: Sequence[int]) -> AgreedStep:
-    """Exchange the counts of packed steps with the other processes; `lengths` are the possible row lengths.
+    """Return the counts of a packed step over all processes; `lengths` are the possible row lengths.
 
-    All processes must call it together.
+    They are its own if every process has the whole step. Shares of a step are exchanged: all processes must call it
+    together.
     """
     own = np.array(
         [
@@ -56,7 +57,9 @@ def agree(step: PackedStep, lengths: Sequence[int]) -> AgreedStep:
         ],
         np.int32,
     )
-    everyone = own[None] if jax.process_count() == 1 else np.asarray(multihost_utils.process_allgather(own))
+    everyone = (
+        own[None] if step.whole or jax.process_count() == 1 else np.asarray(multihost_utils.process_allgather(own))
+    )
     most, total = everyone.max(axis=0).tolist(), everyone.sum(axis=0).tolist()
     return AgreedStep(
         updates=tuple(

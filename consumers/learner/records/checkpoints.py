@@ -5,7 +5,8 @@
 
 import base64
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -19,11 +20,17 @@ from rollstream.consumers.learner.records.checkpoint_paths import learner_direct
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.training.train_step import TrainState
 from rollstream.topics.codec import decode_as, encode
-from rollstream.topics.errors import StateRefused
+from rollstream.topics.errors import RollstreamError, StateRefused, brief
 from rollstream.topics.records import LearnerStep
 
 for _noisy in ("absl", "orbax"):
     logging.getLogger(_noisy).setLevel(logging.ERROR)
+
+
+class CheckpointFailed(RollstreamError):
+    """A checkpoint could not be written: its disk is full, gone, or read-only."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +61,8 @@ class Checkpoints:
     def save(self, state: TrainState, position: LearnerPosition, fingerprint: dict[str, str]) -> None:
         """Start to save; the arrays are copied before this returns. An existing checkpoint of the step is kept.
 
-        Several processes call it together; the position is the lead's.
+        Several processes call it together; the position is the lead's. Raises CheckpointFailed, also for the save
+        before this one.
         """
         step = int(state.step)
         if step in self._manager.all_steps():
@@ -69,13 +77,26 @@ class Checkpoints:
             "recent_steps": [base64.b64encode(encode(record)).decode() for record in position.recent_steps],
             "fingerprint": fingerprint,
         }
-        self._manager.save(
-            step, args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(meta))
-        )
+        with self._writing():
+            self._manager.save(
+                step, args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(meta))
+            )
 
     def wait(self) -> None:
-        """Wait until every save is complete on disk."""
-        self._manager.wait_until_finished()
+        """Wait until every save is complete on disk. Raises CheckpointFailed."""
+        with self._writing():
+            self._manager.wait_until_finished()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # the library's for what an operating system refuses
+            raise CheckpointFailed(
+                f"no checkpoint could be written to {self.directory} ({brief(error)}); make room there, or name "
+                f"another disk in learner.checkpoint.directory, with the checkpoints there are; a learner that starts "
+                f"again goes on from the newest of these"
+            ) from error
 
     def restore(self, like: TrainState, step: int | None = None) -> RestoredCheckpoint | None:
         """Restore the newest complete checkpoint, None before the first, or the checkpoint of `step`.
@@ -109,9 +130,9 @@ class Checkpoints:
     def save_reference(self, params: Mapping[str, jax.Array]) -> None:
         """Save reference parameters beside the checkpoints; complete when this returns.
 
-        Several processes call it together.
+        Several processes call it together. Raises CheckpointFailed.
         """
-        with ocp.StandardCheckpointer() as checkpointer:
+        with self._writing(), ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(self._reference, dict(params), force=True)
 
     def reference(self, like: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -131,7 +152,8 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._manager.close()
+        with self._writing():
+            self._manager.close()
 
 
 @jax.jit

@@ -20,7 +20,10 @@ from rollstream.consumers.learner.records.past_steps import batches_of
 from rollstream.consumers.learner.records.snapshot import snapshot
 from rollstream.consumers.learner.reproducibility import fingerprint
 from rollstream.consumers.learner.startup import Example, begin, load_reference
+from rollstream.consumers.learner.step_rules import rules_of
 from rollstream.consumers.learner.training.train_step import Params, TrainState, TrainStep
+from rollstream.consumers.learner.training.train_steps import TrainSteps
+from rollstream.consumers.learner.training.user_objectives import code_of
 from rollstream.consumers.step_log import read_steps
 from rollstream.topics.batch_uses import rows_of
 from rollstream.topics.config import KafkaConfig
@@ -99,8 +102,9 @@ def retrain(
         )
     recorded = {step: record for step, record in read_steps(kafka, run, config.name).items() if record.params_digest}
     last = _check_range(recorded, run, config.name, from_step, to_step)
-    train_step = TrainStep(config)
-    state, reference, saved = _begun(config, run, from_step, train_step, warm_start_examples)
+    train_steps = TrainSteps(config)
+    first = train_steps.of(rules_of(recorded.get(0)))
+    state, reference, saved = _begun(config, run, from_step, first, warm_start_examples)
     begins = int(state.step)
     _check_recorded(recorded, begins, last, config.name)
     plans = batches_of(kafka, recorded[begins].position, [recorded[step] for step in range(begins + 1, last + 1)])
@@ -110,12 +114,15 @@ def retrain(
         prefetched = stack.enter_context(Prefetcher(lambda step, _: loader.load(plans[step]), begins + 1, last))
         for step in range(begins, last + 1):
             if step > begins:
-                state, _ = train_step.train(state, _next(prefetched).packed, reference)
+                packed, rules = _next(prefetched).packed, plans[step].rules
+                state, _ = train_steps.of(rules).train(state, packed, reference)
             done.append(_beside(recorded[step], state))
             on_step(done[-1])
             if not done[-1].same:
                 break
     changed = {} if saved is None else differences(saved, fingerprint(config))
+    # The steps name the code themselves: a checkpoint may be older than it, or missing.
+    changed |= differences(_code_on_record(recorded, begins + 1, last), code_of(config))
     return Retraining(
         learner=config.name,
         checkpoint=None if saved is None else begins,
@@ -126,7 +133,7 @@ def retrain(
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Differences of two fingerprints, with each setting under its own name; "" if it is missing."""
+    """Differences of two fingerprints but for users' code, each setting under its own name; "" if it is missing."""
     before, after = _flat(then), _flat(now)
     return {
         name: (before.get(name, ""), after.get(name, ""))
@@ -135,8 +142,17 @@ def differences(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tu
     }
 
 
+def _code_on_record(recorded: Mapping[int, LearnerStep], first: int, last: int) -> dict[str, str]:
+    """Users' code that steps were computed with, by setting; if it changed among them, all of it."""
+    code: dict[str, dict[str, None]] = {}
+    for step in range(first, last + 1):
+        for setting, name in recorded[step].code.items() if step in recorded else ():
+            code.setdefault(setting, {})[name] = None
+    return {setting: ", then ".join(names) for setting, names in code.items()}
+
+
 def _flat(fingerprint: Mapping[str, str]) -> dict[str, str]:
-    flat = {name: value for name, value in fingerprint.items() if name != "configuration"}
+    flat = {name: value for name, value in fingerprint.items() if name not in ("configuration", "code")}
     with_settings: list[tuple[str, Any]] = []
     if "configuration" in fingerprint:
         with_settings.append(("learner", ast.literal_eval(fingerprint["configuration"])))

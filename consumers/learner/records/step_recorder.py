@@ -12,6 +12,8 @@ from typing import NamedTuple
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.pretrained import published_dtype
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
+from rollstream.consumers.learner.step_rules import NEWEST, StepRules
+from rollstream.consumers.learner.training.user_objectives import code_of
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.conversion import converted
@@ -57,6 +59,7 @@ class StepRecorder(Closing):
         # The log comes first: it fences every earlier learner of the run, after which the topics are final.
         self._log = self._stack.enter_context(closing(StepLog(kafka, run, config.name, take_over=config.take_over)))
         self._dtype = published_dtype(config)
+        self._code = code_of(config)
         self._publisher = self._stack.enter_context(
             closing(WeightsPublisher(kafka, run, config.name, model, config.weights, channel=channel))
         )
@@ -94,6 +97,11 @@ class StepRecorder(Closing):
         """The record of a step, if there is one."""
         return self._recorded.get(step)
 
+    def last_batch(self, step: int) -> int | None:
+        """Index offset of the last batch of a step on record; None if the step is not, or used none."""
+        recorded = self._recorded.get(step)
+        return None if recorded is None else max((use.index_offset for use in recorded.uses), default=None)
+
     def decided(self, step: int, batch_id: str) -> tuple[BatchUse, ...]:
         """Uses of a batch in a step on record; empty if there are none.
 
@@ -120,12 +128,14 @@ class StepRecorder(Closing):
         params: StepParams,
         before: LearnerPosition,
         *,
+        rules: StepRules = NEWEST,
         oldest: int = -1,
         stream_time_ms: int = -1,
     ) -> LearnerStep:
         """Commit the record of a step just made, together with a new policy version if one is due.
 
-        `oldest` and `stream_time_ms` are as in `StepPlan`. Raises StateRefused if the step is on record and differs.
+        `rules`, `oldest` and `stream_time_ms` are as in `StepPlan`. Raises StateRefused if the step is on record and
+        differs.
         """
         started, again = time.monotonic(), step in self._recorded
         began_ns = time.time_ns() - int(metrics.get("time/step", 0.0) * 1e9)
@@ -152,6 +162,8 @@ class StepRecorder(Closing):
             timestamp=time.time(),
             oldest=oldest,
             stream_time_ms=stream_time_ms,
+            rules=rules.to_record(),
+            code=self._code,
         )
         self._log.commit([self._log.record(record)] + ([self._publisher.record(staged)] if staged else []))
         self._made = step

@@ -45,6 +45,18 @@ def importance_weights(
     return jnp.where(outside, 0.0, weights), outside
 
 
+def off_policy_mask(
+    config: LossConfig, log_ratios: jax.Array, advantages: jax.Array, mask: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
+    """Tokens that off-policy sequence masking leaves out, bool [rows, tokens] (DeepSeek-V3.2, arXiv:2512.02556, 3.1).
+
+    Those with a negative advantage in sequences whose mean of -`log_ratios`, of the learner over the generator, is
+    above sequence_mask_limit: bad answers that the policy has left behind teach nothing about it.
+    """
+    means = sequence_means(jax.lax.stop_gradient(-log_ratios), mask, segment_ids)
+    return (advantages < 0) & (means > config.sequence_mask_limit) & (mask > 0)
+
+
 def divergence(estimator: Literal["k1", "k2", "k3"], log_ratios: jax.Array) -> jax.Array:
     """Estimates of KL(p || q) from `log_ratios` = log q(x) - log p(x) at samples x of p.
 

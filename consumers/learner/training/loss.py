@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from rollstream.consumers.learner.training.corrections import divergence, importance_weights, log_ratio
-from rollstream.consumers.learner.training.objective import LossConfig, denominator_of, needs_reference
-from rollstream.consumers.learner.training.surrogates import SURROGATES, TokenArrays
+from rollstream.consumers.learner.training.corrections import divergence, importance_weights, log_ratio, off_policy_mask
+from rollstream.consumers.learner.training.objective import LossConfig, TokenArrays, denominator_of, needs_reference
+from rollstream.consumers.learner.training.surrogates import Surrogate, surrogate_of
 from rollstream.consumers.models.config import ComputeSettings, DecoderConfig
 from rollstream.consumers.models.decoder import Params, hidden, token_logprobs
 from rollstream.topics.errors import ConfigurationError
@@ -40,7 +40,12 @@ def policy_loss(
 
 
 def policy_loss_of(
-    logprobs: jax.Array, entropy: jax.Array, config: LossConfig, batch: Arrays, denominators: Arrays
+    logprobs: jax.Array,
+    entropy: jax.Array,
+    config: LossConfig,
+    batch: Arrays,
+    denominators: Arrays,
+    surrogate: Surrogate | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss given the learner's log-probabilities of tokens 1 onwards and entropies, [rows, sequence_length - 1].
 
@@ -48,7 +53,7 @@ def policy_loss_of(
     the learner to the generator, and w = 1; or, with importance sampling, of the learner to the proximal policy, and w
     weighs that against the generator (decoupled PPO, arXiv:2110.00641 and 2505.24298). The proximal policy is the
     learner before the step: `proximal_log_probs`, or the learner itself if a step has one update. H is the entropy, D
-    the divergence from the reference.
+    the divergence from the reference. `surrogate` replaces that of the configured name.
 
     Returns sum(loss_weights * token loss) / denominators[denominator_of(config)] and the metrics called
     `policy_metrics(config, reference=...)`, means over trained tokens. All are already divided, so that sums over
@@ -81,20 +86,26 @@ def policy_loss_of(
     def mean(values: jax.Array) -> jax.Array:
         return jnp.sum(values * mask) / denominators["tokens"]
 
-    surrogate = SURROGATES[config.name](tokens, recipe)
-    token_loss = surrogate.loss
+    bounded = (surrogate or surrogate_of(config.name))(tokens, recipe)
+    token_loss = bounded.loss
     metrics = {
         "entropy/mean": mean(entropy),
         "mismatch_kl/mean": mean(divergence("k3", mismatch)),
         "mismatch_log_ratio/mean": mean(mismatch),
-        "clip_ratio/low_mean": mean(surrogate.low),
-        "clip_ratio/high_mean": mean(surrogate.high),
-        "clip_ratio/cap_mean": mean(surrogate.cap),
+        "clip_ratio/low_mean": mean(bounded.low),
+        "clip_ratio/high_mean": mean(bounded.high),
+        "clip_ratio/cap_mean": mean(bounded.cap),
     }
     if decoupled:
         weights, limited = importance_weights(config, mismatch, mask, segment_ids)
         token_loss = weights * token_loss
         metrics |= {"importance/weight_mean": mean(weights), "importance/limited_mean": mean(limited)}
+    if config.sequence_mask_limit:
+        # The learner of this update, as in the paper, not the one before the step.
+        moved = log_ratio(logprobs, generator, mask)
+        masked = off_policy_mask(config, moved, tokens.advantages, mask, segment_ids)
+        token_loss = jnp.where(masked, 0.0, token_loss)
+        metrics["sequence_mask/masked_mean"] = mean(masked)
     if recipe.entropy_coefficient:
         token_loss -= recipe.entropy_coefficient * entropy
     if "reference_log_probs" in batch:
@@ -132,7 +143,7 @@ def _next_token_logprobs(
     dtype = jnp.dtype(compute.dtype)
     params = {name: value.astype(dtype) for name, value in params.items()}
     packed = batch["tokens"], batch["positions"], batch["segment_ids"]
-    states = hidden(params, model, *packed, remat=compute.remat, attention=compute.attention)
+    states = hidden(params, model, *packed, remat=compute.remat, attention=compute.attention, scanned=compute.scanned)
     return token_logprobs(
         params,
         model,

@@ -1,22 +1,58 @@
 """Settings of the loss and of the optimizer, and values derived from them; no JAX.
 
-A loss is a surrogate with the defaults of its paper, its recipe; explicit settings override the recipe.
+A loss is a surrogate with the defaults of its paper, its recipe; explicit settings override the recipe. Losses,
+schedules and optimizers of users are named here and imported in `user_objectives`.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.user_code import is_plug_in
+
+if TYPE_CHECKING:
+    import jax
 
 Reduction = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum_norm"]
 ImportanceSampling = Literal["none", "truncated", "masked"]
 ImportanceLevel = Literal["token", "sequence", "geometric"]
 
 
+LOSSES, SCHEDULES, OPTIMIZERS = "rollstream.losses", "rollstream.schedules", "rollstream.optimizers"
+"""Groups of entry points by which installed packages name theirs."""
+
+Schedule = Literal["cosine", "linear", "constant"]
+Optimizer = Literal["adamw", "adam", "sgd", "lion", "muon", "adafactor"]
+
 MISMATCH_METRICS = ("mismatch_kl/mean", "mismatch_log_ratio/mean")
 """Names of the metrics that compare learner and sampler."""
+
+
+class TokenArrays(NamedTuple):
+    """Arrays [rows, tokens], all 0 at tokens that are not trained."""
+
+    log_probs: "jax.Array"
+    """Log-probabilities of the learner, differentiated."""
+    log_ratio: "jax.Array"
+    """Log ratio of the learner to the policy that ratios are taken against, differentiated."""
+    advantages: "jax.Array"
+    """Advantage of each token."""
+    mask: "jax.Array"
+    """1 where the token is trained, else 0."""
+    segment_ids: "jax.Array"
+    """Number of the token's sequence within its row."""
+
+
+class TokenLoss(NamedTuple):
+    """Arrays [rows, tokens]: the loss, and the tokens at each bound."""
+
+    loss: "jax.Array"
+    low: "jax.Array"
+    high: "jax.Array"
+    cap: "jax.Array"
 
 
 class LossRecipe(NamedTuple):
@@ -27,6 +63,8 @@ class LossRecipe(NamedTuple):
     clip_low: float = 0.2
     clip_high: float = 0.2
     ratio_cap: float = math.inf
+    gate_positive: float = 1.0
+    gate_negative: float = 1.05
     entropy_coefficient: float = 0.0
     importance_sampling: ImportanceSampling = "none"
     importance_level: ImportanceLevel = "token"
@@ -54,16 +92,18 @@ RECIPES: dict[str, LossRecipe] = {
     ),
     # 1 - 1: no lower bound.
     "cispo": LossRecipe(clip_low=1.0, clip_high=5.0),
+    "sapo": LossRecipe(reduction="sequence_mean_token_mean"),
 }
-"""In this order: arXiv:1707.06347, 2402.03300, 2503.20783, 2503.14476, 2402.14740, 2507.18071, 2506.13585."""
+"""In this order: arXiv:1707.06347,
+2402.03300, 2503.20783, 2503.14476, 2402.14740, 2507.18071, 2506.13585, 2511.20347."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
     """The policy-gradient loss. Unset fields have the values of the loss's paper: docs/losses.md."""
 
-    name: Literal["ppo_clip", "grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo"] = "ppo_clip"
-    """Name of the loss."""
+    name: str = "ppo_clip"
+    """Name of the loss: one of docs/losses.md, or one of your own (docs/objectives.md)."""
     reduction: Reduction | None = None
     """Mean over all tokens; mean over sequences of the mean over their tokens; or of their sum over length_norm."""
     length_norm: float | None = None
@@ -75,6 +115,10 @@ class LossConfig:
     arXiv:2503.14476)."""
     ratio_cap: float | None = None
     """For negative advantages, ratios above this have no further effect (dual clip, arXiv:1912.09729)."""
+    gate_positive: float | None = None
+    """Temperature of the soft gate of sapo for positive advantages: higher ones narrow it (arXiv:2511.20347)."""
+    gate_negative: float | None = None
+    """Temperature of that gate for other advantages."""
     entropy_coefficient: float | None = None
     """Weight of the token entropy in the objective."""
     importance_sampling: ImportanceSampling | None = None
@@ -93,6 +137,9 @@ class LossConfig:
     """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
     train_truncated: bool | None = None
     """Train on truncated rollouts; otherwise their tokens are masked."""
+    sequence_mask_limit: float = 0.0
+    """Sequences with a negative advantage are masked if the mean over their tokens of the generator's log-probability
+    less the learner's is above this (off-policy sequence masking of DeepSeek-V3.2, arXiv:2512.02556); 0: none is."""
     mismatch_limit: float = 0.02
     """Warn if mismatch_kl/mean is above this for rollouts of the newest policy."""
     stale_mismatch_limit: float = 0.05
@@ -104,7 +151,10 @@ class LossConfig:
             "clip_low": (recipe.clip_low, 0.0, 1.0),
             "clip_high": (recipe.clip_high, 0.0, math.inf),
             "ratio_cap": (recipe.ratio_cap, 1.0, math.inf),
+            "gate_positive": (recipe.gate_positive, 1e-3, math.inf),
+            "gate_negative": (recipe.gate_negative, 1e-3, math.inf),
             "entropy_coefficient": (recipe.entropy_coefficient, 0.0, math.inf),
+            "sequence_mask_limit": (self.sequence_mask_limit, 0.0, math.inf),
             "kl_coefficient": (self.kl_coefficient, 0.0, math.inf),
             "importance_low": (self.importance_low, 0.0, 1.0),
             "importance_high": (self.importance_high, 1.0, math.inf),
@@ -128,7 +178,8 @@ class LossConfig:
         """The recipe of the loss, overridden by explicit settings. Raises ConfigurationError for an unknown loss."""
         own = RECIPES.get(self.name)
         if own is None:
-            raise ConfigurationError(f"there is no loss {self.name!r}; there are {', '.join(RECIPES)}")
+            _check_known("loss", self.name, RECIPES, LOSSES)
+            own = LossRecipe()
         settings: dict[str, Any] = {name: getattr(self, name) for name in LossRecipe._fields}
         return own._replace(**{name: value for name, value in settings.items() if value is not None})
 
@@ -137,12 +188,14 @@ class LossConfig:
 class OptimizerConfig:
     """The optimizer, after global-norm clipping, and its schedule."""
 
-    name: Literal["adamw", "adam", "sgd", "lion", "muon", "adafactor"] = "adamw"
-    """Name of the optax optimizer; muon leaves embedding, head, norms and biases to adam."""
+    name: str = "adamw"
+    """Optimizer: adamw, adam, sgd, lion, muon (which leaves embedding, head, norms and biases to adam), adafactor, or
+    one of your own (docs/objectives.md)."""
     learning_rate: float = 2e-3
     """Highest learning rate; 1e-6 if it is not set and learner.pretrained is."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Course of the learning rate to final_learning_rate, or "constant"."""
+    schedule: str = "cosine"
+    """Course of the learning rate: cosine or linear, to final_learning_rate; constant; or one of your own
+    (docs/objectives.md)."""
     final_learning_rate: float = 4e-4
     """Learning rate at the last update of `max_steps` and after; a fifth of the highest if it is not set and
     learner.pretrained is."""
@@ -160,6 +213,8 @@ class OptimizerConfig:
     """Gradients are scaled down to this global norm; 0 turns this off."""
 
     def __post_init__(self) -> None:
+        _check_known("optimizer", self.name, get_args(Optimizer), OPTIMIZERS)
+        _check_known("schedule", self.schedule, get_args(Schedule), SCHEDULES)
         if not (self.learning_rate > 0 and self.final_learning_rate >= 0 and self.warmup_updates >= 0):
             raise ConfigurationError(
                 f"learner.optimizer has learning_rate {self.learning_rate}, final_learning_rate "
@@ -220,4 +275,14 @@ def policy_metrics(config: LossConfig, *, reference: bool = False) -> tuple[str,
     )
     if config.recipe.importance_sampling != "none":
         names += ("importance/weight_mean", "importance/limited_mean")
+    if config.sequence_mask_limit:
+        names += ("sequence_mask/masked_mean",)
     return (*names, "kl/mean") if reference else names
+
+
+def _check_known(kind: str, name: str, known: Iterable[str], group: str) -> None:
+    if name not in known and not is_plug_in(name, group):
+        raise ConfigurationError(
+            f"there is no {kind} {name!r}; there are {', '.join(known)}, entry points of {group}, and your own as "
+            "package.module:name or path/to/file.py:name"
+        )

@@ -5,13 +5,14 @@ An update whose gradient is not finite is skipped: parameters, optimizer and sch
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from rollstream.consumers.learner.training.objective import OptimizerConfig
+from rollstream.consumers.learner.training.objective import Optimizer, OptimizerConfig, Schedule
+from rollstream.consumers.learner.training.user_objectives import user_optimizer, user_schedule
 
 MUON_RMS = 0.2
 """Root mean square of muon's update per learning rate: equal to AdamW's (arXiv:2502.16982), for comparable rates."""
@@ -31,8 +32,12 @@ class GuardedState(NamedTuple):
 def make_schedule(config: OptimizerConfig, updates: int) -> optax.Schedule:
     """Learning rate of update n, counted from 0: a linear rise, the configured schedule until `updates`, then constant.
 
-    Update n of a warm-up of w updates has (n + 1) / (w + 1) of the rate, so that no update has rate 0.
+    Update n of a warm-up of w updates has (n + 1) / (w + 1) of the rate, so that no update has rate 0. A user's
+    schedule rules all updates, those of the warm-up too.
     """
+    if config.schedule not in get_args(Schedule):
+        own: optax.Schedule = user_schedule(config.schedule)(config, updates)
+        return own
     rate, final, warmup = config.learning_rate, config.final_learning_rate, config.warmup_updates
     length = max(updates - warmup, 1)
     main = {
@@ -49,7 +54,8 @@ def make_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTrans
     """The optimizer, after global-norm clipping, for parameters by Hugging Face name; its state is a GuardedState.
 
     AdamW (arXiv:1711.05101), Adam (1412.6980), SGD, Lion (2302.06675), Muon (kellerjordan.github.io/posts/muon; scaled
-    as in 2502.16982) or Adafactor (1804.04235). For all of them, weight decay is the learning rate times weight_decay.
+    as in 2502.16982) or Adafactor (1804.04235). Or a user's function of the settings and the schedule. For all
+    of them, weight decay is the learning rate times weight_decay.
     """
     schedule = make_schedule(config, updates)
     parts = [_direction(config, schedule)]
@@ -96,6 +102,9 @@ def decays(params: Mapping[str, Any]) -> dict[str, bool]:
 
 def _direction(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """The update without clipping and decay."""
+    if config.name not in get_args(Optimizer):
+        own: optax.GradientTransformation = user_optimizer(config.name)(config, schedule)
+        return own
     if config.name == "sgd":
         return optax.sgd(schedule, momentum=config.beta1 or None)
     if config.name == "lion":

@@ -5,39 +5,17 @@ Masks, weights and sums are applied elsewhere: untrained tokens are zeros here, 
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from rollstream.consumers.learner.training.objective import LossRecipe
-
-
-class TokenArrays(NamedTuple):
-    """Arrays [rows, tokens], all 0 at tokens that are not trained."""
-
-    log_probs: jax.Array
-    """Log-probabilities of the learner, differentiated."""
-    log_ratio: jax.Array
-    """Log ratio of the learner to the policy that ratios are taken against, differentiated."""
-    advantages: jax.Array
-    """Advantage of each token."""
-    mask: jax.Array
-    """1 where the token is trained, else 0."""
-    segment_ids: jax.Array
-    """Number of the token's sequence within its row."""
-
-
-class TokenLoss(NamedTuple):
-    """Arrays [rows, tokens]: the loss, and the tokens at each bound."""
-
-    loss: jax.Array
-    low: jax.Array
-    high: jax.Array
-    cap: jax.Array
-
+from rollstream.consumers.learner.training.objective import LossRecipe, TokenArrays, TokenLoss
+from rollstream.consumers.learner.training.user_objectives import user_loss
+from rollstream.topics.errors import ConfigurationError
 
 Surrogate = Callable[[TokenArrays, LossRecipe], TokenLoss]
+UserLoss = Callable[[TokenArrays, LossRecipe], TokenLoss | jax.Array]
+"""A user's loss may return the loss of each token alone, [rows, tokens]."""
 
 
 def clipped(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
@@ -88,6 +66,18 @@ def clipped_weight(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
     )
 
 
+def softly_gated(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
+    """-(4 / t) sigmoid(t (r - 1)) A, with t = gate_positive where A > 0 and gate_negative elsewhere.
+
+    SAPO (arXiv:2511.20347, equations 5 and 6): the gradient of a token fades with its distance from ratio 1, where it
+    is the policy gradient, and no bound cuts it off.
+    """
+    temperature = jnp.where(tokens.advantages > 0, recipe.gate_positive, recipe.gate_negative)
+    gate = 4.0 / temperature * jax.nn.sigmoid(temperature * (jnp.exp(tokens.log_ratio) - 1.0))
+    nowhere = jnp.zeros_like(tokens.mask, bool)
+    return TokenLoss(-gate * tokens.advantages, nowhere, nowhere, nowhere)
+
+
 SURROGATES: dict[str, Surrogate] = {
     "ppo_clip": clipped,
     "grpo": clipped,
@@ -96,8 +86,32 @@ SURROGATES: dict[str, Surrogate] = {
     "rloo": reinforce,
     "gspo": sequence_clipped,
     "cispo": clipped_weight,
+    "sapo": softly_gated,
 }
 """Surrogates by the names of objective.RECIPES."""
+
+
+def surrogate_of(name: str) -> Surrogate:
+    """Return the surrogate of a name; that of a user is imported. Raises ConfigurationError if there is none."""
+    return SURROGATES[name] if name in SURROGATES else whole(user_loss(name))
+
+
+def whole(loss: UserLoss) -> Surrogate:
+    """Return a user's loss as a surrogate. Raises ConfigurationError for losses of another shape than the tokens."""
+
+    def surrogate(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
+        result = loss(tokens, recipe)
+        if not isinstance(result, TokenLoss):
+            nowhere = jnp.zeros_like(tokens.mask, bool)
+            result = TokenLoss(jnp.asarray(result), nowhere, nowhere, nowhere)
+        if result.loss.shape != tokens.mask.shape:
+            raise ConfigurationError(
+                f"the loss returned an array of shape {result.loss.shape} for tokens of shape {tokens.mask.shape}; "
+                "return one number for each token: reductions are learner.loss.reduction"
+            )
+        return result
+
+    return surrogate
 
 
 def sequence_sums(values: jax.Array, segment_ids: jax.Array) -> jax.Array:

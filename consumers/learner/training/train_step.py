@@ -29,6 +29,7 @@ from rollstream.consumers.learner.input.packing import (
 from rollstream.consumers.learner.parallel import mesh as layout
 from rollstream.consumers.learner.parallel.step_agreement import AgreedStep, agree
 from rollstream.consumers.learner.pretrained import initial_params
+from rollstream.consumers.learner.step_rules import NEWEST, StepRules
 from rollstream.consumers.learner.training.loss import (
     SUPERVISED_METRICS,
     Arrays,
@@ -44,6 +45,7 @@ from rollstream.consumers.learner.training.objective import (
 )
 from rollstream.consumers.learner.training.optimizer import make_optimizer, make_schedule, update_metrics
 from rollstream.consumers.models import decoder, parameters
+from rollstream.consumers.models.attention import earlier_implementation
 from rollstream.consumers.models.config import ComputeSettings
 from rollstream.topics.errors import ConfigurationError
 
@@ -53,6 +55,8 @@ Metric = dict[str, jax.Array]
 OnUpdate = Callable[[int, int, float], None]
 """Callback of the warm start: updates made, their total, and the loss of the last one."""
 
+_MOST_UNROLLED_LAYERS = 4
+"""Layers up to which unrolled ones compile quickly, and save the copy that scanned ones need."""
 REPORT_EVERY_S = 5.0
 """Time between two calls of a progress callback."""
 
@@ -111,12 +115,14 @@ class _Gradient(NamedTuple):
 class TrainStep:
     """The compiled functions of one configuration on one mesh, without any state of training."""
 
-    def __init__(self, config: LearnerConfig, mesh: Mesh | None = None) -> None:
+    def __init__(self, config: LearnerConfig, mesh: Mesh | None = None, rules: StepRules = NEWEST) -> None:
         """Build the functions for `mesh`, by default the configured mesh of all devices of all processes.
+
+        They compute steps by the `rules`.
 
         Raises ConfigurationError if the devices do not fit the mesh, or the rows of a microbatch the devices.
         """
-        self.config = config
+        self.config, self.rules = config, rules
         self.mesh = layout.build_mesh(config.mesh) if mesh is None else mesh
         self.compilations = 0
         """Number of functions traced so far; a function is traced once for each shape."""
@@ -139,7 +145,14 @@ class TrainStep:
         self.shardings: Any = TrainState(params, optimizer, everywhere, everywhere)  # type: ignore[arg-type]
         """Sharding of each array of a state, as a TrainState."""
         self._rows = layout.of_rows(self.mesh)
-        self._compute = ComputeSettings(config.compute_dtype, config.remat, config.vocabulary_chunk, config.attention)
+        attention = config.attention if rules.attention == "causal" else earlier_implementation(config.attention)
+        self._compute = ComputeSettings(
+            dtype=config.compute_dtype,
+            remat=config.remat,
+            vocabulary_chunk=config.vocabulary_chunk,
+            attention=attention,
+            scanned=rules.layers == "configured" and _scanned(config),
+        )
         policy = partial(policy_loss, model=config.model, compute=self._compute, config=config.loss)
         supervised = partial(supervised_loss, model=config.model, compute=self._compute)
         self._policy = self._gradient(policy, policy_metrics(config.loss, reference=bool(config.reference)))
@@ -210,8 +223,8 @@ class TrainStep:
     def place(self, step: PackedStep) -> PlacedStep:
         """Put a packed step on the devices, possibly ahead of `train` and in another thread.
 
-        With several processes, each passes its share; all must call it together, and not during other work on the
-        devices.
+        Each of several processes puts its rows of the whole step on its own devices. If each packed only a share, all
+        must call this together, and not during other work on the devices.
         """
         agreed = agree(step, list(self._rows_by_length))
         updates = []
@@ -220,7 +233,8 @@ class TrainStep:
             for (length, rows), count in zip(self._rows_by_length.items(), over_all.microbatches, strict=True):
                 mine = [batch for batch in own.microbatches if batch.tokens.shape[1] == length]
                 blank = padding(rows // jax.process_count(), length, reference=self.config.reference == "carried")
-                microbatches += [self._on_devices(batch) for batch in (*mine, *[blank] * (count - len(mine)))]
+                batches = (*mine, *[blank] * (count - len(mine)))
+                microbatches += [self._on_devices(batch, step.whole) for batch in batches]
             denominators = {"tokens": over_all.trained_tokens, "sequences": over_all.trained_sequences}
             updates.append(
                 PlacedUpdate(
@@ -238,8 +252,7 @@ class TrainStep:
 
         An update without a trained token has a zero gradient. `reference` are `frozen` parameters, needed if the
         learner computes reference log-probabilities. Metrics are means over updates with trained tokens, except
-        `optim/lr`, from the last update, and `optim/skipped`, a sum. With several processes, each passes its share of
-        the step, and all call it together.
+        `optim/lr`, from the last update, and `optim/skipped`, a sum. All of several processes call it together.
         """
         placed = step if isinstance(step, PlacedStep) else self.place(step)
         batches = [self._complete(update, state.params, reference) for update in placed.updates]
@@ -299,8 +312,9 @@ class TrainStep:
                 reported = time.monotonic()
                 on_update(number - 1, warm.steps, float(metrics["loss"]))
             chosen = draws.integers(len(examples), size=warm.sequences_per_step)
-            share = [examples[index] for index in chosen[jax.process_index() :: jax.process_count()]]
-            (update,) = self.place(pack_for(one_update, share)).updates
+            whole = self.rules.sharing == "rows"
+            chosen = chosen if whole else chosen[jax.process_index() :: jax.process_count()]
+            (update,) = self.place(pack_for(one_update, [examples[index] for index in chosen], whole=whole)).updates
             gradients, metrics = self._supervised(params, update.microbatches, update.denominators)
             params, optimizer_state = apply(params, optimizer_state, gradients)
         on_update(warm.steps, warm.steps, float(metrics["loss"]))
@@ -374,11 +388,15 @@ class TrainStep:
 
         return {name: place(name, params[name]) for name in self.shardings.params}
 
-    def _on_devices(self, batch: PackedBatch) -> dict[str, jax.Array]:
+    def _on_devices(self, batch: PackedBatch, whole: bool) -> dict[str, jax.Array]:
+        """Put a microbatch on the devices: this process's rows of it, if it is `whole`."""
         arrays = batch.arrays()
         if jax.process_count() == 1:
             placed: dict[str, jax.Array] = jax.device_put(arrays, self._rows)
             return placed
+        if whole:
+            own = jax.make_array_from_callback
+            return {name: own(array.shape, self._rows, array.__getitem__) for name, array in arrays.items()}
         together: Any = jax.make_array_from_process_local_data
         return {name: together(self._rows, array) for name, array in arrays.items()}
 
@@ -412,6 +430,13 @@ class TrainStep:
                 return function(*arguments)
 
         return jax.jit(traced, in_shardings=in_shardings, out_shardings=out_shardings, **options)
+
+
+def _scanned(config: LearnerConfig) -> bool:
+    """Whether the layers are one program."""
+    return config.layers == "scanned" or (
+        config.layers == "auto" and config.model.num_hidden_layers > _MOST_UNROLLED_LAYERS
+    )
 
 
 def _shape(shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:

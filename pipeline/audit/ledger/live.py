@@ -94,6 +94,11 @@ class LiveLedger(Closing):
         journals = {} if self._books is None else self._books.journals
         return {number: journal.of_fate(fate, reason).ranges() for number, journal in journals.items()}
 
+    @property
+    def positions(self) -> dict[int, int]:
+        """Position of grouping in each partition of `rollouts`, as of the last poll; none before the first."""
+        return {} if self._books is None else {n: journal.position for n, journal in self._books.journals.items()}
+
     def close(self) -> None:
         """Write what is not written yet, and let another process write the file."""
         if self._books is not None and self._kept != self._books.positions:

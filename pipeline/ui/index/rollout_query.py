@@ -64,6 +64,11 @@ class _Condition:
     values: tuple[Any, ...]
 
 
+_MARKED = (fates.CODES["control"],)
+_NO_MARKS = _Condition("fate <> ?", _MARKED)
+"""Records that grouping writes for itself have no value that another condition asks for, but are no rollouts."""
+
+
 def page(
     db: sqlite3.Connection, wanted: RolloutFilter, order: str = "newest", after: str | None = None, limit: int = 100
 ) -> dict[str, Any]:
@@ -79,7 +84,7 @@ def page(
         ids = _searched(db, match, conditions, start, sorting, limit + 1)
         matching, exact = _count_searched(db, match, conditions + valued)
     else:
-        ids = _ids(db, conditions, start, sorting, limit + 1)
+        ids = _ids(db, conditions or [_NO_MARKS], start, sorting, limit + 1)
         matching, exact = _count(db, conditions + valued)
     rows = rows_of(db, ids[:limit])
     more = len(ids) > limit
@@ -218,7 +223,9 @@ def _count_searched(db: sqlite3.Connection, match: str, conditions: Sequence[_Co
 def _count(db: sqlite3.Connection, conditions: Sequence[_Condition]) -> tuple[int, bool]:
     """Number of matching rows, up to `COUNTED`, and whether it is exact."""
     if not conditions:
-        return int(db.execute("select count(*) from rollouts").fetchone()[0]), True
+        marks = "select count(*) from rollouts where fate = ?"
+        count, marked = db.execute(f"select (select count(*) from rollouts), ({marks})", _MARKED).fetchone()
+        return int(count - marked), True
     where = " and ".join(c.sql for c in conditions)
     values = [value for c in conditions for value in c.values]
     statement = f"select count(*) from (select 1 from rollouts where {where} limit ?)"

@@ -32,6 +32,12 @@ class IndexProgress(NamedTuple):
     offset_done: int
 
 
+def index_file(config: RunConfig, archive: str = "") -> Path:
+    """The file of the index of a run: of its topics, or of an archive at a path or URL."""
+    name = f"index-{hashlib.sha256(archive.encode()).hexdigest()[:12]}.sqlite" if archive else "index.sqlite"
+    return config.run_dir / name
+
+
 class RunIndex(Closing):
     """The index of one run."""
 
@@ -53,11 +59,9 @@ class RunIndex(Closing):
         source: IndexSource
         if archive:
             source = ArchiveSource(open_store(archive), config.run)
-            name = f"index-{hashlib.sha256(archive.encode()).hexdigest()[:12]}.sqlite"
         else:
             source = TopicSource(config.kafka, config.run)
-            name = "index.sqlite"
-        index = cls(config, config.run_dir / name, source)
+        index = cls(config, index_file(config, archive), source)
         index.begin()
         return index
 
@@ -186,4 +190,4 @@ class RunIndex(Closing):
         return self._view
 
 
-__all__ = ["GroupFilter", "IndexProgress", "RolloutFilter", "RunIndex"]
+__all__ = ["GroupFilter", "IndexProgress", "RolloutFilter", "RunIndex", "index_file"]

@@ -6,7 +6,7 @@ import { count, percent } from "./lib/format.js";
 import { useLive } from "./lib/live.js";
 import { link, useRoute } from "./lib/route.js";
 import { restoreTheme, toggleTheme, useTheme } from "./lib/theme.js";
-import { Failure, Loading } from "./parts/basics.js";
+import { Empty, Failure, Loading, Panel } from "./parts/basics.js";
 import { CommandsView } from "./views/commands.js";
 import { CompareView } from "./views/compare.js";
 import { DropsView } from "./views/drops.js";
@@ -19,7 +19,15 @@ import { SessionsView } from "./views/sessions.js";
 import { WeightsView } from "./views/weights.js";
 
 /** @typedef {import("./lib/live").Live} Live */
-/** @typedef {{ run: string, runs: import("./contract").RunEntry[], query: Record<string, string>, live: Live }} ViewProps */
+/** @typedef {{ run: string, runs: import("./contract").RunEntry[], query: Record<string, string>, live: Live, name: string }} ViewProps */
+
+/** Views that an archive has no answer for, and the command that has one once the archive is restored. */
+const OF_TOPICS = /** @type {Record<string, string>} */ ({
+  ledger: "rollstream ledger",
+  sessions: "this view",
+  letters: "rollstream dlq ls",
+  commands: "this view",
+});
 
 const VIEWS = /** @type {Record<string, { title: string, view: (props: ViewProps) => unknown }>} */ ({
   run: { title: "Run", view: RunView },
@@ -70,9 +78,29 @@ function App() {
       <h1 class=${run ? "hidden" : ""}>${run ? `${title} of ${run}` : "Runs"}</h1>
       ${run ? html`<${Banner} live=${live} />` : null}
       ${run
-        ? html`<${Guarded} key=${`${run}/${view}`} view=${VIEWS[view].view} run=${run} runs=${runs} query=${route.query} live=${live} />`
+        ? html`<${Guarded} key=${`${run}/${view}`} view=${viewOf(view, run, runs)} name=${view} run=${run} runs=${runs} query=${route.query} live=${live} />`
         : html`<${RunList} runs=${runs} list=${list} />`}
     </main>`;
+}
+
+/**
+ * @param {string} view
+ * @param {string} run
+ * @param {import("./contract").RunEntry[]} runs
+ */
+function viewOf(view, run, runs) {
+  if (!(view in OF_TOPICS)) return VIEWS[view].view;
+  const source = runs.find((each) => each.run === run)?.source;
+  return source === "archive" ? NotInArchive : source || runs.length ? VIEWS[view].view : RunsUnknown;
+}
+
+function RunsUnknown() {
+  return html`<${Loading} what="the runs" />`;
+}
+
+/** @param {ViewProps} props */
+function NotInArchive({ name }) {
+  return html`<${Panel} title=${VIEWS[name].title}><${Empty}>This is an archive, which has none: after rollstream restore, ${OF_TOPICS[name]} shows it.<//><//>`;
 }
 
 /** @param {Event} event */

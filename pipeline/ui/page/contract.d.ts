@@ -51,6 +51,8 @@ export interface Top {
   history: number;
   history_left: number;
   paused: number[];
+  stalled_stage: string;
+  stalled: string;
   components: Component[];
 }
 

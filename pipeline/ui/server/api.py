@@ -130,8 +130,7 @@ class Api:
     async def _offsets(self, request: web.Request) -> web.Response:
         run, query = self._run(request, live=True), request.query
         fate, reason = given.choice(query, "fate", offset_fates.FATES), given.text(query, "reason")
-        fates = await run.offsets.get()
-        ranges = await run.compute(lambda: fates.ranges(fate, reason))
+        ranges = await run.offsets(fate, reason)
         names = [f"{each.partition}:{each.first}-{each.last}" for each in ranges]
         shown, following = given.page_of(names, names, query)
         total = sum(each.last - each.first + 1 for each in ranges)
@@ -170,8 +169,8 @@ class Api:
 
     async def _command(self, request: web.Request) -> web.Response:
         run = self._run(request, live=True)
-        await run.command(await _object(request))
-        return answer({"recorded": True})
+        sentence = await run.command(await _object(request))
+        return answer({"recorded": True} | ({"said": sentence} if sentence else {}))
 
     async def _unknown(self, _request: web.Request) -> web.Response:
         raise web.HTTPNotFound(reason="the API has no such path")

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -16,11 +17,15 @@ from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.run_statistics import RunSnapshot
 from rollstream.pipeline.tools.top import NEWEST
 from rollstream.pipeline.ui.server.archived_log import ArchivedLog
+from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import RollstreamError
+from rollstream.topics.kafka import topic_admin
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 _EVERY_S = 1.0
+_CALLS_S = 5.0
+"""Time between looks at how many calls of sessions there are."""
 _POLL_S = 0.2
 _LOOK_S = 10.0
 """Time after which an archive may have grown."""
@@ -44,6 +49,8 @@ class LiveRun:
         """Number of times that the run has moved."""
         self.indexed = 0
         """Number of times that its index has moved."""
+        self._calls, self._calls_due = 0, 0.0
+        """Records of sessions and their calls; their topic is read when somebody asks for sessions."""
         self._thread = threading.Thread(target=self._follow, name=f"run {config.run}", daemon=True)
 
     def start(self) -> None:
@@ -62,6 +69,7 @@ class LiveRun:
             "steps": s.step,
             "versions": s.policy_version + 1,
             "dead_letters": s.dead_lettered,
+            "sessions": self._calls,
         }
 
     def close(self) -> None:
@@ -111,7 +119,15 @@ class LiveRun:
     def _observer(self, log: ArchivedLog | None) -> RunObserver:
         config = self._config
         group = "" if log else config.labeling.group_id(config.run)
-        return RunObserver(config.kafka, config.run, keep=NEWEST, logged=False, labeling_group=group, log=log)
+        return RunObserver(
+            config.kafka,
+            config.run,
+            keep=NEWEST,
+            logged=False,
+            labeling_group=group,
+            log=log,
+            step_patience_s=config.supervisor.step_patience_s,
+        )
 
     def _read(self, observer: RunObserver, log: ArchivedLog | None) -> None:
         """Read until the server stops, or an archive has grown."""
@@ -127,16 +143,35 @@ class LiveRun:
             if time.monotonic() < due:
                 continue
             due = time.monotonic() + _EVERY_S
+            if log is None:
+                self._count_calls()
             self._snapshot, self._problem = observer.snapshot(NEWEST), ""
             now = essence(self._snapshot)
             if now != shown:
                 shown = now
                 self._publish()
 
+    def _count_calls(self) -> None:
+        """Let views ask again when sessions have moved: they are in no index."""
+        if time.monotonic() < self._calls_due:
+            return
+        self._calls_due = time.monotonic() + _CALLS_S
+        try:
+            bounds = topic_admin.bounds(self._config.kafka, topic_name(self.name, "calls"))
+        except RollstreamError:
+            return  # The next look tells; a run of an early release has no such topic.
+        calls = sum(end for _begin, end in bounds.values())
+        if calls != self._calls:
+            self._calls = calls
+            self._call_soon(self.note_indexed)
+
     def _publish(self) -> None:
+        self._call_soon(self._tell)
+
+    def _call_soon(self, function: Callable[[], None]) -> None:
         assert self._loop is not None, "the thread was started"
         try:
-            self._loop.call_soon_threadsafe(self._tell)
+            self._loop.call_soon_threadsafe(function)
         except RuntimeError:  # the loop is closed
             self._stop.set()
 

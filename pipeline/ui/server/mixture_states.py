@@ -4,66 +4,51 @@ from collections.abc import Iterable
 from typing import Any
 
 from rollstream.pipeline.config import RunConfig
-from rollstream.producers.curriculum import difficulty_weight
-from rollstream.producers.mixture_states import MIXTURE
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.errors import RecordError, TopicError
-from rollstream.topics.kafka import topic_admin
-from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.keys import decode_key
+from rollstream.producers.curriculum import Curriculum, Lesson
+from rollstream.producers.mixture_states import newest_states
 from rollstream.topics.records import EnvironmentState, MixtureState
+from rollstream.topics.steering import DesiredState, desired_state
 
 
 def mixture(config: RunConfig) -> dict[str, Any]:
     """Return the newest state of each worker's mixture; a run of an early release has none."""
-    topic = topic_name(config.run, "control")
-    try:
-        topic_admin.partitions_of(config.kafka, topic)
-    except TopicError:
-        return {"workers": []}
-    newest: dict[str, MixtureState] = {}
-    skipped = SkippedRecords(logged=False)
-    for message in read_to_end(config.kafka, topic):
-        with skipped.passing(message):
-            key = decode_key(message.key)
-            if len(key) != 2 or key[0] != MIXTURE or message.value is None:
-                continue
-            state = skipped.decode(MixtureState, message)
-            if state is None:
-                raise RecordError("no state of a mixture")
-            newest[state.worker_id] = state
+    newest = newest_states(config.kafka, config.run)
+    wanted = desired_state(config.kafka, config.run)
     states = [newest[name] for name in sorted(newest)]
     return {
         "workers": [
-            {
-                "worker": state.worker_id,
-                "environments": [_environment(config, each, states) for each in state.environments],
-            }
+            {"worker": state.worker_id, "environments": _environments(config, state, states, wanted)}
             for state in states
         ]
     }
 
 
-def _environment(config: RunConfig, state: EnvironmentState, workers: Iterable[MixtureState]) -> dict[str, Any]:
-    rate = success_rate(workers, state.environment, config.curriculum.min_groups)
-    entry = next((each for each in config.mixture if (each.name or each.use) == state.environment), None)
-    share = entry.weight if entry else 1.0
-    hard = 1.0
-    if config.curriculum.enabled and rate is not None:
-        hard = difficulty_weight(rate, config.curriculum.floor)
-    own = state.successes / state.trials if state.trials > 0 else None
-    return {
-        "environment": state.environment,
-        "weight": share * hard if state.unlocked else 0.0,
-        "drawn": state.drawn,
-        "success": own,
-        "unlocked": state.unlocked,
-    }
+def _environments(
+    config: RunConfig, state: MixtureState, states: Iterable[MixtureState], wanted: DesiredState
+) -> list[dict[str, Any]]:
+    """Rows of a worker, with the weights that its own curriculum has; 0 for what is locked or paused."""
+    configured = {each.name or each.use: each.weight for each in config.mixture}
+    names = [each.environment for each in state.environments]
+    curriculum = Curriculum(
+        [Lesson(environment=name, weight=configured.get(name, 1.0)) for name in names],
+        config.curriculum,
+        {each.environment: each for each in state.environments},
+    )
+    curriculum.note_others(other for other in states if other is not state)
+    curriculum.weigh(wanted.weights)
+    weights = curriculum.weights()
+    return [
+        {
+            "environment": each.environment,
+            "weight": weights[each.environment] if each.unlocked and each.environment not in wanted.paused else 0.0,
+            "drawn": each.drawn,
+            "success": _success(each),
+            "unlocked": each.unlocked,
+            "paused": each.environment in wanted.paused,
+        }
+        for each in state.environments
+    ]
 
 
-def success_rate(workers: Iterable[MixtureState], environment: str, min_groups: float) -> float | None:
-    """Success rate of an environment over all workers; None before enough groups."""
-    states = [each for worker in workers for each in worker.environments if each.environment == environment]
-    trials = sum(state.trials for state in states)
-    return sum(state.successes for state in states) / trials if trials >= max(min_groups, 1e-9) else None
+def _success(state: EnvironmentState) -> float | None:
+    return state.successes / state.trials if state.trials > 0 else None

@@ -1,12 +1,12 @@
 """One run as the server has it: what follows it, its index, and what is read of it when somebody asks."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from rollstream.pipeline import steering
+from rollstream.pipeline import lasting_changes, steering
 from rollstream.pipeline.audit.ledger import LiveLedger
-from rollstream.pipeline.audit.topic_reading import read_journal
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools import dlq
 from rollstream.pipeline.tools.ledger import live_ledger
@@ -18,11 +18,11 @@ from rollstream.pipeline.ui.server.index_filling import IndexFilling
 from rollstream.pipeline.ui.server.kept import Kept
 from rollstream.pipeline.ui.server.ledger_keeper import LedgerKeeper
 from rollstream.pipeline.ui.server.live_run import LiveRun
-from rollstream.pipeline.ui.server.offset_fates import OffsetFates
+from rollstream.pipeline.ui.server.offset_fates import ranges_of
 from rollstream.pipeline.ui.server.session_list import SessionList, read_sessions
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.offset_ranges import OffsetRange
 
 T = TypeVar("T")
 _THREADS = 4
@@ -42,11 +42,13 @@ class PageRun:
         self._filling = IndexFilling(config, archive, self.live.note_indexed)
         self._background = Background(f"page {config.run}", _THREADS)
         self._slow = Background(f"topics of {config.run}")
+        # A change may wait for grouping for a minute.
+        self._changes = Background(f"changes of {config.run}")
         self.letters: Kept[list[dlq.Letter]] = Kept(self._slow, lambda: dlq.read(config.kafka, config.run), _KEEP_S)
         self.sessions: Kept[SessionList] = Kept(self._slow, lambda: read_sessions(config.kafka, config.run), _KEEP_S)
         self.mixture: Kept[dict[str, Any]] = Kept(self._slow, lambda: mixture_states.mixture(config), _KEEP_S)
-        self.offsets: Kept[OffsetFates] = Kept(self._slow, self._read_offsets, _KEEP_S)
         self._books: LiveLedger | None = None
+        self._proving = threading.Lock()
         self.ledger = LedgerKeeper(self._prove, lambda: self.live.revision)
 
     def start(self) -> None:
@@ -60,6 +62,7 @@ class PageRun:
         self._filling.close()
         self._background.close()
         self._slow.close()
+        self._changes.close()
 
     async def ask(self, question: Callable[[RunIndex], T]) -> T:
         """Return an answer of the index."""
@@ -93,30 +96,43 @@ class PageRun:
         self.letters.forget()
         return answer
 
-    async def command(self, body: Mapping[str, Any]) -> None:
-        """Check a command and record it."""
+    async def command(self, body: Mapping[str, Any]) -> str:
+        """Check a command and record it, or make a lasting change; return what is said about it."""
+        if body.get("command") in lasting_changes.CHANGES:
+            return await self._changes.call(lambda: lasting_changes.make(self.config, body))
         await self._slow.call(lambda: steering.record(self.config.kafka, self.name, body))
+        return ""
 
     async def wanted(self) -> dict[str, Any]:
-        """Return what commands want of the run now."""
-        return await self._slow.call(lambda: steering.state(self.config.kafka, self.name))
+        """Return what commands want of the run now, and what was changed for good."""
+        wanted = await self._slow.call(lambda: steering.state(self.config.kafka, self.name))
+        return wanted | await self._slow.call(lambda: lasting_changes.state(self.config))
 
     async def details(self, place: RolloutPlace, tokens_from: int) -> dict[str, Any]:
         """Return one rollout whole."""
         return await self.ask(lambda index: index.details(*place, tokens_from=tokens_from))
 
+    async def offsets(self, fate: str, reason: str | None) -> list[OffsetRange]:
+        """Return the ranges of offsets with a fate, as the newest ledger has them."""
+        return await self.compute(lambda: self._ranges(fate, reason))
+
     def _prove(self) -> dict[str, Any]:
         """Read what is new since the last time, or since another process wrote the books of the run."""
+        with self._proving:
+            return self._opened_books().poll().as_dict()
+
+    def _opened_books(self) -> LiveLedger:
         if self._books is None:
             self._books = live_ledger(self.config)
-        return self._books.poll().as_dict()
+        return self._books
 
-    def _read_offsets(self) -> OffsetFates:
-        kafka, run = self.config.kafka, self.config.run
-        bounds = topic_admin.bounds(kafka, topic_name(run, "rollouts"))
-        skipped = SkippedRecords(logged=False)
-        journals = {p: [r for _offset, r in read_journal(kafka, run, p, skipped)] for p in bounds}
-        return OffsetFates(journals, bounds)
+    def _ranges(self, fate: str, reason: str | None) -> list[OffsetRange]:
+        bounds = topic_admin.bounds(self.config.kafka, topic_name(self.name, "rollouts"))
+        with self._proving:
+            books = self._opened_books()
+            if not books.positions:
+                books.poll()
+            return ranges_of(books, bounds, fate, reason)
 
 
 async def closed(runs: list[PageRun]) -> None:

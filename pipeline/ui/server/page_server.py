@@ -15,7 +15,8 @@ from rollstream.pipeline.ui.server.access import CHANGE_HEADER, Access
 from rollstream.pipeline.ui.server.api import Api
 from rollstream.pipeline.ui.server.page_files import PageFiles
 from rollstream.pipeline.ui.server.page_run import PageRun, closed
-from rollstream.topics.errors import ConfigurationError, RollstreamError, TopicError
+from rollstream.topics.errors import ConfigurationError, RollstreamError, StateRefused, TopicError
+from rollstream.topics.http_server import BoundServer, listen
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
@@ -37,31 +38,27 @@ class PageServer:
         self._files = PageFiles()
         self._closing = asyncio.Event()
         self._api = Api(runs, self._closing)
-        self._runner: web.AppRunner | None = None
+        self._server: BoundServer | None = None
         self.url = ""
 
     async def __aenter__(self) -> Self:
         """Listen. Raises ConfigurationError if the address cannot be had."""
-        app = web.Application(client_max_size=_MOST_BODY, middlewares=[self._guard])
-        app.add_routes(self._api.routes())
-        app.router.add_get("/{path:.*}", self._file)
-        app.on_response_prepare.append(_add_headers)
-        self._runner = web.AppRunner(
-            app, access_log=None, shutdown_timeout=_CLOSE_S, max_line_size=_MOST_LINE, max_field_size=_MOST_LINE
+        self._server = await listen(
+            [*self._api.routes(), web.get("/{path:.*}", self._file)],
+            self._config.host,
+            max(self._config.port, 0),
+            name="page",
+            setting="ui.port",
+            max_body_bytes=_MOST_BODY,
+            middlewares=[self._guard],
+            prepare=lambda app: app.on_response_prepare.append(_add_headers),
+            shutdown_timeout=_CLOSE_S,
+            max_line_size=_MOST_LINE,
+            max_field_size=_MOST_LINE,
         )
-        await self._runner.setup()
-        host, port = self._config.host, max(self._config.port, 0)
-        try:
-            await web.TCPSite(self._runner, host, port).start()
-        except OSError as error:
-            await self._runner.cleanup()
-            raise ConfigurationError(
-                f"the page cannot listen on {host}:{port} ({error.strerror}); stop what uses the port, or set ui.port "
-                "(0 takes a free one)"
-            ) from error
         for run in self._runs.values():
             run.start()
-        self.url = self._access.url(self._runner.addresses[0][1])
+        self.url = self._access.url(self._server.port)
         return self
 
     async def __aexit__(
@@ -69,8 +66,8 @@ class PageServer:
     ) -> None:
         """End the streams of events, and stop listening."""
         self._closing.set()
-        if self._runner:
-            await self._runner.cleanup()
+        if self._server:
+            await self._server.close()
         await closed(list(self._runs.values()))
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
@@ -131,6 +128,8 @@ def of_error(error: Exception) -> web.Response:
         status = 400 if isinstance(error, ConfigurationError) else 404
         what, _, remedy = str(error).partition("; ")
         return answers.refusal(status, what, remedy)
+    if isinstance(error, StateRefused):
+        return answers.refusal(409, str(error), "see whether the run should be changed so")
     return answers.refusal(503, str(error), "the page asks again; see whether the brokers answer")
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from rollstream.pipeline.cli import build_parser
 from tests.documentation import commands
+from tests.support.command_line import answer_of
 from tests.support.paths import ROOT
 
 COMMAND = Path(sys.executable).with_name("rollstream")
@@ -61,6 +62,13 @@ def test_a_wrong_setting_is_one_line_and_exit_2(
 ) -> None:
     (tmp_path / "bad.toml").write_text('[kafka]\nbootstrap = "x"\n')
     assert_one_line(start(arguments, tmp_path, **environment), *says)
+
+
+def test_an_error_cannot_send_commands_to_a_terminal(tmp_path: Path) -> None:
+    answer = answer_of(tmp_path, "topics", "plan", "--set", "\x1b]0;owned\x07\u202e=1")
+    assert answer.returncode == 2
+    assert "\\u001b]0;owned\\u0007\\u202e" in answer.stderr
+    assert not {"\x1b", "\x07", "\u202e"} & {*answer.stderr}
 
 
 def test_no_broker_is_one_line_and_exit_2_for_every_command(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Requests to a schema registry, through the client that comes with confluent-kafka, and what their errors mean."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from rollstream.topics.closing import Closing
 from rollstream.topics.codec import Schema
 from rollstream.topics.config import RegistryConfig
 from rollstream.topics.errors import ConfigurationError, RegistryUnavailable, SchemaRefused, brief
@@ -19,7 +20,7 @@ _DENIED = (401, 403)
 _REFUSED = (409, 422)
 
 
-class RegistryClient:
+class RegistryClient(Closing):
     """A registry, asked and told about our subjects. Every method raises RegistryUnavailable and SchemaRefused."""
 
     def __init__(self, config: RegistryConfig, timeout_s: float | None = None) -> None:
@@ -45,6 +46,12 @@ class RegistryClient:
             self._client = SchemaRegistryClient(settings)
         except (ValueError, OSError) as error:
             raise ConfigurationError(f"kafka.registry: {brief(error)}") from error
+        self._open = ExitStack()
+        self._open.push(self._client)
+
+    def close(self) -> None:
+        """Close the connections to the registry."""
+        self._open.close()
 
     def id_of(self, subject: Subject, schema: Schema) -> int:
         """Return the id of a registered schema. Raises SchemaRefused if it is not registered."""
@@ -122,8 +129,18 @@ class RegistryClient:
             raise RegistryUnavailable(f"{doing}: the registry at {self.url} answers {brief(error)}") from error
         except Exception as error:  # the errors of its HTTP client have no base of their own, and it parses what comes
             raise RegistryUnavailable(
-                f"{doing}: no registry answers at {self.url} ({brief(error)}); start it, or check kafka.registry.url"
+                f"{doing}: no registry answers at {self.url} ({brief(error)}); {_remedy(str(error))}"
             ) from error
+
+
+def _remedy(error: str) -> str:
+    """Return what helps against an error of a connection, by OpenSSL's words for those of certificates."""
+    words = error.lower()
+    if "certificate verify failed" in words:
+        return "name the authority of its certificate in kafka.registry.ca, or check the host in kafka.registry.url"
+    if "certificate required" in words or "handshake failure" in words:
+        return "it asks for a certificate of this client: name it, and its key, in kafka.registry.certificate"
+    return "start it, or check kafka.registry.url"
 
 
 def _for_client(schema: Schema) -> "RegistrySchema":

@@ -50,6 +50,35 @@ export const COMMANDS = [
     body: ({ at_step }) => ({ at_step: at_step === "" ? null : Number(at_step) }),
   },
   {
+    name: "drain",
+    title: "Drain",
+    note: "Nothing begins any more; what is complete is trained on, and the run ends with nothing in flight. It may be withdrawn.",
+    fields: [{ name: "wanted", label: "Drain", choices: ["wanted", "withdrawn"] }],
+    body: ({ wanted }) => ({ wanted: wanted === "wanted" }),
+  },
+  {
+    name: "rollback",
+    title: "Roll back weights",
+    note: "Publish the parameters of an earlier policy version again, as the next version. Take over from a learner that runs: it ends.",
+    fields: [
+      { name: "version", label: "Version", number: true },
+      { name: "reason", label: "Reason", hint: "reward hacking" },
+      { name: "take_over", label: "A learner that publishes", choices: ["refuses the rollback", "is taken over from"] },
+    ],
+    body: ({ version, reason, take_over }) => ({ version: Number(version), reason, take_over: take_over === "is taken over from" }),
+  },
+  {
+    name: "exclude",
+    title: "Exclude rollouts",
+    note: "Their groups are dropped, and learners leave out the batches that hold some. It is not withdrawn.",
+    fields: [
+      { name: "environments", label: "Environments", optional: true, hint: "math, sort" },
+      { name: "workers", label: "Workers", optional: true, hint: "env-3" },
+      { name: "offsets", label: "Offsets", optional: true, hint: "0:5-9" },
+    ],
+    body: ({ environments, workers, offsets }) => ({ environments: several(environments), workers: several(workers), offsets: several(offsets) }),
+  },
+  {
     name: "evaluate",
     title: "Evaluate now",
     note: "The evaluators of the run evaluate the newest policy version, also if it is not due.",
@@ -57,6 +86,11 @@ export const COMMANDS = [
     body: () => ({}),
   },
 ];
+
+/** @param {string} text */
+function several(text) {
+  return text.split(",").map((each) => each.trim()).filter(Boolean);
+}
 
 /**
  * @param {Form} form

@@ -61,8 +61,8 @@ function Command({ form, run, onSent }) {
   const send = () => {
     setBusy(true);
     postJson(address(run, "commands"), bodyOf(form, values))
-      .then(() => {
-        setOutcome("Recorded.");
+      .then((answer) => {
+        setOutcome(["Recorded.", answer.said].filter(Boolean).join(" "));
         setFailure(null);
         onSent();
       }, setFailure)

@@ -14,16 +14,19 @@ import { Chart } from "../parts/chart.js";
 /** @typedef {import("../contract").Group} Group */
 
 /** @param {import("../app").ViewProps} props */
-export function GroupsView({ run, live, query }) {
+export function GroupsView({ run, runs, live, query }) {
+  const mixes = runs.some((each) => each.run === run && each.source === "topics");
   const spread = useAnswer(address(run, "spread", { bins: 20 }), live.tick);
-  const mixture = useAnswer(address(run, "mixture"), live.tick);
+  const mixture = useAnswer(mixes ? address(run, "mixture") : null, live.tick);
   return html`
     <${Panel} title="Spread of reward" note="a group whose members have equal rewards teaches nothing">
       ${shown(spread, (data) => html`<${SpreadOf} spread=${data} run=${run} />`, "the groups")}
     <//>
-    <${Panel} title="Mixture of environments" note="as each worker draws them">
-      ${shown(mixture, (data) => html`<${MixtureOf} mixture=${data} />`, "the mixture")}
-    <//>
+    ${mixes
+      ? html`<${Panel} title="Mixture of environments" note="as each worker draws them">
+          ${shown(mixture, (data) => html`<${MixtureOf} mixture=${data} />`, "the mixture")}
+        <//>`
+      : null}
     <${GroupList} run=${run} tick=${live.tick} query=${query} />`;
 }
 

@@ -19,6 +19,7 @@ export function RunView({ run, live, query }) {
   const top = overview.top;
   return html`
     <${Panel} title="Flow" note=${age(top)}>
+      ${top.stalled ? html`<p class="stalled" role="status">Stalled at ${top.stalled_stage}: ${top.stalled}.</p>` : null}
       <${Flow} top=${top} live=${overview.live} run=${run} />
     <//>
     <${KeyNumbers} top=${top} run=${run} />

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.long  # Eight devices on two cores take their time.
 PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=500"
 """On a busy machine a thread may wait long for a processor."""
 LOGPROB_TOLERANCE = {"float32": 1e-5, "bfloat16": 0.1}

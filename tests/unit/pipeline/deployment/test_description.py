@@ -98,7 +98,15 @@ def test_topics_are_read_and_written_by_roles_that_are_described() -> None:
         assert {*spec.readers, *spec.writers} <= names, spec.name
         assert len(set(spec.readers)) == len(spec.readers), spec.name
         assert len(set(spec.writers)) == len(spec.writers), spec.name
-    assert role_of("group").writes == ("rollouts", "batches", "batch-index", "journal", "metrics", "dead-letters")
+    assert role_of("group").writes == (
+        "rollouts",
+        "batches",
+        "batch-index",
+        "journal",
+        "metrics",
+        "dead-letters",
+        "control",
+    )
     assert "rollouts" in role_of("archive").reads
     assert role_of("archive").writes == ()
 

@@ -1,12 +1,17 @@
 """A run that stands still says so after a minute, and names the number that tells why."""
 
+import logging
 from dataclasses import replace
 
 import pytest
 
 from rollstream.pipeline.config import load
 from rollstream.pipeline.run.run_statistics import RunSnapshot
-from rollstream.pipeline.run.stall_watch import AGAIN_S, STILL_S, StallWatch
+from rollstream.pipeline.run.stall_watch import AGAIN_S, STILL_S, StageWatch, StallWatch
+from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
+from rollstream.topics.metric_values import VALUES
+
+STALLED = next(spec for spec in CATALOGUE_OF_METRICS if spec.name == "rollstream_supervisor_stalled")
 
 CONFIG = load(flags=["worker.group_size=8", "grouping.batch_rollouts=48", "learner.rollouts_per_step=96"])
 THEN = RunSnapshot(
@@ -97,3 +102,16 @@ def test_a_warning_is_given_again_now_and_then_and_at_once_after_the_run_went_on
     assert given == [STILL_S, STILL_S + AGAIN_S, STILL_S + 2 * AGAIN_S, STILL_S + 3 * AGAIN_S]
     assert watch.look(replace(THEN, batches=1, step=3), 1000.0) == []
     assert len(watch.look(replace(THEN, batches=1, step=3), 1000.0 + STILL_S)) == 2
+
+
+def test_a_stage_at_which_a_run_stalls_is_said_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    watch = StageWatch("r")
+    stalled = replace(THEN, stalled_stage="env", stalled="environments produce nothing: no worker runs")
+    assert watch.look(THEN) == ""
+    assert watch.look(stalled) == "warning: no step for long: look at env: environments produce nothing: no worker runs"
+    assert VALUES.values_of(STALLED) == {(): 1.0}
+    assert watch.look(stalled) == ""
+    assert watch.look(THEN) == "the run goes on"
+    assert VALUES.values_of(STALLED) == {(): 0.0}
+    assert [record.getMessage() for record in caplog.records] == ["run_stalled", "run_steps_again"]

@@ -294,6 +294,20 @@ def test_a_role_that_finishes_is_not_started_again(supervisor: Supervisor) -> No
         assert not supervisor.pids
 
 
+def test_a_role_that_may_end_is_started_again_only_when_that_is_withdrawn(tmp_path: Path) -> None:
+    drained = {"a"}
+    starts = tmp_path / "starts"
+    script = f"{PRELUDE}announce_ready(); Path({str(starts)!r}).open('a').write('x')"
+    where = os.environ | {"PYTHONPATH": str(ROOT)}
+    with Supervisor(tmp_path / "logs", environment=where, may_end=drained.__contains__) as supervisor:
+        supervisor.start(role("a-0", script, restarts=0))
+        poll_until(supervisor, lambda: not supervisor.pids, "its end")
+        supervisor.poll(0.1)
+        assert (starts.read_text(), supervisor.pids, supervisor.finished("a-0")) == ("x", {}, False)
+        drained.clear()
+        poll_until(supervisor, lambda: starts.read_text() == "xx", "its second start")
+
+
 def test_a_role_that_ignores_sigterm_is_killed_after_its_deadline(supervisor: Supervisor) -> None:
     with supervisor:
         supervisor.start(role("a-0", STUBBORN, stop_timeout_s=0.2))

@@ -3,24 +3,19 @@
 import json
 import math
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.consumers.grouping.core.effects import InputRecord
-from rollstream.pipeline.audit.refold import with_change
 from rollstream.pipeline.tools.cat import facts, milliseconds, resolve
 from rollstream.pipeline.tools.lineage import LineageNode, parse_place
 from rollstream.pipeline.tools.plain_values import compact, decoded, key_text, plain, time_text
 from rollstream.pipeline.tools.replay import AdvantageStatistics
-from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.keys import encode_key
-from rollstream.topics.records import Drop, GroupCancelled, Mark, PolicyManifest
+from rollstream.topics.records import Drop, GroupCancelled, PolicyManifest
 from tests.support.runs import rollout
 
 
@@ -108,20 +103,6 @@ def test_a_tree_is_drawn_with_each_branch_under_its_own() -> None:
     )
     assert list(tree.lines()) == ["a 1: x 1,000", "├─ b 2", "│  └─ c 3", "└─ d 4: list 1 2"]
     assert tree.as_dict()["children"][0]["children"] == [{"kind": "c", "name": "3"}]
-
-
-def test_a_replay_changes_configurations_in_the_log_and_nothing_else() -> None:
-    configuration = GroupingConfig(generation=4, max_policy_lag=2)
-    mark = Mark(kind="configuration", generation=4, configuration=configuration.to_json(), author="a")
-    record = InputRecord(17, 5, b"key", encode(mark))
-    changed = with_change(record, lambda c: replace(c, estimator="grpo"))
-    assert changed._replace(value=None) == record._replace(value=None)
-    found = decode_as(Mark, changed.value)
-    assert GroupingConfig.from_json(found.configuration) == replace(configuration, estimator="grpo")
-    assert (found.generation, found.author) == (4, "a")
-    for value in (None, b"poison", encode(Mark(kind="drain")), encode(rollout())):
-        other = record._replace(value=value)
-        assert with_change(other, lambda c: replace(c, estimator="grpo")) == other
 
 
 @given(st.lists(st.tuples(st.floats(-3, 3), st.floats(-1, 1)), min_size=1), st.integers(0, 100))

@@ -82,16 +82,26 @@ def test_every_record_has_a_row_with_its_fate(filled: Path) -> None:
     assert sum(answer.values()) == rollouts + 16
 
 
+def test_marks_are_listed_and_counted_only_when_asked_for(filled: Path) -> None:
+    with closing(schema.reader(filled)) as db:
+        everything = rollout_query.page(db, RolloutFilter(), limit=1000)
+        marks = rollout_query.page(db, RolloutFilter(fate="control"))
+    assert (everything["matching"], everything["matching_exact"]) == (4 * 2 * (3 * 8 + 1), True)
+    assert len(everything["rows"]) == everything["matching"]
+    assert "control" not in {row["fate"] for row in everything["rows"]}
+    assert marks["matching"] == 8
+
+
 def test_an_index_of_other_topics_or_of_another_version_is_built_again(filled: Path, tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
     fill(path, ListedLog(made(2)), itertools.repeat(1000))
     other = ListedLog(made(1, seed=9), run="made-again")
     fill(path, other, itertools.repeat(1000))
     with closing(schema.reader(path)) as db:
-        assert rollout_query.page(db, RolloutFilter())["matching"] == 2 * (3 * 8 + 2)
+        assert rollout_query.page(db, RolloutFilter())["matching"] == 2 * (3 * 8 + 1)
     path.write_bytes(b"no database at all" * 1000)
     fill(path, ListedLog(made(1)), itertools.repeat(1000))
-    assert content(path)["rollouts"]["matching"] == 2 * (3 * 8 + 2)
+    assert content(path)["rollouts"]["matching"] == 2 * (3 * 8 + 1)
 
 
 def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
@@ -131,7 +141,7 @@ def test_no_text_of_a_query_is_syntax(filled: Path, text: str) -> None:
             RolloutFilter(uid=text, example=text, group=text, batch=text, worker=text, reason=text),
         ):
             assert rollout_query.page(db, wanted)["rows"] == []
-        assert rollout_query.page(db, RolloutFilter())["matching"] == 4 * 2 * (3 * 8 + 2)
+        assert rollout_query.page(db, RolloutFilter())["matching"] == 4 * 2 * (3 * 8 + 1)
 
 
 @settings(deadline=None)
@@ -196,5 +206,5 @@ def test_records_that_do_not_decode_are_counted_and_stop_nothing(tmp_path: Path)
     path = tmp_path / "index.sqlite"
     fill(path, ListedLog(records + bad), itertools.repeat(1000))
     with closing(schema.reader(path)) as db:
-        assert rollout_query.page(db, RolloutFilter())["matching"] == 2 * (3 * 8 + 2) + 2
+        assert rollout_query.page(db, RolloutFilter())["matching"] == 2 * (3 * 8 + 1) + 2
         assert rollout_query.page(db, RolloutFilter(fate="unread"))["matching"] == 2

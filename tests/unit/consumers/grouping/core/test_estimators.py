@@ -27,6 +27,8 @@ Array = NDArray[np.float64]
 
 episodes = st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(0, 5_000)), min_size=2, max_size=16)
 rows = st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(0, 5_000)), min_size=1, max_size=16)
+BASED = ("dr_grpo", "grpo", "opo", "reinforce_pp", "rloo", "rloo_normalized")
+"""They compare the members of a group."""
 CENTRED = ("rloo", "rloo_normalized", "grpo", "dr_grpo", "reinforce_pp")
 """Their advantages sum to zero over a group."""
 
@@ -50,6 +52,7 @@ INDEPENDENT: dict[str, Callable[[Array, Array], Array]] = {
     "dr_grpo": lambda r, n: r - r.mean(),
     "opo": _weighted,
     "reinforce_pp": lambda r, n: r - r.mean(),
+    "reinforce_pp_global": lambda r, n: r,
 }
 
 
@@ -63,7 +66,8 @@ def over_tokens(advantages: Array, tokens: NDArray[np.int64]) -> Array:
 
 def test_every_estimator_has_an_independent_formula() -> None:
     assert set(INDEPENDENT) == set(ESTIMATORS)
-    assert [name for name, how in ESTIMATORS.items() if how.over_batch] == ["reinforce_pp"]
+    assert [name for name, how in ESTIMATORS.items() if how.over_batch] == ["reinforce_pp", "reinforce_pp_global"]
+    assert {*BASED, "reinforce_pp_global"} == set(ESTIMATORS)
 
 
 @pytest.mark.parametrize("name", sorted(ESTIMATORS))
@@ -149,7 +153,7 @@ def test_normalising_over_a_batch_does_not_depend_on_the_order_of_rows(
 grid = st.lists(st.tuples(st.integers(-50, 50).map(lambda n: n / 4), st.integers(1, 5_000)), min_size=2, max_size=16)
 
 
-@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+@pytest.mark.parametrize("name", BASED)
 @given(group=grid, shift=st.integers(-1_000, 1_000))
 def test_adding_the_same_to_every_reward_changes_no_advantage(
     name: str, group: list[tuple[float, int]], shift: int
@@ -159,7 +163,7 @@ def test_adding_the_same_to_every_reward_changes_no_advantage(
     assert shifted == pytest.approx(within(name, rewards, lengths), rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+@pytest.mark.parametrize("name", BASED)
 @given(group=grid)
 def test_advantages_sum_to_zero_over_a_group_and_for_opo_over_its_tokens(
     name: str, group: list[tuple[float, int]]
@@ -168,7 +172,7 @@ def test_advantages_sum_to_zero_over_a_group_and_for_opo_over_its_tokens(
     weights = [1] * len(group) if name in CENTRED else lengths
     total = math.fsum(w * a for w, a in zip(weights, within(name, rewards, lengths), strict=True))
     assert total == pytest.approx(0, abs=1e-9 * sum(weights) * max(map(abs, rewards), default=0) + 1e-9)
-    assert {*CENTRED, "opo"} == set(ESTIMATORS)
+    assert {*CENTRED, "opo"} == set(BASED)
 
 
 @given(group=grid)
@@ -258,6 +262,30 @@ def test_a_batch_is_normalised_over_the_sampled_tokens_of_all_its_groups() -> No
     assert per_token.std() == pytest.approx(1, abs=1e-6)
     expected = over_tokens(np.array([0.5, -0.5, 1.5, -1.5]), np.array(sampled))
     assert batch.advantages.reshape(4, 10)[:, 0].tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+
+
+def test_reinforce_pp_without_a_group_baseline_compares_groups_of_equal_rewards_with_the_batch() -> None:
+    """arXiv:2501.03262: (r - mean) / std over the tokens of the global batch, and no other baseline."""
+    driver = GroupingTestDriver(GroupingConfig(batch_rollouts=6, estimator="reinforce_pp_global"))
+    rewards, sampled = [1.0, 1.0, 0.0, 0.0, 0.0, 1.0], [1, 4, 2, 8, 3, 5]
+    for i, (reward, count) in enumerate(zip(rewards, sampled, strict=True)):
+        mask = np.arange(10) >= 10 - count
+        driver.pipe(
+            example_rollout(str(i), reward, example_id=str(i // 2), tokens=np.arange(10, dtype="<i4"), loss_mask=mask)
+        )
+    (batch,) = driver.batches
+    expected = over_tokens(np.array(rewards), np.array(sampled))
+    assert batch.advantages.reshape(6, 10)[:, 0].tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+    assert driver.drops == []
+
+
+def test_groups_of_equal_rewards_are_kept_if_the_configuration_says_so() -> None:
+    for keeps, reasons in ((False, ["zero_variance"] * 2), (True, [])):
+        driver = GroupingTestDriver(GroupingConfig(batch_rollouts=2, keep_zero_variance=keeps))
+        for uid in "ab":
+            driver.pipe(example_rollout(uid, 1.0))
+        assert [drop.reason for drop in driver.drops] == reasons
+        assert [batch.advantages.tolist() for batch in driver.batches] == [[0.0] * 8] * keeps
 
 
 def test_only_groups_sealed_under_an_estimator_with_a_second_stage_are_normalised() -> None:

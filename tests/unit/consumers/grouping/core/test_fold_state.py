@@ -10,7 +10,7 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
-from rollstream.consumers.grouping.makers.registry import MAKERS
+from rollstream.consumers.grouping.core.plug_ins import BUILT_IN
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import Mark, NamedArray, same
@@ -188,7 +188,7 @@ def test_reading_an_offset_twice_is_refused() -> None:
 def restore(d: GroupingTestDriver, log: list[InputRecord]) -> Fold:
     """Restore a fold from the journal of a driver and from another log."""
     state = task_state.restored_state(d.journal)
-    fold = Fold(state, MAKERS)
+    fold = Fold(state, BUILT_IN)
     for record in log:
         if state.watermark <= record.offset < state.position:
             fold.replay(record)

@@ -144,6 +144,7 @@ def of_many_names(names: int) -> GroupingTestDriver:
     return d
 
 
+@pytest.mark.long
 def test_a_transaction_writes_the_counts_that_it_changed_however_many_environments_there_are() -> None:
     sizes = {}
     for names in (3, 3_000):

@@ -194,6 +194,7 @@ def test_an_entry_takes_about_the_memory_that_is_stated(entry: str, fill: Callab
     assert 0.6 * STATED[entry] < taken / count <= STATED[entry]
 
 
+@pytest.mark.long
 def test_one_group_that_stays_open_keeps_nothing_of_others_in_memory() -> None:
     def fill(groups: int) -> Fold:
         tested = fold(batch_rollouts=2, remembered_bytes=0)
@@ -254,6 +255,7 @@ def test_held_bytes_never_pass_the_capacity(seed: int) -> None:
     assert dropped["dropped:capacity"] > 300
 
 
+@pytest.mark.long
 def test_memory_under_pressure_reaches_a_limit() -> None:
     tested = fold(**PRESSED)
     pressed(tested, 400, 1)

@@ -10,7 +10,9 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.configuration_marks import CORE_STEP, check_names
 from rollstream.consumers.grouping.core.effects import CORE_VERSION, Effects, InputRecord
+from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Estimator
 from rollstream.consumers.grouping.core.fold import Fold
+from rollstream.consumers.grouping.core.plug_ins import PlugIns
 from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker
 from rollstream.consumers.grouping.makers.registry import MAKERS
 from rollstream.consumers.grouping.testing import GroupingTestDriver
@@ -194,10 +196,22 @@ def test_later_names_are_invalid_under_an_earlier_core_version() -> None:
     for settings in ({"estimator": "opo"}, {"estimator": "reinforce_pp"}, {"maker": "reservoir"}, {"maker": "my:Own"}):
         config = GroupingConfig(core_version=1, **settings)  # type: ignore[arg-type]
         with pytest.raises(ConfigurationError, match="came with core version 2"):
-            check_names(config, {**MAKERS, "my:Own": FifoBatchMaker})
+            check_names(config, PlugIns(makers={**MAKERS, "my:Own": FifoBatchMaker}))
         driver = GroupingTestDriver(makers={"my:Own": FifoBatchMaker})
         driver.configure(config)
         assert driver.fold.config.generation == 0
+
+
+def test_a_users_estimator_and_names_of_version_6_are_invalid_under_version_5() -> None:
+    own = {"my:own": Estimator(lambda outcomes: list(outcomes.rewards))}
+    for settings in ({"estimator": "reinforce_pp_global"}, {"estimator": "my:own"}, {"keep_zero_variance": True}):
+        config = GroupingConfig(core_version=5, **settings)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="came with core version 6"):
+            check_names(config, PlugIns(estimators={**ESTIMATORS, **own}))
+        for known in (own, {}) if "estimator" in settings else ():
+            driver = GroupingTestDriver(GroupingConfig(core_version=5), estimators=known)
+            driver.configure(config)
+            assert driver.fold.config.generation == 0
 
 
 def test_a_core_version_this_release_does_not_know_cannot_be_configured() -> None:

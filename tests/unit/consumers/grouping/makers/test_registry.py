@@ -10,6 +10,7 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.configuration_marks import check_names
 from rollstream.consumers.grouping.core.fold import Fold
+from rollstream.consumers.grouping.core.plug_ins import PlugIns
 from rollstream.consumers.grouping.makers.registry import MAKERS, load_makers
 from rollstream.consumers.grouping.testing import GroupingTestDriver
 from rollstream.topics.errors import ConfigurationError, StateRefused
@@ -44,7 +45,7 @@ def test_a_maker_of_the_user_s_is_reached_by_configuration(my_makers: Path) -> N
     makers = load_makers([MINE])
     assert set(makers) == {*MAKERS, MINE}
     config = GroupingConfig(maker=MINE, batch_rollouts=4)
-    check_names(config, makers)
+    check_names(config, PlugIns(makers=makers))
     d = GroupingTestDriver(config, makers=makers)
     for example_id in "01":
         pair(d, example_id)

@@ -10,7 +10,9 @@ import pytest
 from rollstream.consumers.grouping.process.grouping_metrics import GroupingFigures
 from rollstream.consumers.grouping.process.restoration import RestoreProgress
 from rollstream.consumers.grouping.testing import example_rollout
+from rollstream.pipeline.run.component_metrics import NewestMetrics
 from rollstream.topics.metrics import MetricsWriter
+from rollstream.topics.records import Metrics
 from tests.support.pairs import driver, pair
 
 Written = list[tuple[dict[str, float], dict[str, str]]]
@@ -21,6 +23,9 @@ class Kept(MetricsWriter):
 
     def __init__(self) -> None:
         self.written: Written = []
+
+    def close(self) -> None:
+        pass
 
     def write(self, values: Mapping[str, float], labels: Mapping[str, str] | None = None, *, step: int = -1) -> None:
         self.written.append((dict(values), dict(labels or {})))
@@ -146,3 +151,18 @@ def test_environments_are_reported_when_they_change_and_warned_of_once(caplog: p
     for owned, times in (([], 1), ([d.fold], 2)):
         figures.write(owned, {}, {})
         assert len([labels for _, labels in writer.written if "environment" in labels]) == times
+
+
+def test_the_last_record_of_a_process_says_that_it_has_ended() -> None:
+    writer = Kept()
+    figures = GroupingFigures(writer, "r.grouper", "r.rollouts", 5.0)
+    figures.close()
+    assert writer.written == [], "nobody has heard of it"
+    figures.write([driver().fold], {0: 0}, {})
+    figures.close()
+    *_, before, last = writer.written
+    assert (last[1], last[0]) == (before[1], before[0] | {"running": 0.0})
+    shown = NewestMetrics()
+    shown.add(Metrics(component="r.grouper-0", timestamp=50.0, values=last[0], labels=last[1]))
+    [component] = shown.at(51.0)
+    assert not component.running

@@ -8,8 +8,8 @@ from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
 from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
+from rollstream.consumers.grouping.core.plug_ins import BUILT_IN
 from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker, SealedGroup
-from rollstream.consumers.grouping.makers.registry import MAKERS
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.pipeline.audit.refold import skips_in
 from rollstream.topics.codec import encode
@@ -72,7 +72,7 @@ def test_a_skipped_offset_is_forgotten_once_nothing_before_it_is_in_flight() -> 
 def test_a_refold_leaves_out_the_offsets_that_the_journal_names() -> None:
     d = with_a_skipped_mark()
     journal = d.journal
-    fold = Fold(task_state.restored_state(journal[:1]), MAKERS, skips_in(journal))
+    fold = Fold(task_state.restored_state(journal[:1]), BUILT_IN, skips_in(journal))
     for record in d.log:
         fold.apply(record)
     output = fold.prepare_commit()
@@ -115,7 +115,7 @@ def test_an_offset_left_out_without_its_record_stays_out_when_the_log_is_read_ag
     d = hopped()
     d.crash_and_restore()
     assert (d.fold.position, d.fold.in_flight) == (3, 1)
-    fold = Fold(task_state.restored_state(d.journal[:1]), MAKERS, skips_in(d.journal))
+    fold = Fold(task_state.restored_state(d.journal[:1]), BUILT_IN, skips_in(d.journal))
     for record in d.log:
         fold.apply(record)
     fold.hop(3)
@@ -135,7 +135,7 @@ def test_the_append_time_of_a_hopped_record_does_not_count() -> None:
 
 def test_the_append_time_of_a_record_skipped_by_an_earlier_release_keeps_counting() -> None:
     d = driver(group_deadline_s=10.0)
-    d.fold = Fold(task_state.restored_state(d.journal), MAKERS, {1: OffsetSkip("a mark", timed=True)})
+    d.fold = Fold(task_state.restored_state(d.journal), BUILT_IN, {1: OffsetSkip("a mark", timed=True)})
     d.pipe(example_rollout("open-a", 1.0, example_id="open", group_size=3))
     d.pipe(b"a mark", at_ms=4_000)
     d.commit()
@@ -143,7 +143,7 @@ def test_the_append_time_of_a_record_skipped_by_an_earlier_release_keeps_countin
     assert skips_in(d.journal) == {1: OffsetSkip("a mark", timed=True)}
     d.crash_and_restore()
     assert d.fold.stream_time_ms == 4_000
-    fold = Fold(task_state.restored_state(d.journal[:1]), MAKERS, skips_in(d.journal))
+    fold = Fold(task_state.restored_state(d.journal[:1]), BUILT_IN, skips_in(d.journal))
     for record in d.log:
         fold.apply(record)
     assert list(fold.prepare_commit().journal.drops) == d.drops

@@ -1,7 +1,9 @@
 """Batches that make a step: whole ones in index order, stale ones on record, and nothing by the clock."""
 
+import itertools
 import threading
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -268,3 +270,47 @@ def test_what_processes_trained_on_adds_up_to_what_one_would_have() -> None:
     batches = [random_batch(number) for number in range(5)]
     parts = sum((totals_of(part) for part in (batches[:2], [], batches[2:])), StepTotals())
     assert parts.metrics() == pytest.approx(totals_of(batches).metrics())
+
+
+class DrainedReader(ScriptedReader):
+    """Gives the batches of a list, then None for ever; `position` is after the last one given."""
+
+    def poll(self, timeout_s: float) -> IndexedBatch | None:
+        return super().poll(timeout_s) if self._script else None
+
+
+def last_steps(versions: list[int | None], **more: Any) -> tuple[list[StepPlan], list[tuple[BatchUse, ...]]]:
+    """The steps of a run that is drained behind these batches, and the skips reported meanwhile."""
+    stop, reported = threading.Event(), []
+    reader = DrainedReader(versions, stop)
+    end = 10 * (len(versions) - 1) + 1
+    selection = BatchSelection(
+        reader,  # type: ignore[arg-type]
+        rollouts_per_step=40,
+        max_policy_lag=2,
+        read_version_steps=lambda _version: {0: 0},
+        skipped=reported.append,
+        nothing_after=lambda position: position >= end,
+        **more,
+    )
+    plans = (selection.plan(step, stop) for step in itertools.count())
+    return [plan for plan in itertools.takewhile(lambda plan: plan is not None, plans) if plan], reported
+
+
+def test_the_last_step_of_a_drained_run_takes_what_is_left_and_none_follows() -> None:
+    plans, _ = last_steps([0] * 5)
+    assert [[use.index_offset for use in plan.uses] for plan in plans] == [[0, 10, 20], [30, 40]]
+    assert last_steps([0] * 3)[0][-1].position == 21
+    assert len(last_steps([0] * 3)[0]) == 1
+
+
+def test_batches_skipped_at_the_end_of_a_drained_run_are_reported() -> None:
+    plans, reported = last_steps([0, 0, 0, 9, 9])
+    assert len(plans) == 1
+    assert [[use.index_offset for use in uses] for uses in reported] == [[30, 40]]
+
+
+def test_a_short_step_on_record_stays_short_when_the_run_went_on() -> None:
+    ends = {1: 10}
+    plans, _ = last_steps([0] * 5, last_of=ends.get)
+    assert [[use.index_offset for use in plan.uses] for plan in plans] == [[0, 10], [20, 30, 40]]

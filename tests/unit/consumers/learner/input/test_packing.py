@@ -168,7 +168,7 @@ def test_a_bucket_holds_as_many_tokens_as_the_longest_rows() -> None:
 
 def test_a_process_packs_its_share_of_the_rows() -> None:
     config = LearnerConfig(microbatch_rows=8, sequence_length=16, length_buckets=(4,), processes=2, minibatches=2)
-    step = pack_for(config, sequences([3, 16]), numbers=[0, 5], rollouts=6)
+    step = pack_for(config, sequences([3, 16]), numbers=[0, 5], rollouts=6, whole=False)
     shapes = [[microbatch.tokens.shape for microbatch in update.microbatches] for update in step.updates]
     assert shapes == [[(16, 4)], [(4, 16)]]
 

@@ -92,6 +92,7 @@ class Learner:
         self.excluded: dict[str, str] = {}
         self.versions = {version: version for version in range(100)}
         self.skips: list[tuple[BatchUse, ...]] = []
+        self.drained = False
         self._random = random.Random(seed)
         self.start(0)
 
@@ -108,6 +109,7 @@ class Learner:
             recorded=self.steps.get,
             skipped=self.skips.append,
             excluded=lambda name: self.excluded.get(name, ""),
+            nothing_after=lambda position: self.drained and not self.log.entries(position),
         )
         uses = PastUses.after(step, position, past)
         self.replay.restore(uses, self.log.entries(uses.first, uses.position), past)
@@ -400,3 +402,13 @@ def test_what_a_step_on_record_drew_it_draws_again_and_no_later_step_does() -> N
     left = [use for use in second.uses if use.index_offset == 0]
     assert {use.reason.partition(":")[0] for use in left} == {"left out as temperature"}
     assert {use.again: use.rows for use in left} == {False: 1, True: 3}
+
+
+def test_a_drained_run_ends_with_the_step_that_read_its_last_batch() -> None:
+    log = Log()
+    log.append(*(batch(number) for number in range(5)))
+    learner = Learner(log, config())
+    learner.drained = True
+    assert learner.plan() is not None
+    assert learner.plan() is None
+    assert learner.step == 1

@@ -96,6 +96,10 @@ def test_two_processes_of_two_devices_train_what_one_does_with_a_share_of_paddin
         with np.load(out) as found:
             assert_same(dict(found), "2x2x1", eight_devices)
             assert found["2x2x1/held/model.layers.0.mlp.up_proj.weight"] == 1 / 2
+            assert_same(dict(found), "2x2x1 by rows", eight_devices)
+            # Rows of the whole step: as much padding as one process has, not a half-empty share for each.
+            for own, alone in zip(metrics(dict(found), "2x2x1 by rows"), metrics(eight_devices, "1x1x1"), strict=True):
+                assert own["packing/padding_fraction"] == alone["packing/padding_fraction"]
 
 
 @pytest.mark.long

@@ -1,5 +1,7 @@
 """A checkpoint gives back every bit, its position and its steps, and a save cut short is no checkpoint."""
 
+import multiprocessing
+import resource
 from pathlib import Path
 
 import jax
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.learner.config import CheckpointConfig, LearnerConfig
-from rollstream.consumers.learner.records.checkpoints import Checkpoints
+from rollstream.consumers.learner.records.checkpoints import CheckpointFailed, Checkpoints
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.training.train_step import TrainState, TrainStep
 from rollstream.consumers.models.config import DecoderConfig
@@ -96,3 +98,33 @@ def test_learners_and_runs_do_not_share_checkpoints(fresh: TrainState, tmp_path:
     for run, learner in (("run", "other"), ("another", "default")):
         with Checkpoints(config, run, learner) as checkpoints:
             assert checkpoints.restore(fresh) is None
+
+
+def save_with_a_full_disk(directory: Path) -> None:
+    """Save one checkpoint, and another one after the system has begun to refuse to write."""
+    fresh = TrainStep(CONFIG).initial_state()
+    with pytest.raises(CheckpointFailed, match=r"no checkpoint could be written to .*make room there"):  # noqa: PT012, SIM117
+        with Checkpoints(CheckpointConfig(directory=str(directory)), "run", "default") as checkpoints:
+            checkpoints.save(at(fresh, 20), learner_position(20), {})
+            checkpoints.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+            checkpoints.save(at(fresh, 40), learner_position(40), {})
+            checkpoints.wait()
+
+
+def test_a_save_that_the_disk_refuses_is_one_line_and_the_checkpoint_before_it_is_restored(
+    fresh: TrainState, tmp_path: Path
+) -> None:
+    # In a process of its own, because the limit is that of a process.
+    process = multiprocessing.get_context("spawn").Process(target=save_with_a_full_disk, args=(tmp_path,))
+    process.start()
+    process.join(600)
+    assert process.exitcode == 0
+    with Checkpoints(CheckpointConfig(directory=str(tmp_path)), "run", "default") as checkpoints:
+        assert checkpoints.steps == [20]
+        restored = checkpoints.restore(fresh)
+        assert restored is not None
+        assert int(restored.state.step) == 20
+        checkpoints.save(at(fresh, 40), learner_position(40), {})
+        checkpoints.wait()
+        assert checkpoints.steps == [20, 40]

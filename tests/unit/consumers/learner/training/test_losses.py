@@ -74,6 +74,14 @@ def cispo(low: float, high: float) -> PerToken:
     return loss
 
 
+def sapo(positive: float, negative: float) -> PerToken:
+    def loss(ratio: float, _constant: float, advantage: float, _logprob: float) -> float:
+        temperature = positive if advantage > 0 else negative
+        return -4 / temperature / (1 + math.exp(-temperature * (ratio - 1))) * advantage
+
+    return loss
+
+
 def reduced(config: LossConfig, per_sequence: list[list[float]]) -> float:
     """Token losses of sequences with any, as config.recipe.reduction says."""
     reduction = config.recipe.reduction
@@ -128,6 +136,11 @@ def expected(
             moved = np.exp((sample.learner - constant.learner)[at])
             ratios = np.prod(fixed) ** (1 / len(at)) * moved
         factors, _ = weights(config, (before - sample.generator)[at])
+        if (
+            config.sequence_mask_limit
+            and (constant.generator - constant.learner)[at].mean() > config.sequence_mask_limit
+        ):
+            factors = factors * (sample.advantages[at] >= 0)
         losses = []
         for t, ratio, steady, factor in zip(at, ratios, fixed, factors, strict=True):
             loss = factor * per_token(ratio, steady, sample.advantages[t], sample.learner[t])
@@ -224,6 +237,8 @@ CASES: dict[str, tuple[LossConfig, PerToken]] = {
     "dapo": (LossConfig(name="dapo"), ppo(0.2, 0.28)),
     "rloo": (LossConfig(name="rloo"), rloo),
     "cispo": (LossConfig(name="cispo", clip_high=0.5), cispo(1.0, 0.5)),
+    "sapo": (LossConfig(name="sapo"), sapo(1.0, 1.05)),
+    "sapo, narrow": (LossConfig(name="sapo", gate_positive=3.0, gate_negative=8.0), sapo(3.0, 8.0)),
 }
 
 
@@ -271,7 +286,7 @@ def test_cispo_silences_no_token_that_ppo_does() -> None:
 
 
 def test_every_loss_has_a_recipe_a_surrogate_and_a_reference_here() -> None:
-    assert set(SURROGATES) == set(RECIPES) == {*CASES, "gspo"}
+    assert set(SURROGATES) == set(RECIPES) == {*(config.name for config, _ in CASES.values()), "gspo"}
 
 
 @pytest.mark.parametrize(
@@ -308,6 +323,20 @@ def test_in_a_steps_only_update_the_weighed_loss_is_the_policy_gradient_at_ratio
     for mine, sample in zip(gradient, samples, strict=True):
         weight = np.minimum(np.exp(sample.learner - sample.generator), 2.0)
         np.testing.assert_allclose(mine, np.where(sample.mask, -weight * sample.advantages / tokens, 0.0), atol=1e-12)
+
+
+def test_sequences_that_the_policy_left_behind_teach_nothing_by_negative_advantages() -> None:
+    """M = 0 where A < 0 and mean(log generator - log learner) > limit (DeepSeek-V3.2, arXiv:2512.02556)."""
+    config = LossConfig(name="grpo", sequence_mask_limit=0.1)
+    samples = some_samples(per_token=False)
+    left = [s.mask.any() and (s.generator - s.learner)[s.mask].mean() > 0.1 and s.advantages[0] < 0 for s in samples]
+    _, metrics, gradient = found(config, samples)
+    tokens = sum(sample.mask.sum() for sample in samples)
+    masked = sum(sample.mask.sum() for sample, gone in zip(samples, left, strict=True) if gone)
+    assert 0 < masked < tokens
+    assert metrics["sequence_mask/masked_mean"] == pytest.approx(masked / tokens)
+    assert not any(part.any() for part, gone in zip(gradient, left, strict=True) if gone)
+    agree(config, ppo(0.2, 0.2), samples)
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rollstream.pipeline.lasting_changes import CHANGES
 from rollstream.pipeline.steering import COMMANDS
 from tests.support.paths import ROOT
 
@@ -49,7 +50,7 @@ def test_every_file_of_others_is_listed_with_version_and_licence() -> None:
 
 def test_the_page_offers_every_command_that_a_run_takes() -> None:
     forms = (PAGE / "parts" / "command_forms.js").read_text()
-    assert set(re.findall(r'^    name: "(.*)",$', forms, re.MULTILINE)) == set(COMMANDS)
+    assert set(re.findall(r'^    name: "(.*)",$', forms, re.MULTILINE)) == {*COMMANDS, *CHANGES}
 
 
 @pytest.mark.long

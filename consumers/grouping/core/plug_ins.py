@@ -1,0 +1,75 @@
+"""Makers and estimators that a configuration may name: those that ship, and those of users that the process imports.
+
+A configuration comes from the log, and nobody who may write to the log must be able to import code into a process. So
+its names are only looked up. A process imports what its own settings grouper.makers and grouper.estimators name.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from rollstream.consumers.grouping.config import GrouperConfig
+from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Estimator, Outcomes
+from rollstream.consumers.grouping.makers.registry import MAKERS, MakerFactory, load_makers
+from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.user_code import load_object
+
+_LARGEST_FLOAT32 = float.fromhex("0x1.fffffep+127")
+
+
+class PlugIns(NamedTuple):
+    """Makers and estimators by the names that configurations may use."""
+
+    makers: Mapping[str, MakerFactory] = MAKERS
+    estimators: Mapping[str, Estimator] = ESTIMATORS
+
+
+BUILT_IN = PlugIns()
+"""The makers and estimators that ship."""
+
+
+def load_plug_ins(grouper: GrouperConfig) -> PlugIns:
+    """Import the makers and estimators that the settings of a process name, and return them with those that ship.
+
+    Raises ConfigurationError for a name of another form, or an object that is no maker or estimator.
+    """
+    return PlugIns(load_makers(grouper.makers), {**ESTIMATORS, **load_estimators(grouper.estimators)})
+
+
+def load_estimators(names: Iterable[str]) -> dict[str, Estimator]:
+    """Import estimators, each named package.module:name or path/to/file.py:name: an Estimator, or a function that is
+    its first stage. Their results are checked. Raises ConfigurationError as `load_plug_ins` does."""
+    return {name: checked(name, _imported(name)) for name in names}
+
+
+def checked(name: str, estimator: Estimator) -> Estimator:
+    """Return an estimator that raises StateRefused unless each stage returns a finite float32 number for each value."""
+    within, over = estimator.within_group, estimator.over_batch
+
+    def within_group(outcomes: Outcomes) -> list[float]:
+        return _checked(name, within(outcomes), len(outcomes.rewards))
+
+    def over_batch(advantages: Sequence[float], weights: Sequence[float]) -> list[float]:
+        assert over is not None, "only called for an estimator with a second stage"
+        return _checked(name, over(advantages, weights), len(advantages))
+
+    return Estimator(within_group, None if over is None else over_batch, estimator.keeps_equal_rewards)
+
+
+def _checked(name: str, values: Sequence[float], count: int) -> list[float]:
+    numbers = [float(value) for value in values]
+    if len(numbers) != count:
+        raise StateRefused(f"estimator {name} returned {len(numbers)} advantages for {count}: fix the estimator")
+    wrong = next((value for value in numbers if not abs(value) <= _LARGEST_FLOAT32), 0.0)
+    if wrong or math.isnan(wrong):
+        raise StateRefused(f"estimator {name} returned {wrong}, which is no finite float32 number: fix the estimator")
+    return numbers
+
+
+def _imported(name: str) -> Estimator:
+    named = load_object(name, "grouper.estimators names", "an estimator is named package.module:function")
+    if isinstance(named, Estimator):
+        return named
+    if isinstance(named, type) or not callable(named):
+        raise ConfigurationError(f"grouper.estimators names {name!r}, which is neither an Estimator nor a function")
+    return Estimator(named)

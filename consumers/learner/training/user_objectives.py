@@ -1,0 +1,60 @@
+"""Losses, schedules and optimizers of users that the settings of a learner name; no JAX before one of them is imported.
+
+Steps on record name them with the digest of their source, so that retraining and a restarted learner notice other code.
+"""
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.training.objective import (
+    LOSSES,
+    OPTIMIZERS,
+    RECIPES,
+    SCHEDULES,
+    Optimizer,
+    Schedule,
+)
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.user_code import load_plug_in, source_digest
+
+
+def user_loss(name: str) -> Callable[..., Any]:
+    """Import a user's loss. Raises ConfigurationError if the name stands for no function."""
+    return _imported(name, LOSSES, "learner.loss.name is", "a loss is named package.module:function")
+
+
+def user_schedule(name: str) -> Callable[..., Any]:
+    """Import a user's schedule, as `user_loss` does."""
+    return _imported(name, SCHEDULES, "learner.optimizer.schedule is", "a schedule is named package.module:function")
+
+
+def user_optimizer(name: str) -> Callable[..., Any]:
+    """Import a user's optimizer, as `user_loss` does."""
+    return _imported(name, OPTIMIZERS, "learner.optimizer.name is", "an optimizer is named package.module:function")
+
+
+def code_of(config: LearnerConfig) -> dict[str, str]:
+    """Return the users' code that steps are computed with: by setting, its name and the digest of its source.
+
+    Imports it. Empty if all that is named ships with rollstream.
+    """
+    optimizer = config.optimizer
+    named = (
+        ("learner.loss.name", config.loss.name, RECIPES, user_loss),
+        ("learner.optimizer.name", optimizer.name, get_args(Optimizer), user_optimizer),
+        ("learner.optimizer.schedule", optimizer.schedule, get_args(Schedule), user_schedule),
+    )
+    return {
+        setting: f"{name} {source_digest(load(name))}".strip()
+        for setting, name, shipped, load in named
+        if name not in shipped
+    }
+
+
+def _imported(name: str, group: str, named_by: str, kind: str) -> Callable[..., Any]:
+    function: Any = load_plug_in(name, group, named_by, kind)
+    if not callable(function):
+        raise ConfigurationError(f"{named_by} {name!r}, which is no function; see docs/objectives.md")
+    imported: Callable[..., Any] = function
+    return imported

@@ -1,0 +1,123 @@
+"""Changes of a run that no command withdraws, for the page: a rollback of its weights, and exclusions.
+
+They are made as `rollstream weights rollback` and `rollstream exclude` make them, at once and by whoever asks, in
+contrast to `rollstream.pipeline.steering`, whose records others follow.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rollstream.consumers.weights.rollback import note_of, roll_back
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.tools.exclude import put_on_record, settings_of
+from rollstream.pipeline.tools.exclusion_marks import Exclusion, newest, partition_configurations
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.errors import ConfigurationError, TopicError
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.keys import decode_key
+from rollstream.topics.records import ExcludedBatch, PolicyManifest
+
+_MOST_NAMED = 20
+_WAIT_S = 60.0
+"""How long an exclusion waits for the grouping processes."""
+
+
+def make(config: RunConfig, change: Mapping[str, Any]) -> str:
+    """Make a change, and return a sentence about it.
+
+    `change` has its name under `command`, and its arguments beside it, as docs/steering.md lists them. Raises
+    ConfigurationError, which names the remedy, for one that cannot be made, and what the command raises.
+    """
+    arguments = {name: value for name, value in change.items() if name != "command"}
+    clients.check_broker(config.kafka)
+    return CHANGES[str(change["command"])](config, arguments)
+
+
+def state(config: RunConfig) -> dict[str, Any]:
+    """Return the rollbacks and exclusions of a run, as plain values for JSON. Raises BrokerUnavailable."""
+    return {"rolled_back": _rollbacks(config), "excluded": _excluded(config)}
+
+
+def _rollbacks(config: RunConfig) -> dict[str, str]:
+    """Return by policy version what a rollback gave it, and why."""
+    skipped = SkippedRecords(logged=False)
+    messages = skipped.records(PolicyManifest, read_to_end(config.kafka, topic_name(config.run, "policies")))
+    notes = {manifest.version: note_of(message) for message, manifest in messages}
+    return {
+        f"version {version}": f"has the parameters of version {note.source}, by {note.by}: {note.reason}"
+        for version, note in sorted(notes.items())
+        if note is not None
+    }
+
+
+def _excluded(config: RunConfig) -> dict[str, Any]:
+    """Return what the newest configuration of grouping excludes, and the batches that learners leave out."""
+    configurations = partition_configurations(config.kafka, config.run, config.grouper)
+    settings = settings_of(newest(configurations)) if configurations else {}
+    excluded = {name.removeprefix("grouping.exclude_"): ", ".join(values) for name, values in settings.items()}
+    batches = _excluded_batches(config)
+    if batches:
+        more = f" and {len(batches) - _MOST_NAMED:,} more" if len(batches) > _MOST_NAMED else ""
+        excluded["batches"] = ", ".join(batches[-_MOST_NAMED:]) + more
+    return excluded
+
+
+def _excluded_batches(config: RunConfig) -> list[str]:
+    skipped, batches = SkippedRecords(logged=False), dict[str, None]()
+    try:
+        for message in read_to_end(config.kafka, topic_name(config.run, "control")):
+            with skipped.passing(message):
+                key = decode_key(message.key)
+                if len(key) != 2 or key[0] != "excluded":
+                    continue
+                if message.value is None:
+                    batches.pop(str(key[1]), None)
+                elif skipped.decode(ExcludedBatch, message) is not None:
+                    batches[str(key[1])] = None
+    except TopicError:
+        return []
+    return list(batches)
+
+
+def _rollback(config: RunConfig, arguments: Mapping[str, Any]) -> str:
+    """Publish a version again: {"version": 17, "reason": "reward hacking", "take_over": True}."""
+    version, reason = arguments.get("version"), str(arguments.get("reason") or "").strip()
+    take_over = arguments.get("take_over", False)
+    _only(arguments, "version", "reason", "take_over")
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise ConfigurationError(f"{version!r} is no policy version; `rollstream weights ls` lists them")
+    if not reason:
+        raise ConfigurationError("say why: the reason stands on the record")
+    if not isinstance(take_over, bool):
+        raise ConfigurationError(f"take_over is {take_over!r}; it is true or false")
+    made = roll_back(
+        config.kafka, config.run, version, reason=reason, take_over=take_over, config=config.learner.weights
+    )
+    return f"Policy version {made.version} has the parameters of version {version}."
+
+
+def _exclude(config: RunConfig, arguments: Mapping[str, Any]) -> str:
+    """Exclude rollouts: {"environments": ["math"], "workers": ["env-3"], "offsets": ["0:5-9"]}; each may lack."""
+    _only(arguments, "environments", "workers", "offsets")
+    named = {name: _texts(name, arguments.get(name, [])) for name in ("environments", "workers", "offsets")}
+    done = put_on_record(config, Exclusion(**named), timeout_s=_WAIT_S)
+    rollouts, batches = done.report.fates.total(), len(done.report.batches)
+    return f"{rollouts:,} rollouts are excluded, and {batches:,} batches that hold some are left out by learners."
+
+
+def _texts(name: str, values: object) -> tuple[str, ...]:
+    if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
+        raise ConfigurationError(f"{name} is {values!r}; it is a list of texts")
+    return tuple(values)
+
+
+def _only(arguments: Mapping[str, Any], *names: str) -> None:
+    for name in arguments:
+        if name not in names:
+            raise ConfigurationError(f"the command takes no {name!r}; it takes {', '.join(names)}")
+
+
+CHANGES: Mapping[str, Callable[[RunConfig, Mapping[str, Any]], str]] = {"rollback": _rollback, "exclude": _exclude}
+"""Every change by its name; its function checks the arguments and makes it."""

@@ -1,0 +1,73 @@
+"""Ends the roles of a run that is split or drained: none starts, and one that runs stops as after SIGTERM.
+
+Roles whose work others wait for while a run is split (servers that answer, labelers that finish groups) end last.
+"""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RollstreamError, TopicError
+from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.logs import event
+from rollstream.topics.records import RunSplit
+from rollstream.topics.run_splits import SUCCESSOR_KEY, check_open
+from rollstream.topics.steering import DesiredState
+
+logger = logging.getLogger(__name__)
+_POLL_S = 1.0
+_REST_S = 5.0
+Ends = Callable[[DesiredState], bool]
+"""Whether what operators want ends a role."""
+
+
+def end_with_split(kafka: KafkaConfig, run: str, also: Ends = lambda _state: False, *, last: bool = False) -> None:
+    """Stop this process by SIGTERM once its run is split, or `also` holds; with `last`, once the run that goes on is
+    open, and so not for a split that is given up. Raises StateRefused if it is that far already, or the run is being
+    filled."""
+    check_open(kafka, run, while_closing=last)
+    threading.Thread(target=_follow, args=(kafka, run, also, last), name="control", daemon=True).start()
+
+
+def _follow(kafka: KafkaConfig, run: str, also: Ends, last: bool) -> None:
+    while True:
+        try:
+            if _ends(kafka, run, also, last):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return
+        except TopicError:
+            return  # A run of an earlier release has no topic `control`.
+        except RollstreamError:
+            time.sleep(_REST_S)
+
+
+def _ends(kafka: KafkaConfig, run: str, also: Ends, last: bool) -> bool:
+    """Wait until the run ends for this process; the return value is always true."""
+    state, skipped = DesiredState(), SkippedRecords(logged=False)
+    topic = topic_name(run, "control")
+    with closing(TopicFollower(kafka, {(topic, 0): BEGINNING})) as follower:
+        while True:
+            for message in follower.poll(100, _POLL_S):
+                if message.key != SUCCESSOR_KEY:
+                    state.note(message, skipped)
+                elif message.value is not None and (not last or _is_over(message, skipped)):
+                    event(logger, "run_split", run=run)
+                    return True
+            # Before the end of the topic, what was withdrawn may seem to hold.
+            if (topic, 0) in follower.ends and also(state):
+                event(logger, "run_drained", run=run)
+                return True
+
+
+def _is_over(message: KafkaRecord, skipped: SkippedRecords) -> bool:
+    """Return whether the run that goes on is open."""
+    split = skipped.decode(RunSplit, message)
+    return split is not None and split.phase == "moved"

@@ -1,0 +1,202 @@
+"""Brings a run to an end with nothing in flight, once operators ask for it: from threads of its grouping processes.
+
+Workers and gateways begin nothing more by themselves, and the learner ends once it has trained on the whole index. A
+drainer does the rest: when no producer has anything open, and labelers have read everything, it has every partition cut
+its sealed groups, until only incomplete ones are left, and records the end on `control`. Each part may be done again,
+by any of these processes, so one that is killed meanwhile leaves nothing to undo.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rollstream.consumers.grouping.config import GrouperConfig
+from rollstream.consumers.grouping.core.task_state import TaskState
+from rollstream.consumers.grouping.process.mark_writer import drain
+from rollstream.consumers.grouping.process.moving import committed_task
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.component_metrics import GONE_S, ComponentMetrics, NewestMetrics
+from rollstream.pipeline.run.control_run import is_labeling_behind
+from rollstream.topics import steering
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.closing import Closing
+from rollstream.topics.codec import decode_as
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RecordError, RollstreamError
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.kafka.skipping_reader import records_between
+from rollstream.topics.logs import event
+from rollstream.topics.records import DrainRequest, Metrics, Rollout
+from rollstream.topics.steering_follower import SteeringFollower
+
+logger = logging.getLogger(__name__)
+_LOOK_S = 1.0
+_AGAIN_S = 5.0
+"""Time until a drain that failed is tried again."""
+_NEWEST_METRICS = 5000
+"""Records of `metrics` that are read: components write one every few seconds."""
+_QUIET_S = 2.0
+"""Time without a new record of `rollouts` after which producers that say that they have ended are believed."""
+_UNKNOWN_QUIET_S = GONE_S
+"""The same where producers write no metrics."""
+_PRODUCERS = ("env", "gateway")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IncompleteGroup:
+    """A group of which grouping waits for more members, or for a policy version."""
+
+    environment: str
+    group: str
+    """Its id, or its example's if it has none."""
+    members: int
+    """Rollouts of it that are there."""
+    size: int
+    """Members that it declares."""
+    ahead: bool
+    """Whether it is of a version that grouping does not know of yet."""
+
+    def __str__(self) -> str:
+        return f"{self.environment}/{self.group} ({self.members} of {self.size})"
+
+
+class Drainer(Closing):
+    """Follows whether a run is to be drained, and brings its grouping to an end."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Begin to follow. Raises BrokerUnavailable."""
+        self._config = config
+        self._following = SteeringFollower(config.kafka, config.run)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="draining", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop following; a drain that goes on ends with the process."""
+        self._closing.set()
+        self._following.close()
+
+    def _follow(self) -> None:
+        while not self._closing.wait(_LOOK_S):
+            try:
+                if self._wanted:
+                    self._drain()
+            except RollstreamError as error:
+                event(logger, "not_drained", level=logging.WARNING, error=str(error), again_in_s=_AGAIN_S)
+                self._closing.wait(_AGAIN_S)
+
+    @property
+    def _wanted(self) -> bool:
+        state = self._following.state
+        return state.draining and not state.drained and not self._closing.is_set()
+
+    def _drain(self) -> None:
+        config = self._config
+        request = self._following.state.drains[steering.WANTED]
+        event(logger, "draining", run=config.run)
+        stages: tuple[Callable[[], bool], ...] = (QuietProducers(config), self._are_labels_there, self._is_cut)
+        for ended in stages:
+            while self._wanted and not ended():
+                self._closing.wait(_LOOK_S)
+        if self._wanted and self._following.state.drains[steering.WANTED] == request:
+            _record_end(config.kafka, config.run, request)
+
+    def _are_labels_there(self) -> bool:
+        return not is_labeling_behind(self._config)
+
+    def _is_cut(self) -> bool:
+        """Cut the sealed groups; return whether only incomplete ones are left."""
+        config = self._config
+        drain(config.kafka, config.run, config.grouper)
+        left = open_groups(config.kafka, config.run, config.grouper)
+        event(logger, "sealed_groups_cut", incomplete=[str(group) for group in left if not group.ahead][:20])
+        return not any(group.ahead for group in left)
+
+
+def _record_end(kafka: KafkaConfig, run: str, request: DrainRequest) -> None:
+    steering.write(kafka, run, steering.DRAIN, {steering.DONE: request})
+    event(logger, "drained", run=run)
+
+
+class QuietProducers:
+    """Tells whether nothing that writes rollouts has anything open: by what they publish, and by the log."""
+
+    def __init__(self, config: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._clock = config, clock
+        self._ends: dict[int, int] = {}
+        self._since = clock()
+
+    def __call__(self) -> bool:
+        """Look once. Raises TopicError or BrokerUnavailable."""
+        kafka, run = self._config.kafka, self._config.run
+        bounds = topic_admin.bounds(kafka, topic_name(run, "rollouts"))
+        ends = {partition: end for partition, (_begin, end) in bounds.items()}
+        if ends != self._ends:
+            self._ends, self._since = ends, self._clock()
+        components = newest_components(kafka, run)
+        known = any(component.role in _PRODUCERS for component in components)
+        quiet_s = _QUIET_S if known else _UNKNOWN_QUIET_S
+        return not has_open_producers(components) and self._clock() - self._since >= quiet_s
+
+
+def has_open_producers(components: tuple[ComponentMetrics, ...]) -> bool:
+    """Whether a worker plays, or a gateway has a session open, as far as their newest metrics tell."""
+    for component in components:
+        if component.alive and (component.role == "env" or _has_open_sessions(component)):
+            return True
+    return False
+
+
+def _has_open_sessions(component: ComponentMetrics) -> bool:
+    return component.role == "gateway" and component.values.get("open_sessions", 0) > 0
+
+
+def newest_components(kafka: KafkaConfig, run: str) -> tuple[ComponentMetrics, ...]:
+    """Return the newest metrics of the components of a run. Raises TopicError or BrokerUnavailable."""
+    topic, newest, skipped = topic_name(run, "metrics"), NewestMetrics(), SkippedRecords(logged=False)
+    bounds = topic_admin.bounds(kafka, topic)
+    start = {partition: max(begin, end - _NEWEST_METRICS) for partition, (begin, end) in bounds.items()}
+    for _message, record in skipped.records(Metrics, read_to_end(kafka, topic, start=start)):
+        newest.add(record)
+    return newest.at(time.time())
+
+
+def open_groups(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> list[IncompleteGroup]:
+    """Return the groups that are in flight at the committed position of grouping, in the order of their names.
+
+    Raises StateRefused as `committed_task` does.
+    """
+    topic = topic_name(run, "rollouts")
+    members: Counter[IncompleteGroup] = Counter()
+    for partition in range(topic_admin.partitions_of(kafka, topic)):
+        members.update(_groups_of(kafka, topic, committed_task(kafka, run, grouper, partition).state))
+    return sorted((replace(group, members=count) for group, count in members.items()), key=str)
+
+
+def _groups_of(kafka: KafkaConfig, topic: str, state: TaskState) -> list[IncompleteGroup]:
+    """Return the group of each rollout that is in flight, with one member."""
+    groups = []
+    unfinished = state.unfinished
+    span = (min(unfinished), max(unfinished) + 1) if unfinished else (0, 0)
+    for message in records_between(kafka, topic, state.partition, *span, state.hopped) if unfinished else ():
+        if message is None or message.offset not in unfinished:
+            continue
+        try:
+            rollout = decode_as(Rollout, message.value)
+        except RecordError:
+            continue
+        groups.append(
+            IncompleteGroup(
+                environment=rollout.environment,
+                group=rollout.group_id or rollout.example_id,
+                members=1,
+                size=rollout.group_size,
+                ahead=rollout.policy_version > state.policy_version,
+            )
+        )
+    return groups

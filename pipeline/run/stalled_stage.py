@@ -1,0 +1,141 @@
+"""Names the stage of a run that starves or blocks the others when no step is made for long. Pure.
+
+It looks from the learner back to the environments, and names the first stage that has input and gives nothing on: what
+comes before it waits, and what comes behind it starves.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rollstream.pipeline.run.component_metrics import ComponentMetrics
+
+STEP_PATIENCE_S = 600.0
+"""Time without a step after which a run may count as stalled."""
+STEPS = 5
+"""Median step times without a step after which a run may count as stalled."""
+_ENV, _GROUP, _LEARN, _WEIGHTS, _LABEL = "env", "group", "learn", "weights", "label"
+_SERVERS = ("infer", "serve-weights")
+_MOSTLY = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowFacts:
+    """How a run flows: positions on its log, times since its newest records, and what its components say."""
+
+    step_age_s: float
+    """Time since the newest step, or since the first record of the run if there is none."""
+    median_step_s: float = 0.0
+    """Median time from one of the newest steps to the next."""
+    rollout_age_s: float = 0.0
+    """Time since the newest rollout was appended, like the next three; infinite if there is none."""
+    read_age_s: float = 0.0
+    batch_age_s: float = 0.0
+    version_age_s: float = 0.0
+    version: int = -1
+    """Newest version published."""
+    waiting_rollouts: int = 0
+    """Rollouts of batches that no step has used or skipped."""
+    needed_rollouts: int = 1
+    """Rollouts that a step takes."""
+    in_flight: int = 0
+    unread: int = 0
+    unlabeled: int = 0
+    """Records that no labeler has read."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Rollouts dropped since the newest step, by reason."""
+    skipped: int = 0
+    """Rollouts that the learner has skipped since the newest step."""
+    components: Sequence[ComponentMetrics] = ()
+    ends: bool = False
+    """Whether operators want the run to end, so that no step need come."""
+
+
+class Stall(NamedTuple):
+    """The stage at which a run stalls, and why."""
+
+    stage: str
+    """Role at which to look, or `weights`."""
+    why: str
+
+
+def stalled_stage(facts: FlowFacts, patience_s: float) -> Stall | None:
+    """Return the stage that keeps a run from its next step; None for one that steps, has ended, or is to end."""
+    limit_s = max(patience_s, STEPS * facts.median_step_s)
+    if facts.step_age_s < limit_s or facts.ends or not any(each.alive for each in facts.components):
+        return None
+    for look in (_learner, _weights, _grouping, _labeling, _inference):
+        if stall := look(facts, limit_s):
+            return stall
+    return _environments(facts)
+
+
+def _learner(facts: FlowFacts, limit_s: float) -> Stall | None:
+    if facts.waiting_rollouts >= facts.needed_rollouts:
+        return Stall(_LEARN, f"the learner does not take batches: {facts.waiting_rollouts:,} rollouts wait for a step")
+    return None
+
+
+def _weights(facts: FlowFacts, limit_s: float) -> Stall | None:
+    if facts.version < 0:
+        return Stall(_WEIGHTS, "no policy version was ever published, so nothing can be sampled")
+    served = [
+        int(each.values["policy_version"])
+        for each in facts.components
+        if each.role in _SERVERS and each.alive and "policy_version" in each.values
+    ]
+    behind = [version for version in served if version < facts.version]
+    if behind and facts.version_age_s >= limit_s and (facts.skipped or facts.dropped.get("stale_version", 0)):
+        return Stall(
+            _WEIGHTS,
+            f"weights do not arrive: servers have version {min(behind)}, and {facts.version} is published; what they "
+            "sample is too old",
+        )
+    return None
+
+
+def _grouping(facts: FlowFacts, limit_s: float) -> Stall | None:
+    if facts.batch_age_s < limit_s:
+        return None  # The learner alone can be slower than that.
+    if facts.unread and facts.read_age_s >= limit_s:
+        return Stall(_GROUP, f"grouping reads nothing: {facts.unread:,} records wait")
+    if facts.rollout_age_s >= limit_s:
+        return None
+    if facts.unread > facts.in_flight + facts.needed_rollouts:
+        return Stall(_GROUP, f"grouping lags: {facts.unread:,} records wait")
+    if (lost := sum(facts.dropped.values())) > facts.in_flight:
+        reason = max(facts.dropped, key=lambda name: facts.dropped[name])
+        return Stall(_GROUP, f"groups are dropped, {lost:,} rollouts since the last step, most as {reason}")
+    return Stall(_GROUP, f"groups never complete: {facts.in_flight:,} rollouts wait for members or a batch")
+
+
+def _labeling(facts: FlowFacts, limit_s: float) -> Stall | None:
+    if facts.unlabeled and facts.rollout_age_s >= limit_s:
+        return Stall(_LABEL, f"labels do not come: {facts.unlabeled:,} rollouts wait for a labeler")
+    return None
+
+
+def _inference(facts: FlowFacts, limit_s: float) -> Stall | None:
+    """Whether workers that play get no answers."""
+    workers = [each for each in facts.components if each.role == _ENV and each.alive]
+    if facts.rollout_age_s < limit_s or not workers:
+        return None
+    servers = [each for each in facts.components if each.role in _SERVERS]
+    name = servers[0].role if servers else _SERVERS[0]
+    if servers and not any(each.alive for each in servers):
+        return Stall(name, "inference does not answer: no server runs")
+    errors = sum(each.values.get("errors_per_s", 0.0) for each in servers if each.alive)
+    failed = sum(each.values.get("failed_per_s", 0.0) for each in workers)
+    if errors or failed:
+        return Stall(name, f"inference refuses: {failed:.2g} rollouts a second fail, and {errors:.2g} requests")
+    return None
+
+
+def _environments(facts: FlowFacts) -> Stall:
+    workers = [each for each in facts.components if each.role == _ENV and each.alive]
+    if not workers:
+        return Stall(_ENV, "environments produce nothing: no worker runs")
+    waits = sum(each.values.get("waiting_for_capacity", 0.0) for each in workers) / len(workers)
+    if waits > _MOSTLY:
+        return Stall(_ENV, f"environments wait for room: {facts.in_flight:,} rollouts are in flight, and none moves on")
+    return Stall(_ENV, f"environments produce nothing: {len(workers)} workers play, and no rollout comes")

@@ -1,0 +1,89 @@
+"""An environment beyond its quotas loses groups of its own, oldest first, and no other environment any."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core.quotas import Quota, parse_quotas
+from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
+from rollstream.topics.errors import ConfigurationError
+from tests.support.pairs import driver, reasons
+
+
+def open_group(d: GroupingTestDriver, environment: str, example_id: str) -> None:
+    d.pipe(example_rollout(f"{environment}-{example_id}", 1.0, environment=environment, example_id=example_id))
+
+
+def test_the_oldest_open_group_of_the_environment_goes_first() -> None:
+    d = driver(quotas=("noisy:open_groups=2",))
+    open_group(d, "quiet", "first")
+    for number in range(4):
+        open_group(d, "noisy", str(number))
+    assert reasons(d) == {1: "quota", 2: "quota"}
+    assert d.drops[0].detail == "the environment exceeds grouping.quotas noisy:open_groups=2"
+    assert d.fold.open_groups == 3
+    d.crash_and_restore()
+    open_group(d, "noisy", "4")
+    assert reasons(d) == {1: "quota", 2: "quota", 3: "quota"}
+    assert d.fold.open_groups == 3
+
+
+def test_a_group_that_completes_counts_no_more() -> None:
+    d = driver(quotas=("env:open_groups=1",), batch_rollouts=100)
+    for example_id in "abc":
+        for uid, reward in (("1", 1.0), ("2", 0.0)):
+            d.pipe(example_rollout(example_id + uid, reward, example_id=example_id))
+    assert reasons(d) == {}
+    d.drain()
+    assert len(d.batches[0].rewards) == 6
+
+
+def test_memory_of_an_environment_is_that_of_all_its_groups() -> None:
+    d = driver(batch_rollouts=100)
+    open_group(d, "noisy", "0")
+    size = d.fold.held_bytes
+    d = driver(quotas=(f"noisy:held_bytes={3 * size}",), batch_rollouts=100)
+    open_group(d, "quiet", "first")
+    for number in range(5):
+        open_group(d, "noisy", str(number))
+    assert set(reasons(d).values()) == {"quota"}
+    assert sorted(reasons(d)) == [1, 2]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["noisy", "quiet"]), st.integers(0, 5), st.booleans()), max_size=60),
+    st.integers(1, 4),
+)
+def test_an_environment_never_costs_another_one_a_group(groups: list[tuple[str, int, bool]], most: int) -> None:
+    limited, alone = driver(quotas=(f"noisy:open_groups={most}",)), driver()
+    for number, (environment, example, second) in enumerate(groups):
+        rollout = example_rollout(
+            f"{environment}{number}", float(second), environment=environment, example_id=str(example)
+        )
+        limited.pipe(rollout)
+        if environment == "quiet":
+            alone.pipe(rollout)
+        assert limited.fold.open_groups <= most + alone.fold.open_groups
+    quiet = [drop.reason for drop in limited.drops if drop.environment == "quiet"]
+    assert quiet == [drop.reason for drop in alone.drops]
+    before = limited.fold.open_groups, limited.fold.held_bytes
+    limited.commit(snapshot=True)
+    limited.crash_and_restore()
+    assert (limited.fold.open_groups, limited.fold.held_bytes) == before
+
+
+def test_quotas_are_parsed_or_refused() -> None:
+    both = parse_quotas(["a:b:open_groups=3", "a:b:held_bytes=4", "c:open_groups=1"])
+    assert both == {"a:b": Quota(3, 4), "c": Quota(open_groups=1)}
+    for text in (
+        "a",
+        "open_groups=3",
+        ":open_groups=3",
+        "a:groups=3",
+        "a:open_groups=0",
+        "a:open_groups=-1",
+        "a:open_groups=²",
+    ):
+        with pytest.raises(ConfigurationError, match=r"grouping\.quotas: .* limits nothing"):
+            GroupingConfig(quotas=(text,))
