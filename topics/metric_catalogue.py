@@ -304,6 +304,11 @@ _LEARNING = (
         {
             "importance/weight_mean": "Mean importance weight.",
             "importance/limited_mean": "Share of tokens whose weight was limited.",
+            "importance/effective_sample_fraction": "Effective sample size of the weights, over the trained tokens.",
+            "rejection/token_mean": "Share of tokens masked by learner.loss.reject_token.",
+            "rejection/sequence_mean": "Share of tokens masked by learner.loss.reject_sequence.",
+            "rejection/geometric_mean": "Share of tokens masked by learner.loss.reject_geometric.",
+            "distillation/kl_mean": "Mean log-probability of the learner less that of learner.teacher.",
             "sequence_mask/masked_mean": "Share of tokens masked by learner.loss.sequence_mask_limit.",
             "kl/mean": "Divergence from the reference policy.",
         },

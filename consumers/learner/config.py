@@ -10,7 +10,12 @@ from typing import Literal
 
 from rollstream.consumers.learner.records.checkpoint_paths import is_remote
 from rollstream.consumers.learner.records.metric_sinks_config import SinksConfig
-from rollstream.consumers.learner.training.objective import LossConfig, OptimizerConfig, needs_reference
+from rollstream.consumers.learner.training.objective import (
+    LossConfig,
+    OptimizerConfig,
+    needs_reference,
+    needs_teacher,
+)
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.topics.errors import ConfigurationError
@@ -145,6 +150,9 @@ class LearnerConfig:
     """Directory of the Hugging Face checkpoint (config.json, safetensors, tokenizer.json) that the run starts from."""
     reference: str = ""
     """Reference of the KL term: "carried" log-probabilities, the "initial" parameters, or a checkpoint directory."""
+    teacher: str = ""
+    """Directory of the Hugging Face checkpoint whose log-probabilities the learner is taught; any supported model with
+    the vocabulary of the policy (learner.loss.distillation_coefficient)."""
     processes: int = 1
     """Processes of this learner, which train together; process 0 leads."""
     coordinator: str = ""
@@ -198,6 +206,11 @@ class LearnerConfig:
             raise ConfigurationError(
                 f"learner.loss.kl_coefficient is {self.loss.kl_coefficient}, but there is no reference; "
                 'set learner.reference to "initial", a directory or "carried", or kl_coefficient to 0'
+            )
+        if needs_teacher(self.loss) and not self.teacher:
+            raise ConfigurationError(
+                f"learner.loss.distillation_coefficient is {self.loss.distillation_coefficient}, but there is no "
+                "teacher; set learner.teacher to a checkpoint directory, or distillation_coefficient to 0"
             )
         if len(self.length_buckets) > 2 or any(not 0 < length < self.sequence_length for length in self.length_buckets):
             raise ConfigurationError(

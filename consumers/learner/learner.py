@@ -31,7 +31,7 @@ from rollstream.consumers.learner.records.recording_thread import RecordingThrea
 from rollstream.consumers.learner.records.snapshot import snapshot
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.learner.reproducibility import fingerprint
-from rollstream.consumers.learner.startup import Example, begin, load_reference
+from rollstream.consumers.learner.startup import Example, begin, load_reference, load_teacher
 from rollstream.consumers.learner.step_rules import NEWEST, StepRules, rules_of
 from rollstream.consumers.learner.training.logprob_mismatch import mismatch_warning
 from rollstream.consumers.learner.training.train_step import Metrics, Params
@@ -113,6 +113,7 @@ class _Learner:
         self._state = self._train_step.abstract_state()
         self._owned = _owned(self._state.params, team)
         self._reference: Params | None = None
+        self._teacher: Params | None = None
         self._position = LearnerPosition()
         self._compares_arrays_until = -1
         self._waited_s = 0.0
@@ -145,6 +146,7 @@ class _Learner:
         else:
             self._state, self._position = restored.state, restored.position
         self._reference = load_reference(self._train_step, self._checkpoints)
+        self._teacher = load_teacher(self._train_step)
         if self._recorder is not None and restored is not None:
             self._recorder.same_bits = not self._changed_since(restored.fingerprint)
             self._recorder.resend(self._position.recent_steps)
@@ -239,7 +241,7 @@ class _Learner:
         began = time.monotonic()
         given = loaded.packed if loaded.placed is None else loaded.placed
         train_step = self._train_steps.of(loaded.plan.rules)
-        self._state, metrics = train_step.train(self._state, given, self._reference)
+        self._state, metrics = train_step.train(self._state, given, self._reference, self._teacher)
         trained_s = time.monotonic() - began
         outcomes = self._add_up(step, loaded)
         self._report_left_out(step, outcomes)

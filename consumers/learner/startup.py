@@ -1,4 +1,4 @@
-"""Start of a learner: the parameters of step 0 and the reference parameters of the KL term.
+"""Start of a learner: the parameters of step 0, of the reference of the KL term, and of the teacher.
 
 Used by the learner and by retraining.
 """
@@ -11,9 +11,12 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.packing import TrainingSequence
-from rollstream.consumers.learner.pretrained import initial_params
+from rollstream.consumers.learner.pretrained import initial_params, tokenizer_of
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
 from rollstream.consumers.learner.training.train_step import Metrics, OnUpdate, Params, TrainState, TrainStep
+from rollstream.consumers.models.huggingface import load_config
+from rollstream.consumers.models.tokenizer import PRINTABLE_ASCII, Tokenizer
+from rollstream.consumers.models.tokenizer_file import load_tokenizer
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import event
 
@@ -75,6 +78,34 @@ def load_reference(train_step: TrainStep, checkpoints: Checkpoints) -> Params | 
     else:
         params = initial_params(config.reference, config.model, train_step.shardings.params)
     return train_step.frozen(params)
+
+
+def load_teacher(train_step: TrainStep) -> Params | None:
+    """Return the parameters of the teacher; None without one.
+
+    Raises ConfigurationError unless its vocabulary holds that of the policy, and CheckpointRefused.
+    """
+    config = train_step.config
+    if not config.teacher:
+        return None
+    model = load_config(config.teacher)
+    if not _same_vocabulary(load_tokenizer(config.teacher), tokenizer_of(config)):
+        raise ConfigurationError(
+            f"learner.teacher {config.teacher} has another vocabulary than the policy: the tokens that the policy "
+            "samples would mean something else to it; choose a teacher of the same family"
+        )
+    shardings = {name: leaf.sharding for name, leaf in train_step.abstract_teacher().items()}
+    return train_step.frozen_teacher(initial_params(config.teacher, model, shardings))
+
+
+def _same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers have the same tokens, as far as their size, end, characters and a spread of ids tell."""
+    ids = range(0, one.vocab_size, max(1, one.vocab_size // 1000))
+    return (
+        (one.vocab_size, one.eos_id) == (other.vocab_size, other.eos_id)
+        and one.encode(PRINTABLE_ASCII) == other.encode(PRINTABLE_ASCII)
+        and all(one.decode([token]) == other.decode([token]) for token in ids)
+    )
 
 
 def supervised(examples: Sequence[Example]) -> list[TrainingSequence]:

@@ -24,6 +24,7 @@ class Sample:
     reference: Floats
     tokens: NDArray[np.int32]
     temperature: float = 1.0
+    teacher: Floats | None = None
 
 
 def denominators(samples: Sequence[Sample], dtype: type = np.float32) -> dict[str, np.floating]:
@@ -50,7 +51,9 @@ def microbatch(
         "loss_mask": np.zeros(shape, dtype),
         "temperatures": np.ones(shape, dtype),
     }
-    values = ("advantages", "generator", "learner", "entropy", "proximal", "reference")
+    values: tuple[str, ...] = ("advantages", "generator", "learner", "entropy", "proximal", "reference")
+    if all(sample.teacher is not None for sample in samples):
+        values += ("teacher",)
     arrays |= {name: np.full(shape, rubbish, dtype) for name in ("loss_weights", *values)}
     for row, members in enumerate(layout):
         start = 0
@@ -67,8 +70,8 @@ def microbatch(
             for name in values:
                 arrays[name][where] = np.where(sample.mask, getattr(sample, name), rubbish)
             start += len(sample.mask)
-    renamed = {"generator": "generator_log_probs", "proximal": "proximal_log_probs", "reference": "reference_log_probs"}
-    return {renamed.get(name, name): array for name, array in arrays.items()}
+    log_probs = ("generator", "proximal", "reference", "teacher")
+    return {f"{name}_log_probs" if name in log_probs else name: array for name, array in arrays.items()}
 
 
 def row_by_row(samples: Sequence[Sample], length: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ import pytest
 
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Outcomes, rloo, rloo_normalized
 from rollstream.consumers.grouping.makers.registry import MAKERS
-from rollstream.consumers.learner.training.objective import RECIPES, LossConfig, policy_metrics
+from rollstream.consumers.learner.training.objective import RECIPES, LossConfig, policy_metrics, reported
 from rollstream.pipeline.cli import COMMANDS, build_parser
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.settings import known_keys
@@ -256,8 +256,12 @@ def test_the_tables_of_losses_have_what_can_be_chosen_and_the_figures_that_are_t
 
 def test_the_table_of_the_losses_metrics_has_every_one() -> None:
     named = {name for cell in first_cells(section("docs/losses.md", "Metrics"))[1:] for name in cell.split(", ")}
+    bounds = (0.5, 2.0)
+    loss = LossConfig(
+        name="rloo", sequence_mask_limit=1.0, reject_token=bounds, reject_sequence=bounds, reject_geometric=bounds
+    )
     every = {
-        *policy_metrics(LossConfig(name="rloo", sequence_mask_limit=1.0), reference=True),
+        *reported(dict.fromkeys(policy_metrics(loss, reference=True, teacher=True), 1.0)),
         "optim/grad_norm",
         "optim/lr",
         "optim/skipped",

@@ -19,7 +19,7 @@ from rollstream.consumers.learner.records.device_checksum import device_checksum
 from rollstream.consumers.learner.records.past_steps import batches_of
 from rollstream.consumers.learner.records.snapshot import snapshot
 from rollstream.consumers.learner.reproducibility import fingerprint
-from rollstream.consumers.learner.startup import Example, begin, load_reference
+from rollstream.consumers.learner.startup import Example, begin, load_reference, load_teacher
 from rollstream.consumers.learner.step_rules import rules_of
 from rollstream.consumers.learner.training.train_step import Params, TrainState, TrainStep
 from rollstream.consumers.learner.training.train_steps import TrainSteps
@@ -105,6 +105,7 @@ def retrain(
     train_steps = TrainSteps(config)
     first = train_steps.of(rules_of(recorded.get(0)))
     state, reference, saved = _begun(config, run, from_step, first, warm_start_examples)
+    teacher = load_teacher(train_steps.newest)
     begins = int(state.step)
     _check_recorded(recorded, begins, last, config.name)
     plans = batches_of(kafka, recorded[begins].position, [recorded[step] for step in range(begins + 1, last + 1)])
@@ -115,7 +116,7 @@ def retrain(
         for step in range(begins, last + 1):
             if step > begins:
                 packed, rules = _next(prefetched).packed, plans[step].rules
-                state, _ = train_steps.of(rules).train(state, packed, reference)
+                state, _ = train_steps.of(rules).train(state, packed, reference, teacher)
             done.append(_beside(recorded[step], state))
             on_step(done[-1])
             if not done[-1].same:

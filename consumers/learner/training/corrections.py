@@ -3,7 +3,8 @@
 Results are float32 of the shape of the arguments, and finite for all arguments but NaN.
 """
 
-from typing import Literal
+import math
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,41 @@ def importance_weights(
         return jnp.minimum(weights, config.importance_high), above
     outside = above | (weights < config.importance_low)
     return jnp.where(outside, 0.0, weights), outside
+
+
+def rejected(
+    config: LossConfig, log_ratios: jax.Array, mask: jax.Array, segment_ids: jax.Array
+) -> dict[str, jax.Array]:
+    """Tokens beyond the bounds of each configured level, bool [rows, tokens], for `log_ratios` of learner over
+    generator.
+
+    By the ratio of the token itself, or of its sequence: the product over its trained tokens, or their geometric mean.
+    Unlike masked importance weights, what is kept is not weighted (hard trust region, richardli.xyz/rl-collapse-3).
+    """
+    held = jax.lax.stop_gradient(log_ratios) * mask
+    found = {}
+    for level, (low, high) in config.rejections.items():
+        values = held
+        if level == "sequence":
+            values = sequence_sums(held, segment_ids)
+        elif level == "geometric":
+            values = sequence_means(held, mask, segment_ids)
+        # Compared as logarithms: a product of many ratios may not be a finite number.
+        found[level] = ((values > math.log(high)) | (values < (math.log(low) if low else -math.inf))) & (mask > 0)
+    return found
+
+
+def returns(values: jax.Array, mask: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Sum of `values` [rows, tokens] over the trained tokens of a sequence from each token on."""
+
+    def joined(later: tuple[jax.Array, jax.Array], earlier: tuple[jax.Array, jax.Array]) -> Any:
+        (sum_later, ends_later), (sum_earlier, ends_earlier) = later, earlier
+        return jnp.where(ends_earlier, sum_earlier, sum_earlier + sum_later), ends_later | ends_earlier
+
+    following = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    ends = following != segment_ids
+    sums: jax.Array = jax.lax.associative_scan(joined, (values * mask, ends), reverse=True, axis=1)[0]
+    return sums
 
 
 def off_policy_mask(

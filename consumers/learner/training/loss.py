@@ -9,8 +9,22 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from rollstream.consumers.learner.training.corrections import divergence, importance_weights, log_ratio, off_policy_mask
-from rollstream.consumers.learner.training.objective import LossConfig, TokenArrays, denominator_of, needs_reference
+from rollstream.consumers.learner.training.corrections import (
+    divergence,
+    importance_weights,
+    log_ratio,
+    off_policy_mask,
+    rejected,
+    returns,
+)
+from rollstream.consumers.learner.training.objective import (
+    WEIGHT_MOMENTS,
+    LossConfig,
+    TokenArrays,
+    denominator_of,
+    needs_reference,
+    needs_teacher,
+)
 from rollstream.consumers.learner.training.surrogates import Surrogate, surrogate_of
 from rollstream.consumers.models.config import ComputeSettings, DecoderConfig
 from rollstream.consumers.models.decoder import Params, hidden, token_logprobs
@@ -53,17 +67,24 @@ def policy_loss_of(
     the learner to the generator, and w = 1; or, with importance sampling, of the learner to the proximal policy, and w
     weighs that against the generator (decoupled PPO, arXiv:2110.00641 and 2505.24298). The proximal policy is the
     learner before the step: `proximal_log_probs`, or the learner itself if a step has one update. H is the entropy, D
-    the divergence from the reference. `surrogate` replaces that of the configured name.
+    the divergence from the reference. `surrogate` replaces that of the configured name. With kl_place "advantage" or
+    "return" D is not in the loss, but held constant in the advantages, and so is the teacher's log-probability less
+    that of the policy before the step (on-policy distillation).
 
     Returns sum(loss_weights * token loss) / denominators[denominator_of(config)] and the metrics called
     `policy_metrics(config, reference=...)`, means over trained tokens. All are already divided, so that sums over
     microbatches and processes are those of the update. Raises ConfigurationError if kl_coefficient is set without
-    `reference_log_probs`.
+    `reference_log_probs`, or distillation_coefficient without `teacher_log_probs`.
     """
     if needs_reference(config) and "reference_log_probs" not in batch:
         raise ConfigurationError(
             "learner.loss.kl_coefficient is set, but the rollouts carry no reference log-probabilities and no "
             "reference model is loaded; set learner.reference, or kl_coefficient to 0"
+        )
+    if needs_teacher(config) and "teacher_log_probs" not in batch:
+        raise ConfigurationError(
+            "learner.loss.distillation_coefficient is set, but there is no teacher; set learner.teacher, or "
+            "distillation_coefficient to 0"
         )
     recipe = config.recipe
     mask, segment_ids = batch["loss_mask"][:, 1:], batch["segment_ids"][:, 1:]
@@ -77,7 +98,7 @@ def policy_loss_of(
     tokens = TokenArrays(
         log_probs=logprobs,
         log_ratio=log_ratio(logprobs, before if decoupled else generator, mask),
-        advantages=jnp.where(trained, batch["advantages"][:, 1:], 0.0),
+        advantages=_advantages(config, batch, before, mask, segment_ids),
         mask=mask,
         segment_ids=segment_ids,
     )
@@ -100,6 +121,13 @@ def policy_loss_of(
         weights, limited = importance_weights(config, mismatch, mask, segment_ids)
         token_loss = weights * token_loss
         metrics |= {"importance/weight_mean": mean(weights), "importance/limited_mean": mean(limited)}
+    else:
+        weights = jnp.exp(jax.lax.stop_gradient(mismatch))
+    for level, beyond in rejected(config, mismatch, mask, segment_ids).items():
+        token_loss, weights = jnp.where(beyond, 0.0, token_loss), jnp.where(beyond, 0.0, weights)
+        metrics[f"rejection/{level}_mean"] = mean(beyond)
+    if decoupled or config.rejections:
+        metrics |= dict(zip(WEIGHT_MOMENTS, (mean(weights), mean(jnp.square(weights))), strict=True))
     if config.sequence_mask_limit:
         # The learner of this update, as in the paper, not the one before the step.
         moved = log_ratio(logprobs, generator, mask)
@@ -110,12 +138,38 @@ def policy_loss_of(
         token_loss -= recipe.entropy_coefficient * entropy
     if "reference_log_probs" in batch:
         distance = divergence(config.kl_estimator, log_ratio(batch["reference_log_probs"][:, 1:], logprobs, mask))
-        if config.kl_coefficient:
+        if config.kl_coefficient and config.kl_place == "loss":
             token_loss += config.kl_coefficient * distance
         metrics["kl/mean"] = mean(distance)
+    if "teacher_log_probs" in batch:
+        metrics["distillation/kl_mean"] = mean(log_ratio(before, batch["teacher_log_probs"][:, 1:], mask))
     loss_weights = jnp.where(trained, batch["loss_weights"][:, 1:], 0.0)
     loss = jnp.sum(loss_weights * token_loss) / denominators[denominator_of(config)]
     return loss, {"loss": loss, **metrics}
+
+
+def _advantages(
+    config: LossConfig, batch: Arrays, before: jax.Array, mask: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
+    """Advantages [rows, tokens - 1] with what the reference and the teacher add; without gradient, 0 if not trained.
+
+    `before` are log-probabilities of the policy before the step. REINFORCE++ (arXiv:2501.03262) subtracts the return of
+    the divergence; on-policy distillation adds the reverse divergence from the teacher, token by token
+    (thinkingmachines.ai/blog/on-policy-distillation).
+    """
+    advantages = jnp.where(mask > 0, batch["advantages"][:, 1:], 0.0)
+    if config.reward_coefficient != 1.0:
+        advantages *= config.reward_coefficient
+    before = jax.lax.stop_gradient(before)
+    if config.kl_coefficient and config.kl_place != "loss":
+        distance = divergence(config.kl_estimator, log_ratio(batch["reference_log_probs"][:, 1:], before, mask))
+        if config.kl_place == "return":
+            distance = returns(distance, mask, segment_ids)
+        advantages -= config.kl_coefficient * distance * mask
+    if config.distillation_coefficient:
+        gain = log_ratio(batch["teacher_log_probs"][:, 1:], before, mask)
+        advantages += config.distillation_coefficient * gain
+    return advantages
 
 
 def supervised_loss(

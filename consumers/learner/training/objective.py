@@ -5,7 +5,7 @@ schedules and optimizers of users are named here and imported in `user_objective
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -26,6 +26,13 @@ LOSSES, SCHEDULES, OPTIMIZERS = "rollstream.losses", "rollstream.schedules", "ro
 
 Schedule = Literal["cosine", "linear", "constant"]
 Optimizer = Literal["adamw", "adam", "sgd", "lion", "muon", "adafactor"]
+
+KlPlace = Literal["loss", "advantage", "return"]
+REJECTION_LEVELS = ("token", "sequence", "geometric")
+
+WEIGHT_MOMENTS = ("importance/kept_weight_mean", "importance/kept_square_mean")
+"""Means of the weights that tokens were trained with, and of their squares, of which `reported` makes one metric."""
+EFFECTIVE_SAMPLES = "importance/effective_sample_fraction"
 
 MISMATCH_METRICS = ("mismatch_kl/mean", "mismatch_log_ratio/mean")
 """Names of the metrics that compare learner and sampler."""
@@ -131,10 +138,24 @@ class LossConfig:
     importance_high: float = 2.0
     """Upper bound of weights: "truncated" importance sampling clips higher ones to it (arXiv:1802.01561), "masked" sets
     them to 0."""
+    reject_token: tuple[float, ...] = ()
+    """Lower and upper bound of a token's ratio of learner to generator: tokens beyond are masked; empty: none is."""
+    reject_sequence: tuple[float, ...] = ()
+    """Bounds of the product of these ratios over a sequence: sequences beyond are masked whole; empty: none is."""
+    reject_geometric: tuple[float, ...] = ()
+    """Bounds of their geometric mean over a sequence: sequences beyond are masked whole; empty: none is."""
     kl_coefficient: float = 0.0
-    """Weight, in the loss, of the divergence from a reference model; needs learner.reference."""
+    """Weight of the divergence from a reference model; needs learner.reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
+    kl_place: KlPlace = "loss"
+    """Add the divergence to each token's loss; or, as part of the reward, subtract it from each token's advantage; or
+    subtract from each token's advantage the sum from it to the end of its sequence, its return."""
+    reward_coefficient: float = 1.0
+    """Weight of the advantages that grouping computed; 0 for distillation alone."""
+    distillation_coefficient: float = 0.0
+    """Weight of the teacher's log-probability less the learner's, added to each token's advantage; needs
+    learner.teacher."""
     train_truncated: bool | None = None
     """Train on truncated rollouts; otherwise their tokens are masked."""
     sequence_mask_limit: float = 0.0
@@ -156,6 +177,8 @@ class LossConfig:
             "entropy_coefficient": (recipe.entropy_coefficient, 0.0, math.inf),
             "sequence_mask_limit": (self.sequence_mask_limit, 0.0, math.inf),
             "kl_coefficient": (self.kl_coefficient, 0.0, math.inf),
+            "reward_coefficient": (self.reward_coefficient, 0.0, math.inf),
+            "distillation_coefficient": (self.distillation_coefficient, 0.0, math.inf),
             "importance_low": (self.importance_low, 0.0, 1.0),
             "importance_high": (self.importance_high, 1.0, math.inf),
         }
@@ -167,11 +190,28 @@ class LossConfig:
                 f"loss {self.name!r} divides each sequence's sum by a constant that must not depend on the data; set "
                 "learner.loss.length_norm, for example to the most tokens a completion may have"
             )
-        if self.kl_coefficient and self.kl_estimator == "k1":
+        for level, bounds_of in self.rejections.items():
+            if len(bounds_of) != 2 or not 0.0 <= bounds_of[0] <= 1.0 <= bounds_of[1]:
+                raise ConfigurationError(
+                    f"learner.loss.reject_{level} is {list(bounds_of)}; give a lower bound of at most 1 and an upper "
+                    "bound of at least 1, such as [0.5, 2.0]"
+                )
+        if self.kl_coefficient and self.kl_estimator == "k1" and self.kl_place == "loss":
             raise ConfigurationError(
                 'learner.loss.kl_estimator "k1" has a gradient of mean zero, so kl_coefficient would have no effect; '
-                'take "k3"'
+                'take "k3", or kl_place "advantage"'
             )
+        if not self.reward_coefficient and not self.distillation_coefficient:
+            raise ConfigurationError(
+                "learner.loss.reward_coefficient is 0, so nothing would be learned; set "
+                "learner.loss.distillation_coefficient and learner.teacher, or leave reward_coefficient at 1"
+            )
+
+    @property
+    def rejections(self) -> dict[str, tuple[float, ...]]:
+        """Bounds of the ratio beyond which tokens or sequences are masked, by level; only levels that have bounds."""
+        every = {level: getattr(self, f"reject_{level}") for level in REJECTION_LEVELS}
+        return {level: bounds for level, bounds in every.items() if bounds}
 
     @cached_property
     def recipe(self) -> LossRecipe:
@@ -263,8 +303,26 @@ def needs_reference(config: LossConfig) -> bool:
     return config.kl_coefficient > 0
 
 
-def policy_metrics(config: LossConfig, *, reference: bool = False) -> tuple[str, ...]:
-    """Names of the metrics of `policy_loss`, for batches with or without `reference_log_probs`."""
+def needs_teacher(config: LossConfig) -> bool:
+    """Whether the loss needs `teacher_log_probs`."""
+    return config.distillation_coefficient > 0
+
+
+def reported(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of one update as they are reported, given the sums of `policy_loss` over all of it.
+
+    The effective sample size (Kong, 1992) is a quotient of sums, so it is made here: (sum w)^2 / (n sum w^2), as a
+    fraction of the n trained tokens; 0 if none was kept.
+    """
+    found = dict(metrics)
+    if WEIGHT_MOMENTS[0] in found:
+        mean, square = (float(found.pop(name)) for name in WEIGHT_MOMENTS)
+        found[EFFECTIVE_SAMPLES] = mean * mean / square if square else 0.0
+    return found
+
+
+def policy_metrics(config: LossConfig, *, reference: bool = False, teacher: bool = False) -> tuple[str, ...]:
+    """Names of the metrics of `policy_loss`, for batches with or without log-probabilities of other models."""
     names: tuple[str, ...] = (
         "loss",
         "entropy/mean",
@@ -275,9 +333,15 @@ def policy_metrics(config: LossConfig, *, reference: bool = False) -> tuple[str,
     )
     if config.recipe.importance_sampling != "none":
         names += ("importance/weight_mean", "importance/limited_mean")
+    if config.rejections:
+        names += tuple(f"rejection/{level}_mean" for level in config.rejections)
+    if config.recipe.importance_sampling != "none" or config.rejections:
+        names += WEIGHT_MOMENTS
     if config.sequence_mask_limit:
         names += ("sequence_mask/masked_mean",)
-    return (*names, "kl/mean") if reference else names
+    if reference:
+        names += ("kl/mean",)
+    return (*names, "distillation/kl_mean") if teacher else names
 
 
 def _check_known(kind: str, name: str, known: Iterable[str], group: str) -> None:

@@ -42,11 +42,13 @@ from rollstream.consumers.learner.training.objective import (
     OptimizerConfig,
     needs_proximal,
     policy_metrics,
+    reported,
 )
 from rollstream.consumers.learner.training.optimizer import make_optimizer, make_schedule, update_metrics
 from rollstream.consumers.models import decoder, parameters
 from rollstream.consumers.models.attention import earlier_implementation
-from rollstream.consumers.models.config import ComputeSettings
+from rollstream.consumers.models.config import ComputeSettings, DecoderConfig
+from rollstream.consumers.models.huggingface import load_config
 from rollstream.topics.errors import ConfigurationError
 
 Metrics = dict[str, float]
@@ -155,13 +157,10 @@ class TrainStep:
         )
         policy = partial(policy_loss, model=config.model, compute=self._compute, config=config.loss)
         supervised = partial(supervised_loss, model=config.model, compute=self._compute)
-        self._policy = self._gradient(policy, policy_metrics(config.loss, reference=bool(config.reference)))
+        self._policy = self._gradient(policy, self._policy_metrics())
         self._supervised = self._gradient(supervised, SUPERVISED_METRICS)
-        self._log_probs = self._jit(
-            lambda params, batch: log_probs(params, config.model, self._compute, batch),
-            (params, self._rows),
-            self._rows,
-        )
+        self._log_probs = self._log_probs_of(config.model, params)
+        self._teacher_params, self._teacher_log_probs = self._teacher()
         self._init = self._jit(lambda: decoder.init(jax.random.key(config.seed), config.model), (), params)
         self._fresh = self._jit(self._beside, (params,), tuple(self.shardings[1:]))
         self._apply = self._jit(
@@ -182,6 +181,10 @@ class TrainStep:
         """Copy the parameters of a reference model for `train`: split, in the compute dtype."""
         return self._placed_params(params, jnp.dtype(self.config.compute_dtype), copy=True)
 
+    def frozen_teacher(self, params: Mapping[str, jax.Array | NDArray[Any]]) -> Params:
+        """Copy the parameters of the teacher for `train`: split, in the compute dtype."""
+        return self._placed_params(params, jnp.dtype(self.config.compute_dtype), True, self._teacher_params)
+
     def warm_up(self, state: TrainState) -> None:
         """Compile the functions that `train` runs, without running them; `state` is not changed."""
         for lowered in self.lower().values():
@@ -196,8 +199,10 @@ class TrainStep:
         lowered = {"zeros": zeros}
         for length, rows in self._rows_by_length.items():
             batch = self._abstract_batch(rows, length)
-            if self._extra_log_probs:
+            if set(self._extra_log_probs) - {"teacher_log_probs"}:
                 lowered[f"log_probs {rows}x{length}"] = self._log_probs.lower(state.params, batch)
+            if self._teacher_log_probs is not None:
+                lowered[f"teacher {rows}x{length}"] = self._teacher_log_probs.lower(self.abstract_teacher(), batch)
             for extra in self._extra_log_probs:
                 batch[extra] = batch["generator_log_probs"]
             denominators = {"tokens": scalar, "sequences": scalar}
@@ -219,6 +224,13 @@ class TrainStep:
             lambda leaf, sharding: _shape(leaf.shape, leaf.dtype, sharding), shapes, self.shardings
         )
         return state
+
+    def abstract_teacher(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shapes, dtypes and shardings of the teacher's parameters; none without a teacher."""
+        if not self.config.teacher:
+            return {}
+        shapes, dtype = parameters.shapes(load_config(self.config.teacher)), jnp.dtype(self.config.compute_dtype)
+        return {name: _shape(shape, dtype, self._teacher_params[name]) for name, shape in shapes.items()}
 
     def place(self, step: PackedStep) -> PlacedStep:
         """Put a packed step on the devices, possibly ahead of `train` and in another thread.
@@ -246,16 +258,21 @@ class TrainStep:
         return PlacedStep(tuple(updates), self._packing_metrics(agreed))
 
     def train(
-        self, state: TrainState, step: PackedStep | PlacedStep, reference: Params | None = None
+        self,
+        state: TrainState,
+        step: PackedStep | PlacedStep,
+        reference: Params | None = None,
+        teacher: Params | None = None,
     ) -> tuple[TrainState, Metrics]:
         """Train one step: `epochs` times the updates of `step`. `state` is consumed.
 
         An update without a trained token has a zero gradient. `reference` are `frozen` parameters, needed if the
-        learner computes reference log-probabilities. Metrics are means over updates with trained tokens, except
-        `optim/lr`, from the last update, and `optim/skipped`, a sum. All of several processes call it together.
+        learner computes reference log-probabilities, and `teacher` those of `frozen_teacher`. Metrics are means over
+        updates with trained tokens, except `optim/lr`, from the last update, and `optim/skipped`, a sum. All of several
+        processes call it together.
         """
         placed = step if isinstance(step, PlacedStep) else self.place(step)
-        batches = [self._complete(update, state.params, reference) for update in placed.updates]
+        batches = [self._complete(update, state.params, reference, teacher) for update in placed.updates]
         all_metrics, counts = [], []
         for number in range(self.updates_per_step):
             update = placed.updates[number % len(placed.updates)]
@@ -263,7 +280,7 @@ class TrainStep:
             state, more = self._apply(state, gradients, np.int32(number))
             all_metrics.append({**metrics, **more})
             counts.append(not update.empty)
-        values = jax.device_get(all_metrics)
+        values = [reported(value) for value in jax.device_get(all_metrics)]
         chosen = [value for value, trains in zip(values, counts, strict=True) if trains] or values[-1:]
         means = {name: float(np.mean([value[name] for value in chosen])) for name in chosen[0]}
         if not needs_proximal(self.config.loss, self.updates_per_step):
@@ -290,8 +307,8 @@ class TrainStep:
             return state, {}
         settings = OptimizerConfig(learning_rate=warm.learning_rate, final_learning_rate=warm.learning_rate)
         optimizer = make_optimizer(settings, warm.steps)
-        loss = replace(self.config.loss, kl_coefficient=0.0)
-        one_update = replace(self.config, minibatches=1, reference="", loss=loss)
+        loss = replace(self.config.loss, kl_coefficient=0.0, distillation_coefficient=0.0, reward_coefficient=1.0)
+        one_update = replace(self.config, minibatches=1, reference="", teacher="", loss=loss)
         draws = np.random.Generator(np.random.Philox(key=self.config.seed))
         shardings = self.shardings.params
         optimizer_shapes = jax.eval_shape(optimizer.init, state.params)
@@ -324,21 +341,49 @@ class TrainStep:
     def _extra_log_probs(self) -> tuple[str, ...]:
         """Names of the log-probabilities that are computed before the first update of a step."""
         computed = ["reference_log_probs"] if self.config.reference not in ("", "carried") else []
+        if self.config.teacher:
+            computed.append("teacher_log_probs")
         if needs_proximal(self.config.loss, self.updates_per_step):
             computed.append("proximal_log_probs")
         return tuple(computed)
 
     def _complete(
-        self, update: PlacedUpdate, params: Params, reference: Params | None
+        self, update: PlacedUpdate, params: Params, reference: Params | None, teacher: Params | None
     ) -> tuple[dict[str, jax.Array], ...]:
         """Add the log-probabilities computed before the first update to the microbatches."""
         if "reference_log_probs" in self._extra_log_probs and reference is None:
             raise ValueError(f"learner.reference is {self.config.reference!r}: give its parameters to train()")
-        models = {"reference_log_probs": reference, "proximal_log_probs": params}
+        if self.config.teacher and teacher is None:
+            raise ValueError(f"learner.teacher is {self.config.teacher!r}: give its parameters to train()")
+        models = {
+            "reference_log_probs": (self._log_probs, reference),
+            "proximal_log_probs": (self._log_probs, params),
+            "teacher_log_probs": (self._teacher_log_probs, teacher),
+        }
+        chosen = {name: models[name] for name in self._extra_log_probs}
         return tuple(
-            {**batch, **{name: self._log_probs(models[name], batch) for name in self._extra_log_probs}}
+            {**batch, **{name: of(model, batch) for name, (of, model) in chosen.items()}}
             for batch in update.microbatches
         )
+
+    def _policy_metrics(self) -> tuple[str, ...]:
+        config = self.config
+        return policy_metrics(config.loss, reference=bool(config.reference), teacher=bool(config.teacher))
+
+    def _log_probs_of(self, model: DecoderConfig, shardings: Any) -> Any:
+        """Jit the log-probabilities of a model whose parameters have these shardings."""
+        return self._jit(
+            lambda params, batch: log_probs(params, model, self._compute, batch), (shardings, self._rows), self._rows
+        )
+
+    def _teacher(self) -> tuple[dict[str, Any], Any]:
+        """Shardings of the teacher's parameters, and the function of its log-probabilities; nothing without one."""
+        if not self.config.teacher:
+            return {}, None
+        model = load_config(self.config.teacher)
+        shapes = {name: _shape(shape, jnp.float32) for name, shape in parameters.shapes(model).items()}
+        shardings = layout.of_params(self.mesh, shapes)
+        return shardings, self._log_probs_of(model, shardings)
 
     def _gradient(self, loss: Callable[..., tuple[jax.Array, Metric]], names: Sequence[str]) -> "_Gradient":
         """Build functions that sum the gradients of a loss and its metrics, called `names`, over microbatches."""
@@ -377,16 +422,24 @@ class TrainStep:
     def _state_around(self, params: Params) -> TrainState:
         return TrainState(params, *self._fresh(params))
 
-    def _placed_params(self, params: Mapping[str, jax.Array | NDArray[Any]], dtype: Any, copy: bool = False) -> Params:
+    def _placed_params(
+        self,
+        params: Mapping[str, jax.Array | NDArray[Any]],
+        dtype: Any,
+        copy: bool = False,
+        shardings: Mapping[str, Any] | None = None,
+    ) -> Params:
+        placed = self.shardings.params if shardings is None else shardings
+
         def place(name: str, value: jax.Array | NDArray[Any]) -> jax.Array:
-            sharding: Any = self.shardings.params[name]
+            sharding: Any = placed[name]
             if isinstance(value, jax.Array) and value.sharding == sharding:
                 # The next update reuses the buffers of a state.
                 return jnp.array(value, dtype) if copy or value.dtype != dtype else value
             whole = np.asarray(value, dtype)
             return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
-        return {name: place(name, params[name]) for name in self.shardings.params}
+        return {name: place(name, params[name]) for name in placed}
 
     def _on_devices(self, batch: PackedBatch, whole: bool) -> dict[str, jax.Array]:
         """Put a microbatch on the devices: this process's rows of it, if it is `whole`."""

@@ -1,19 +1,26 @@
 """The optimizer step: the same inputs give the same bits, and the recipe's schedule is kept."""
 
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from rollstream.consumers.learner.config import LearnerConfig, WarmStartConfig
 from rollstream.consumers.learner.input.packing import TrainingSequence, pack, pack_for, sequences_of
-from rollstream.consumers.learner.startup import begin
+from rollstream.consumers.learner.startup import begin, load_teacher, supervised
 from rollstream.consumers.learner.training import train_step as step_module
 from rollstream.consumers.learner.training.objective import LossConfig, OptimizerConfig
 from rollstream.consumers.learner.training.optimizer import make_schedule
 from rollstream.consumers.learner.training.train_step import TrainState, TrainStep
+from rollstream.consumers.models import decoder, huggingface
+from rollstream.consumers.models.character_tokenizer_file import write_character_tokenizer
 from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.tokenizer import PRINTABLE_ASCII, CharacterTokenizer
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.params_digest import params_digest
 from tests.support.batches import random_batch
@@ -236,6 +243,84 @@ def test_the_reference_is_what_it_is_given_whatever_the_learner_becomes(everythi
     assert 0 < distances[0] < distances[1]
     with pytest.raises(ValueError, match=r"learner.reference is 'initial'"):
         everything.train(state, pack_for(EVERYTHING, rollouts(0)))
+
+
+@pytest.fixture(scope="module")
+def teacher_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of another shape with the policy's tokens."""
+    directory = tmp_path_factory.mktemp("teacher")
+    model = DecoderConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=64)
+    huggingface.save(directory, model, decoder.init(jax.random.key(7), model))
+    write_character_tokenizer(directory, CharacterTokenizer())
+    return directory
+
+
+def one_by_one(params: Mapping[str, jax.Array], model: DecoderConfig, sequences: Sequence[TrainingSequence]) -> NDArray:
+    """Log-probabilities of the trained tokens, each sequence alone in a row."""
+    tokens, real = np.zeros((2, len(sequences), 32), np.int32)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : len(sequence.tokens)], real[row, : len(sequence.tokens)] = sequence.tokens, 1
+    positions = np.broadcast_to(np.arange(32), tokens.shape)
+    logits = jax.jit(decoder.logits, static_argnums=1)(params, model, tokens, positions, real)
+    found = []
+    for row, sequence in enumerate(sequences):
+        every = np.asarray(jax.nn.log_softmax(logits[row] / sequence.temperature))
+        found += [every[at - 1, sequence.tokens[at]] for at in np.flatnonzero(sequence.loss_mask) if at]
+    return np.array(found)
+
+
+def test_a_teacher_of_another_shape_is_read_beside_the_policy(teacher_directory: Path) -> None:
+    loss = LossConfig(reward_coefficient=0.0, distillation_coefficient=1.0, entropy_coefficient=0.0)
+    config = replace(CONFIG, loss=loss, teacher=str(teacher_directory))
+    step = TrainStep(config)
+    teacher, state = load_teacher(step), step.initial_state()
+    step.warm_up(state)
+    compiled = step.compilations
+    with pytest.raises(ValueError, match=r"learner\.teacher is"):
+        step.train(state, pack_for(config, rollouts(0)))
+    state, metrics = step.train(state, pack_for(config, rollouts(0)), None, teacher)
+    assert step.compilations == compiled
+    # The log-probabilities it is taught are those of the model in the directory, computed apart from the learner.
+    model = huggingface.load_config(teacher_directory)
+    stored = {name: jax.numpy.asarray(value) for name, value in huggingface.load(teacher_directory).items()}
+    mine = one_by_one(step.initial_state().params, config.model, rollouts(0))
+    difference = mine - one_by_one(stored, model, rollouts(0))
+    assert metrics["distillation/kl_mean"] == pytest.approx(float(difference.mean()), abs=1e-5)
+
+
+def test_a_teacher_with_other_tokens_is_refused(teacher_directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(teacher_directory, tmp_path, dirs_exist_ok=True)
+    other = "".join(reversed(PRINTABLE_ASCII))
+    write_character_tokenizer(tmp_path, CharacterTokenizer(other))
+    with pytest.raises(ConfigurationError, match="another vocabulary than the policy"):
+        load_teacher(TrainStep(replace(CONFIG, teacher=str(tmp_path))))
+
+
+def test_the_warm_start_is_packed_as_reinforcement_learning_is_and_goes_before_it(
+    train_step: TrainStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loss on packed rows is the mean over all answers' tokens, computed one sequence at a time; it falls, and the
+    steps after it start from what it taught."""
+    draw = np.random.default_rng(2)
+    examples = []
+    for _ in range(24):
+        length = int(draw.integers(4, 12))
+        examples.append((np.sort(draw.integers(2, 12, length)).astype(np.int32), np.arange(length) > 1))
+    losses: list[float] = []
+    monkeypatch.setattr(step_module, "REPORT_EVERY_S", 0.0)
+    first = train_step.initial_state().params
+    taught, metrics = begin(train_step, examples, lambda _done, _of, loss: losses.append(loss))
+    draws = np.random.Generator(np.random.Philox(key=CONFIG.seed))
+    drawn = draws.integers(len(examples), size=CONFIG.warm_start.sequences_per_step)
+    log_probs = one_by_one(first, CONFIG.model, supervised([examples[index] for index in drawn]))
+    assert losses[0] == pytest.approx(-float(log_probs.mean()), rel=1e-5)
+    assert losses[-1] == metrics["warm_start/loss"] < 0.5 * losses[0]
+    begun = {name: np.array(value) for name, value in taught.params.items()}
+    trained, _ = train_step.train(taught, packed(0))
+    assert int(trained.step) == 1
+    # One update of Adam moves a parameter by its rate; the warm start moved them further.
+    assert max(float(abs(trained.params[name] - value).max()) for name, value in begun.items()) < 2.1e-3
+    assert max(float(abs(first[name] - value).max()) for name, value in begun.items()) > 1e-2
 
 
 def test_bfloat16_learns_and_keeps_float32_masters_and_compares_with_the_rollouts_own_reference() -> None:
