@@ -244,11 +244,7 @@ _LABELING = _rows(
 )
 
 _LEARNING = (
-    *_rows(
-        "learn",
-        "learner",
-        {"step": "Newest step on record.", "policy_version": "Policy version of that step."},
-    ),
+    *_rows("learn", "learner", {"step": "Newest step on record.", "policy_version": "Policy version of that step."}),
     _changed("learn", "learner_step_timestamp_seconds", "step", "When the newest step went on record."),
     *_rows(
         "learn",

@@ -14,7 +14,6 @@ from rollstream.consumers.learner.input.packing import TrainingSequence
 from rollstream.consumers.learner.pretrained import initial_params, tokenizer_of
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
 from rollstream.consumers.learner.training.train_step import Metrics, OnUpdate, Params, TrainState, TrainStep
-from rollstream.consumers.models.huggingface import load_config
 from rollstream.consumers.models.tokenizer import PRINTABLE_ASCII, Tokenizer
 from rollstream.consumers.models.tokenizer_file import load_tokenizer
 from rollstream.topics.errors import ConfigurationError
@@ -85,17 +84,15 @@ def load_teacher(train_step: TrainStep) -> Params | None:
 
     Raises ConfigurationError unless its vocabulary holds that of the policy, and CheckpointRefused.
     """
-    config = train_step.config
-    if not config.teacher:
+    config, teacher = train_step.config, train_step.teacher
+    if teacher is None:
         return None
-    model = load_config(config.teacher)
     if not _same_vocabulary(load_tokenizer(config.teacher), tokenizer_of(config)):
         raise ConfigurationError(
             f"learner.teacher {config.teacher} has another vocabulary than the policy: the tokens that the policy "
             "samples would mean something else to it; choose a teacher of the same family"
         )
-    shardings = {name: leaf.sharding for name, leaf in train_step.abstract_teacher().items()}
-    return train_step.frozen_teacher(initial_params(config.teacher, model, shardings))
+    return train_step.frozen(initial_params(config.teacher, teacher.model, teacher.shardings), teacher.shardings)
 
 
 def _same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:

@@ -56,7 +56,7 @@ def rejected(
     Unlike masked importance weights, what is kept is not weighted (hard trust region, richardli.xyz/rl-collapse-3).
     """
     held = jax.lax.stop_gradient(log_ratios) * mask
-    found = {}
+    beyond = {}
     for level, (low, high) in config.rejections.items():
         values = held
         if level == "sequence":
@@ -64,8 +64,8 @@ def rejected(
         elif level == "geometric":
             values = sequence_means(held, mask, segment_ids)
         # Compared as logarithms: a product of many ratios may not be a finite number.
-        found[level] = ((values > math.log(high)) | (values < (math.log(low) if low else -math.inf))) & (mask > 0)
-    return found
+        beyond[level] = ((values > math.log(high)) | (values < (math.log(low) if low else -math.inf))) & (mask > 0)
+    return beyond
 
 
 def returns(values: jax.Array, mask: jax.Array, segment_ids: jax.Array) -> jax.Array:

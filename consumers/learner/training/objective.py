@@ -314,11 +314,11 @@ def reported(metrics: Mapping[str, Any]) -> dict[str, Any]:
     The effective sample size (Kong, 1992) is a quotient of sums, so it is made here: (sum w)^2 / (n sum w^2), as a
     fraction of the n trained tokens; 0 if none was kept.
     """
-    found = dict(metrics)
-    if WEIGHT_MOMENTS[0] in found:
-        mean, square = (float(found.pop(name)) for name in WEIGHT_MOMENTS)
-        found[EFFECTIVE_SAMPLES] = mean * mean / square if square else 0.0
-    return found
+    update = dict(metrics)
+    if WEIGHT_MOMENTS[0] in update:
+        mean, square = (float(update.pop(name)) for name in WEIGHT_MOMENTS)
+        update[EFFECTIVE_SAMPLES] = mean * mean / square if square else 0.0
+    return update
 
 
 def policy_metrics(config: LossConfig, *, reference: bool = False, teacher: bool = False) -> tuple[str, ...]:

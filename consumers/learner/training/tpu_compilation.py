@@ -96,7 +96,7 @@ def compile_for(config: LearnerConfig, topology: str, *, quick: bool = True) -> 
     state = step.abstract_state()
     params, everything = _held_bytes(state.params), _held_bytes(state)
     frozen = params if config.reference not in ("", "carried") else 0
-    frozen += _held_bytes(step.abstract_teacher())
+    frozen += _held_bytes(step.teacher.abstract_params) if step.teacher else 0
     # The state of the optimizer is held beside the gradient functions, a reference beside all functions.
     beside = {function.name: 0 if function.name == "update" else everything - params for function in functions}
     kind = devices[0].device_kind

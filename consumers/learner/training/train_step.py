@@ -45,10 +45,10 @@ from rollstream.consumers.learner.training.objective import (
     reported,
 )
 from rollstream.consumers.learner.training.optimizer import make_optimizer, make_schedule, update_metrics
+from rollstream.consumers.learner.training.teacher import Teacher
 from rollstream.consumers.models import decoder, parameters
 from rollstream.consumers.models.attention import earlier_implementation
 from rollstream.consumers.models.config import ComputeSettings, DecoderConfig
-from rollstream.consumers.models.huggingface import load_config
 from rollstream.topics.errors import ConfigurationError
 
 Metrics = dict[str, float]
@@ -160,7 +160,10 @@ class TrainStep:
         self._policy = self._gradient(policy, self._policy_metrics())
         self._supervised = self._gradient(supervised, SUPERVISED_METRICS)
         self._log_probs = self._log_probs_of(config.model, params)
-        self._teacher_params, self._teacher_log_probs = self._teacher()
+        self.teacher = (
+            Teacher(config.teacher, self.mesh, config.compute_dtype, self._log_probs_of) if config.teacher else None
+        )
+        """The teacher of on-policy distillation, if there is one."""
         self._init = self._jit(lambda: decoder.init(jax.random.key(config.seed), config.model), (), params)
         self._fresh = self._jit(self._beside, (params,), tuple(self.shardings[1:]))
         self._apply = self._jit(
@@ -177,13 +180,12 @@ class TrainStep:
         """Return a state of step 0 with the given parameters, whole in every process, and a fresh optimizer."""
         return self._state_around(self._placed_params(params, jnp.float32))
 
-    def frozen(self, params: Mapping[str, jax.Array | NDArray[Any]]) -> Params:
-        """Copy the parameters of a reference model for `train`: split, in the compute dtype."""
-        return self._placed_params(params, jnp.dtype(self.config.compute_dtype), copy=True)
-
-    def frozen_teacher(self, params: Mapping[str, jax.Array | NDArray[Any]]) -> Params:
-        """Copy the parameters of the teacher for `train`: split, in the compute dtype."""
-        return self._placed_params(params, jnp.dtype(self.config.compute_dtype), True, self._teacher_params)
+    def frozen(
+        self, params: Mapping[str, jax.Array | NDArray[Any]], shardings: Mapping[str, Any] | None = None
+    ) -> Params:
+        """Copy the parameters of a reference model, or of one with other `shardings`, for `train`: split, in the
+        compute dtype."""
+        return self._placed_params(params, jnp.dtype(self.config.compute_dtype), True, shardings)
 
     def warm_up(self, state: TrainState) -> None:
         """Compile the functions that `train` runs, without running them; `state` is not changed."""
@@ -201,8 +203,8 @@ class TrainStep:
             batch = self._abstract_batch(rows, length)
             if set(self._extra_log_probs) - {"teacher_log_probs"}:
                 lowered[f"log_probs {rows}x{length}"] = self._log_probs.lower(state.params, batch)
-            if self._teacher_log_probs is not None:
-                lowered[f"teacher {rows}x{length}"] = self._teacher_log_probs.lower(self.abstract_teacher(), batch)
+            if self.teacher is not None:
+                lowered[f"teacher {rows}x{length}"] = self.teacher.log_probs.lower(self.teacher.abstract_params, batch)
             for extra in self._extra_log_probs:
                 batch[extra] = batch["generator_log_probs"]
             denominators = {"tokens": scalar, "sequences": scalar}
@@ -224,13 +226,6 @@ class TrainStep:
             lambda leaf, sharding: _shape(leaf.shape, leaf.dtype, sharding), shapes, self.shardings
         )
         return state
-
-    def abstract_teacher(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes, dtypes and shardings of the teacher's parameters; none without a teacher."""
-        if not self.config.teacher:
-            return {}
-        shapes, dtype = parameters.shapes(load_config(self.config.teacher)), jnp.dtype(self.config.compute_dtype)
-        return {name: _shape(shape, dtype, self._teacher_params[name]) for name, shape in shapes.items()}
 
     def place(self, step: PackedStep) -> PlacedStep:
         """Put a packed step on the devices, possibly ahead of `train` and in another thread.
@@ -267,7 +262,7 @@ class TrainStep:
         """Train one step: `epochs` times the updates of `step`. `state` is consumed.
 
         An update without a trained token has a zero gradient. `reference` are `frozen` parameters, needed if the
-        learner computes reference log-probabilities, and `teacher` those of `frozen_teacher`. Metrics are means over
+        learner computes reference log-probabilities, and `teacher` those of the teacher. Metrics are means over
         updates with trained tokens, except `optim/lr`, from the last update, and `optim/skipped`, a sum. All of several
         processes call it together.
         """
@@ -353,16 +348,16 @@ class TrainStep:
         """Add the log-probabilities computed before the first update to the microbatches."""
         if "reference_log_probs" in self._extra_log_probs and reference is None:
             raise ValueError(f"learner.reference is {self.config.reference!r}: give its parameters to train()")
-        if self.config.teacher and teacher is None:
+        if self.teacher is not None and teacher is None:
             raise ValueError(f"learner.teacher is {self.config.teacher!r}: give its parameters to train()")
         models = {
             "reference_log_probs": (self._log_probs, reference),
             "proximal_log_probs": (self._log_probs, params),
-            "teacher_log_probs": (self._teacher_log_probs, teacher),
+            "teacher_log_probs": (self.teacher and self.teacher.log_probs, teacher),
         }
         chosen = {name: models[name] for name in self._extra_log_probs}
         return tuple(
-            {**batch, **{name: of(model, batch) for name, (of, model) in chosen.items()}}
+            {**batch, **{name: log_probs_of(model, batch) for name, (log_probs_of, model) in chosen.items()}}
             for batch in update.microbatches
         )
 
@@ -375,15 +370,6 @@ class TrainStep:
         return self._jit(
             lambda params, batch: log_probs(params, model, self._compute, batch), (shardings, self._rows), self._rows
         )
-
-    def _teacher(self) -> tuple[dict[str, Any], Any]:
-        """Shardings of the teacher's parameters, and the function of its log-probabilities; nothing without one."""
-        if not self.config.teacher:
-            return {}, None
-        model = load_config(self.config.teacher)
-        shapes = {name: _shape(shape, jnp.float32) for name, shape in parameters.shapes(model).items()}
-        shardings = layout.of_params(self.mesh, shapes)
-        return shardings, self._log_probs_of(model, shardings)
 
     def _gradient(self, loss: Callable[..., tuple[jax.Array, Metric]], names: Sequence[str]) -> "_Gradient":
         """Build functions that sum the gradients of a loss and its metrics, called `names`, over microbatches."""

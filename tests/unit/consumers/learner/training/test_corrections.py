@@ -143,7 +143,7 @@ def test_a_lower_bound_of_zero_rejects_upwards_alone() -> None:
 
 
 def test_rejection_leaves_weights_entropy_and_divergence_alone() -> None:
-    """Of what importance sampling weighs, the rest is weighed as before."""
+    """Tokens that pass are weighed by importance sampling as before."""
     config = replace(PLAIN, importance_sampling="truncated", importance_level="token", importance_high=1.2)
     config = replace(config, reject_token=(0.7, 1.5), entropy_coefficient=0.1)
 
