@@ -1,21 +1,29 @@
 """Avro container files: rollouts are written whole; records of any schema are read block by block, so that a damaged
 block costs no other.
 
-No pickle: nothing in a file is ever executed.
+No pickle: nothing in a file is ever executed. Files of unknown origin are read in bounded memory: blocks are unpacked
+up to a limit, a record takes at least one byte of it, and schemas have limits.
 """
 
+import bz2
 import io
 import json
-from collections.abc import Iterable, Iterator
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import fastavro
 
+from rollstream.topics.avro_schema_limits import check_schema
 from rollstream.topics.codec import record_of, schemas, values_of
 from rollstream.topics.errors import RecordError, brief
 from rollstream.topics.records import Rollout
 
+BLOCK_LIMIT_BYTES = 128 * 1024 * 1024
+"""Largest size of an unpacked block."""
 _SYNC_BYTES = 16
+_CODEC = "avro.codec"
 _HEADER = fastavro.parse_schema(
     {
         "type": "record",
@@ -43,7 +51,7 @@ class ContainerDamage(NamedTuple):
 
     place: str
     records: int
-    """Number of records lost, according to the file; at least 1."""
+    """Number of records lost, according to the file; at least 1, at most the bytes of the block."""
     reason: str
 
 
@@ -51,6 +59,8 @@ def read_container(data: bytes) -> Iterator[ContainerRecord | ContainerDamage]:
     """Yield the records of an Avro container file in order; after damage, reading continues at the next block."""
     try:
         header, begin = _header(data)
+        unpack = _unpacker(header["meta"])
+        plain = _plain_header(header)
     except Exception as error:  # bytes of unknown origin can fail anywhere in the parser; all of it means one thing
         yield ContainerDamage("header", 1, brief(error))
         return
@@ -59,7 +69,7 @@ def read_container(data: bytes) -> Iterator[ContainerRecord | ContainerDamage]:
         block = str(position)
         count = 1
         try:
-            count, end = _bounds(data, position, sync)
+            count, first, end = _bounds(data, position, sync)
         except Exception as error:  # as above
             yield ContainerDamage(block, 1, brief(error))
             marker = data.find(sync, position)
@@ -69,7 +79,11 @@ def read_container(data: bytes) -> Iterator[ContainerRecord | ContainerDamage]:
             continue
         number = 0
         try:
-            for values in fastavro.reader(io.BytesIO(data[:begin] + data[position:end])):
+            block_bytes = unpack(data[first : end - _SYNC_BYTES])
+            if count > len(block_bytes):
+                count, claimed = 1, count
+                raise ValueError(f"a block of {len(block_bytes)} bytes cannot hold {claimed} records")
+            for values in fastavro.reader(io.BytesIO(plain + _block(count, block_bytes, sync))):
                 yield ContainerRecord(f"{block}.{number}", values)
                 number += 1
         except Exception as error:  # as above
@@ -94,20 +108,61 @@ def _header(data: bytes) -> tuple[dict[str, Any], int]:
     header: Any = fastavro.schemaless_reader(stream, _HEADER, None)
     if header["magic"] != b"Obj\x01":
         raise ValueError("it does not begin as an Avro container file does")
-    json.loads(header["meta"]["avro.schema"])
+    check_schema(json.loads(header["meta"]["avro.schema"]))
     return header, stream.tell()
 
 
-def _bounds(data: bytes, position: int, sync: bytes) -> tuple[int, int]:
-    """Return the number of records in the block at `position`, and its end. Raises ValueError if it is not whole."""
+def _plain_header(header: Mapping[str, Any]) -> bytes:
+    """The header of a file with the same schema whose blocks are not compressed."""
+    out = io.BytesIO()
+    fastavro.schemaless_writer(out, _HEADER, {**header, "meta": {**header["meta"], _CODEC: b"null"}})
+    return out.getvalue()
+
+
+def _block(count: int, data: bytes, sync: bytes) -> bytes:
+    out = io.BytesIO()
+    fastavro.schemaless_writer(out, "long", count)
+    fastavro.schemaless_writer(out, "long", len(data))
+    return out.getvalue() + data + sync
+
+
+def _unpacker(meta: Mapping[str, bytes]) -> Callable[[bytes], bytes]:
+    """Return a function that unpacks a block, or raises an error if it is damaged or too large."""
+    codec = meta.get(_CODEC, b"null").decode()
+    if codec == "null":
+        return lambda data: data
+    makers: dict[str, Callable[[], Any]] = {
+        "deflate": lambda: zlib.decompressobj(-zlib.MAX_WBITS),
+        "bzip2": bz2.BZ2Decompressor,
+        "xz": lzma.LZMADecompressor,
+    }
+    if codec not in makers:
+        raise ValueError(f"its blocks are packed by {codec!r}; write the file again with null, {', '.join(makers)}")
+
+    def unpack(data: bytes) -> bytes:
+        unpacker = makers[codec]()
+        unpacked: bytes = unpacker.decompress(data, BLOCK_LIMIT_BYTES + 1)
+        if len(unpacked) > BLOCK_LIMIT_BYTES:
+            raise ValueError(f"a block is larger than {BLOCK_LIMIT_BYTES:,} bytes unpacked; write smaller blocks")
+        return unpacked
+
+    return unpack
+
+
+def _bounds(data: bytes, position: int, sync: bytes) -> tuple[int, int, int]:
+    """Return the number of records in the block at `position`, the beginning of its data, and its end.
+
+    Raises ValueError if it is not whole.
+    """
     stream = io.BytesIO(data)
     stream.seek(position)
     count: Any = fastavro.schemaless_reader(stream, "long", None)
     size: Any = fastavro.schemaless_reader(stream, "long", None)
-    end = stream.tell() + size + _SYNC_BYTES
+    first = stream.tell()
+    end = first + size + _SYNC_BYTES
     if count < 0 or size < 0 or end > len(data) or data[end - _SYNC_BYTES : end] != sync:
         raise ValueError("the block is not whole")
-    return count, end
+    return count, first, end
 
 
 def write_rollouts(file: BinaryIO, rollouts: Iterable[Rollout], metadata: dict[str, str]) -> None:

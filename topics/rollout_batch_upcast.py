@@ -37,6 +37,8 @@ class RefusedRollout(NamedTuple):
     place: str
     environment: str
     reason: str
+    records: int = 1
+    """Number of records lost with it, where a part of a file cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True)

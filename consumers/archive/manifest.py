@@ -8,7 +8,10 @@ import json
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import PurePosixPath
 from typing import Any
+
+import msgspec
 
 from rollstream.consumers.files.stores import Store
 from rollstream.topics.errors import Fenced, StateRefused
@@ -75,6 +78,15 @@ class ArchiveManifest:
         """
         if len({file.path for file in self.files}) != len(self.files):
             raise StateRefused(f"generation {self.generation} of the archive of run {self.run} names a file twice")
+        for file in self.files:
+            if not _is_within(file.path, folder_of(self.run)):
+                raise StateRefused(
+                    f"generation {self.generation} of the archive of run {self.run} names {file.path!r}, which is "
+                    f"outside {folder_of(self.run)}; somebody changed it: archive to another place"
+                )
+        for name, topic in self.topics.items():
+            if topic.begin.keys() != topic.position.keys() or min(topic.begin.values(), default=0) < 0:
+                raise StateRefused(f"the offsets of {name} in the archive of run {self.run} do not fit together")
         reached = {(name, p): at for name, topic in self.topics.items() for p, at in topic.begin.items()}
         for file in self.files_of(LOG):
             place = (file.topic, file.partition)
@@ -100,23 +112,26 @@ class ArchiveManifest:
             values: dict[str, Any] = json.loads(data)
             if values.pop("format") != FORMAT:
                 raise StateRefused("the archive was written by a newer release; upgrade rollstream")
-            topics = {
-                name: ArchivedTopic(
-                    topic_id=topic["topic_id"],
-                    begin={int(p): at for p, at in topic["begin"].items()},
-                    position={int(p): at for p, at in topic["position"].items()},
-                )
-                for name, topic in values.pop("topics").items()
-            }
-            files = tuple(ArchivedFile(**file) for file in values.pop("files"))
-            return cls(**values, topics=topics, files=files)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return msgspec.convert(values, cls, str_keys=True)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, msgspec.ValidationError) as error:
             raise StateRefused(f"a manifest of the archive cannot be read: {error!r}") from error
 
 
 def folder_of(run: str) -> str:
     """Folder of a run's files and manifests within the archive."""
     return f"run={run}"
+
+
+def _is_within(path: str, folder: str) -> bool:
+    """Whether a name lies in a folder of the store, however a file system reads it."""
+    parts = PurePosixPath(path).parts
+    return (
+        parts[:1] == (folder,)
+        and len(parts) > 1
+        and str(PurePosixPath(path)) == path
+        and not {"..", "."} & {*parts}
+        and not set(path) & {"\\", "\0"}
+    )
 
 
 def _manifests(run: str) -> str:

@@ -1,19 +1,25 @@
 """SQL over the current manifests of an archive: its tables and predefined views, in an isolated DuckDB.
 
-Queries read only files that the manifests name, and write nothing.
+Queries read only files that the manifests name, once their digests are the manifests', and write nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
 from rollstream.consumers.archive import manifest as manifests
+from rollstream.consumers.archive.manifest import ArchiveManifest
 from rollstream.consumers.archive.tables import ENTRIES, SCHEMAS
+from rollstream.consumers.archive.writer import check_digests
 from rollstream.consumers.files.stores import FsspecStore, LocalStore, Store
 from rollstream.topics.errors import ConfigurationError
 
+_ISOLATED: Mapping[str, str] = {"enable_external_access": "false"}
+"""Settings of DuckDB with which a query reaches no file."""
+_STORED = "_stored"
+"""End of the names of tables as they are in the files; queries see them with further columns."""
 VIEWS: Mapping[str, tuple[str, str]] = {
     "fates": (
         "each rollout with its fate: batched, dropped or not settled; its batch and advantage, or the reason",
@@ -116,24 +122,24 @@ class QueryResult:
 def query(store: Store, statement: str, runs: Sequence[str] | None = None) -> QueryResult:
     """Run one SELECT over all or some runs of an archive.
 
-    Raises ConfigurationError if DuckDB is missing, the archive is empty, or the statement is invalid or not read-only.
+    Raises ConfigurationError if DuckDB is missing, the archive is empty, or the statement is invalid or not read-only;
+    StateRefused if a file that it reads is missing, or is not the one that the manifest names.
     """
     try:
         import duckdb
     except ImportError as error:
         raise ConfigurationError('SQL over archives needs DuckDB: pip install "rollstream[sql]"') from error
-    connection = duckdb.connect(":memory:", config={"enable_external_access": "false"})
+    current = _manifests(store, runs)
+    connection = duckdb.connect(":memory:", config=dict(_ISOLATED))
     try:
         statements = connection.extract_statements(statement)
         reads = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
         if len(statements) != 1 or statements[0].type not in reads:
             raise ConfigurationError("sql takes one statement that reads, such as select * from success")
-        connection.execute("set TimeZone = 'UTC'")
-        for name, table in _tables(store, runs).items():
-            connection.register(f"{name}_stored", table)
-            connection.execute(f"create view {name} as {_with_times(name, f'{name}_stored')}")
-        for name, (_about, text) in VIEWS.items():
-            connection.execute(f"create view {name} as {text}")
+        read = _tables_read(statement)
+        # Not while the query runs: an error within the threads that scan for DuckDB may never reach it.
+        check_digests(store, (file for manifest in current for file in manifest.files if file.table in read))
+        _define(connection, _tables(store, current, read), "view")
         # The query must reach neither files of this machine nor settings.
         connection.execute("set lock_configuration = true")
         # Through Arrow, because DuckDB needs pytz to convert times to Python.
@@ -146,10 +152,39 @@ def query(store: Store, statement: str, runs: Sequence[str] | None = None) -> Qu
         connection.close()
 
 
-def _tables(store: Store, runs: Sequence[str] | None) -> dict[str, Any]:
-    """Every table as an Arrow data set of the files in the current manifests."""
-    from pyarrow import dataset, fs
+def _define(connection: Any, tables: Mapping[str, Any], kind: str) -> None:
+    """Create the tables and views that queries see, each as a view or as a table."""
+    connection.execute("set TimeZone = 'UTC'")
+    for name, table in tables.items():
+        connection.register(f"{name}{_STORED}", table)
+        connection.execute(f"create {kind} {name} as {_with_times(name, f'{name}{_STORED}')}")
+    for name, (_about, text) in VIEWS.items():
+        connection.execute(f"create {kind} {name} as {text}")
 
+
+def _tables_read(statement: str) -> set[str]:
+    """Tables of the archive that a statement reads, directly or through views."""
+    import duckdb
+
+    with duckdb.connect(":memory:", config=dict(_ISOLATED)) as empty:
+        _define(empty, {name: pa.Table.from_batches([], schema=schema) for name, schema in SCHEMAS.items()}, "table")
+        for name in SCHEMAS:
+            # Only tables are listed.
+            empty.unregister(f"{name}{_STORED}")
+        return _tables_in(empty, statement)
+
+
+def _tables_in(connection: Any, statement: str) -> set[str]:
+    """The same, in a connection where the views are tables, too."""
+    found: set[str] = set()
+    for name in connection.get_table_names(statement):
+        known = name.lower().removesuffix(_STORED)
+        found |= _tables_in(connection, VIEWS[known][1]) if known in VIEWS else {known}
+    return found
+
+
+def _manifests(store: Store, runs: Sequence[str] | None) -> list[ArchiveManifest]:
+    """The current manifests of all or some runs. Raises ConfigurationError if there is none."""
     held = manifests.runs_of(store)
     chosen = (run for run in held if runs is None or run in runs)
     current = [manifest for run in chosen if (manifest := manifests.newest(store, run))]
@@ -158,6 +193,13 @@ def _tables(store: Store, runs: Sequence[str] | None) -> dict[str, Any]:
             f"{store.url} holds no archive of {'any run' if runs is None else ', '.join(runs)}; make one with "
             f"`rollstream archive`"
         )
+    return current
+
+
+def _tables(store: Store, current: Sequence[ArchiveManifest], read: Set[str]) -> dict[str, Any]:
+    """Every table as an Arrow data set of the files in the current manifests; those that are not read are empty."""
+    from pyarrow import dataset, fs
+
     if isinstance(store, FsspecStore):
         files, place = fs.PyFileSystem(fs.FSSpecHandler(store.files)), store.path
     else:
@@ -170,7 +212,7 @@ def _tables(store: Store, runs: Sequence[str] | None) -> dict[str, Any]:
         # Files hold all columns; none is inferred from folders. Maps in files of earlier releases are read as entries.
         tables[name] = (
             dataset.dataset(paths, schema=schema, format="parquet", filesystem=files)
-            if paths
+            if paths and name in read
             else pa.Table.from_batches([], schema=schema)
         )
     return tables

@@ -37,6 +37,8 @@ TopicPartitionKey = tuple[str, int]
 """Topic and partition."""
 _LONGEST_NAME = 120
 _THREADS = 2
+OWN_FILES = 16
+"""Number of environments, those with the most rows, that get files of their own in a commit; the others share one."""
 SMALL_BYTES = 16 * 1024 * 1024
 """Size below which files are merged."""
 LARGE_BYTES = 128 * 1024 * 1024
@@ -53,9 +55,14 @@ class _FileSpec:
     topic: str
     partition: int
     environment: str
+    """Empty if rows of several environments share the file, or have none."""
     date: str
     begin: int
     end: int
+
+
+_RowsOf = Sequence[tuple[str, Sequence[Row]]]
+"""Rows by environment."""
 
 
 class ArchiveWriter:
@@ -143,14 +150,14 @@ class ArchiveWriter:
 
     def _parts(
         self, place: TopicPartitionKey, entries: Sequence[ArchivedRecord]
-    ) -> Iterator[tuple[_FileSpec, Sequence[Row], int, int]]:
-        """Yield the rows of each file, with its first and last offset."""
+    ) -> Iterator[tuple[_FileSpec, _RowsOf]]:
+        """Yield the rows of each file."""
         topic, partition = place
         begin, end = self._begin(place), entries[-1].offset + 1
         self._reached[place] = end
         log = _FileSpec(LOG, topic, partition, "", date_at(entries[0].timestamp_ms), begin, end)
-        yield log, [log_row(entry) for entry in entries], entries[0].offset, end - 1
-        by_file: dict[tuple[str, str, str], list[Row]] = {}
+        yield log, [("", [log_row(entry) for entry in entries])]
+        by_table: dict[tuple[str, str], dict[str, list[Row]]] = {}
         for entry in entries:
             date = date_at(entry.timestamp_ms)
             try:
@@ -159,15 +166,10 @@ class ArchiveWriter:
                 self.skipped.note(Skipped(topic_name(self._run, topic), partition, entry.offset, str(error)))
                 continue
             for table, environment, row in rows:
-                by_file.setdefault((table, environment, date), []).append(row)
-        for (table, environment, date), of_file in by_file.items():
-            # Rows begin with topic, partition and offset.
-            yield (
-                _FileSpec(table, topic, partition, environment, date, begin, end),
-                of_file,
-                of_file[0][2],
-                of_file[-1][2],
-            )
+                by_table.setdefault((table, date), {}).setdefault(environment, []).append(row)
+        for (table, date), by_environment in by_table.items():
+            for environment, rows_in_file in _shared_out(by_environment):
+                yield _FileSpec(table, topic, partition, environment, date, begin, end), rows_in_file
 
     def _begin(self, place: TopicPartitionKey) -> int:
         """First offset of the next log file of a partition: the end of the last one."""
@@ -177,9 +179,11 @@ class ArchiveWriter:
         ends = (f.end for f in self.manifest.files_of(LOG) if (f.topic, f.partition) == place)
         return max(ends, default=self.manifest.topics[topic].begin[partition])
 
-    def _write(self, part: _FileSpec, rows: Sequence[Row], first: int, last: int) -> ArchivedFile:
-        table = table_of(part.table, self._run, part.environment, part.date, rows)
-        return _stored(self._store, self._run, part, [table], first, last)
+    def _write(self, part: _FileSpec, rows: _RowsOf) -> ArchivedFile:
+        tables = [table_of(part.table, self._run, environment, part.date, of_one) for environment, of_one in rows]
+        # Rows begin with topic, partition and offset, and those of an environment are in order.
+        first, last = min(of_one[0][2] for _e, of_one in rows), max(of_one[-1][2] for _e, of_one in rows)
+        return _stored(self._store, self._run, part, tables, first, last)
 
     def compact(self, *, at_least: int = 2) -> int:
         """Merge small files of the same table, partition, environment and date; return the reduction in files.
@@ -206,6 +210,18 @@ class ArchiveWriter:
         self.manifest = manifests.commit(self._store, replace(self.manifest, files=(*left, *merged)))
         manifests.sweep(self._store, self.manifest)
         return len(replaced) - len(merged)
+
+
+def _shared_out(by_environment: Mapping[str, Sequence[Row]]) -> Iterator[tuple[str, _RowsOf]]:
+    """Yield the environment and the rows of each file; environment "" is that of the file that several share.
+
+    A run may have thousands of environments, and a file for each of them in every commit would be mostly footers.
+    """
+    by_size = sorted(by_environment.items(), key=lambda item: -len(item[1]))
+    for environment, rows in by_size[:OWN_FILES]:
+        yield environment, [(environment, rows)]
+    if by_size[OWN_FILES:]:
+        yield "", by_size[OWN_FILES:]
 
 
 def _merged(store: Store, run: str, files: Sequence[ArchivedFile]) -> ArchivedFile:
@@ -260,6 +276,13 @@ def records(store: Store, manifest: ArchiveManifest, topic: str, partition: int)
     for file in manifest.files_of(LOG):
         if (file.topic, file.partition) == (topic, partition):
             yield from archived_records(checked(store, file.path, file.sha256), topic, partition)
+
+
+def check_digests(store: Store, files: Iterable[ArchivedFile]) -> None:
+    """Compare digests of files with the manifest. Raises StateRefused for the first that is missing or differs."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for _data in pool.map(lambda file: len(checked(store, file.path, file.sha256)), files):
+            pass
 
 
 def check_files(store: Store, files: Iterable[ArchivedFile]) -> int:

@@ -52,7 +52,7 @@ def read(path: Path) -> dict[str, NDArray[Any]]:
         return {name: _view(body, name, **entry) for name, entry in header.items()}
     except OSError as error:
         raise CheckpointRefused(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointRefused(f"{path} is not a sound safetensors file ({error}); fetch it again") from error
 
 
@@ -63,8 +63,10 @@ def _view(
     known = dtypes()
     if dtype not in known:
         raise ValueError(f"{name} is {dtype}, not one of {', '.join(known)}")
-    if end > len(body) or end - begin != math.prod(shape) * known[dtype].itemsize:
+    if min(shape, default=0) < 0 or not 0 <= begin <= end <= len(body):
         raise ValueError(f"{name} of shape {shape} lies at {begin} to {end} of {len(body)} bytes")
+    if end - begin != math.prod(shape) * known[dtype].itemsize:
+        raise ValueError(f"{name} of shape {shape} and dtype {dtype} has {end - begin} bytes")
     return body[begin:end].view(known[dtype]).reshape(shape)
 
 

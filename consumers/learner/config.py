@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rollstream.consumers.learner.records.checkpoint_paths import is_remote
+from rollstream.consumers.learner.records.checkpoint_paths import check_learner_name, is_remote
 from rollstream.consumers.learner.records.metric_sinks_config import SinksConfig
 from rollstream.consumers.learner.training.objective import (
     LossConfig,
@@ -177,6 +177,7 @@ class LearnerConfig:
     """Copies of the metrics of each step, outside the log."""
 
     def __post_init__(self) -> None:
+        check_learner_name(self.name)
         counts = {
             "rollouts_per_step": self.rollouts_per_step,
             "publish_every_steps": self.publish_every_steps,

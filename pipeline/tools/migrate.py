@@ -57,6 +57,8 @@ class SourceBatch(NamedTuple):
     place: str
     batch: RolloutBatch | None
     reason: str = ""
+    records: int = 1
+    """Number of batches that the error costs."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class MigrationReport:
     def _figures(self, environment: str) -> dict[str, int]:
         return {
             "read": self.read[environment],
-            "refused": sum(refused.environment == environment for refused in self.refused),
+            "refused": sum(refused.records for refused in self.refused if refused.environment == environment),
             "there_before": self.there[environment],
             "written": self.written[environment],
             "in_target": self.in_target[environment],
@@ -178,8 +180,8 @@ def _text(report: MigrationReport, args: argparse.Namespace) -> str:
 def _upcast(read: SourceBatch, report: MigrationReport) -> tuple[Rollout, ...]:
     """Return the valid rollouts of a batch, count the batch, and add the others to the refused ones."""
     if read.batch is None:
-        report.read[""] += 1
-        report.refused.append(RefusedRollout(read.place, "", read.reason))
+        report.read[""] += read.records
+        report.refused.append(RefusedRollout(read.place, "", read.reason, read.records))
         return ()
     report.batches += 1
     upcasted = upcast(read.batch, read.place)
@@ -214,8 +216,7 @@ def _batches_in(data: bytes, identity: str) -> Iterator[SourceBatch]:
     for item in read_container(data):
         place = f"{identity}:{item.place}"
         if isinstance(item, ContainerDamage):
-            for number in range(item.records):
-                yield SourceBatch(f"{place}+{number}", None, item.reason)
+            yield SourceBatch(place, None, item.reason, item.records)
             continue
         try:
             yield SourceBatch(place, batch_of(item.values))

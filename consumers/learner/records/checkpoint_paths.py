@@ -3,6 +3,7 @@
 Paths at a URL are etils.epath paths, as in orbax; pathlib would turn the URL into a local folder.
 """
 
+import re
 from pathlib import Path
 from typing import cast
 
@@ -14,6 +15,7 @@ COMMITTED = "commit_success.txt"
 """Last file of a checkpoint in an object store, which has no atomic rename."""
 SCHEME = "gs://"
 """The scheme of URLs that orbax can also write arrays to."""
+_LEARNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def is_remote(directory: str | Path) -> bool:
@@ -27,11 +29,22 @@ def is_remote(directory: str | Path) -> bool:
     return bool(separator)
 
 
+def check_learner_name(name: str) -> None:
+    """Raise ConfigurationError unless a learner's name can be that of a folder: names on the log may be paths."""
+    if not _LEARNER.fullmatch(name):
+        raise ConfigurationError(
+            f"learner.name is {name!r}; give 1 to 100 letters, digits, '.', '_' and '-', the first a letter or a "
+            "digit: it names the folder of the checkpoints"
+        )
+
+
 def learner_directory(directory: str, run: str, learner: str) -> Path:
     """Folder of one learner's checkpoints.
 
-    Raises ConfigurationError if the URL cannot be written to, or its packages are missing.
+    Raises ConfigurationError if the name leads out of the directory, the URL cannot be written to, or its packages are
+    missing.
     """
+    check_learner_name(learner)
     return directory_of(directory) / run / learner
 
 

@@ -102,7 +102,7 @@ def test_a_senseless_rollout_is_named_and_the_others_of_its_group_are_kept(chang
     found = upcast(batch((old(), old(**change), old())), "f#3")
     assert [r.uid for r in found.rollouts] == ["f#3.0.0", "f#3.0.2"]
     assert [r.group_size for r in found.rollouts] == [2, 2], "the group can be complete without it"
-    [(where, _environment, reason)] = found.refused
+    [(where, _environment, reason, _count)] = found.refused
     assert where == "f#3, group 0, rollout 1"
     assert why in reason
 

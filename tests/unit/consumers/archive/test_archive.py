@@ -16,7 +16,7 @@ from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.archiver import TOPICS
 from rollstream.consumers.archive.manifest import LOG, ArchivedFile, ArchivedTopic, ArchiveManifest
 from rollstream.consumers.archive.tables import SCHEMAS, ArchivedRecord, date_at
-from rollstream.consumers.archive.writer import ArchiveWriter, check_files, read_table, records
+from rollstream.consumers.archive.writer import OWN_FILES, ArchiveWriter, check_files, read_table, records
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.stores import FsspecStore, LocalStore, Store, open_store
 from rollstream.topics.catalogue import CATALOGUE
@@ -272,7 +272,7 @@ def test_topics_that_are_others_or_were_pruned_too_far_are_refused() -> None:
 def file(begin: int, end: int, **changes: object) -> ArchivedFile:
     values = {"table": LOG, "topic": "rollouts", "partition": 0, "environment": "", "date": "2026-01-01"}
     values |= {"begin": begin, "end": end, "first": begin, "last": end - 1, "rows": 1, "size_bytes": 1, "sha256": ""}
-    return ArchivedFile(**({"path": f"{begin}"} | values | changes))  # type: ignore[arg-type]
+    return ArchivedFile(**({"path": f"run=main/{begin}"} | values | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -280,16 +280,75 @@ def file(begin: int, end: int, **changes: object) -> ArchivedFile:
     [
         (file(0, 5), file(6, 9)),
         (file(0, 5), file(4, 9)),
-        (file(0, 5), file(5, 9), file(5, 9, path="twin")),
+        (file(0, 5), file(5, 9), file(5, 9, path="run=main/twin")),
         (file(0, 5), file(5, 11)),
         (file(1, 9),),
-        (file(0, 5), file(5, 9, path="0")),
+        (file(0, 5), file(5, 9, path="run=main/0")),
     ],
 )
 def test_a_manifest_whose_files_leave_out_or_repeat_offsets_is_refused(files: tuple[ArchivedFile, ...]) -> None:
     topic = ArchivedTopic(topic_id="id", begin={0: 0}, position={0: 10})
     with pytest.raises(StateRefused):
         ArchiveManifest(run="main", topics={"rollouts": topic}, files=files).check()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc/passwd", "../secret", "run=main/../other/1", "run=main/a/../../../b", "run=other/1", "run=main", "",
+        "run=main//1", "./run=main/1", "run=main\\..\\1", "run=main/\0", "s3://bucket/1", "file:///etc/passwd",
+    ],
+)  # fmt: skip
+def test_a_manifest_that_names_a_file_elsewhere_is_refused(path: str, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "archive")
+    (tmp_path / "secret").write_bytes(b"not of this archive")
+    topic = ArchivedTopic(topic_id="id", begin={0: 0}, position={0: 5})
+    hostile = ArchiveManifest(run="main", topics={"rollouts": topic}, files=(file(0, 5, path=path),))
+    store.write("run=main/_manifests/000000000001.json", hostile.to_json())
+    with pytest.raises(StateRefused, match="which is outside run=main"):
+        manifests.newest(store, "main")
+    with pytest.raises(StateRefused, match="which is outside run=main"):
+        ArchiveWriter(store, "main")
+    assert (tmp_path / "secret").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": 7}, {"files": [7]}, {"files": [{}]}, {"topics": []}, {"topics": {"rollouts": {}}},
+        {"generation": "x"}, {"run": 1},
+        {"topics": {"rollouts": {"topic_id": "id", "begin": {"x": 0}, "position": {"0": 1}}}},
+        {"topics": {"rollouts": {"topic_id": "id", "begin": {"0": 0}, "position": {"1": 1}}}}, {"writer": None},
+        {"topics": {"rollouts": {"topic_id": "id", "begin": {"0": -1}, "position": {"0": 1}}}}, {"format": [1]},
+    ],
+)  # fmt: skip
+def test_a_manifest_of_other_values_is_refused(change: dict[str, object]) -> None:
+    store = StoppingStore()
+    sound = json.loads(ArchiveManifest(run="main").to_json())
+    store.objects["run=main/_manifests/000000000001.json"] = json.dumps(sound | change).encode()
+    with pytest.raises(StateRefused):
+        manifests.newest(store, "main")
+
+
+def test_thousands_of_environments_share_files_and_each_keeps_its_name() -> None:
+    """The commonest environments have files of their own, the others one a commit."""
+    names = ["common"] * 5 + [f"rare{n}" for n in range(60)]
+    entries = [entry(0, n)._replace(value=encode(rollout(f"u{n}", environment=name))) for n, name in enumerate(names)]
+    store = archived(*entries)
+    current = manifests.newest(store, "main")
+    assert current is not None
+    files = current.files_of("rollouts")
+    assert len(files) == OWN_FILES + 1
+    assert sum(f.environment == "common" and f.rows == 5 for f in files) == 1
+    [shared] = [f for f in files if not f.environment]
+    assert (shared.rows, shared.first, shared.last) == (60 - OWN_FILES + 1, 5 + OWN_FILES - 1, 64)
+    assert "environment=__HIVE_DEFAULT_PARTITION__" in shared.path
+    assert sorted((row["offset"], row["environment"]) for row in rows(store, "rollouts")) == [*enumerate(names)]
+    writer = ArchiveWriter(store, "main")
+    writer.add(entry(0, 65)._replace(value=encode(rollout("more", environment="rare0"))))
+    writer.commit({("rollouts", 0): 66})
+    writer.compact()
+    assert len(rows(store, "rollouts")) == 66
 
 
 def test_a_manifest_reads_back_and_one_of_a_newer_format_is_refused() -> None:

@@ -1,6 +1,7 @@
 """SQL over an archive made by hand: the ready views' figures, ways to print them, and that it only reads."""
 
 import csv
+import hashlib
 import json
 import math
 import sys
@@ -13,13 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.sql import VIEWS, query
 from rollstream.consumers.archive.tables import SCHEMAS, ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
 from rollstream.consumers.files.stores import Store, open_store
 from rollstream.pipeline.cli import main
 from rollstream.topics.codec import encode
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import Drop, JournalRecord, LearnerStep
 from tests.support.batches import random_batch
 from tests.support.runs import rollout
@@ -64,6 +66,16 @@ def archive(tmp_path: Path) -> Path:
     return tmp_path / "archive"
 
 
+def put_on_manifest(archive: Path, file: Path) -> None:
+    """Make a changed file the archived one."""
+    store = open_store(str(archive))
+    current = manifests.newest(store, "main")
+    assert current is not None
+    digest, name = hashlib.sha256(file.read_bytes()).hexdigest(), file.relative_to(archive).as_posix()
+    changed = tuple(replace(each, sha256=digest) if each.path == name else each for each in current.files)
+    manifests.commit(store, replace(current, files=changed))
+
+
 def rollstream(archive: Path | str, *words: str) -> int:
     return main(["sql", *words, "--archive", str(archive)])
 
@@ -101,6 +113,31 @@ def test_every_table_and_view_can_be_queried_even_if_empty(archive: Path) -> Non
     for name in (*SCHEMAS, *VIEWS):
         query(store, f"select * from {name}")
     assert query(store, "select count(*) from evals").rows == [(0,)]
+
+
+@pytest.mark.parametrize("harm", ["changed", "deleted"])
+def test_a_file_that_is_not_the_archived_one_is_named_and_not_read(
+    archive: Path, harm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [file] = archive.glob("run=main/table=steps/**/*.parquet")
+    if harm == "changed":
+        table = pq.read_table(file)
+        pq.write_table(table.set_column(table.schema.get_field_index("step"), "step", pa.array([7, 7, 7])), file)
+    else:
+        file.unlink()
+    for statement in (
+        "select * from latest_steps",
+        "from STEPS",
+        "select * from query_table('steps')",
+        "from query('from steps')",
+        "from steps_stored",
+    ):
+        with pytest.raises(StateRefused, match=rf"{file.name} is "):
+            query(open_store(str(archive)), statement)
+    assert rollstream(archive, "select * from latest_steps") == 2
+    assert file.name in capsys.readouterr().err
+    assert rollstream(archive, "select count(*) from rollouts") == 0, "other tables are as they were"
+    assert rollstream(archive, "with steps as (select 1) select * from steps") == 0, "this is no table of the archive"
 
 
 def test_runs_of_an_archive_at_a_url_stand_side_by_side(tmp_path: Path) -> None:
@@ -208,6 +245,7 @@ def test_entries_are_maps_in_queries_also_from_files_of_earlier_releases(
     maps = pa.array(pairs, pa.map_(pa.string(), pa.float64()))
     pq.write_table(table.set_column(table.schema.get_field_index("metrics"), "metrics", maps), file, store_schema=False)
     assert pa.types.is_map(pq.read_table(file).schema.field("metrics").type)
+    put_on_manifest(archive, file)
     assert query(open_store(str(archive)), statement).rows == now
     assert rollstream(archive) == 0
     assert "metrics" in capsys.readouterr().out

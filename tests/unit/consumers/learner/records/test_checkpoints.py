@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.learner.config import CheckpointConfig, LearnerConfig
+from rollstream.consumers.learner.records.checkpoint_paths import learner_directory
 from rollstream.consumers.learner.records.checkpoints import CheckpointFailed, Checkpoints
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.training.train_step import TrainState, TrainStep
 from rollstream.consumers.models.config import DecoderConfig
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import BatchUse, LearnerStep, same
 
 CONFIG = LearnerConfig(model=DecoderConfig(num_hidden_layers=1))
@@ -128,3 +130,11 @@ def test_a_save_that_the_disk_refuses_is_one_line_and_the_checkpoint_before_it_i
         checkpoints.save(at(fresh, 40), learner_position(40), {})
         checkpoints.wait()
         assert checkpoints.steps == [20, 40]
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../other", "a/b", "/tmp/x", "a\\b", "a\0b", "-x", "x" * 101])
+def test_no_name_of_a_learner_leads_out_of_the_directory(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="letters, digits"):
+        LearnerConfig(name=name)
+    with pytest.raises(ConfigurationError, match="letters, digits"):
+        learner_directory(str(tmp_path), "main", name)

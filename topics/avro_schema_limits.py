@@ -1,0 +1,109 @@
+"""Limits on the schemas of Avro files of unknown origin, so that a few bytes cannot claim unbounded memory or depth.
+
+A schema comes from the writer of the file, and readers follow it: a record within itself overflows the stack of a
+reader in C, and a block can claim billions of items that take no bytes. Within the limits a file needs memory in
+proportion to its bytes.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+DEEPEST = 32
+"""Most levels of records, arrays, maps and unions within each other."""
+MOST_VALUES = 1000
+"""Most values in one record that take no bytes."""
+
+
+class _Shape(NamedTuple):
+    """What one value of a schema can cost."""
+
+    depth: int
+    values: int
+    """Number of values in it that take no bytes, itself included."""
+    empty: bool
+    """Whether it takes no bytes itself."""
+
+
+_PRIMITIVE = {
+    "null": _Shape(1, 1, True),
+    **dict.fromkeys(("boolean", "int", "long", "float", "double", "bytes", "string"), _Shape(1, 0, False)),
+}
+
+
+def check_schema(schema: Any) -> None:
+    """Raise ValueError if records of a schema could take memory or depth out of proportion to their bytes."""
+    _Walk().shape(schema, DEEPEST)
+
+
+class _Walk:
+    """One walk over a schema; it knows the named types before each place."""
+
+    def __init__(self) -> None:
+        # By the last part of the name, so that no rule of namespaces hides a type from its limits.
+        self._named: dict[str, _Shape] = {}
+        self._open: list[str] = []
+
+    def shape(self, schema: Any, left: int) -> _Shape:
+        """Shape of a schema that may be `left` levels deep."""
+        if left <= 0:
+            raise ValueError(f"its schema is more than {DEEPEST} levels deep")
+        match schema:
+            case str():
+                found = self._reference(schema)
+            case list():
+                found = self._nested([self.shape(branch, left - 1) for branch in schema])._replace(empty=False)
+            case {"type": "array", "items": items}:
+                item = self.shape(items, left - 1)
+                if item.empty:
+                    raise ValueError("its schema has an array whose items take no bytes")
+                found = self._nested([item])._replace(empty=False)
+            case {"type": "map", "values": values}:
+                found = self._nested([self.shape(values, left - 1)])._replace(empty=False)
+            case {"type": "record" | "error", "name": str(name), "fields": list(fields)}:
+                found = self._define(name, self._record(name, fields, left))
+            case {"type": "fixed", "name": str(name), "size": int(size)}:
+                found = self._define(name, _Shape(1, int(size == 0), size == 0))
+            case {"type": "enum", "name": str(name)}:
+                found = self._define(name, _Shape(1, 0, False))
+            case {"type": inner}:
+                found = self.shape(inner, left - 1)
+            case _:
+                raise ValueError(f"{str(schema)[:80]} is no Avro schema")
+        if found.depth > left:
+            raise ValueError(f"its schema is more than {DEEPEST} levels deep")
+        if found.values > MOST_VALUES:
+            raise ValueError(f"its schema has records with more than {MOST_VALUES} values that take no bytes")
+        return found
+
+    def _reference(self, name: str) -> _Shape:
+        if name in _PRIMITIVE:
+            return _PRIMITIVE[name]
+        last = _last(name)
+        if last in self._open:
+            raise ValueError(f"its schema has a record {name[:80]!r} within itself")
+        if last not in self._named:
+            raise ValueError(f"its schema names {name[:80]!r}, which it does not define")
+        return self._named[last]
+
+    def _record(self, name: str, fields: Iterable[Mapping[str, Any]], left: int) -> _Shape:
+        self._open.append(_last(name))
+        shape = self._nested([self.shape(field["type"], left - 1) for field in fields])
+        self._open.pop()
+        return shape
+
+    def _nested(self, parts: Sequence[_Shape]) -> _Shape:
+        depth = 1 + max((part.depth for part in parts), default=0)
+        empty = all(part.empty for part in parts)
+        return _Shape(depth, empty + sum(part.values for part in parts), empty)
+
+    def _define(self, name: str, shape: _Shape) -> _Shape:
+        # Two types may share the last part of their names; then each counts as the larger of both.
+        earlier = self._named.get(_last(name), shape)
+        self._named[_last(name)] = _Shape(
+            max(earlier.depth, shape.depth), max(earlier.values, shape.values), earlier.empty or shape.empty
+        )
+        return shape
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
