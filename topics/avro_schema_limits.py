@@ -15,7 +15,7 @@ MOST_VALUES = 1000
 
 
 class _Shape(NamedTuple):
-    """What one value of a schema can cost."""
+    """The cost of one value of a schema."""
 
     depth: int
     values: int
@@ -49,31 +49,31 @@ class _Walk:
             raise ValueError(f"its schema is more than {DEEPEST} levels deep")
         match schema:
             case str():
-                found = self._reference(schema)
+                shape = self._reference(schema)
             case list():
-                found = self._nested([self.shape(branch, left - 1) for branch in schema])._replace(empty=False)
+                shape = self._nested([self.shape(branch, left - 1) for branch in schema])._replace(empty=False)
             case {"type": "array", "items": items}:
                 item = self.shape(items, left - 1)
                 if item.empty:
                     raise ValueError("its schema has an array whose items take no bytes")
-                found = self._nested([item])._replace(empty=False)
+                shape = self._nested([item])._replace(empty=False)
             case {"type": "map", "values": values}:
-                found = self._nested([self.shape(values, left - 1)])._replace(empty=False)
+                shape = self._nested([self.shape(values, left - 1)])._replace(empty=False)
             case {"type": "record" | "error", "name": str(name), "fields": list(fields)}:
-                found = self._define(name, self._record(name, fields, left))
+                shape = self._define(name, self._record(name, fields, left))
             case {"type": "fixed", "name": str(name), "size": int(size)}:
-                found = self._define(name, _Shape(1, int(size == 0), size == 0))
+                shape = self._define(name, _Shape(1, int(size == 0), size == 0))
             case {"type": "enum", "name": str(name)}:
-                found = self._define(name, _Shape(1, 0, False))
+                shape = self._define(name, _Shape(1, 0, False))
             case {"type": inner}:
-                found = self.shape(inner, left - 1)
+                shape = self.shape(inner, left - 1)
             case _:
                 raise ValueError(f"{str(schema)[:80]} is no Avro schema")
-        if found.depth > left:
+        if shape.depth > left:
             raise ValueError(f"its schema is more than {DEEPEST} levels deep")
-        if found.values > MOST_VALUES:
+        if shape.values > MOST_VALUES:
             raise ValueError(f"its schema has records with more than {MOST_VALUES} values that take no bytes")
-        return found
+        return shape
 
     def _reference(self, name: str) -> _Shape:
         if name in _PRIMITIVE:

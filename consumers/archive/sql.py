@@ -176,11 +176,11 @@ def _tables_read(statement: str) -> set[str]:
 
 def _tables_in(connection: Any, statement: str) -> set[str]:
     """The same, in a connection where the views are tables, too."""
-    found: set[str] = set()
+    tables: set[str] = set()
     for name in connection.get_table_names(statement):
         known = name.lower().removesuffix(_STORED)
-        found |= _tables_in(connection, VIEWS[known][1]) if known in VIEWS else {known}
-    return found
+        tables |= _tables_in(connection, VIEWS[known][1]) if known in VIEWS else {known}
+    return tables
 
 
 def _manifests(store: Store, runs: Sequence[str] | None) -> list[ArchiveManifest]:
