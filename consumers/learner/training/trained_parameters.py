@@ -1,4 +1,4 @@
-"""Which parameters are trained, of a model with adapters and of one without, and gradients in those alone."""
+"""The parameters that are trained, of a model with adapters and of one without, and gradients in those alone."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
