@@ -137,6 +137,9 @@ class LearnerConfig:
     rewards of your environment: it is tighter, and applies before a reward affects the baseline of its group."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of activations and of the parameter copies in a step; master parameters and optimizer are float32."""
+    reduce_dtype: Literal["compute", "float32"] = "compute"
+    """Dtype in which gradients are summed over devices: that of compute_dtype, or float32, which moves twice the bytes
+    of bfloat16 and rounds no sum."""
     remat: bool = False
     """Recompute the activations of a block in the backward pass instead of keeping them."""
     vocabulary_chunk: int = 0

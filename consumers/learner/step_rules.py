@@ -23,6 +23,10 @@ class StepRules:
     layers: Literal["unrolled", "configured"] = "unrolled"
     """Program of the layers: each of its own, or as learner.layers says."""
 
+    reduction: Literal["compiler", "shares"] = "compiler"
+    """How gradients are summed over the devices of a mesh: as the compiler lays it out; or each device gathers the
+    parameters of a layer while it computes it, and receives the sum of its share."""
+
     @classmethod
     def recorded(cls, rules: Mapping[str, str]) -> "StepRules":
         """Return the rules in the record of a step. Raises StateRefused for those that this release does not know."""
@@ -40,7 +44,7 @@ class StepRules:
         return asdict(self)
 
 
-NEWEST = StepRules(sharing="rows", attention="causal", layers="configured")
+NEWEST = StepRules(sharing="rows", attention="causal", layers="configured", reduction="shares")
 """The rules of steps that are computed for the first time."""
 
 

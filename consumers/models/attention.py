@@ -100,7 +100,7 @@ def splash_attention(
     """Attend with the TPU kernel of JAX; rows must be a multiple of 128 tokens long.
 
     The compiler cannot split a kernel. If a mesh is set (jax.set_mesh), rows are split explicitly over its axes data
-    and fsdp, and heads over tensor if it divides the key and value heads.
+    and fsdp, and heads over tensor if it divides the key and value heads; within jax.shard_map, over its other axes.
     """
     if q.shape[1] % 128:
         raise ValueError(f"splash attention takes rows of a multiple of 128 tokens, not {q.shape[1]}: use blocks")
@@ -108,10 +108,11 @@ def splash_attention(
     def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
         return _splash_kernel(q, k, v, ids, interpret)
 
-    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes}
     if not sizes:
         return local(q, k, v, segment_ids)
-    rows = tuple(axis for axis in ("data", "fsdp") if axis in sizes)
+    rows = tuple(axis for axis in ("data", "fsdp") if axis in sizes) or None
     heads = "tensor" if "tensor" in sizes and k.shape[2] % sizes["tensor"] == 0 else None
     activations = PartitionSpec(rows, None, heads, None)  # type: ignore[no-untyped-call]
     ids = PartitionSpec(rows, None)  # type: ignore[no-untyped-call]

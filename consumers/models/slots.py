@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
-from rollstream.consumers.models.adapters import merged, without_adapters
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.consumers.models.decoder import Params, pspecs
 from rollstream.consumers.models.errors import PromptRefused
@@ -105,7 +104,6 @@ class SlotDecoder:
         local = jax.local_devices()
         devices = devices or len(local)
         check_devices(config, slots=slots, devices=devices, tensor_parallel=tensor_parallel, local=len(local))
-        self._published, config = config, without_adapters(config)
         self.config = config
         self.slots = slots
         self.max_model_len = max_model_len
@@ -145,8 +143,7 @@ class SlotDecoder:
         return sum(map(len, self._free))
 
     def place(self, arrays: Mapping[str, NDArray[np.generic] | jax.Array]) -> Params:
-        """Put the tensors of a version on the devices once, adapters merged, in the decoder's dtype."""
-        arrays = merged(self._published, arrays)
+        """Put the tensors of a version on the devices once, in the decoder's dtype."""
         specs = pspecs(arrays, {TENSOR: self._mesh.shape[TENSOR]})
         return {
             name: jax.device_put(array.astype(self._dtype, copy=False), NamedSharding(self._mesh, specs[name]))

@@ -27,7 +27,8 @@ from rollstream.consumers.learner.training.objective import (
 )
 from rollstream.consumers.learner.training.surrogates import Surrogate, surrogate_of
 from rollstream.consumers.models.config import ComputeSettings, DecoderConfig
-from rollstream.consumers.models.decoder import Params, hidden, token_logprobs
+from rollstream.consumers.models.decoder import BLOCKS, Params, hidden, token_logprobs
+from rollstream.consumers.models.sharded import Whole, as_given
 from rollstream.topics.errors import ConfigurationError
 
 Arrays = Mapping[str, jax.Array]
@@ -42,14 +43,15 @@ def policy_loss(
     config: LossConfig,
     batch: Arrays,
     denominators: Arrays,
+    whole: Whole = as_given,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The configured policy-gradient loss, to be minimized, and its metrics.
 
     `batch` holds the arrays of a PackedBatch, [rows, sequence_length]; `denominators` are the numbers of trained
-    "tokens" and of "sequences" with any, of the whole update over all processes, float32 and at least 1. See
-    `policy_loss_of`.
+    "tokens" and of "sequences" with any, of the whole update over all processes, float32 and at least 1. `params` may
+    be shares, of which `whole` makes whole ones in the compute dtype. See `policy_loss_of`.
     """
-    logprobs, entropy = _next_token_logprobs(params, model, compute, batch)
+    logprobs, entropy = _next_token_logprobs(params, model, compute, batch, whole)
     return policy_loss_of(logprobs, entropy, config, batch, denominators)
 
 
@@ -173,31 +175,43 @@ def _advantages(
 
 
 def supervised_loss(
-    params: Params, model: DecoderConfig, compute: ComputeSettings, batch: Arrays, denominators: Arrays
+    params: Params,
+    model: DecoderConfig,
+    compute: ComputeSettings,
+    batch: Arrays,
+    denominators: Arrays,
+    whole: Whole = as_given,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Mean negative log-probability of the trained tokens; arguments and results as for `policy_loss`."""
-    logprobs, _ = _next_token_logprobs(params, model, compute, batch)
+    logprobs, _ = _next_token_logprobs(params, model, compute, batch, whole)
     loss = -jnp.sum(logprobs * batch["loss_mask"][:, 1:]) / denominators["tokens"]
     return loss, {"loss": loss}
 
 
-def log_probs(params: Params, model: DecoderConfig, compute: ComputeSettings, batch: Arrays) -> jax.Array:
+def log_probs(
+    params: Params, model: DecoderConfig, compute: ComputeSettings, batch: Arrays, whole: Whole = as_given
+) -> jax.Array:
     """Log-probability of every token given the tokens before it in its segment, float32 [rows, sequence_length].
 
     The value at the first token of a segment has no meaning; it is 0 at the first token of a row.
     """
-    logprobs, _ = _next_token_logprobs(params, model, compute, batch)
+    logprobs, _ = _next_token_logprobs(params, model, compute, batch, whole)
     return jnp.pad(logprobs, ((0, 0), (1, 0)))
 
 
 def _next_token_logprobs(
-    params: Params, model: DecoderConfig, compute: ComputeSettings, batch: Arrays
+    params: Params, model: DecoderConfig, compute: ComputeSettings, batch: Arrays, whole: Whole
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability and entropy [rows, sequence_length - 1] of tokens 1 onwards given those before."""
-    dtype = jnp.dtype(compute.dtype)
-    params = {name: value.astype(dtype) for name, value in params.items()}
+    if whole is as_given:
+        dtype = jnp.dtype(compute.dtype)
+        params = {name: value.astype(dtype) for name, value in params.items()}
+    else:
+        params = {**params, **whole({name: value for name, value in params.items() if not name.startswith(BLOCKS)})}
     packed = batch["tokens"], batch["positions"], batch["segment_ids"]
-    states = hidden(params, model, *packed, remat=compute.remat, attention=compute.attention, scanned=compute.scanned)
+    states = hidden(
+        params, model, *packed, remat=compute.remat, attention=compute.attention, scanned=compute.scanned, whole=whole
+    )
     return token_logprobs(
         params,
         model,

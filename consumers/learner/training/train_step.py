@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from rollstream.consumers.learner.config import LearnerConfig
@@ -27,6 +27,7 @@ from rollstream.consumers.learner.input.packing import (
     rows_by_length,
 )
 from rollstream.consumers.learner.parallel import mesh as layout
+from rollstream.consumers.learner.parallel.gathering import Gathering, gathering_of, gradient_of, of_rows
 from rollstream.consumers.learner.parallel.step_agreement import AgreedStep, agree
 from rollstream.consumers.learner.pretrained import initial_params
 from rollstream.consumers.learner.step_rules import NEWEST, StepRules
@@ -45,17 +46,10 @@ from rollstream.consumers.learner.training.objective import (
     reported,
 )
 from rollstream.consumers.learner.training.optimizer import make_optimizer, make_schedule, update_metrics
-from rollstream.consumers.learner.training.teacher import teacher_of
-from rollstream.consumers.learner.training.trained_parameters import (
-    chosen,
-    gradient_in,
-    trained_in_steps,
-    trained_in_warm_start,
-)
+from rollstream.consumers.learner.training.teacher import Teacher
 from rollstream.consumers.models import decoder, parameters
 from rollstream.consumers.models.attention import earlier_implementation
 from rollstream.consumers.models.config import ComputeSettings, DecoderConfig
-from rollstream.consumers.models.parameters import is_adapter
 from rollstream.topics.errors import ConfigurationError
 
 Metrics = dict[str, float]
@@ -148,8 +142,7 @@ class TrainStep:
         self._schedule = make_schedule(config.optimizer, updates)
         shapes = {name: _shape(shape, jnp.float32) for name, shape in parameters.shapes(config.model).items()}
         everywhere = layout.replicated(self.mesh)
-        self._trained, self._taught = trained_in_steps(config, shapes), trained_in_warm_start(config, shapes)
-        optimizer_shapes = jax.eval_shape(self._optimizer.init, chosen(shapes, self._trained))
+        optimizer_shapes = jax.eval_shape(self._optimizer.init, shapes)
         params = layout.of_params(self.mesh, shapes)
         optimizer = layout.of_optimizer(self.mesh, shapes, optimizer_shapes)
         self.shardings: Any = TrainState(params, optimizer, everywhere, everywhere)  # type: ignore[arg-type]
@@ -165,24 +158,23 @@ class TrainStep:
         )
         policy = partial(policy_loss, model=config.model, compute=self._compute, config=config.loss)
         supervised = partial(supervised_loss, model=config.model, compute=self._compute)
-        self._policy = self._gradient(policy, self._policy_metrics(), self._trained)
-        self._supervised = self._gradient(supervised, SUPERVISED_METRICS, self._taught)
+        self._policy = self._gradient(policy, self._policy_metrics())
+        self._supervised = self._gradient(supervised, SUPERVISED_METRICS)
         self._log_probs = self._log_probs_of(config.model, params)
-        self.teacher = teacher_of(config, self.mesh, self._log_probs_of)
+        self.teacher = (
+            Teacher(config.teacher, self.mesh, config.compute_dtype, self._log_probs_of) if config.teacher else None
+        )
         """The teacher of on-policy distillation, if there is one."""
         self._init = self._jit(lambda: decoder.init(jax.random.key(config.seed), config.model), (), params)
         self._fresh = self._jit(self._beside, (params,), tuple(self.shardings[1:]))
         self._apply = self._jit(
-            self._update,
-            (self.shardings, chosen(params, self._trained), everywhere),
-            (self.shardings, everywhere),
-            donate_argnums=0,
+            self._update, (self.shardings, params, everywhere), (self.shardings, everywhere), donate_argnums=0
         )
 
     def initial_state(self) -> TrainState:
         """Return a state of step 0: pretrained parameters, or random ones from the seed, and a fresh optimizer."""
         if self.config.pretrained:
-            return self.fresh_state(initial_params(self.config.pretrained, self.config.model, self.shardings.params))
+            return self._state_around(initial_params(self.config.pretrained, self.config.model, self.shardings.params))
         return self._state_around(self._init())
 
     def fresh_state(self, params: Mapping[str, jax.Array | NDArray[Any]]) -> TrainState:
@@ -218,8 +210,7 @@ class TrainStep:
                 batch[extra] = batch["generator_log_probs"]
             denominators = {"tokens": scalar, "sequences": scalar}
             lowered[f"gradient {rows}x{length}"] = self._policy.add.lower(state.params, sums, batch, denominators)
-        gradients = chosen(state.params, self._trained)
-        lowered["update"] = self._apply.lower(state, gradients, _shape((), jnp.int32))
+        lowered["update"] = self._apply.lower(state, state.params, _shape((), jnp.int32))
         return lowered
 
     def abstract_state(self) -> TrainState:
@@ -227,7 +218,7 @@ class TrainStep:
         shapes = jax.eval_shape(
             lambda: TrainState(
                 params=(params := decoder.init(jax.random.key(0), self.config.model)),
-                optimizer=self._optimizer.init(chosen(params, self._trained)),
+                optimizer=self._optimizer.init(params),
                 rng=jax.random.key_data(jax.random.key(0)),
                 step=jnp.zeros((), jnp.int32),
             )
@@ -286,11 +277,11 @@ class TrainStep:
             all_metrics.append({**metrics, **more})
             counts.append(not update.empty)
         values = [reported(value) for value in jax.device_get(all_metrics)]
-        counted = [value for value, trains in zip(values, counts, strict=True) if trains] or values[-1:]
-        means = {name: float(np.mean([value[name] for value in counted])) for name in counted[0]}
+        chosen = [value for value, trains in zip(values, counts, strict=True) if trains] or values[-1:]
+        means = {name: float(np.mean([value[name] for value in chosen])) for name in chosen[0]}
         if not needs_proximal(self.config.loss, self.updates_per_step):
             # Later updates would compare with a policy that no sampler had.
-            means |= {name: float(counted[0][name]) for name in MISMATCH_METRICS}
+            means |= {name: float(chosen[0][name]) for name in MISMATCH_METRICS}
         means["optim/lr"] = float(values[-1]["optim/lr"])
         means["optim/skipped"] = float(sum(value["optim/skipped"] for value in values))
         return state, {**means, **placed.metrics}
@@ -315,17 +306,16 @@ class TrainStep:
         loss = replace(self.config.loss, kl_coefficient=0.0, distillation_coefficient=0.0, reward_coefficient=1.0)
         one_update = replace(self.config, minibatches=1, reference="", teacher="", loss=loss)
         draws = np.random.Generator(np.random.Philox(key=self.config.seed))
-        shardings = chosen(self.shardings.params, self._taught)
-        params = chosen(state.params, self._taught)
-        optimizer_shapes = jax.eval_shape(optimizer.init, params)
-        own = layout.of_optimizer(self.mesh, params, optimizer_shapes)
+        shardings = self.shardings.params
+        optimizer_shapes = jax.eval_shape(optimizer.init, state.params)
+        own = layout.of_optimizer(self.mesh, state.params, optimizer_shapes)
 
         @partial(jax.jit, in_shardings=(shardings, own, shardings), out_shardings=(shardings, own))
         def apply(params: Params, optimizer_state: Any, gradients: Params) -> tuple[Params, Any]:
             updates, optimizer_state = optimizer.update(gradients, optimizer_state, params)
             return optax.apply_updates(params, updates), optimizer_state
 
-        optimizer_state = jax.jit(optimizer.init, out_shardings=own)(params)
+        params, optimizer_state = state.params, jax.jit(optimizer.init, out_shardings=own)(state.params)
         metrics: dict[str, jax.Array] = {}
         reported = time.monotonic()
         for number in range(1, warm.steps + 1):
@@ -334,16 +324,14 @@ class TrainStep:
             if number > 1 and time.monotonic() > reported + REPORT_EVERY_S:
                 reported = time.monotonic()
                 on_update(number - 1, warm.steps, float(metrics["loss"]))
-            drawn = draws.integers(len(examples), size=warm.sequences_per_step)
+            chosen = draws.integers(len(examples), size=warm.sequences_per_step)
             whole = self.rules.sharing == "rows"
-            drawn = drawn if whole else drawn[jax.process_index() :: jax.process_count()]
-            (update,) = self.place(pack_for(one_update, [examples[index] for index in drawn], whole=whole)).updates
-            gradients, metrics = self._supervised({**state.params, **params}, update.microbatches, update.denominators)
+            chosen = chosen if whole else chosen[jax.process_index() :: jax.process_count()]
+            (update,) = self.place(pack_for(one_update, [examples[index] for index in chosen], whole=whole)).updates
+            gradients, metrics = self._supervised(params, update.microbatches, update.denominators)
             params, optimizer_state = apply(params, optimizer_state, gradients)
         on_update(warm.steps, warm.steps, float(metrics["loss"]))
-        return self._state_around({**state.params, **params}), {
-            f"warm_start/{name}": float(value) for name, value in metrics.items()
-        }
+        return self._state_around(params), {f"warm_start/{name}": float(value) for name, value in metrics.items()}
 
     @property
     def _extra_log_probs(self) -> tuple[str, ...]:
@@ -368,9 +356,9 @@ class TrainStep:
             "proximal_log_probs": (self._log_probs, params),
             "teacher_log_probs": (self.teacher and self.teacher.log_probs, teacher),
         }
-        needed = {name: models[name] for name in self._extra_log_probs}
+        chosen = {name: models[name] for name in self._extra_log_probs}
         return tuple(
-            {**batch, **{name: log_probs_of(model, batch) for name, (log_probs_of, model) in needed.items()}}
+            {**batch, **{name: log_probs_of(model, batch) for name, (log_probs_of, model) in chosen.items()}}
             for batch in update.microbatches
         )
 
@@ -380,26 +368,27 @@ class TrainStep:
 
     def _log_probs_of(self, model: DecoderConfig, shardings: Any) -> Any:
         """Jit the log-probabilities of a model whose parameters have these shardings."""
-        return self._jit(
-            lambda params, batch: log_probs(params, model, self._compute, batch), (shardings, self._rows), self._rows
-        )
+        function = partial(log_probs, model=model, compute=self._compute)
+        return self._jit(of_rows(function, self._gathering(shardings)), (shardings, self._rows), self._rows)
 
-    def _gradient(
-        self, loss: Callable[..., tuple[jax.Array, Metric]], names: Sequence[str], trained: Sequence[str]
-    ) -> "_Gradient":
-        """Build functions that sum the gradients in the `trained` parameters, and metrics, over microbatches."""
+    def _gathering(self, shardings: Mapping[str, NamedSharding]) -> Gathering | None:
+        """How parameters of these shardings are gathered; None if the compiler decides."""
+        if self.rules.reduction == "compiler":
+            return None
+        return gathering_of(self.mesh, shardings, self.config.compute_dtype, self.config.reduce_dtype)
+
+    def _gradient(self, loss: Callable[..., tuple[jax.Array, Metric]], names: Sequence[str]) -> "_Gradient":
+        """Build functions that sum the gradients of a loss and its metrics, called `names`, over microbatches."""
 
         def zeros(params: Params) -> tuple[Params, Metric]:
-            return jax.tree.map(jnp.zeros_like, chosen(params, trained)), {
-                name: jnp.zeros((), jnp.float32) for name in names
-            }
+            return jax.tree.map(jnp.zeros_like, params), {name: jnp.zeros((), jnp.float32) for name in names}
 
         def add(params: Params, sums: tuple[Params, Metric], batch: Arrays, denominators: Arrays) -> Any:
-            return jax.tree.map(jnp.add, sums, gradient(params, batch=batch, denominators=denominators))
+            return jax.tree.map(jnp.add, sums, gradient(params, batch, denominators))
 
-        gradient = gradient_in(loss, trained)
         params, everywhere = self.shardings.params, layout.replicated(self.mesh)
-        sums = (chosen(params, trained), everywhere)
+        gradient = gradient_of(loss, self._gathering(params))
+        sums = (params, everywhere)
         return _Gradient(
             zeros=self._jit(zeros, (params,), sums),
             add=self._jit(add, (params, sums, self._rows, everywhere), sums, donate_argnums=1),
@@ -409,9 +398,8 @@ class TrainStep:
         self, state: TrainState, gradients: Params, number: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Apply update `number` of a step, counted from 0; the last update completes the step."""
-        trained = chosen(state.params, self._trained)
-        updates, optimizer_state = self._optimizer.update(gradients, state.optimizer, trained)
-        params = {**state.params, **optax.apply_updates(trained, updates)}
+        updates, optimizer_state = self._optimizer.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
         metrics = update_metrics(self._schedule, gradients, state.optimizer, optimizer_state)
         done = (number == self.updates_per_step - 1).astype(jnp.int32)
         return TrainState(params, optimizer_state, state.rng, state.step + done), metrics
@@ -419,7 +407,7 @@ class TrainStep:
     def _beside(self, params: Params) -> tuple[Any, jax.Array, jax.Array]:
         """Everything but the parameters in a state of step 0."""
         rng = jax.random.key_data(jax.random.fold_in(jax.random.key(self.config.seed), 1))
-        return self._optimizer.init(chosen(params, self._trained)), rng, jnp.zeros((), jnp.int32)
+        return self._optimizer.init(params), rng, jnp.zeros((), jnp.int32)
 
     def _state_around(self, params: Params) -> TrainState:
         return TrainState(params, *self._fresh(params))
@@ -432,8 +420,6 @@ class TrainStep:
         shardings: Mapping[str, Any] | None = None,
     ) -> Params:
         placed = self.shardings.params if shardings is None else shardings
-        if any(is_adapter(name) and name not in params for name in placed):
-            params = {**self._init(), **params}
 
         def place(name: str, value: jax.Array | NDArray[Any]) -> jax.Array:
             sharding: Any = placed[name]

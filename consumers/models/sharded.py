@@ -1,0 +1,26 @@
+"""Access to whole parameters where a decoder's are shares."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+Params = Mapping[str, jax.Array]
+Whole = Callable[[Params], Params]
+"""Returns the whole parameters of shares, by the same names."""
+
+GATHERED = "gathered"
+"""Name of gathered parameters in checkpoint policies (jax.ad_checkpoint)."""
+
+
+def as_given(params: Params) -> Params:
+    """Return parameters that are whole."""
+    return params
+
+
+def keep_all_but_gathered(primitive: Any, *_avals: Any, **settings: Any) -> bool:
+    """Checkpoint policy that keeps activations, and gathers parameters again in the backward pass.
+
+    A transposed parameter is as large as the parameter.
+    """
+    return primitive.name != "transpose" and settings.get("name") != GATHERED
