@@ -38,7 +38,7 @@ $(STAMP): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "rollstream needs Python 3.11 or newer as '$(PYTHON)' (found: $$($(PYTHON) --version 2>&1)); install one or run: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.8"
+	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-uv.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.txt
 	@# A copy that lost its symbolic links (some archives do) has small files in their place.
 	@for folder in consumers infra pipeline producers topics; do \
@@ -104,6 +104,7 @@ format: $(STAMP) ## Format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix .
 
 lock: ## Lock the requirements again, for all platforms, with hashes
+	echo uv | $(LOCK) --universal - -o requirements-uv.txt $(ARGS)
 	$(LOCK) --universal --extra all --extra dev pyproject.toml -o requirements.txt $(ARGS)
 	$(LOCK) --universal --extra peers --extra tpu --constraint requirements.txt pyproject.toml -o requirements-long.txt $(ARGS)
 	@echo "torch==2.13.0" >$(VENV)/override.txt
