@@ -30,7 +30,7 @@ from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.plan import RunPlan
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts, announce_ready
 from rollstream.pipeline.run.service_ports import ServicePorts
-from rollstream.pipeline.run.stall_watch import StageWatch, StallWatch
+from rollstream.pipeline.run.stall_watch import StallWatch
 from rollstream.pipeline.run.steered_processes import SteeredProcesses, begin_with
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.run.workspace import log_to
@@ -196,7 +196,7 @@ def watch(
     if sys.stdout.isatty():
         # The frame takes the whole terminal, so logs go to a file.
         log_to(supervisor.log_dir / "run.log", config.log_level)
-    stall, stages = StallWatch(config), StageWatch(config.run)
+    stall = StallWatch(config)
     with ExitStack() as stack:
         group = config.labeling.group_id(config.run)
         observer: RunObserver | None = stack.enter_context(
@@ -224,11 +224,7 @@ def watch(
             try:
                 observer.poll(0.25)
                 display.show(observer)
-                snapshot = observer.snapshot(NEWEST)
-                # While the observer reads history, its statistics are out of date.
-                for warning in () if snapshot.history_left else stall.look(snapshot, time.monotonic()):
-                    display.say(warning)
-                if warning := stages.look(snapshot):
+                for warning in stall.look(observer.snapshot(NEWEST), time.monotonic()):
                     display.say(warning)
             except RollstreamError as error:
                 # Training goes on without an observer.

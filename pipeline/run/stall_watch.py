@@ -1,4 +1,4 @@
-"""Warns if a run stalls, with nothing batched or nothing trained for a minute, and names the number to look at.
+"""Warns if a run stalls, and names the number, or the stage, to look at.
 
 It takes snapshots of the run one after the other, with the time of a monotonic clock.
 """
@@ -18,48 +18,30 @@ AGAIN_S = 300.0
 """Time until the warning is repeated."""
 
 
-class StageWatch:
-    """Tells when a run stalls for want of a step, and when it goes on: to people, in the log and at /metrics."""
-
-    def __init__(self, run: str) -> None:
-        self._run, self._stage = run, ""
-
-    def look(self, now: RunSnapshot) -> str:
-        """Return what is to be said now; mostly nothing."""
-        VALUES.record("run", {"stalled": float(bool(now.stalled_stage))})
-        if now.stalled_stage == self._stage:
-            return ""
-        self._stage = now.stalled_stage
-        if not self._stage:
-            event(logger, "run_steps_again", run=self._run, step=now.step)
-            return "the run goes on"
-        event(
-            logger,
-            "run_stalled",
-            level=logging.WARNING,
-            run=self._run,
-            stage=self._stage,
-            reason=now.stalled,
-            step=now.step,
-        )
-        return f"warning: no step for long: look at {self._stage}: {now.stalled}"
-
-
 class StallWatch:
-    """Compares each snapshot with the one at which a batch, or a step, was last made."""
+    """Tells when a run stalls, and when it goes on: to people, in the log and at /metrics.
+
+    A minute without a batch, or a step, is a warning that names a number of the display. Where no step came for so long
+    that the snapshot names a stage, that is what is said of steps, once, and it is on record in the log.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._since: dict[str, tuple[float, RunSnapshot]] = {}
+        """For each count, when it last grew, and the snapshot of then."""
         self._warned_s: dict[str, float] = {}
         self._labeled = -math.inf, 0
         """Time when labelers last read a record, and how many they had read then."""
+        self._stage = ""
 
     def look(self, now: RunSnapshot, time_s: float) -> list[str]:
-        """Return the warnings that are due now: one for each count that has stalled."""
-        warnings = []
+        """Return what is to be said now; mostly nothing. `time_s` is the time of a monotonic clock."""
+        VALUES.record("run", {"stalled": float(bool(now.stalled_stage))})
+        if now.history_left:
+            return []  # its counts are those of the past
         if now.read_by_labelers != self._labeled[1]:
             self._labeled = time_s, now.read_by_labelers
+        lines = self._of_stage(now)
         for count in ("batches", "step"):
             since_s, then = self._since.setdefault(count, (time_s, now))
             if getattr(now, count) != getattr(then, count):
@@ -67,12 +49,25 @@ class StallWatch:
                 self._warned_s.pop(count, None)
             elif time_s - since_s >= STILL_S and time_s - self._warned_s.get(count, -AGAIN_S) >= AGAIN_S:
                 self._warned_s[count] = time_s
-                why = (
-                    self._why_not_batched(then, now, time_s) if count == "batches" else self._why_not_trained(then, now)
-                )
-                done = "batched" if count == "batches" else "trained"
-                warnings.append(f"warning: nothing was {done} for {time_s - since_s:.0f} s: {why}")
-        return warnings
+                if count == "batches":
+                    why = self._why_not_batched(then, now, time_s)
+                    lines.append(f"warning: nothing was batched for {time_s - since_s:.0f} s: {why}")
+                elif not self._stage:
+                    why = self._why_not_trained(then, now)
+                    lines.append(f"warning: nothing was trained for {time_s - since_s:.0f} s: {why}")
+        return lines
+
+    def _of_stage(self, now: RunSnapshot) -> list[str]:
+        """Say that the run stalls at a stage, or at another, or no longer."""
+        if now.stalled_stage == self._stage:
+            return []
+        self._stage, run = now.stalled_stage, now.run
+        if not self._stage:
+            event(logger, "run_steps_again", run=run, step=now.step)
+            return ["the run goes on"]
+        where = {"run": run, "stage": self._stage, "reason": now.stalled, "step": now.step}
+        event(logger, "run_stalled", level=logging.WARNING, **where)
+        return [f"warning: no step for long: look at {self._stage}: {now.stalled}"]
 
     def _why_not_batched(self, then: RunSnapshot, now: RunSnapshot, time_s: float) -> str:
         dropped = {reason: count - then.dropped.get(reason, 0) for reason, count in now.dropped.items()}

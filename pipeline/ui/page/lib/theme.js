@@ -7,24 +7,35 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 
 /** @returns {"light" | "dark"} */
 function current() {
-  const chosen = document.documentElement.dataset.theme;
-  return chosen === "dark" || chosen === "light" ? chosen : dark.matches ? "dark" : "light";
+  return document.documentElement.dataset.theme === "dark" ? "dark" : "light";
 }
 
-/** Apply the theme that was chosen earlier. */
-export function restoreTheme() {
-  let chosen = null;
+/** The theme that was chosen earlier, if any. @returns {"light" | "dark" | null} */
+function chosen() {
   try {
-    chosen = localStorage.getItem(KEY);
+    const kept = localStorage.getItem(KEY);
+    return kept === "dark" || kept === "light" ? kept : null;
   } catch {
     // Storage may be forbidden; the theme of the system stays.
+    return null;
   }
-  if (chosen === "dark" || chosen === "light") document.documentElement.dataset.theme = chosen;
+}
+
+function apply() {
+  document.documentElement.dataset.theme = chosen() ?? (dark.matches ? "dark" : "light");
+  dispatchEvent(new Event("themechange"));
+}
+
+/** Apply the theme, and follow that of the system as long as none is chosen. */
+export function restoreTheme() {
+  apply();
+  dark.addEventListener("change", apply);
 }
 
 /** Change to the other theme and keep the choice. */
 export function toggleTheme() {
   const next = current() === "dark" ? "light" : "dark";
+  dark.removeEventListener("change", apply);
   document.documentElement.dataset.theme = next;
   try {
     localStorage.setItem(KEY, next);
@@ -40,11 +51,7 @@ export function useTheme() {
   useEffect(() => {
     const changed = () => setTheme(current());
     addEventListener("themechange", changed);
-    dark.addEventListener("change", changed);
-    return () => {
-      removeEventListener("themechange", changed);
-      dark.removeEventListener("change", changed);
-    };
+    return () => removeEventListener("themechange", changed);
   }, []);
   return theme;
 }

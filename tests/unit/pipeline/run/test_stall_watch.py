@@ -7,7 +7,7 @@ import pytest
 
 from rollstream.pipeline.config import load
 from rollstream.pipeline.run.run_statistics import RunSnapshot
-from rollstream.pipeline.run.stall_watch import AGAIN_S, STILL_S, StageWatch, StallWatch
+from rollstream.pipeline.run.stall_watch import AGAIN_S, STILL_S, StallWatch
 from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
 from rollstream.topics.metric_values import VALUES
 
@@ -104,14 +104,25 @@ def test_a_warning_is_given_again_now_and_then_and_at_once_after_the_run_went_on
     assert len(watch.look(replace(THEN, batches=1, step=3), 1000.0 + STILL_S)) == 2
 
 
-def test_a_stage_at_which_a_run_stalls_is_said_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stage_at_which_a_run_stalls_is_said_once_in_place_of_the_number_and_so_is_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
-    watch = StageWatch("r")
-    stalled = replace(THEN, stalled_stage="env", stalled="environments produce nothing: no worker runs")
-    assert watch.look(THEN) == ""
-    assert watch.look(stalled) == "warning: no step for long: look at env: environments produce nothing: no worker runs"
+    watch = StallWatch(CONFIG)
+    stalled = replace(THEN, batches=9, stalled_stage="env", stalled="environments produce nothing: no worker runs")
+    assert watch.look(THEN, 0.0) == []
+    said = "warning: no step for long: look at env: environments produce nothing: no worker runs"
+    assert watch.look(stalled, STILL_S) == [said]
     assert VALUES.values_of(STALLED) == {(): 1.0}
-    assert watch.look(stalled) == ""
-    assert watch.look(THEN) == "the run goes on"
+    assert watch.look(replace(stalled, batches=10), STILL_S + AGAIN_S) == []
+    assert watch.look(replace(THEN, batches=11, step=3), STILL_S + AGAIN_S) == ["the run goes on"]
     assert VALUES.values_of(STALLED) == {(): 0.0}
     assert [record.getMessage() for record in caplog.records] == ["run_stalled", "run_steps_again"]
+
+
+def test_nothing_is_said_of_a_run_whose_past_is_still_being_read() -> None:
+    watch = StallWatch(CONFIG)
+    past = replace(THEN, history=100, history_left=50)
+    assert [line for second in range(300) for line in watch.look(past, float(second))] == []
+    assert watch.look(THEN, 300.0) == []
+    assert len(watch.look(THEN, 300.0 + STILL_S)) == 2

@@ -1,0 +1,144 @@
+"""A real `rollstream run`, started, commanded, killed and stopped as an operator does it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rollstream.pipeline.audit.ledger import Ledger, ledger
+from rollstream.pipeline.audit.verification import verify
+from rollstream.topics.config import KafkaConfig
+from tests.faults.auditor import audit
+from tests.support.command_line import answer_of
+from tests.support.paths import ROOT
+from tests.support.waiting import eventually
+
+DEMO = ROOT / "examples" / "demo.toml"
+VALUES = {
+    "supervisor.workers": 1,
+    "grouper.processes": 1,
+    "learner.model.num_hidden_layers": 1,
+    "worker.group_size": 4,
+    "worker.metrics_interval_s": 1,
+    "grouping.batch_rollouts": 8,
+    "learner.rollouts_per_step": 32,
+    "learner.microbatch_rows": 4,
+    "learner.max_steps": 100000,
+}
+
+
+class SteeredRun:
+    """A `rollstream run`, of the demo's task unless told otherwise, and the commands to it."""
+
+    def __init__(
+        self, broker: str, name: str, directory: Path, recipe: Path = DEMO, values: Mapping[str, object] = VALUES
+    ) -> None:
+        """`recipe` is the file of its settings, and `values` are settings beside them."""
+        self.kafka, self.name, self.directory = KafkaConfig(bootstrap_servers=broker), name, directory
+        self._recipe, self._values = recipe, values
+        self._where = ["--run", name, "-b", broker]
+        self._log = directory / "run.out"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, **values: object) -> None:
+        """Start it, and wait until every process is ready."""
+        settings = (
+            {**self._values} | {"data_dir": self.directory} | {k.replace("__", "."): v for k, v in values.items()}
+        )
+        flags = [f"--set={name}={value}" for name, value in settings.items()]
+        command = [sys.executable, "-P", "-m", "rollstream", "run", str(self._recipe), *self._where, *flags]
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(command, cwd=self._recipe.parent, stdout=output, stderr=subprocess.STDOUT)
+        self.await_output("processes are ready")
+
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        assert self._process is not None
+        return self._process
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def await_output(self, text: str) -> None:
+        eventually(lambda: text in self.output or self.process.poll() is not None, 300, text)
+        assert text in self.output, self.output
+
+    def say(self, *words: str) -> str:
+        """Run a command about the run, and return what it prints."""
+        answer = answer_of(self.directory, *words, *self._where)
+        assert answer.returncode == 0, answer.stderr
+        return answer.stdout
+
+    def top(self) -> dict[str, Any]:
+        shown: dict[str, Any] = json.loads(self.say("top", "--json"))
+        return shown
+
+    def pids(self, role: str) -> list[int]:
+        """Processes of a role that run now, as the system has them."""
+        children = psutil.Process(self.process.pid).children()
+        found = []
+        for child in children:
+            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if f" -m rollstream {role} " in " ".join(child.cmdline()) + " ":
+                    found.append(child.pid)
+        return found
+
+    def processes(self, role: str) -> int:
+        return len(self.pids(role))
+
+    def kill_role(self, role: str) -> int:
+        """kill -9 of every process of a role, which the overseer starts again; return how many there were."""
+        pids = self.pids(role)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        return len(pids)
+
+    def await_processes(self, **numbers: int) -> None:
+        def there() -> bool:
+            assert self.process.poll() is None, self.output
+            return all(self.processes(role) == number for role, number in numbers.items())
+
+        eventually(there, 300, f"{numbers}")
+
+    def await_steps(self, more: int) -> None:
+        """Wait until so many further steps are on record."""
+        before = self.top()["step"]
+        eventually(lambda: self.top()["step"] >= before + more or self.process.poll() is not None, 300, "further steps")
+        assert self.process.poll() is None, self.output
+
+    def kill(self) -> None:
+        """kill -9 of the overseer; its processes end by themselves."""
+        children = psutil.Process(self.process.pid).children()
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        psutil.wait_procs(children, timeout=120)
+        assert not [child for child in children if child.is_running()]
+
+    def stop(self) -> None:
+        """Stop it as an operator does."""
+        self.process.terminate()
+        assert self.process.wait(300) == 0, self.output
+
+    def books(self) -> Ledger:
+        return ledger(self.kafka, self.name)
+
+    def check(self) -> None:
+        """Assert that every rollout is in one place, that a second fold of the log gives the same batches, and that the
+        independent auditor finds nothing."""
+        assert self.books().problems == []
+        assert verify(self.kafka, self.name).mismatches == []
+        assert audit(self.kafka.bootstrap_servers, self.name).findings == []
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        print(self.output[-4000:] if self._log.exists() else "")
