@@ -39,12 +39,18 @@ def splits_of(kafka: KafkaConfig, run: str) -> Splits:
     skipped, splits = SkippedRecords(logged=False), Splits()
     try:
         for message in read_to_end(kafka, topic_name(run, "control")):
-            if message.key == SUCCESSOR_KEY:
-                splits = splits._replace(successor=_record(message, skipped))
-            elif message.key == PREDECESSOR_KEY:
-                splits = splits._replace(predecessor=_record(message, skipped))
+            splits = note_split(splits, message, skipped)
     except TopicError:
         return Splits()
+    return splits
+
+
+def note_split(splits: Splits, message: KafkaRecord, skipped: SkippedRecords) -> Splits:
+    """Return the splits after a record of `control`; other kinds of records change nothing."""
+    if message.key == SUCCESSOR_KEY:
+        return splits._replace(successor=_record(message, skipped))
+    if message.key == PREDECESSOR_KEY:
+        return splits._replace(predecessor=_record(message, skipped))
     return splits
 
 

@@ -103,7 +103,7 @@ def test_a_file_that_cannot_be_gone_on_from_is_thrown_away_and_told(run: RealRun
         (data[:100] + b"\0" + data[101:], "it is damaged"),
         (b"", "it is no file of books"),
         (b"something else", "it is no file of books"),
-        (data.replace(b"books 1 ", b"books 2 ", 1), "it is of version 2, and this release keeps version 1"),
+        (data.replace(b"books 2 ", b"books 1 ", 1), "it is of version 1, and this release keeps version 2"),
     ):
         stored.path.write_bytes(bad)
         told, book = stored.poll()
@@ -184,4 +184,4 @@ def test_a_command_reads_on_and_says_what_it_keeps(run: RealRun) -> None:
         batched, dropped = live.offsets("batched"), live.offsets("dropped", "late")
     assert sum(last - first + 1 for ranges in batched.values() for first, last in ranges) == 8
     assert dropped == {0: [], 1: []}
-    assert zlib.decompress(file.read_bytes()[len(b"rollstream books 1 ") + 32 :]).startswith(b'{"run"')
+    assert zlib.decompress(file.read_bytes()[len(b"rollstream books 2 ") + 32 :]).startswith(b'{"run"')

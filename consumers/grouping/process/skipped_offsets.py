@@ -17,6 +17,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, RecordError, StateRefused, TopicError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import encode_key
@@ -62,15 +63,21 @@ def requests_of(kafka: KafkaConfig, run: str) -> dict[int, dict[int, OffsetSkip]
     """Return the requests on `control`, by partition and offset."""
     requests: dict[int, dict[int, OffsetSkip]] = {}
     for message in read_to_end(kafka, topic_name(run, "control")):
-        try:
-            record = decode_as(SkippedOffset, message.value)
-        except RecordError:
-            continue  # another kind of record, or an invalid one
-        if record.offset >= 0 and record.count <= OFFSETS_LIMIT:
-            skip = OffsetSkip(record.reason[:REASON_LIMIT])
-            offsets = range(record.offset, record.offset + record.count)
-            requests.setdefault(record.partition, {}).update(dict.fromkeys(offsets, skip))
+        for partition, skips in note_request(message).items():
+            requests.setdefault(partition, {}).update(skips)
     return requests
+
+
+def note_request(message: KafkaRecord) -> dict[int, dict[int, OffsetSkip]]:
+    """Return the request in a record of `control`, by partition and offset; nothing for other kinds of records."""
+    try:
+        record = decode_as(SkippedOffset, message.value)
+    except RecordError:
+        return {}  # another kind of record, or an invalid one
+    if record.offset < 0 or record.count > OFFSETS_LIMIT:
+        return {}
+    skip = OffsetSkip(record.reason[:REASON_LIMIT])
+    return {record.partition: dict.fromkeys(range(record.offset, record.offset + record.count), skip)}
 
 
 def ask(kafka: KafkaConfig, run: str, grouper: GrouperConfig, place: str, reason: str) -> SkippedOffset:

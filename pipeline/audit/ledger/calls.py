@@ -4,18 +4,21 @@ Sessions are folded as gateways fold them. Their rollouts are looked up by uid.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
 
 from rollstream.pipeline.audit.ledger.book import Ledger
+from rollstream.pipeline.audit.ledger.topic_state import has_topic
+from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
 from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
 from rollstream.topics import codec
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import RecordError, TopicError
+from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
-from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import ModelCall, Rollout, SessionEvent
 
 IN_ROLLOUTS = "in_rollouts"
@@ -36,11 +39,11 @@ class CallBook:
         self.calls = 0
         self.folds: dict[int, PartitionSessions] = {}
 
-    def add(self, message: KafkaRecord, record: ModelCall | SessionEvent) -> None:
-        """Add the next record of a partition."""
+    def add(self, message: KafkaRecord, record: ModelCall | SessionEvent) -> CapturedSession | None:
+        """Add the next record of a partition; return its session, None if there is none."""
         self.calls += isinstance(record, ModelCall)
         fold = self.folds.setdefault(message.partition, PartitionSessions())
-        fold.apply(message.offset, message.timestamp_ms, record)
+        return fold.apply(message.offset, message.timestamp_ms, record)
 
     @property
     def sessions(self) -> Iterable[CapturedSession]:
@@ -62,11 +65,6 @@ class CallBook:
         reasons = Counter(event.reason for event in finished if event is not None and not event.uids)
         return dict(reasons.most_common(_REASONS))
 
-    def rollouts(self) -> dict[str, str]:
-        """Session of each rollout that is said to be written, by its uid."""
-        finished = (session.finished for session in self.sessions)
-        return {uid: event.session for event in finished if event is not None for uid in event.uids}
-
 
 def _fate(session: CapturedSession) -> str:
     if session.finished is None:
@@ -74,44 +72,180 @@ def _fate(session: CapturedSession) -> str:
     return IN_ROLLOUTS if session.finished.uids else CANCELLED
 
 
+class CallRecords:
+    """The calls and sessions of a run, as far as they are read, and the rollouts that finished sessions name.
+
+    Calls of a session that is finished are known as counts. Of those that are open, the file keeps the names, and
+    another process reads their records again.
+    """
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        self.tail = TopicTail(kafka, run, "calls")
+        self._kafka, self._rollouts = kafka, topic_name(run, "rollouts")
+        self._book = CallBook()
+        self._follows: dict[int, int] = {}
+        """By partition of `rollouts`, the offset after the last record looked at."""
+        self._unseen: dict[str, str] = {}
+        """Session of each rollout that is said to be written and was not found yet, by its uid."""
+        self._named: set[str] = set()
+        """Uids of all rollouts that are said to be written."""
+        self._early: dict[str, str] = {}
+        """Episode of each rollout that was found before its session said that it is written, by its uid."""
+        self._open: dict[int, tuple[int, set[str]]] = {}
+        """Of a state, by partition: the first offset of the sessions that were open, and their names."""
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        finished = []
+        opened = []
+        for partition, fold in self._book.folds.items():
+            sessions = fold.sessions.values()
+            finished.append([partition, fold.orphans, [_row(session) for session in sessions if session.finished]])
+            begun = [session for session in sessions if not session.finished]
+            if begun:
+                first = min(session.start_offset for session in begun)
+                opened.append([partition, first, [session.name for session in begun]])
+        return {
+            "tail": self.tail.state(),
+            "calls": self._book.calls,
+            "finished": finished,
+            "open": opened,
+            "follows": list(self._follows.items()),
+            "unseen": self._unseen,
+            "early": self._early,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.tail.restore(state["tail"])
+        self._book.calls = state["calls"]
+        for partition, orphans, rows in state["finished"]:
+            fold = self._book.folds[partition] = PartitionSessions(orphans=orphans)
+            fold.sessions = {row[0]: _session(*row) for row in rows}
+            self._named.update(uid for row in rows for uid in row[-1])
+        self._open = {partition: (first, set(names)) for partition, first, names in state["open"]}
+        self._follows = dict(state["follows"])
+        self._unseen, self._early = state["unseen"], state["early"]
+
+    def read(self, ends: Mapping[int, int]) -> None:
+        """Read what is new. `ends` are those of the partitions of `rollouts` from before the call.
+
+        Calls come first: rollouts are written before their session says so.
+        """
+        self._read_open()
+        for message in self.tail.messages():
+            with self.tail.skipped.passing(message):
+                self._add(message, _record(message))
+        begins = {p: begin for p, (begin, _end) in topic_admin.bounds(self._kafka, self._rollouts).items()}
+        if any(begins.values()):
+            self._unseen, self._early = {}, {}  # of pruned rollouts only counts are left
+        if any(begins.values()) or not (self._unseen or self._open_episodes()):
+            self._follows = {p: max(end, self._follows.get(p, 0)) for p, end in ends.items()}
+        else:
+            self._look_up()
+
+    def sum_up(self, result: Ledger) -> None:
+        """Add the calls, and what contradicts them, to a ledger."""
+        book = self._book
+        fates = book.fates()
+        sessions = list(book.sessions)
+        result.calls = {
+            "recorded": book.calls,
+            **{fate: fates[fate] for fate in FATES},
+            "sessions": len(sessions),
+            "open_sessions": sum(session.finished is None for session in sessions),
+            "reasons": book.reasons(),
+            "pruned_offsets": sum(begin for begin, _end in topic_admin.bounds(self._kafka, self.tail.topic).values()),
+        }
+        for uid, session in sorted(self._unseen.items()):
+            result.problem(f"session {session} says that rollout {uid} is written, and rollouts does not hold it")
+
+    def _read_open(self) -> None:
+        """Read the records of the sessions again that were open when the state was saved."""
+        if not self._open:
+            return
+        opened, self._open = self._open, {}
+        start = {partition: first for partition, (first, _names) in opened.items()}
+        calls = self._book.calls
+        for message in read_to_end(self._kafka, self.tail.topic, partitions=[*opened], start=start):
+            if message.offset >= self.tail.follows[message.partition]:
+                continue
+            with suppress(RecordError):
+                record = _record(message)
+                if record.session in opened[message.partition][1]:
+                    self._book.add(message, record)
+        self._book.calls = calls  # they were counted
+
+    def _add(self, message: KafkaRecord, record: ModelCall | SessionEvent) -> None:
+        session = self._book.add(message, record)
+        if session is None or session.finished is not record:
+            return
+        for uid in session.finished.uids:
+            # Of several attempts at an episode, the first that names a rollout answers for it.
+            if uid not in self._named and self._early.pop(uid, None) is None:
+                self._unseen[uid] = session.name
+            self._named.add(uid)
+        episodes = self._open_episodes()
+        self._early = {uid: episode for uid, episode in self._early.items() if episode in episodes}
+
+    def _open_episodes(self) -> set[str]:
+        return {session.episode for fold in self._book.folds.values() for session in fold.open.values()}
+
+    def _look_up(self) -> None:
+        """Look for the rollouts that sessions name, and remember those of open sessions."""
+        episodes = self._open_episodes()
+        messages = read_to_end(self._kafka, self._rollouts, start=dict(self._follows), isolation="read_uncommitted")
+        for message in messages:
+            if message.offset < self._follows.get(message.partition, 0):
+                continue
+            self._follows[message.partition] = message.offset + 1
+            if codec.kind_of(message.value) != "Rollout":
+                continue
+            with suppress(RecordError):  # grouping reports it
+                rollout = codec.decode_as(Rollout, message.value)
+                if self._unseen.pop(rollout.uid, None) is None and rollout.episode_uid in episodes:
+                    self._early[rollout.uid] = rollout.episode_uid
+
+
+def _record(message: KafkaRecord) -> ModelCall | SessionEvent:
+    record = codec.decode(message.value)
+    if not isinstance(record, ModelCall | SessionEvent):
+        raise RecordError(f"a {type(record).__name__} stands where a call belongs")
+    return record
+
+
+Row = tuple[str, int, int, int, int, str, list[str]]
+"""Name of a finished session, offset of its start, its calls counted, retried and late, its reason, and its uids."""
+
+
+def _row(session: CapturedSession) -> Row:
+    counts = session.counted_calls, session.retried_calls, session.late_calls
+    reason, uids = (session.finished.reason, session.finished.uids) if session.finished else ("", ())
+    return session.name, session.start_offset, *counts, reason, list(uids)
+
+
+def _session(
+    name: str, offset: int, counted: int, retried: int, late: int, reason: str, uids: list[str]
+) -> CapturedSession:
+    """A finished session, as far as the books need it."""
+    return CapturedSession(
+        SessionEvent(session=name, kind="start"),
+        offset,
+        policy_version=-1,
+        last_ms=0,
+        finished=SessionEvent(session=name, kind="finished", reason=reason, uids=tuple(uids)),
+        counted_calls=counted,
+        retried_calls=retried,
+        late_calls=late,
+    )
+
+
 def check_calls(kafka: KafkaConfig, run: str, result: Ledger) -> None:
-    """Add the calls of a run to a ledger. Runs of earlier releases have none."""
-    topic = topic_name(run, "calls")
-    try:
-        topic_admin.partitions_of(kafka, topic)
-    except TopicError:
+    """Read all calls of a run, and add them to a ledger."""
+    if not has_topic(kafka, run, "calls"):
         return
-    book, skipped = CallBook(), SkippedRecords("ledger", logged=False)
-    for message in read_to_end(kafka, topic):
-        with skipped.passing(message):
-            record = codec.decode(message.value)
-            if not isinstance(record, ModelCall | SessionEvent):
-                raise RecordError(f"a {type(record).__name__} stands where a call belongs")
-            book.add(message, record)
-    result.note_skipped(skipped)
-    fates = book.fates()
-    sessions = list(book.sessions)
-    result.calls = {
-        "recorded": book.calls,
-        **{fate: fates[fate] for fate in FATES},
-        "sessions": len(sessions),
-        "open_sessions": sum(session.finished is None for session in sessions),
-        "reasons": book.reasons(),
-        "pruned_offsets": sum(begin for begin, _end in topic_admin.bounds(kafka, topic).values()),
-    }
-    # Read after the calls: rollouts are written before their session says so.
-    _check_rollouts(kafka, run, book.rollouts(), result)
-
-
-def _check_rollouts(kafka: KafkaConfig, run: str, wanted: dict[str, str], result: Ledger) -> None:
-    topic = topic_name(run, "rollouts")
-    if not wanted or any(begin for begin, _end in topic_admin.bounds(kafka, topic).values()):
-        return  # of pruned rollouts only counts are left
-    for message in read_to_end(kafka, topic, isolation="read_uncommitted"):
-        if codec.kind_of(message.value) == "Rollout":
-            try:
-                wanted.pop(codec.decode_as(Rollout, message.value).uid, None)
-            except RecordError:
-                continue  # grouping reports it
-    for uid, session in sorted(wanted.items()):
-        result.problem(f"session {session} says that rollout {uid} is written, and rollouts does not hold it")
+    records = CallRecords(kafka, run)
+    ends = {p: end for p, (_begin, end) in topic_admin.bounds(kafka, topic_name(run, "rollouts")).items()}
+    records.read(ends)
+    result.note_skipped(records.tail.skipped)
+    records.sum_up(result)

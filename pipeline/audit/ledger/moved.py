@@ -4,6 +4,7 @@ The journal of the run that ends names the offsets; headers in the run that goes
 """
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from rollstream.pipeline.audit.ledger.book import Ledger
@@ -16,23 +17,67 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.offset_ranges import from_ranges
 from rollstream.topics.records import JournalRecord, RunSplit
-from rollstream.topics.run_splits import moved_from, splits_of
+from rollstream.topics.run_splits import Splits, moved_from
 
 _NAMED = 3
 Place = tuple[int, int]
 """Partition and offset in `rollouts` of the run that ends."""
 
 
-def check_splits(kafka: KafkaConfig, run: str, result: Ledger) -> None:
-    """Add the splits that a run has a part in to its ledger, with contradictions between the two runs."""
-    successor, predecessor = splits_of(kafka, run)
-    if successor is not None:
-        result.successor = _compared(kafka, successor, successor.successor, result)
-        for row in result.learners.values():
-            if "waiting" in row:
-                row["carried"] = row.pop("waiting")
-    if predecessor is not None:
-        result.predecessor = _compared(kafka, predecessor, predecessor.run, result)
+class SplitRecords:
+    """The comparisons of a run with the runs that it was split into, or from.
+
+    While records move, each reading compares all of them. Two runs that agree once everything has moved are not
+    compared again, unless records of theirs were deleted since.
+    """
+
+    def __init__(self, kafka: KafkaConfig) -> None:
+        self._kafka = kafka
+        self._compared: dict[str, list[Any]] = {}
+        """By name of the other run: the comparison that it was, and what the ledger says of it."""
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return self._compared
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self._compared = state
+
+    def check(self, splits: Splits, result: Ledger) -> None:
+        """Add the splits that a run has a part in to its ledger, with contradictions between the two runs."""
+        successor, predecessor = splits
+        if successor is not None:
+            result.successor = self._look(successor, successor.successor, result)
+            for row in result.learners.values():
+                if "waiting" in row:
+                    row["carried"] = row.pop("waiting")
+        if predecessor is not None:
+            result.predecessor = self._look(predecessor, predecessor.run, result)
+
+    def _look(self, split: RunSplit, other: str, result: Ledger) -> dict[str, Any]:
+        """Compare both runs of a split, or take what was found before; return what the ledger says of `other`."""
+        subject = self._subject(split)
+        known, book = self._compared.get(other, (None, {}))
+        if subject is not None and known == subject:
+            return dict(book)
+        problems = len(result.problems)
+        book = _compared(self._kafka, split, other, result)
+        if subject is not None and len(result.problems) == problems and split.phase == "moved":
+            self._compared[other] = [subject, dict(book)]
+        return book
+
+    def _subject(self, split: RunSplit) -> list[Any] | None:
+        """What is compared: the split, and where the topics of both runs begin; None if one is gone."""
+        begins = []
+        for run, name in ((split.run, "journal"), (split.successor, "rollouts")):
+            topic = topic_name(run, name)
+            try:
+                limits = topic_admin.bounds(self._kafka, topic)
+            except TopicError:
+                return None
+            begins.append([topic_admin.topic_ids(self._kafka, [topic])[topic], [b for b, _end in limits.values()]])
+        return [asdict(split), begins]
 
 
 def _compared(kafka: KafkaConfig, split: RunSplit, other: str, result: Ledger) -> dict[str, Any]:

@@ -10,34 +10,37 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollstream.consumers.grouping.config import GrouperConfig
-from rollstream.consumers.grouping.process.skipped_offsets import requests_of
 from rollstream.consumers.grouping.selection_bias import selections, with_skipped
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.pipeline.audit.ledger.batches import RecordedBatches
 from rollstream.pipeline.audit.ledger.book import Ledger
-from rollstream.pipeline.audit.ledger.calls import check_calls
+from rollstream.pipeline.audit.ledger.calls import CallRecords
+from rollstream.pipeline.audit.ledger.control_records import ControlRecords
 from rollstream.pipeline.audit.ledger.dead_letters import DeadLetters
 from rollstream.pipeline.audit.ledger.evaluations import Evaluations
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.index import BatchIndex
 from rollstream.pipeline.audit.ledger.journals import Journals, committed_cut
 from rollstream.pipeline.audit.ledger.learners import Learners
-from rollstream.pipeline.audit.ledger.moved import check_splits
+from rollstream.pipeline.audit.ledger.moved import SplitRecords
 from rollstream.pipeline.audit.ledger.rollouts import RolloutRecords
-from rollstream.pipeline.audit.ledger.topic_state import LogBounds, Outdated, bounds_of
+from rollstream.pipeline.audit.ledger.topic_state import LogBounds, Outdated, bounds_of, has_topic
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
-from rollstream.pipeline.audit.ledger.trajectories import check_trajectories
+from rollstream.pipeline.audit.ledger.trajectories import LabelingRecords
 from rollstream.pipeline.audit.partition_journal import IN_FLIGHT, PartitionJournal, environment_counts
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.fates import CONTROL, MOVED_CONTROL, READ
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.retired_learners import retired_learners
 
 _NO_ROLLOUTS = (READ, CONTROL, MOVED_CONTROL)
 """Names of counts that are not the fate of a rollout."""
 _PRUNED = ("rollouts", "journal", "batch-index", "batches")
-"""Topics whose first records may be deleted; of the others kept here none is."""
+"""Topics whose first records may be deleted while the rest of what was read of them is kept."""
+_NEWER = ("control", "calls")
+"""Topics that runs of early releases do not have."""
+_READ_AGAIN = ("calls", "unlabelled", "trajectories")
+"""Topics that are read again if their first records were deleted; of the others kept here none is."""
 
 
 def ledger(kafka: KafkaConfig, run: str, group: str | None = None, labeling_group: str | None = None) -> Ledger:
@@ -69,6 +72,10 @@ class Books:
         self._index = BatchIndex(kafka, run)
         self._letters = DeadLetters(kafka, run)
         self._rollouts = RolloutRecords(kafka, run, partitions)
+        self._splits = SplitRecords(kafka)
+        self._labeling = LabelingRecords(kafka, run)
+        self._control = ControlRecords(kafka, run) if has_topic(kafka, run, "control") else None
+        self._calls = CallRecords(kafka, run) if has_topic(kafka, run, "calls") else None
 
     def state(self) -> dict[str, Any]:
         """Everything, as plain values."""
@@ -78,6 +85,7 @@ class Books:
             "ids": self._ids,
             "begins": [[name, [*begins.items()]] for name, begins in self._begins.items()],
             "parts": {name: part.state() for name, part in self._parts.items()},
+            "splits": self._splits.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -87,6 +95,7 @@ class Books:
         self._ids, self._begins = state["ids"], {name: dict(begins) for name, begins in state["begins"]}
         for name, part in self._parts.items():
             part.restore(state["parts"][name])
+        self._splits.restore(state["splits"])
 
     @property
     def journals(self) -> Mapping[int, PartitionJournal]:
@@ -96,8 +105,7 @@ class Books:
     @property
     def positions(self) -> object:
         """How far each topic was read, and where it begins: as long as this is the same, so is the state."""
-        follows = {name: dict(tail.follows) for name, tail in self._tails.items()}
-        return follows, self._begins
+        return [dict(tail.follows) for tail in (*self._tails.values(), *self._others)], self._begins
 
     @property
     def _parts(self) -> dict[str, Any]:
@@ -109,11 +117,20 @@ class Books:
             "batch-index": self._index,
             "dead-letters": self._letters,
             "rollouts": self._rollouts,
+            "unlabelled": self._labeling,
+            **({} if self._control is None else {"control": self._control}),
+            **({} if self._calls is None else {"calls": self._calls}),
         }
 
     @property
     def _tails(self) -> dict[str, TopicTail]:
-        return {name: part.tail for name, part in self._parts.items()}
+        """The reader of each topic that goes on where it was."""
+        return {**{name: part.tail for name, part in self._parts.items()}, "trajectories": self._labeling.trajectories}
+
+    @property
+    def _others(self) -> tuple[TopicTail, ...]:
+        """Further readers of these topics."""
+        return self._labeling.letters, self._labeling.rollouts
 
     def read(self) -> Ledger:
         """Read what is new since the last call; at first, everything.
@@ -138,24 +155,34 @@ class Books:
         result.selection = with_skipped(selections(counts), self._batches.skipped)
         self._index.check(journals, self._batches.table, undecided.places, index_end, hidden, result)
         self._letters.check(journals, hidden, result)
+        if self._control is not None:
+            self._control.read()
         in_flight = self._check_rollouts(begins, hidden, result)
         _sum_up(journals, in_flight, result)
         self._learners.check(self._batches.table, undecided.rows, journals, self._index.entries, index_end, result)
-        for name in retired_learners(kafka, run).keys() & result.learners.keys():
-            result.learners[name]["retired"] = True
-            result.learners[name].pop("waiting", None)
+        if self._control is not None:
+            for name in self._control.retired.keys() & result.learners.keys():
+                result.learners[name]["retired"] = True
+                result.learners[name].pop("waiting", None)
+            self._splits.check(self._control.splits, result)
+        ends = {p: end for p, (_begin, end) in bounds["rollouts"].items()}
+        self._labeling.read(labeling_group, ends, hidden, result)
+        if self._calls is not None:
+            self._calls.read(ends)
+            self._calls.sum_up(result)
         for name, tail in self._tails.items():
             result.note_skipped(tail.skipped)
             for partition, (begin, _end) in bounds[name].items():
                 tail.follows.setdefault(partition, begin)
-        check_splits(kafka, run, result)
-        check_trajectories(kafka, run, labeling_group, hidden, result)
-        check_calls(kafka, run, result)
+        for tail in self._others:
+            result.note_skipped(tail.skipped)
         return result
 
     def _look(self) -> dict[str, dict[int, tuple[int, int]]]:
         """Bounds of each topic's partitions; forgets what was deleted since the last look. Raises Outdated."""
-        names = {topic_name(self._run, name): name for name in self._parts}
+        for name in (name for name in _NEWER if name not in self._parts and has_topic(self._kafka, self._run, name)):
+            raise Outdated(f"topic {topic_name(self._run, name)} was created since")
+        names = {topic_name(self._run, name): name for name in self._tails}
         ids = topic_admin.topic_ids(self._kafka, [*names])
         bounds = bounds_of(self._kafka, names)
         if self._ids:
@@ -182,7 +209,12 @@ class Books:
 
     def _forget(self, begins: LogBounds) -> None:
         """Forget what was deleted from topics that now have these first offsets."""
-        for name in (name for name in begins if begins[name] != self._begins[name]):
+        deleted = [name for name in begins if begins[name] != self._begins[name]]
+        if "calls" in deleted:
+            self._calls = CallRecords(self._kafka, self._run)
+        if {"unlabelled", "trajectories"} & set(deleted) or ("rollouts" in deleted and self._labeling.labels):
+            self._labeling = LabelingRecords(self._kafka, self._run)
+        for name in (name for name in deleted if name not in _READ_AGAIN):
             if name not in _PRUNED or not self._tails[name].forget_before(begins[name]):
                 raise Outdated(f"records of topic {topic_name(self._run, name)} were deleted that it counts")
             if name == "journal":
@@ -204,7 +236,7 @@ class Books:
         """Compare rollouts with the journals; return the number of rollouts in flight."""
         kafka, topic, journals = self._kafka, topic_name(self._run, "rollouts"), self._journals.of
         topic_id = self._ids["rollouts"]
-        requested = {partition: set(offsets) for partition, offsets in requests_of(kafka, self._run).items()}
+        requested = {} if self._control is None else self._control.requested
         left_out = self._rollouts.read(journals, requested, topic_id)
         bounds = topic_admin.bounds(kafka, topic)
         return self._rollouts.judge(journals, left_out, begins, bounds, topic_id, hidden, result)

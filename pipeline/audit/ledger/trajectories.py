@@ -5,8 +5,8 @@ are pending. The counts committed with the positions give the number of records 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rollstream.consumers.buffers.trajectories.filler import filler_positions
 from rollstream.consumers.labeling.positions import refused_of, source_of
@@ -14,42 +14,86 @@ from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.dead_letters import REDRIVEN
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.topic_tail import PATIENCE_S, TopicTail, read_until_complete
+from rollstream.pipeline.audit.offset_table import OffsetRuns, OffsetTable
+from rollstream.pipeline.audit.packing import packed_table, unpacked_table
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, RecordError
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.kafka.reader import Reader, read_to_end
-from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
+from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.labeling_progress import LabelingProgress
 from rollstream.topics.records import TrajectoryRecord
 from rollstream.topics.run_splits import moved_from
 
+_SETTLED = ("labeled", "dead_lettered", "left_out")
 _FATES = ("produced", "labeled", "left_out", "dead_lettered", "pending", "undecided", "pruned")
+_MOST = 1 << 62
+RECORD, LABELED, LETTERED = 1, 2, 4
+"""Facts of an offset of `unlabelled`: its record was read, a labeled record names it, a dead letter does."""
 
 
-@dataclass
 class _UnlabelledPartition:
-    """One partition of `unlabelled`."""
+    """One partition of `unlabelled`, as far as topics that name its offsets are read."""
 
-    begin: int
-    position: int | None
-    """Next offset to be labeled; None if nothing is committed."""
-    progress: LabelingProgress
-    records: set[int] = field(default_factory=set)
-    labeled: Counter[int] = field(default_factory=Counter)
-    letters: Counter[int] = field(default_factory=Counter)
+    def __init__(self) -> None:
+        self.table = OffsetTable()
+        self.times: dict[tuple[int, int], int] = {}
+        """How often an offset is labeled or lettered, by the fact and the offset, if it is more than once."""
+        self.begin = 0
+        self.position: int | None = None
+        """Next offset to be labeled; None if nothing is committed."""
+        self.progress = LabelingProgress(topic_id="")
+        self._judged = self.table
 
-    def left_out(self) -> set[int]:
-        """Records below the position that were neither labeled nor dead-lettered."""
-        return {o for o in self.records if o < (self.position or 0)} - self.labeled.keys() - self.letters.keys()
+    def state(self) -> dict[str, Any]:
+        """What was read, as plain values."""
+        return {"table": packed_table(self.table), "times": [[*key, times] for key, times in self.times.items()]}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "_UnlabelledPartition":
+        """The partition of a state."""
+        part = cls()
+        part.table = unpacked_table(state["table"])
+        part.times = {(fact, offset): times for fact, offset, times in state["times"]}
+        return part
+
+    def place(self, begin: int, position: GroupPosition) -> None:
+        """Take where the partition begins, and how far it is labeled."""
+        self.begin = begin
+        self.position = position.offset if position.offset >= 0 else None
+        self.progress = LabelingProgress.decode(position)
+
+    def count(self, offset: int, fact: int) -> None:
+        """Count that another topic names an offset."""
+        if self.table.set_bits_at(offset, fact) & fact:
+            self.times[fact, offset] = self.times.get((fact, offset), 1) + 1
+
+    def judge(self, assumed: Iterable[int] = ()) -> None:
+        """Go by what was read so far, with some labels that no reader sees yet."""
+        self._judged = OffsetTable(self.table.runs())
+        for offset in assumed:
+            self._judged.set_bits_at(offset, LABELED)
+
+    def of_fate(self, fate: str) -> OffsetRuns:
+        """Offsets below the position with a fate; those that were left out have neither a label nor a letter."""
+        runs, limit = self._judged.runs(), _MOST if self.position is None else self.position
+        if fate == "left_out":
+            return runs.where(runs.values == RECORD).clipped(self.begin, self.position or 0)
+        fact = LABELED if fate == "labeled" else LETTERED
+        return runs.where(runs.values & fact != 0).clipped(0, limit)
+
+    def records(self, first: int, stop: int) -> OffsetRuns:
+        """Records that are there, from one offset to before another."""
+        runs = self._judged.runs()
+        return runs.where(runs.values & RECORD != 0).clipped(max(first, self.begin), stop)
 
     def fates(self) -> Counter[str]:
         """Records below the position by fate: those from before counting began by the topics, later ones as counted."""
-        offsets_by_fate = self._offsets()
         if self.position is None:
-            return Counter({fate: len(offsets) for fate, offsets in offsets_by_fate.items()})
-        before = {fate: sum(o < self.progress.since for o in offsets) for fate, offsets in offsets_by_fate.items()}
+            return Counter({fate: self.of_fate(fate).total for fate in _SETTLED})
+        before = {fate: self.of_fate(fate).clipped(0, self.progress.since).total for fate in _SETTLED}
         return Counter({fate: count + getattr(self.progress, fate) for fate, count in before.items()})
 
     def differences(self) -> list[str]:
@@ -58,8 +102,11 @@ class _UnlabelledPartition:
             return []
         pruned = self.begin > self.progress.since
         differences = []
-        for fate, offsets in self._offsets().items():
-            present, counted = sum(o >= self.progress.since for o in offsets), getattr(self.progress, fate)
+        for fate in _SETTLED:
+            present, counted = (
+                self.of_fate(fate).clipped(self.progress.since, _MOST).total,
+                getattr(self.progress, fate),
+            )
             if present > counted or (present < counted and not pruned):
                 differences.append(
                     f": {present} records are {fate.replace('_', ' ')} by the topics, {counted} by what was committed "
@@ -67,64 +114,128 @@ class _UnlabelledPartition:
                 )
         return differences
 
-    def _offsets(self) -> dict[str, Collection[int]]:
-        return {"labeled": self.labeled.keys(), "dead_lettered": self.letters.keys(), "left_out": self.left_out()}
-
     def problems(self) -> list[str]:
         """Contradictions, each to be appended to the name of the partition."""
         problems = self.differences()
-        problems += [
-            f" offset {o} is labeled and dead-lettered" for o in sorted(self.labeled.keys() & self.letters.keys())
-        ]
-        for word, offsets in (("labeled", self.labeled), ("dead-lettered", self.letters)):
-            problems += [f" offset {o} is {word} {times} times" for o, times in sorted(offsets.items()) if times > 1]
-        if self.position is None and (self.labeled or self.letters):
+        labeled, lettered = self.of_fate("labeled"), self.of_fate("dead_lettered")
+        both = labeled.where(labeled.values & LETTERED != 0)
+        problems += [f" offset {o} is labeled and dead-lettered" for o in both.offsets()]
+        for word, fact in (("labeled", LABELED), ("dead-lettered", LETTERED)):
+            problems += [
+                f" offset {o} is {word} {times} times"
+                for (kind, o), times in sorted(self.times.items())
+                if kind == fact and (self.position is None or o < self.position)
+            ]
+        if self.position is None and (labeled.total or lettered.total):
             problems.append(
                 " was labeled, and no position is committed: commit it again with `rollstream label recover`"
             )
         return problems
 
 
+class LabelingRecords:
+    """The records of `unlabelled` and `trajectories`, and what names them, as far as they are read."""
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        self._kafka, self._run = kafka, run
+        self.tail = TopicTail(kafka, run, "unlabelled")
+        self.trajectories = TopicTail(kafka, run, "trajectories")
+        self.letters = TopicTail(kafka, run, "dead-letters")
+        self.rollouts = TopicTail(kafka, run, "rollouts")
+        self._partitions: dict[int, _UnlabelledPartition] = {}
+        self._written: dict[int, OffsetTable] = {}
+        """By partition of `trajectories`, the offsets of its records."""
+
+    @property
+    def tails(self) -> tuple[TopicTail, ...]:
+        """The readers of its topics."""
+        return self.tail, self.trajectories, self.letters, self.rollouts
+
+    @property
+    def labels(self) -> bool:
+        """Whether rollouts can have been labeled: none without records that wait, or that were pruned."""
+        return any(part.begin or len(part.table.runs().starts) for part in self._partitions.values())
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            "tails": [tail.state() for tail in self.tails],
+            "partitions": [[number, part.state()] for number, part in self._partitions.items()],
+            "written": [[number, packed_table(table)] for number, table in self._written.items()],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        for tail, kept in zip(self.tails, state["tails"], strict=True):
+            tail.restore(kept)
+        self._partitions = {number: _UnlabelledPartition.of(part) for number, part in state["partitions"]}
+        self._written = {number: unpacked_table(texts) for number, texts in state["written"]}
+
+    def read(self, labeling_group: str, rollouts_end: Mapping[int, int], hidden: HiddenRecords, result: Ledger) -> None:
+        """Read what is new, and add the fates of `unlabelled` and the readers of `trajectories` to a ledger, with
+        contradictions. `rollouts_end` are the ends of the partitions of `rollouts` from before the call."""
+        # Read before positions, because a janitor deletes up to the positions of readers.
+        bounds = topic_admin.bounds(self._kafka, self.trajectories.topic)
+        begins = {p: begin for p, (begin, _end) in bounds.items()}
+        fillers = filler_positions(self._kafka, self._run)
+        parts = self._partitions
+        for number, (begin, position) in _positions(self._kafka, self._run, labeling_group, hidden, result).items():
+            parts.setdefault(number, _UnlabelledPartition()).place(begin, position)
+        for message in self.tail.messages():
+            parts[message.partition].table.set_bits_at(message.offset, RECORD)
+        if not self.labels:
+            self.rollouts.follows = dict(rollouts_end)
+
+        def read() -> list[str]:
+            self._read_labels()
+            for part in parts.values():
+                part.judge()
+            return [difference for part in parts.values() for difference in part.differences()]
+
+        read_until_complete(read)
+        _sum_up(parts, hidden, result)
+        _add_fillers(fillers, self._written, begins, result)
+
+    def _read_labels(self) -> None:
+        for message in self.trajectories.messages():
+            self._written.setdefault(message.partition, OffsetTable()).set_bits_at(message.offset, RECORD)
+            self.trajectories.skipped.decode(TrajectoryRecord, message)
+            with self.trajectories.skipped.passing(message):
+                self._count(source_of(message), LABELED)
+        for message in self.rollouts.messages() if self.labels else ():
+            if moved_from(message) is not None:
+                continue  # It was labeled in the run that was split into this one.
+            with self.rollouts.skipped.passing(message):
+                self._count(source_of(message), LABELED)
+        for message in self.letters.messages():
+            with self.letters.skipped.passing(message):
+                if REDRIVEN not in dict(message.header_pairs()):
+                    self._count(refused_of(message), LETTERED)
+
+    def _count(self, place: tuple[int, int] | None, fact: int) -> None:
+        if place is None:
+            return
+        number, offset = place
+        if number not in self._partitions or not 0 <= offset < _MOST:
+            raise RecordError(f"it names partition {number} and offset {offset}, which unlabelled does not have")
+        self._partitions[number].count(offset, fact)
+
+
 def check_trajectories(
     kafka: KafkaConfig, run: str, labeling_group: str, hidden: HiddenRecords, result: Ledger
 ) -> None:
-    """Add the fates of `unlabelled` and the readers of `trajectories` to a ledger, with contradictions."""
-    # Read before positions, because a janitor deletes up to the positions of readers.
-    begins = {p: begin for p, (begin, _end) in topic_admin.bounds(kafka, topic_name(run, "trajectories")).items()}
-    fillers = filler_positions(kafka, run)
-    partitions = _partitions(kafka, run, labeling_group, hidden, result)
-    skipped = SkippedRecords(logged=False)
-    for message in read_to_end(kafka, topic_name(run, "unlabelled")):
-        partitions[message.partition].records.add(message.offset)
-    trajectories, letters = TopicTail(kafka, run, "trajectories"), TopicTail(kafka, run, "dead-letters")
-    records: dict[int, list[int]] = {p: [] for p in partitions}
-    # Without records that wait, or that were pruned, no rollout can have been labeled.
-    labels = any(part.records or part.begin for part in partitions.values())
-    rollouts = TopicTail(kafka, run, "rollouts") if labels else None
-
-    def read() -> list[str]:
-        for message in trajectories.messages():
-            records[message.partition].append(message.offset)
-            skipped.decode(TrajectoryRecord, message)
-            with skipped.passing(message):
-                _count(source_of(message), partitions, "labeled")
-        for message in rollouts.messages() if rollouts else ():
-            if moved_from(message) is not None:
-                continue  # It was labeled in the run that was split into this one.
-            with skipped.passing(message):
-                _count(source_of(message), partitions, "labeled")
-        _note_letters(letters.messages(), partitions, skipped)
-        return [difference for part in partitions.values() for difference in part.differences()]
-
-    read_until_complete(read)
-    result.note_skipped(skipped)
-    _sum_up(partitions, hidden, result)
-    _add_fillers(fillers, records, begins, result)
+    """Read all that concerns `unlabelled` and `trajectories`, and add it to a ledger."""
+    records = LabelingRecords(kafka, run)
+    ends = {p: end for p, (_begin, end) in topic_admin.bounds(kafka, records.rollouts.topic).items()}
+    records.read(labeling_group, ends, hidden, result)
+    for tail in records.tails:
+        result.note_skipped(tail.skipped)
 
 
-def _partitions(
+def _positions(
     kafka: KafkaConfig, run: str, labeling_group: str, hidden: HiddenRecords, result: Ledger
-) -> dict[int, _UnlabelledPartition]:
+) -> dict[int, tuple[int, GroupPosition]]:
+    """First offset of each partition of `unlabelled`, and the position that labeling has committed."""
     bounds = topic_admin.bounds(kafka, topic_name(run, "unlabelled"))
     topic = topic_name(run, "unlabelled")
     committed: dict[int, GroupPosition] = {}
@@ -135,81 +246,63 @@ def _partitions(
         except BrokerUnavailable:
             places = hidden.places("trajectories") or f"the offsets of group {labeling_group}"
             result.undecide("how far labeling has read unlabelled", places)
-    partitions = {}
     for number, (begin, _end) in bounds.items():
-        place = committed.get(number, GroupPosition(topic, number, -1))
-        position = place.offset if place.offset >= 0 else None
-        partitions[number] = _UnlabelledPartition(begin, position, LabelingProgress.decode(place))
-        if committed and begin > (position or 0):
+        read = max(0, committed[number].offset) if number in committed else 0
+        if committed and begin > read:
             result.problem(
                 f"unlabelled[{number}] begins at offset {begin}, and group {labeling_group} has read up to "
-                f"{position or 0}: {begin - (position or 0)} offsets were deleted unread"
+                f"{read}: {begin - read} offsets were deleted unread"
             )
-    return partitions
+    return {
+        number: (begin, committed.get(number, GroupPosition(topic, number, -1)))
+        for number, (begin, _end) in bounds.items()
+    }
 
 
-def _note_letters(
-    messages: Iterable[KafkaRecord], partitions: dict[int, _UnlabelledPartition], skipped: SkippedRecords
-) -> None:
-    for message in messages:
-        with skipped.passing(message):
-            if REDRIVEN not in dict(message.header_pairs()):
-                _count(refused_of(message), partitions, "letters")
-
-
-def _count(place: tuple[int, int] | None, partitions: dict[int, _UnlabelledPartition], fate: str) -> None:
-    """Count the fate of a record below the position of its partition; without a position, of any record."""
-    if place is None:
-        return
-    number, offset = place
-    if number not in partitions:
-        raise RecordError(f"it names partition {number}, which unlabelled does not have")
-    part = partitions[number]
-    if part.position is None or offset < part.position:
-        getattr(part, fate)[offset] += 1
-
-
-def _sum_up(partitions: dict[int, _UnlabelledPartition], hidden: HiddenRecords, result: Ledger) -> None:
+def _sum_up(partitions: Mapping[int, _UnlabelledPartition], hidden: HiddenRecords, result: Ledger) -> None:
     """Sum up by fate; records of an open transaction are undecided."""
     in_doubt: dict[int, set[int]] = {p: set() for p in partitions}
     for message in (*hidden.messages("trajectories"), *hidden.messages("rollouts")):
         with SkippedRecords(logged=False).passing(message):
             place = source_of(message)
-            if place is not None and place[0] in in_doubt:
+            if place is not None and place[0] in in_doubt and place[1] < _MOST:
                 in_doubt[place[0]].add(place[1])
-    fates: Counter[str] = Counter(produced=0, labeled=0, left_out=0, dead_lettered=0, pending=0, undecided=0, pruned=0)
+    fates: Counter[str] = Counter(dict.fromkeys(_FATES, 0))
     for number, part in partitions.items():
-        doubted = in_doubt[number] - part.labeled.keys()
+        doubted = {offset for offset in in_doubt[number] if not part.table[offset] & LABELED}
         for offset in sorted(doubted):
             result.undecide(
                 f"label of unlabelled[{number}] offset {offset}",
                 hidden.places("trajectories") or hidden.places("rollouts"),
             )
+        position = part.position or 0
         # Labels below the position were committed with it, though no reader sees them yet.
-        part.labeled.update(offset for offset in doubted if offset < (part.position or 0))
+        part.judge(offset for offset in doubted if offset < position)
         for problem in part.problems():
             result.problem(f"unlabelled[{number}]{problem}")
-        pending = {offset for offset in part.records if offset >= (part.position or 0)}
+        pending = part.records(position, _MOST)
+        undecided = sum(bool(part.table[o] & RECORD) for o in doubted if o >= max(position, part.begin))
         known = part.fates()
         fates += known
-        fates["undecided"] += len(pending & doubted)
-        fates["pending"] += len(pending - doubted)
+        fates["undecided"] += undecided
+        fates["pending"] += pending.total - undecided
         read = known.total()
-        fates["pruned"] += max(0, read - (len(part.records) - len(pending)))
-        fates["produced"] += read + len(pending)
+        fates["pruned"] += max(0, read - part.records(0, position).total)
+        fates["produced"] += read + pending.total
     result.unlabelled = {name: fates[name] for name in _FATES}
 
 
 def _add_fillers(
-    fillers: dict[str, dict[int, int]],
-    records: dict[int, list[int]],
-    begins: dict[int, int],
+    fillers: Mapping[str, Mapping[int, int]],
+    written: Mapping[int, OffsetTable],
+    begins: Mapping[int, int],
     result: Ledger,
 ) -> None:
     """Add how far each filler has read."""
     readers = {}
+    runs = {p: table.runs() for p, table in written.items()}
     for name, positions in sorted(fillers.items()):
-        waiting = sum(offset >= positions.get(p, 0) for p, offsets in records.items() for offset in offsets)
+        waiting = sum(offsets.clipped(positions.get(p, 0), _MOST).total for p, offsets in runs.items())
         readers[name] = {"positions": dict(sorted(positions.items())), "waiting": waiting}
         for p, position in sorted(positions.items()):
             if position < begins.get(p, 0):
@@ -218,7 +311,7 @@ def _add_fillers(
                     f"{begins[p] - position} offsets were deleted unread"
                 )
     result.trajectories = {
-        "records": sum(map(len, records.values())),
+        "records": sum(offsets.total for offsets in runs.values()),
         "pruned_offsets": sum(begins.values()),
         "fillers": readers,
     }

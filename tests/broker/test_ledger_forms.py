@@ -1,0 +1,189 @@
+"""Both forms of the ledger agree at each moment: the full reading, and the one that goes on from a file.
+
+The runs have all that has a place in it: exclusions, letters sent again, sessions, retired learners, splits, labels.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.pipeline.audit.ledger import Ledger, LiveLedger, ledger
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.keys import encode_key
+from tests.broker.test_gateway import complete
+from tests.broker.test_live_ledger import learn
+from tests.support.command_line import answer_of
+from tests.support.gateways import gateway
+from tests.support.ledgers import plain
+from tests.support.producing import SortingGenerator, serving
+from tests.support.runs import RealRun, rollout
+from tests.support.trajectories import numbered
+from tests.support.trajectory_runs import HOSTILE, for_trajectories, send
+from tests.support.waiting import eventually
+
+
+@dataclass
+class Readers:
+    """The readings of one run that are compared."""
+
+    run: RealRun
+    kept: LiveLedger
+    """Goes on in this process."""
+    moments: int = 0
+
+    @classmethod
+    def of(cls, run: RealRun) -> "Readers":
+        return cls(run, LiveLedger(run.kafka, run.name, run.directory / run.name / "kept" / "books"))
+
+    def from_file(self) -> Ledger:
+        """A reading by a process that begins with the file that the one before left."""
+        with LiveLedger(self.run.kafka, self.run.name, self.run.directory / self.run.name / "file" / "books") as reader:
+            book = reader.poll()
+            assert not self.moments or not reader.begun_anew, reader.begun_anew
+            return book
+
+    def agree(self) -> Ledger:
+        """The full reading, which the others equal, once the run has been at rest while all were made."""
+
+        def compared() -> Ledger | None:
+            before = plain(self.kept.poll())
+            stored, whole, after = self.from_file(), ledger(self.run.kafka, self.run.name), plain(self.kept.poll())
+            self.moments += 1
+            if before != after:
+                return None
+            assert plain(stored) == plain(whole) == after
+            return whole
+
+        book = eventually(compared, 60, "a moment at which nothing moves")
+        assert book is not None
+        assert book.problems == []
+        return book
+
+    def await_book(self, **expected: object) -> Ledger:
+        def there() -> Ledger | None:
+            book = self.agree()
+            return book if all(getattr(book, name) == value for name, value in expected.items()) else None
+
+        book = eventually(there, 120, f"a ledger with {expected}")
+        assert book is not None
+        return book
+
+
+def said(run: RealRun, *words: str) -> str:
+    answer = answer_of(run.directory, *run.command(*words)[4:])
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout
+
+
+@pytest.fixture
+def run(broker: str, run_name: str, tmp_path: Path) -> Iterator[RealRun]:
+    made = RealRun(KafkaConfig(bootstrap_servers=broker), run_name, tmp_path, TopicsConfig(partitions=2))
+    made.grouping = GroupingConfig(batch_rollouts=8, max_batch_age_s=0.5, group_deadline_s=600.0)
+    yield made.prepare()
+    made.stop()
+
+
+@pytest.mark.long
+def test_readings_agree_over_exclusions_sessions_retirement_and_a_split(run: RealRun) -> None:
+    readers = Readers.of(run)
+    readers.agree()
+    grouping = run.start("group")
+    run.send(rollout(f"a{n}", member) for n in range(6) for member in range(4))
+    readers.await_book(batched=24, unread=0)
+    run.send(rollout(f"b{n}", member, environment="other") for n in range(4) for member in range(4))
+    readers.await_book(batched=40)
+    said(run, "exclude", "--env", "other")
+    readers.agree()
+    run.send(rollout(f"c{n}", member, environment="other") for n in range(2) for member in range(4))
+    assert readers.await_book(unread=0).dropped["excluded"] == 8
+    run.send_bytes("rollouts", b"\xc3\x01 not a record", encode_key("env", "poison"), 1)
+    readers.await_book(dead_lettered=1)
+    learn(run, 1, "trained")
+    assert readers.agree().trained == 40
+    said(run, "learner", "retire", "main", "--reason", "it diverged")
+    assert readers.agree().learners["main"]["retired"]
+    said(run, "learner", "resume", "main")
+    assert "retired" not in readers.agree().learners["main"]
+    in_sessions(run, readers)
+    run.send(rollout(f"open{n}", 0) for n in range(4))
+    readers.await_book(in_flight=4, unread=0)
+    wide = replace(run, name=f"{run.name}-3", topics=TopicsConfig(partitions=3), processes=[])
+    said(run, "split", "--into", wide.name, "--partitions", "3")
+    assert grouping.wait(300) == 0
+    after = Readers.of(wide)
+    assert readers.agree().successor["moved"] == after.agree().predecessor["moved"] == 4
+    try:
+        wide.start("group")
+        wide.send(rollout(f"open{n}", member) for n in range(4) for member in range(1, 4))
+        after.await_book(batched=16, unread=0)
+        assert readers.agree().moved == 4
+    finally:
+        wide.stop()
+    assert readers.moments > 10
+    assert after.moments > 1
+
+
+def in_sessions(run: RealRun, readers: Readers) -> None:
+    """Sessions of a gateway, compared while they are open, while they end, and afterwards."""
+    with (
+        serving(SortingGenerator(versions=(0,))) as server,
+        gateway(run.kafka, run.name, server.base_url, run.directory) as agents,
+    ):
+        first, second = (agents.start_session(task_id=f"s{n}", environment="sorting") for n in range(2))
+        complete(first, "429>", seed=2)
+        assert readers.agree().calls["open_sessions"] == 2
+        complete(second, "31>", seed=2)
+        complete(first, "75>", seed=2)
+        assert readers.agree().calls["open"] == 3
+        assert agents.post("/rl/set_reward", {"session_id": first["session_id"], "reward": 0.5})[0] == 200
+        agents.post("/rl/end_session", {"session_id": first["session_id"]})
+        book = readers.agree()
+        assert (book.calls["in_rollouts"], book.calls["open"]) == (2, 1)
+        agents.post("/rl/end_session", {"session_id": second["session_id"], "cancel": True})
+        readers.agree()
+        assert agents.post("/rl/set_reward", {"session_id": second["session_id"], "reward": float("inf")})[0] != 0
+        third = agents.start_session(task_id="s3", environment="sorting")
+        complete(third, "86>", seed=2)
+        for session in (second, third):
+            agents.post("/rl/set_reward", {"session_id": session["session_id"], "reward": 1.0})
+            agents.post("/rl/end_session", {"session_id": session["session_id"]})
+        eventually(lambda: readers.agree().calls["open_sessions"] == 0, 120, "all sessions are over")
+    books = readers.await_book(unread=0)
+    assert (books.calls["recorded"], books.calls["sessions"]) == (4, 3)
+    assert books.calls["in_rollouts"] == 3
+
+
+@pytest.mark.long
+def test_readings_agree_over_labels_letters_and_fillers(real_run: RealRun) -> None:
+    run = for_trajectories(real_run)
+    run.prepare()
+    readers = Readers.of(run)
+    assert readers.agree().unlabelled["produced"] == 0
+    send(run, [numbered(number, worker=f"w{number % 3}") for number in range(12)], "trajectories")
+    assert readers.agree().trajectories["records"] == 12
+    send(run, [numbered(number) for number in (54, 55, 155)], "unlabelled")
+    run.send_bytes("unlabelled", b"no trajectory", b"key", partition=1)
+    run.send_bytes("unlabelled", HOSTILE, b"key", partition=0)
+    assert readers.agree().unlabelled["pending"] == 5
+    labeler = run.start("label", "tests.support.trajectories:double")
+    eventually(lambda: readers.agree().unlabelled["pending"] == 0, 120, "all is labeled")
+    book = readers.agree()
+    assert (book.unlabelled["labeled"], book.unlabelled["dead_lettered"]) == (1, 4)
+    labeler.kill()
+    labeler.wait()
+    answer = json.loads(answer_of(run.directory, *run.command("dlq", "redrive", "--json")[4:]).stdout)
+    assert (len(answer["redriven"]), len(answer["left"])) == (2, 2)
+    assert readers.agree().unlabelled["pending"] == len(answer["redriven"])
+    send(run, [numbered(number, worker="w9") for number in range(200, 230)], "unlabelled")
+    readers.agree()
+    labeler = run.start("label", "tests.support.trajectories:mended")
+    eventually(lambda: readers.agree().unlabelled["pending"] == 0, 120, "all is labeled")
+    labeler.terminate()
+    assert labeler.wait(300) == 0
+    book = readers.agree()
+    assert book.unlabelled["labeled"] == 1 + len(answer["redriven"]) + 30
+    assert readers.moments > 8
