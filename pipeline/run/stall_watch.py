@@ -21,8 +21,8 @@ AGAIN_S = 300.0
 class StallWatch:
     """Tells when a run stalls, and when it goes on: to people, in the log and at /metrics.
 
-    A minute without a batch, or a step, is a warning that names a number of the display. Where no step came for so long
-    that the snapshot names a stage, that is what is said of steps, once, and it is on record in the log.
+    A minute without a batch, or a step, is a warning that names a number of the display. Once no step came for so
+    long that the snapshot names a stage, the stage is said in place of the number, once, and is on record in the log.
     """
 
     def __init__(self, config: RunConfig) -> None:

@@ -75,8 +75,8 @@ def _fate(session: CapturedSession) -> str:
 class CallRecords:
     """The calls and sessions of a run, as far as they are read, and the rollouts that finished sessions name.
 
-    Calls of a session that is finished are known as counts. Of those that are open, the file keeps the names, and
-    another process reads their records again.
+    Calls of a session that is finished are known as counts. The file keeps the
+    names of those that are open, and another process reads their records again.
     """
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
@@ -92,7 +92,7 @@ class CallRecords:
         self._early: dict[str, str] = {}
         """Episode of each rollout that was found before its session said that it is written, by its uid."""
         self._open: dict[int, tuple[int, set[str]]] = {}
-        """Of a state, by partition: the first offset of the sessions that were open, and their names."""
+        """By partition, the first offset of the sessions that were open when the state was saved, and their names."""
 
     def state(self) -> dict[str, Any]:
         """Everything, as plain values."""
@@ -181,7 +181,7 @@ class CallRecords:
         if session is None or session.finished is not record:
             return
         for uid in session.finished.uids:
-            # Of several attempts at an episode, the first that names a rollout answers for it.
+            # The first of several attempts at an episode that names a rollout answers for it.
             if uid not in self._named and self._early.pop(uid, None) is None:
                 self._unseen[uid] = session.name
             self._named.add(uid)

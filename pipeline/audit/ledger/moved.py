@@ -68,7 +68,7 @@ class SplitRecords:
         return book
 
     def _subject(self, split: RunSplit) -> list[Any] | None:
-        """What is compared: the split, and where the topics of both runs begin; None if one is gone."""
+        """The subject of a comparison: the split, and where the topics of both runs begin; None if one is gone."""
         begins = []
         for run, name in ((split.run, "journal"), (split.successor, "rollouts")):
             topic = topic_name(run, name)

@@ -48,7 +48,7 @@ class _UnlabelledPartition:
         self._judged = self.table
 
     def state(self) -> dict[str, Any]:
-        """What was read, as plain values."""
+        """All that was read, as plain values."""
         return {"table": packed_table(self.table), "times": [[*key, times] for key, times in self.times.items()]}
 
     @classmethod
