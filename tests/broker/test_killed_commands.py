@@ -237,6 +237,8 @@ def roll_back(run: SteeredRun, strike: Strike) -> Proof:
 
 def exclude(run: SteeredRun, strike: Strike) -> Proof:
     await_played(run, "other", 1)
+    # Else workers would go on to play what is dropped at once, which nothing slows down.
+    run.say("environment", "pause", "other", "--reason", "it is excluded")
     words = ["exclude", "--env", "other", "--timeout", "500", "--json", "--run", run.name]
     command = [sys.executable, "-P", "-m", "rollstream", *words, "-b", run.kafka.bootstrap_servers]
     excluding = subprocess.Popen(command, cwd=run.directory, stdout=subprocess.PIPE)
