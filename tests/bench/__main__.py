@@ -19,6 +19,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RollstreamError
 from tests.bench import (
     archive_row,
+    books_row,
     buffer_row,
     codec_row,
     decode_row,
@@ -51,6 +52,7 @@ ROWS: dict[str, Callable[[Settings], Row | LatencyRow]] = {
     "latency-1000": latency_row.row("latency-1000", 1_000),
     "gateway": gateway_row.measure,
     "restore": restore_row.measure,
+    "books": books_row.measure,
     "archive": archive_row.measure,
     "buffer": buffer_row.measure,
     "slices": slice_row.row("slices", images=False),
