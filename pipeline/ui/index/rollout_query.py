@@ -81,8 +81,12 @@ def page(
     sorting = f"id {direction}" if column == "id" else f"{column} {direction}, id {direction}"
     if wanted.text:
         match = phrase(wanted.text)
-        ids = _searched(db, match, conditions, start, sorting, limit + 1)
-        matching, exact = _count_searched(db, match, conditions + valued)
+        known = _matches(db, match, conditions + valued)
+        matching, exact = min(len(known), COUNTED), len(known) <= COUNTED
+        if exact:
+            ids = _sorted(db, known, start, sorting, limit + 1)
+        else:
+            ids = _searched(db, match, conditions, start, sorting, limit + 1)
     else:
         ids = _ids(db, conditions or [_NO_MARKS], start, sorting, limit + 1)
         matching, exact = _count(db, conditions + valued)
@@ -197,7 +201,8 @@ def _searched(
     sorting: str,
     limit: int,
 ) -> list[int]:
-    """Ids of a page of rollouts whose text matches. Orders other than by time sort the newest `COUNTED` of them."""
+    """Ids of a page of rollouts whose text matches, of which there are many. Orders other than by time sort the newest
+    `COUNTED` of them."""
     if sorting.startswith("id "):
         places = [_Condition(f"t.row{condition.sql}", condition.values) for condition in start]
         where, values = _joined([*conditions, *places])
@@ -210,14 +215,29 @@ def _searched(
     return [row[0] for row in db.execute(statement, (match, *values, COUNTED, *more, limit))]
 
 
-def _count_searched(db: sqlite3.Connection, match: str, conditions: Sequence[_Condition]) -> tuple[int, bool]:
+def _matches(db: sqlite3.Connection, match: str, conditions: Sequence[_Condition]) -> list[int]:
+    """The oldest rollouts whose text matches, up to one more than are counted.
+
+    Texts are searched once for the count and the page: a phrase that is rare, of letters that are not, takes a look at
+    most texts.
+    """
     if conditions:
         where, values = _joined(conditions)
-        statement = f"select count(*) from (select 1 {_SEARCH} {where} limit ?)"
+        statement = f"select t.rowid {_SEARCH} {where} limit ?"
     else:
-        statement, values = "select count(*) from (select 1 from texts where texts match ? limit ?)", []
-    count = int(db.execute(statement, (match, *values, COUNTED + 1)).fetchone()[0])
-    return min(count, COUNTED), count <= COUNTED
+        statement, values = "select rowid from texts where texts match ? limit ?", []
+    return [row[0] for row in db.execute(statement, (match, *values, COUNTED + 1))]
+
+
+def _sorted(
+    db: sqlite3.Connection, ids: Sequence[int], start: Sequence[_Condition], sorting: str, limit: int
+) -> list[int]:
+    """A page of these rollouts."""
+    where, values = _joined(start)
+    statement = (
+        f"select id from rollouts where id in ({', '.join('?' * len(ids))}) and {where} order by {sorting} limit ?"
+    )
+    return [row[0] for row in db.execute(statement, (*ids, *values, limit))]
 
 
 def _count(db: sqlite3.Connection, conditions: Sequence[_Condition]) -> tuple[int, bool]:
