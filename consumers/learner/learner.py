@@ -5,14 +5,13 @@ bits of an uninterrupted one: the checkpoint holds the position, and steps execu
 record.
 """
 
-import json
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import msgspec
 
@@ -36,6 +35,7 @@ from rollstream.consumers.learner.step_rules import NEWEST, StepRules, rules_of
 from rollstream.consumers.learner.training.logprob_mismatch import mismatch_warning
 from rollstream.consumers.learner.training.train_step import Metrics, Params
 from rollstream.consumers.learner.training.train_steps import TrainSteps
+from rollstream.consumers.models.config import manifest_model
 from rollstream.consumers.weights.conversion import converted
 from rollstream.consumers.weights.shard_member import ShardMember
 from rollstream.consumers.weights.shards import owners
@@ -99,7 +99,7 @@ class _Learner:
         self._recorder: StepRecorder | None = None
         self._member: ShardMember | None = None
         if team.process == 0:
-            model = json.dumps(asdict(config.model))
+            model = manifest_model(config.model)
             self._recorder = stack.enter_context(StepRecorder(config, kafka, run, model, team))
         else:
             self._member = stack.enter_context(ShardMember(kafka, run, config.weights, team))

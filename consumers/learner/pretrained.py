@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 def model_of(config: LearnerConfig) -> DecoderConfig:
     """Shape of the policy: from the config.json of `pretrained`, or else `model`. Raises ConfigurationError."""
-    return huggingface.load_config(config.pretrained) if config.pretrained else config.model
+    if not config.pretrained:
+        return config.model
+    return replace(huggingface.load_config(config.pretrained), lora=config.model.lora)
 
 
 def resolved(config: LearnerConfig) -> LearnerConfig:
@@ -46,7 +48,8 @@ def initial_params(
 ) -> dict[str, "jax.Array"]:
     """Load the parameters of a checkpoint as float32, on the device or split by `shardings`, by parameter name.
 
-    Reads only the parts that this process's devices hold. Raises ConfigurationError or CheckpointRefused.
+    It has no adapters. Reads only the parts that this process's devices hold. Raises ConfigurationError or
+    CheckpointRefused.
     """
     import jax
     import jax.numpy as jnp

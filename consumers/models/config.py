@@ -4,8 +4,9 @@ The defaults are the model of the demo: 105 thousand parameters over a character
 """
 
 import json
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.topics.errors import ConfigurationError
@@ -24,6 +25,38 @@ class ComputeSettings(NamedTuple):
     """auto, plain, blocks or splash (rollstream.consumers.models.attention)."""
     scanned: bool = False
     """Compile one block for all layers."""
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA, arXiv:2106.09685), which are then trained instead of the model."""
+
+    rank: int = 0
+    """Rank of the adapters; 0: none, the whole model is trained."""
+    alpha: float = 16.0
+    """Their product is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = PROJECTIONS
+    """Projections of every block that have one."""
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.targets if name not in PROJECTIONS]
+        if self.rank < 0 or not self.alpha > 0:
+            raise ConfigurationError(
+                f"learner.model.lora has rank {self.rank} and alpha {self.alpha}; give a rank of at least 0, and an "
+                "alpha above 0"
+            )
+        if unknown or not self.targets:
+            raise ConfigurationError(
+                f"learner.model.lora.targets is {list(self.targets)}; give at least one of {', '.join(PROJECTIONS)}"
+            )
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of two adapters; 0 if there are none."""
+        return self.alpha / self.rank if self.rank else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +100,8 @@ class DecoderConfig:
     """Biases on the three projections of the feed-forward layer."""
     tie_word_embeddings: bool = True
     """Use the embedding as the output head; otherwise `lm_head.weight` is its own tensor."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters that are trained instead."""
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -89,6 +124,13 @@ def decoder_config(text: str) -> DecoderConfig:
         settings = json.loads(text)
         if not settings:
             raise ValueError("it is empty")
-        return DecoderConfig(**settings)
-    except (TypeError, ValueError) as error:
+        lora = settings.pop("lora", {})
+        return DecoderConfig(**settings, lora=LoraConfig(**lora | {"targets": tuple(lora["targets"])} if lora else {}))
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(f"{text[:100]!r} names no model of ours: {error}") from error
+
+
+def manifest_model(config: DecoderConfig) -> str:
+    """Return a decoder as a manifest names it in JSON; adapters only if it has some, for readers that know none."""
+    settings: Mapping[str, Any] = asdict(config)
+    return json.dumps(settings if config.lora.rank else {k: v for k, v in settings.items() if k != "lora"})

@@ -17,7 +17,7 @@ from rollstream.consumers.models import vocabulary
 from rollstream.consumers.models.activations import split_rows
 from rollstream.consumers.models.attention import attend, attend_once
 from rollstream.consumers.models.config import DecoderConfig
-from rollstream.consumers.models.parameters import EMBEDDING, FINAL_NORM, HEAD
+from rollstream.consumers.models.parameters import ADAPTER_A, ADAPTER_B, EMBEDDING, FINAL_NORM, HEAD, is_adapter
 from rollstream.consumers.models.parameters import shapes as shapes
 from rollstream.consumers.models.sharded import Params as Params
 from rollstream.consumers.models.sharded import Whole, as_given, keep_all_but_gathered
@@ -43,14 +43,18 @@ def init(key: jax.Array, config: DecoderConfig) -> dict[str, jax.Array]:
     """Random float32 parameters.
 
     Projections are normal with variance 1/fan-in, those that write to the residual stream divided by the root of
-    their number (GPT-2); embeddings have standard deviation 0.02; norms are one and biases zero.
+    their number (GPT-2); embeddings have standard deviation 0.02; norms are one and biases zero. Adapters begin as
+    PEFT's do: A uniform within the inverse root of its fan-in, B zero, so that they change nothing.
     """
     residual_scale = (2 * config.num_hidden_layers) ** -0.5
     params = {}
     for index, (name, shape) in enumerate(shapes(config).items()):
         if name.endswith("norm.weight"):
             params[name] = jnp.ones(shape, jnp.float32)
-        elif name.endswith("bias"):
+        elif name.endswith(ADAPTER_A):
+            bound = shape[1] ** -0.5
+            params[name] = jax.random.uniform(jax.random.fold_in(key, index), shape, jnp.float32, -bound, bound)
+        elif name.endswith(("bias", ADAPTER_B)):
             params[name] = jnp.zeros(shape, jnp.float32)
         else:
             scale = 0.02 if name in (EMBEDDING, HEAD) else shape[1] ** -0.5
@@ -68,6 +72,8 @@ def pspecs(params: Mapping[str, Any], axis_sizes: Mapping[str, int] | None = Non
     """
 
     def axes(name: str) -> tuple[str, ...]:
+        if is_adapter(name):
+            return ()
         module, kind = name.rsplit(".", 2)[-2:]
         if kind == "bias":
             return ("tensor",) if module not in _ROW_SPLIT else ()
@@ -106,8 +112,11 @@ def hidden(
     With `remat`, only the residual stream between blocks is kept for the backward pass; `attention` is the
     implementation (rollstream.consumers.models.attention). Blocks that are `scanned` are compiled once, whatever their
     number; their parameters are stacked for that, which copies them. The parameters of blocks may be shares, of which
-    `whole` makes whole ones; those outside of blocks are whole.
+    `whole` makes whole ones; those outside of blocks are whole. Adapters are applied beside their projections; all
+    other functions take parameters in which they are merged.
     """
+    if config.lora.rank:
+        params = {n: config.lora.scale * value if n.endswith(ADAPTER_B) else value for n, value in params.items()}
     x = split_rows(_embedded(params[EMBEDDING], tokens))
 
     def block(params: Params, x: jax.Array, layer: int = 0) -> jax.Array:
@@ -262,6 +271,9 @@ def _embedded(weight: jax.Array, tokens: jax.Array) -> jax.Array:
 def _linear(params: Params, name: str, x: jax.Array) -> jax.Array:
     """A projection, with its bias if the model has one."""
     projected = split_rows(x @ params[f"{name}.weight"].T, columns=name.rsplit(".", 1)[1] not in _ROW_SPLIT)
+    if (down := params.get(name + ADAPTER_A)) is not None:
+        # alpha / rank is in B already.
+        projected = projected + (x @ down.T) @ params[name + ADAPTER_B].T
     bias = params.get(f"{name}.bias")
     return projected if bias is None else projected + bias
 

@@ -17,7 +17,7 @@ from rollstream.consumers.files import safetensors_files
 from rollstream.consumers.files.atomic_files import write_bytes
 from rollstream.consumers.files.safetensors_files import CheckpointRefused
 from rollstream.consumers.models.config import DecoderConfig
-from rollstream.consumers.models.parameters import HEAD, shapes
+from rollstream.consumers.models.parameters import HEAD, base_shapes
 from rollstream.topics.errors import ConfigurationError
 
 CONFIG = "config.json"
@@ -170,7 +170,7 @@ def load(directory: Path | str, config: DecoderConfig | None = None) -> dict[str
     those of the decoder; a head stored beside a tied embedding is ignored.
     """
     directory = Path(directory)
-    wanted = shapes(config or load_config(directory))
+    wanted = base_shapes(config or load_config(directory))
     stored: dict[str, NDArray[Any]] = {}
     for path in _files(directory):
         stored |= safetensors_files.read(path)
@@ -217,7 +217,7 @@ def save(
     own. The single file, or the index, marks the checkpoint complete and is written last. Raises CheckpointRefused
     unless `params` are exactly the model's, or if the directory already holds a model.
     """
-    _write(Path(directory), config_json(config), shapes(config), params, dtype, max_shard_bytes)
+    _write(Path(directory), config_json(config), base_shapes(config), params, dtype, max_shard_bytes)
 
 
 def save_like(
@@ -301,6 +301,11 @@ class _LazyArray:
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         return np.asarray(self._array).astype(dtype or self.dtype, copy=False)
+
+
+def converted_lazily(array: Any, dtype: DTypeLike | None) -> safetensors_files.Storable:
+    """Return an array that is copied to the host, and converted to `dtype` if one is given, only when it is written."""
+    return _LazyArray(array, dtype)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -7,8 +7,34 @@ HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 
 
+ADAPTER_A, ADAPTER_B = ".lora_A.weight", ".lora_B.weight"
+"""Ends of the names of adapters, which begin with that of their projection (PEFT's names without its prefix)."""
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is part of an adapter."""
+    return name.endswith((ADAPTER_A, ADAPTER_B))
+
+
 def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter, in the order of the network."""
+    """Name and shape of every parameter, in the order of the network, then those of the adapters."""
+    return base_shapes(config) | adapter_shapes(config)
+
+
+def adapter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every adapter, in the order of the network."""
+    shapes_by_name: dict[str, tuple[int, ...]] = {}
+    rank = config.lora.rank
+    for name, shape in base_shapes(config).items() if rank else ():
+        projection = name.removesuffix(".weight")
+        if name.endswith(".weight") and projection.rsplit(".", 1)[-1] in config.lora.targets:
+            shapes_by_name[projection + ADAPTER_A] = (rank, shape[1])
+            shapes_by_name[projection + ADAPTER_B] = (shape[0], rank)
+    return shapes_by_name
+
+
+def base_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter but adapters, in the order of the network."""
     width, ff = config.hidden_size, config.intermediate_size
     q_width = config.num_attention_heads * config.head_dim
     kv_width = config.num_key_value_heads * config.head_dim

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
+from rollstream.consumers.models.adapters import merged, without_adapters
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.consumers.models.decoder import Params, pspecs
 from rollstream.consumers.models.errors import PromptRefused
@@ -104,6 +105,7 @@ class SlotDecoder:
         local = jax.local_devices()
         devices = devices or len(local)
         check_devices(config, slots=slots, devices=devices, tensor_parallel=tensor_parallel, local=len(local))
+        self._published, config = config, without_adapters(config)
         self.config = config
         self.slots = slots
         self.max_model_len = max_model_len
@@ -143,7 +145,8 @@ class SlotDecoder:
         return sum(map(len, self._free))
 
     def place(self, arrays: Mapping[str, NDArray[np.generic] | jax.Array]) -> Params:
-        """Put the tensors of a version on the devices once, in the decoder's dtype."""
+        """Put the tensors of a version on the devices once, adapters merged, in the decoder's dtype."""
+        arrays = merged(self._published, arrays)
         specs = pspecs(arrays, {TENSOR: self._mesh.shape[TENSOR]})
         return {
             name: jax.device_put(array.astype(self._dtype, copy=False), NamedSharding(self._mesh, specs[name]))

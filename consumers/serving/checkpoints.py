@@ -22,6 +22,7 @@ from rollstream.consumers.files.atomic_files import (
     sync_directory,
 )
 from rollstream.consumers.models import huggingface
+from rollstream.consumers.models.adapters import merged, save_peft
 from rollstream.consumers.models.config import DecoderConfig, decoder_config
 from rollstream.consumers.serving.served_versions import ServedCheckpoint, ServedVersions
 from rollstream.topics.closing import Closing
@@ -36,15 +37,24 @@ class CheckpointDirectory(ServedVersions, Closing):
     """The checkpoints of a run that engines load; for one event loop."""
 
     def __init__(
-        self, directory: Path, *, keep_versions: int, template: str = "", tokenizer: str = "", dtype: str = ""
+        self,
+        directory: Path,
+        *,
+        keep_versions: int,
+        template: str = "",
+        tokenizer: str = "",
+        dtype: str = "",
+        adapters: bool = False,
     ) -> None:
         """`template` and `dtype` are those of ServingConfig; `tokenizer` is a directory whose tokenizer is copied.
+        `adapters`: write the adapters alone, as PEFT's files; otherwise they are merged.
 
         Raises StoreError if the directory cannot be written, or another process writes it.
         """
         super().__init__(keep_versions=keep_versions)
         self._directory = directory.resolve()
         self._template, self._tokenizer, self._dtype = template, tokenizer, dtype or None
+        self._adapters = adapters
         self._lock = lock_directory(self._directory, _LOCK)
         remove_unfinished(self._directory)
         for path in self._directory.iterdir():
@@ -73,10 +83,13 @@ class CheckpointDirectory(ServedVersions, Closing):
         directory = self._directory / f"version-{manifest.version}"
         unfinished = self._directory / f"{directory.name}.{os.getpid()}-{uuid.uuid4().hex}{UNFINISHED}"
         try:
-            if self._template:
+            if self._adapters:
+                save_peft(unfinished, _model_of(manifest), arrays, base=self._tokenizer, dtype=self._dtype)
+            elif self._template:
                 huggingface.save_like(self._template, unfinished, arrays, dtype=self._dtype)
             else:
-                huggingface.save(unfinished, _model_of(manifest), arrays, dtype=self._dtype)
+                model = _model_of(manifest)
+                huggingface.save(unfinished, model, merged(model, arrays), dtype=self._dtype)
                 if self._tokenizer:
                     huggingface.copy_companions(self._tokenizer, unfinished)
             sync_directory(unfinished)

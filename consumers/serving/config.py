@@ -13,8 +13,8 @@ class ServingConfig:
     urls: tuple[str, ...] = ()
     """Base URLs of the engines to update, e.g. http://host:8000; `rollstream run` updates them if there are any."""
     engine: str = "vllm"
-    """Kind of the engines: vllm, sglang, vllm-plugin (a vLLM that fetches versions itself, by our plug-in), or a class
-    of your own, package.module:Class or path/to/file.py:Class."""
+    """Kind of the engines: vllm, sglang, vllm-lora (a vLLM that is given adapters alone), vllm-plugin (a vLLM that
+    fetches versions itself, by our plug-in), or a class of your own, package.module:Class or path/to/file.py:Class."""
     python: str = ""
     """Python of an environment in which vLLM is installed: `rollstream run` then starts a vLLM there, at the first of
     `urls` or a free port of this machine, and its workers ask that one; empty: engines run by themselves."""

@@ -18,6 +18,10 @@ from rollstream.topics.secrets import resolve
 from rollstream.topics.user_code import load_object
 
 _QUOTED = 300
+VLLM_LORA = "vllm-lora"
+"""Name of the engine that takes adapters alone."""
+POLICY = "policy"
+"""Name of the adapter in vLLM, which requests give as their model."""
 
 
 class EngineFailed(RollstreamError):
@@ -133,6 +137,20 @@ class VllmEngine:
         return str((await self._http.get("/weight_info")).get("weight_version", ""))
 
 
+class VllmLoraEngine(VllmEngine):
+    """vLLM's route of adapters, beside a base that stays, and those of its development mode.
+
+    It needs `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. Requests name the adapter, POLICY, as their model;
+    it is replaced in place.
+    """
+
+    async def load(self, directory: Path, label: str) -> None:
+        """See ServingEngine."""
+        adapter = {"lora_name": POLICY, "lora_path": str(directory), "load_inplace": True}
+        await self._http.post("/v1/load_lora_adapter", adapter, loading=True)
+        await self._http.post("/update_weight_version", {"new_version": label})
+
+
 class SglangEngine:
     """SGLang's routes, which are always there. Requests in flight are kept, with the keys and values they have."""
 
@@ -165,7 +183,11 @@ class SglangEngine:
         return str((await self._http.get("/model_info")).get("weight_version", ""))
 
 
-ENGINES: Mapping[str, Callable[[EngineHttp], ServingEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
+ENGINES: Mapping[str, Callable[[EngineHttp], ServingEngine]] = {
+    "vllm": VllmEngine,
+    "sglang": SglangEngine,
+    VLLM_LORA: VllmLoraEngine,
+}
 """Kinds of engines by name."""
 
 

@@ -18,7 +18,7 @@ from rollstream.consumers.files.safetensors_files import CheckpointRefused
 from rollstream.consumers.serving.announced_versions import VersionAnnouncer
 from rollstream.consumers.serving.checkpoints import CheckpointDirectory
 from rollstream.consumers.serving.config import ServingConfig
-from rollstream.consumers.serving.engines import EngineHttp, ServingEngine, engine_named
+from rollstream.consumers.serving.engines import VLLM_LORA, EngineHttp, ServingEngine, engine_named
 from rollstream.consumers.serving.replica_updater import ReplicaState, ReplicaUpdater
 from rollstream.consumers.serving.served_versions import ServedVersions
 from rollstream.consumers.serving.vllm_plugin_engine import NAME as PLUGIN
@@ -121,6 +121,7 @@ class EngineFleet:
             template=self._config.template,
             tokenizer=self._tokenizer,
             dtype=self._config.dtype,
+            adapters=self._config.engine == VLLM_LORA,
         )
 
     async def _announce(self, on_ready: Callable[[], object], on_wait: Callable[[str], object]) -> None:

@@ -20,7 +20,7 @@ from rollstream.consumers.learner.pretrained import tokenizer_of
 from rollstream.consumers.models.character_tokenizer_file import write_character_tokenizer
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.consumers.serving.config import ServingConfig
-from rollstream.consumers.serving.engines import EngineFailed, EngineHttp
+from rollstream.consumers.serving.engines import VLLM_LORA, EngineFailed, EngineHttp
 from rollstream.consumers.serving.vllm_plugin.registration import BACKEND
 from rollstream.consumers.serving.vllm_plugin_engine import EXTENSION
 from rollstream.consumers.serving.vllm_plugin_engine import NAME as PLUGIN
@@ -61,6 +61,11 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(config: RunConfig, _args: argparse.Namespace) -> int:
     """Serve until stopped."""
     check_engine_python(config.serving)
+    if config.serving.engine == VLLM_LORA:
+        raise ConfigurationError(
+            'serving.engine is "vllm-lora": start vLLM yourself, with the base model and --enable-lora, and leave '
+            "serving.python empty"
+        )
     if not config.serving.urls:
         raise ConfigurationError("serving.urls is empty; name where the engine serves, e.g. http://127.0.0.1:8000")
     clients.check_broker(config.kafka)

@@ -5,7 +5,6 @@ It listens once a first policy version is loaded and everything is compiled, so 
 
 import argparse
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rollstream.consumers.learner.pretrained import tokenizer_of
-from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.config import decoder_config
 from rollstream.consumers.models.tokenizer import Tokenizer
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.pipeline.command_parser import set_handler
@@ -180,7 +179,7 @@ def _prepare(config: RunConfig, tokenizer: Tokenizer, follower: WeightsFollower)
     assert manifest is not None, "a version was waited for"
     began = time.monotonic()
     inference = config.inference
-    model = DecoderConfig(**json.loads(manifest.model))
+    model = decoder_config(manifest.model)
     cache_mib = cache_bytes(model, inference.max_rows, inference.max_model_len, inference.dtype) / _MIB
     if cache_mib > inference.max_cache_mib:
         raise ConfigurationError(

@@ -26,7 +26,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         dest="serving.engine=",
         action=Setting,
         metavar="NAME",
-        help="vllm, sglang, vllm-plugin, or a class: package.module:Class",
+        help="vllm, vllm-lora, sglang, vllm-plugin, or a class: package.module:Class",
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from rollstream.consumers.models import huggingface
+from rollstream.consumers.models.adapters import merged, save_peft
 from rollstream.consumers.models.config import DecoderConfig, decoder_config
 from rollstream.consumers.weights.chains import ChainBroken
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
@@ -30,6 +31,9 @@ def register(parser: argparse.ArgumentParser) -> None:
     set_handler(parser, show_export, example="rollstream export --config run.toml trained --dtype bfloat16", json=True)
     parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="where to; it must not hold a model yet")
     parser.add_argument(
+        "--adapters", action="store_true", help="write the adapters alone, as PEFT's files; otherwise they are merged"
+    )
+    parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="what parameters are stored as (default: as published)",
@@ -38,7 +42,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def show_export(config: RunConfig, args: argparse.Namespace) -> int:
     """Export, and print the version and the directory."""
-    version = export(config, args.directory, args.dtype)
+    version = export(config, args.directory, args.dtype, adapters=args.adapters)
     if args.json:
         print(json.dumps({"run": config.run, "policy_version": version, "directory": str(args.directory)}), flush=True)
     else:
@@ -46,15 +50,18 @@ def show_export(config: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-def export(config: RunConfig, directory: Path, dtype: str | None) -> int:
-    """Write the newest version that can be fetched, and return its number.
+def export(config: RunConfig, directory: Path, dtype: str | None, *, adapters: bool = False) -> int:
+    """Write the newest version that can be fetched, or its `adapters` alone as PEFT's files, and return its number.
 
-    Raises ConfigurationError if none is published or no Hugging Face family has such a model, TopicError if none can be
-    fetched, CheckpointRefused if the directory already holds a model.
+    Raises ConfigurationError if none is published, if it has no adapters, or if no Hugging Face family has such a
+    model, TopicError if none can be fetched, CheckpointRefused if the directory already holds a model.
     """
     clients.check_broker(config.kafka)
     version, model, arrays = _newest(config)
-    huggingface.save(directory, model, arrays, dtype=dtype)
+    if adapters:
+        save_peft(directory, model, arrays, base=config.learner.pretrained, dtype=dtype)
+        return version
+    huggingface.save(directory, model, merged(model, arrays), dtype=dtype)
     if config.learner.pretrained:
         huggingface.copy_companions(config.learner.pretrained, directory)
     return version

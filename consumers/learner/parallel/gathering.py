@@ -4,7 +4,7 @@ Left to the compiler, each device receives the sum of a whole matrix and keeps i
 of its share alone. A layer is whole on a device only while it is computed, forward and again backward.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -90,20 +90,24 @@ def gathering_of(
     )
 
 
-def gradient_of(loss: Callable[..., Any], gathering: Gathering | None) -> Callable[..., Any]:
-    """A function of parameters, batch and denominators: the gradient of `loss` and its metrics, over all devices."""
-    gradient = jax.grad(loss, has_aux=True)
+def over_devices(
+    gradient: Callable[..., Any], gathering: Gathering | None, trained: Sequence[str]
+) -> Callable[..., Any]:
+    """Return `gradient` as a function of parameters, batch and denominators, summed over all devices.
+
+    It returns the gradients in the `trained` parameters, and metrics.
+    """
     if gathering is None:
         return lambda params, batch, denominators: gradient(params, batch=batch, denominators=denominators)
     rows, everywhere = PartitionSpec(ROW_AXES), PartitionSpec()  # type: ignore[no-untyped-call]
 
     def local(params: Params, batch: Any, denominators: Any) -> Any:
-        sums, metrics = gradient(
-            gathering.shares(params), batch=batch, denominators=denominators, whole=gathering.whole
-        )
+        shares = gathering.shares(params)
+        sums, metrics = gradient(shares, batch=batch, denominators=denominators, whole=gathering.whole)
         return gathering.summed(sums), _sum(metrics, ROW_AXES)
 
-    return gathering.by_rows(local, (gathering.params, rows, everywhere), (gathering.params, everywhere))
+    summed = {name: gathering.params[name] for name in trained}
+    return gathering.by_rows(local, (gathering.params, rows, everywhere), (summed, everywhere))
 
 
 def of_rows(function: Callable[..., jax.Array], gathering: Gathering | None) -> Callable[..., jax.Array]:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.parallel import mesh as layout
 from rollstream.consumers.models import parameters
 from rollstream.consumers.models.config import DecoderConfig
@@ -34,3 +35,8 @@ class Teacher:
             for name, leaf in shapes.items()
         }
         """Shapes, dtypes and shardings of its parameters."""
+
+
+def teacher_of(config: LearnerConfig, mesh: Mesh, log_probs_of: LogProbsOf) -> Teacher | None:
+    """Return the teacher of a learner, if it has one."""
+    return Teacher(config.teacher, mesh, config.compute_dtype, log_probs_of) if config.teacher else None

@@ -27,7 +27,7 @@ from rollstream.consumers.learner.input.packing import (
     rows_by_length,
 )
 from rollstream.consumers.learner.parallel import mesh as layout
-from rollstream.consumers.learner.parallel.gathering import Gathering, gathering_of, gradient_of, of_rows
+from rollstream.consumers.learner.parallel.gathering import Gathering, gathering_of, of_rows, over_devices
 from rollstream.consumers.learner.parallel.step_agreement import AgreedStep, agree
 from rollstream.consumers.learner.pretrained import initial_params
 from rollstream.consumers.learner.step_rules import NEWEST, StepRules
@@ -46,10 +46,17 @@ from rollstream.consumers.learner.training.objective import (
     reported,
 )
 from rollstream.consumers.learner.training.optimizer import make_optimizer, make_schedule, update_metrics
-from rollstream.consumers.learner.training.teacher import Teacher
+from rollstream.consumers.learner.training.teacher import teacher_of
+from rollstream.consumers.learner.training.trained_parameters import (
+    chosen,
+    gradient_in,
+    trained_in_steps,
+    trained_in_warm_start,
+)
 from rollstream.consumers.models import decoder, parameters
 from rollstream.consumers.models.attention import earlier_implementation
 from rollstream.consumers.models.config import ComputeSettings, DecoderConfig
+from rollstream.consumers.models.parameters import is_adapter
 from rollstream.topics.errors import ConfigurationError
 
 Metrics = dict[str, float]
@@ -142,7 +149,8 @@ class TrainStep:
         self._schedule = make_schedule(config.optimizer, updates)
         shapes = {name: _shape(shape, jnp.float32) for name, shape in parameters.shapes(config.model).items()}
         everywhere = layout.replicated(self.mesh)
-        optimizer_shapes = jax.eval_shape(self._optimizer.init, shapes)
+        self._trained, self._taught = trained_in_steps(config, shapes), trained_in_warm_start(config, shapes)
+        optimizer_shapes = jax.eval_shape(self._optimizer.init, chosen(shapes, self._trained))
         params = layout.of_params(self.mesh, shapes)
         optimizer = layout.of_optimizer(self.mesh, shapes, optimizer_shapes)
         self.shardings: Any = TrainState(params, optimizer, everywhere, everywhere)  # type: ignore[arg-type]
@@ -158,23 +166,24 @@ class TrainStep:
         )
         policy = partial(policy_loss, model=config.model, compute=self._compute, config=config.loss)
         supervised = partial(supervised_loss, model=config.model, compute=self._compute)
-        self._policy = self._gradient(policy, self._policy_metrics())
-        self._supervised = self._gradient(supervised, SUPERVISED_METRICS)
+        self._policy = self._gradient(policy, self._policy_metrics(), self._trained)
+        self._supervised = self._gradient(supervised, SUPERVISED_METRICS, self._taught)
         self._log_probs = self._log_probs_of(config.model, params)
-        self.teacher = (
-            Teacher(config.teacher, self.mesh, config.compute_dtype, self._log_probs_of) if config.teacher else None
-        )
+        self.teacher = teacher_of(config, self.mesh, self._log_probs_of)
         """The teacher of on-policy distillation, if there is one."""
         self._init = self._jit(lambda: decoder.init(jax.random.key(config.seed), config.model), (), params)
         self._fresh = self._jit(self._beside, (params,), tuple(self.shardings[1:]))
         self._apply = self._jit(
-            self._update, (self.shardings, params, everywhere), (self.shardings, everywhere), donate_argnums=0
+            self._update,
+            (self.shardings, chosen(params, self._trained), everywhere),
+            (self.shardings, everywhere),
+            donate_argnums=0,
         )
 
     def initial_state(self) -> TrainState:
         """Return a state of step 0: pretrained parameters, or random ones from the seed, and a fresh optimizer."""
         if self.config.pretrained:
-            return self._state_around(initial_params(self.config.pretrained, self.config.model, self.shardings.params))
+            return self.fresh_state(initial_params(self.config.pretrained, self.config.model, self.shardings.params))
         return self._state_around(self._init())
 
     def fresh_state(self, params: Mapping[str, jax.Array | NDArray[Any]]) -> TrainState:
@@ -210,7 +219,8 @@ class TrainStep:
                 batch[extra] = batch["generator_log_probs"]
             denominators = {"tokens": scalar, "sequences": scalar}
             lowered[f"gradient {rows}x{length}"] = self._policy.add.lower(state.params, sums, batch, denominators)
-        lowered["update"] = self._apply.lower(state, state.params, _shape((), jnp.int32))
+        gradients = chosen(state.params, self._trained)
+        lowered["update"] = self._apply.lower(state, gradients, _shape((), jnp.int32))
         return lowered
 
     def abstract_state(self) -> TrainState:
@@ -218,7 +228,7 @@ class TrainStep:
         shapes = jax.eval_shape(
             lambda: TrainState(
                 params=(params := decoder.init(jax.random.key(0), self.config.model)),
-                optimizer=self._optimizer.init(params),
+                optimizer=self._optimizer.init(chosen(params, self._trained)),
                 rng=jax.random.key_data(jax.random.key(0)),
                 step=jnp.zeros((), jnp.int32),
             )
@@ -277,11 +287,11 @@ class TrainStep:
             all_metrics.append({**metrics, **more})
             counts.append(not update.empty)
         values = [reported(value) for value in jax.device_get(all_metrics)]
-        chosen = [value for value, trains in zip(values, counts, strict=True) if trains] or values[-1:]
-        means = {name: float(np.mean([value[name] for value in chosen])) for name in chosen[0]}
+        counted = [value for value, trains in zip(values, counts, strict=True) if trains] or values[-1:]
+        means = {name: float(np.mean([value[name] for value in counted])) for name in counted[0]}
         if not needs_proximal(self.config.loss, self.updates_per_step):
             # Later updates would compare with a policy that no sampler had.
-            means |= {name: float(chosen[0][name]) for name in MISMATCH_METRICS}
+            means |= {name: float(counted[0][name]) for name in MISMATCH_METRICS}
         means["optim/lr"] = float(values[-1]["optim/lr"])
         means["optim/skipped"] = float(sum(value["optim/skipped"] for value in values))
         return state, {**means, **placed.metrics}
@@ -306,16 +316,17 @@ class TrainStep:
         loss = replace(self.config.loss, kl_coefficient=0.0, distillation_coefficient=0.0, reward_coefficient=1.0)
         one_update = replace(self.config, minibatches=1, reference="", teacher="", loss=loss)
         draws = np.random.Generator(np.random.Philox(key=self.config.seed))
-        shardings = self.shardings.params
-        optimizer_shapes = jax.eval_shape(optimizer.init, state.params)
-        own = layout.of_optimizer(self.mesh, state.params, optimizer_shapes)
+        shardings = chosen(self.shardings.params, self._taught)
+        params = chosen(state.params, self._taught)
+        optimizer_shapes = jax.eval_shape(optimizer.init, params)
+        own = layout.of_optimizer(self.mesh, params, optimizer_shapes)
 
         @partial(jax.jit, in_shardings=(shardings, own, shardings), out_shardings=(shardings, own))
         def apply(params: Params, optimizer_state: Any, gradients: Params) -> tuple[Params, Any]:
             updates, optimizer_state = optimizer.update(gradients, optimizer_state, params)
             return optax.apply_updates(params, updates), optimizer_state
 
-        params, optimizer_state = state.params, jax.jit(optimizer.init, out_shardings=own)(state.params)
+        optimizer_state = jax.jit(optimizer.init, out_shardings=own)(params)
         metrics: dict[str, jax.Array] = {}
         reported = time.monotonic()
         for number in range(1, warm.steps + 1):
@@ -324,14 +335,16 @@ class TrainStep:
             if number > 1 and time.monotonic() > reported + REPORT_EVERY_S:
                 reported = time.monotonic()
                 on_update(number - 1, warm.steps, float(metrics["loss"]))
-            chosen = draws.integers(len(examples), size=warm.sequences_per_step)
+            drawn = draws.integers(len(examples), size=warm.sequences_per_step)
             whole = self.rules.sharing == "rows"
-            chosen = chosen if whole else chosen[jax.process_index() :: jax.process_count()]
-            (update,) = self.place(pack_for(one_update, [examples[index] for index in chosen], whole=whole)).updates
-            gradients, metrics = self._supervised(params, update.microbatches, update.denominators)
+            drawn = drawn if whole else drawn[jax.process_index() :: jax.process_count()]
+            (update,) = self.place(pack_for(one_update, [examples[index] for index in drawn], whole=whole)).updates
+            gradients, metrics = self._supervised({**state.params, **params}, update.microbatches, update.denominators)
             params, optimizer_state = apply(params, optimizer_state, gradients)
         on_update(warm.steps, warm.steps, float(metrics["loss"]))
-        return self._state_around(params), {f"warm_start/{name}": float(value) for name, value in metrics.items()}
+        return self._state_around({**state.params, **params}), {
+            f"warm_start/{name}": float(value) for name, value in metrics.items()
+        }
 
     @property
     def _extra_log_probs(self) -> tuple[str, ...]:
@@ -356,9 +369,9 @@ class TrainStep:
             "proximal_log_probs": (self._log_probs, params),
             "teacher_log_probs": (self.teacher and self.teacher.log_probs, teacher),
         }
-        chosen = {name: models[name] for name in self._extra_log_probs}
+        needed = {name: models[name] for name in self._extra_log_probs}
         return tuple(
-            {**batch, **{name: log_probs_of(model, batch) for name, (log_probs_of, model) in chosen.items()}}
+            {**batch, **{name: log_probs_of(model, batch) for name, (log_probs_of, model) in needed.items()}}
             for batch in update.microbatches
         )
 
@@ -377,18 +390,22 @@ class TrainStep:
             return None
         return gathering_of(self.mesh, shardings, self.config.compute_dtype, self.config.reduce_dtype)
 
-    def _gradient(self, loss: Callable[..., tuple[jax.Array, Metric]], names: Sequence[str]) -> "_Gradient":
-        """Build functions that sum the gradients of a loss and its metrics, called `names`, over microbatches."""
+    def _gradient(
+        self, loss: Callable[..., tuple[jax.Array, Metric]], names: Sequence[str], trained: Sequence[str]
+    ) -> "_Gradient":
+        """Build functions that sum the gradients in the `trained` parameters, and metrics, over microbatches."""
 
         def zeros(params: Params) -> tuple[Params, Metric]:
-            return jax.tree.map(jnp.zeros_like, params), {name: jnp.zeros((), jnp.float32) for name in names}
+            return jax.tree.map(jnp.zeros_like, chosen(params, trained)), {
+                name: jnp.zeros((), jnp.float32) for name in names
+            }
 
         def add(params: Params, sums: tuple[Params, Metric], batch: Arrays, denominators: Arrays) -> Any:
             return jax.tree.map(jnp.add, sums, gradient(params, batch, denominators))
 
         params, everywhere = self.shardings.params, layout.replicated(self.mesh)
-        gradient = gradient_of(loss, self._gathering(params))
-        sums = (params, everywhere)
+        gradient = over_devices(gradient_in(loss, trained), self._gathering(params), trained)
+        sums = (chosen(params, trained), everywhere)
         return _Gradient(
             zeros=self._jit(zeros, (params,), sums),
             add=self._jit(add, (params, sums, self._rows, everywhere), sums, donate_argnums=1),
@@ -398,8 +415,9 @@ class TrainStep:
         self, state: TrainState, gradients: Params, number: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Apply update `number` of a step, counted from 0; the last update completes the step."""
-        updates, optimizer_state = self._optimizer.update(gradients, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
+        trained = chosen(state.params, self._trained)
+        updates, optimizer_state = self._optimizer.update(gradients, state.optimizer, trained)
+        params = {**state.params, **optax.apply_updates(trained, updates)}
         metrics = update_metrics(self._schedule, gradients, state.optimizer, optimizer_state)
         done = (number == self.updates_per_step - 1).astype(jnp.int32)
         return TrainState(params, optimizer_state, state.rng, state.step + done), metrics
@@ -407,7 +425,7 @@ class TrainStep:
     def _beside(self, params: Params) -> tuple[Any, jax.Array, jax.Array]:
         """Everything but the parameters in a state of step 0."""
         rng = jax.random.key_data(jax.random.fold_in(jax.random.key(self.config.seed), 1))
-        return self._optimizer.init(params), rng, jnp.zeros((), jnp.int32)
+        return self._optimizer.init(chosen(params, self._trained)), rng, jnp.zeros((), jnp.int32)
 
     def _state_around(self, params: Params) -> TrainState:
         return TrainState(params, *self._fresh(params))
@@ -420,6 +438,8 @@ class TrainStep:
         shardings: Mapping[str, Any] | None = None,
     ) -> Params:
         placed = self.shardings.params if shardings is None else shardings
+        if any(is_adapter(name) and name not in params for name in placed):
+            params = {**self._init(), **params}
 
         def place(name: str, value: jax.Array | NDArray[Any]) -> jax.Array:
             sharding: Any = placed[name]

@@ -10,6 +10,7 @@ import time
 from contextlib import ExitStack
 from typing import NamedTuple
 
+from rollstream.consumers.models.parameters import is_adapter
 from rollstream.consumers.weights.chains import forget
 from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.fetcher import ChunkFetcher
@@ -141,6 +142,11 @@ class RequestedVersions(Closing):
             timeout_s=self._fetch_timeout_s,
             stop=self._stop,
         )
+        if any(is_adapter(name) for name in arrays):
+            raise VersionNotHeld(
+                f"policy version {version} has adapters, which this plug-in does not merge; set serving.engine to "
+                '"vllm-lora" or "vllm"'
+            )
         forget(self._manifests, version)
         event(logger, "version_fetched", version=version, seconds=round(time.monotonic() - began, 3))
         return arrays

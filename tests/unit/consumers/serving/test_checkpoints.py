@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from rollstream.consumers.files import safetensors_files
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.safetensors_files import CheckpointRefused
-from rollstream.consumers.models import huggingface
+from rollstream.consumers.models import huggingface, parameters
+from rollstream.consumers.models.adapters import PEFT_CONFIG, PEFT_MODEL, merged
+from rollstream.consumers.models.config import LoraConfig, manifest_model
 from rollstream.consumers.serving.checkpoints import CheckpointDirectory
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.params_digest import params_digest
@@ -48,6 +52,28 @@ def test_a_version_is_a_checkpoint_with_its_tokenizer_in_the_dtype_asked_for(tmp
         assert (written.directory / "tokenizer.json").exists()
 
     run(tmp_path / "served", test, tokenizer=str(tmp_path / "pretrained"), dtype="bfloat16")
+
+
+def test_adapters_are_written_merged_or_alone_as_pefts_files(tmp_path: Path) -> None:
+    model = replace(MODEL, lora=LoraConfig(rank=2))
+    draw = np.random.default_rng(0)
+    shapes = parameters.shapes(model)
+    arrays = {name: draw.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    version = replace(manifest(3), model=manifest_model(model))
+
+    async def alone(checkpoints: CheckpointDirectory) -> None:
+        written = await checkpoints.add(version, arrays)
+        assert sorted(path.name for path in written.directory.iterdir()) == [PEFT_CONFIG, PEFT_MODEL]
+        stored = safetensors_files.read(written.directory / PEFT_MODEL)
+        assert stored.keys() == {f"base_model.model.{name}" for name in parameters.adapter_shapes(model)}
+
+    async def whole(checkpoints: CheckpointDirectory) -> None:
+        written = await checkpoints.add(version, arrays)
+        for name, array in huggingface.load(written.directory).items():
+            np.testing.assert_array_equal(array, merged(model, arrays)[name])
+
+    run(tmp_path / "alone", alone, adapters=True)
+    run(tmp_path / "whole", whole)
 
 
 def test_the_newest_two_are_kept_and_those_that_are_needed(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from rollstream.consumers.serving.engines import (
     ServingEngine,
     SglangEngine,
     VllmEngine,
+    VllmLoraEngine,
     engine_named,
 )
 from rollstream.topics.errors import ConfigurationError
@@ -29,6 +30,15 @@ SENT_BY_VLLM = [
     ("POST", "/update_weight_version", {"new_version": "17"}),
     ("POST", "/resume", None),
     ("GET", "/weight_info", None),
+]
+SENT_BY_VLLM_LORA = [
+    ("POST", "/pause?mode=keep", None),
+    (
+        "POST",
+        "/v1/load_lora_adapter",
+        {"lora_name": "policy", "lora_path": str(DIRECTORY), "load_inplace": True},
+    ),
+    *SENT_BY_VLLM[2:],
 ]
 SENT_BY_SGLANG = [
     ("POST", "/pause_generation", {"mode": "in_place"}),
@@ -57,7 +67,9 @@ def ask(
 
 
 @pytest.mark.parametrize(
-    ("engine", "sent"), [(VllmEngine, SENT_BY_VLLM), (SglangEngine, SENT_BY_SGLANG)], ids=["vllm", "sglang"]
+    ("engine", "sent"),
+    [(VllmEngine, SENT_BY_VLLM), (VllmLoraEngine, SENT_BY_VLLM_LORA), (SglangEngine, SENT_BY_SGLANG)],
+    ids=["vllm", "vllm-lora", "sglang"],
 )
 def test_an_update_is_these_requests_in_this_order(
     engine: type[VllmEngine | SglangEngine], sent: list[object], monkeypatch: pytest.MonkeyPatch
@@ -135,7 +147,9 @@ def test_an_engine_of_your_own_is_named_by_its_import_path(tmp_path: Path) -> No
     assert engine_named("vllm") is VllmEngine
     with pytest.raises(ConfigurationError, match="has no method load, resume, label"):
         engine_named(f"{tmp_path}/my_engine.py:Half")
-    with pytest.raises(ConfigurationError, match=re.escape("'vlm'; it is vllm, sglang, vllm-plugin, or a class")):
+    with pytest.raises(
+        ConfigurationError, match=re.escape("'vlm'; it is vllm, sglang, vllm-lora, vllm-plugin, or a class")
+    ):
         engine_named("vlm")
 
 

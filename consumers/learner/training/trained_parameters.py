@@ -1,0 +1,39 @@
+"""The parameters that are trained, of a model with adapters and of one without, and gradients in those alone."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.models.parameters import is_adapter
+
+
+def trained_in_steps(config: LearnerConfig, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the parameters that steps train: the adapters if there are any, else all."""
+    return tuple(name for name in names if not config.model.lora.rank or is_adapter(name))
+
+
+def trained_in_warm_start(config: LearnerConfig, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the parameters that the warm start trains: those of steps, but all others of a random model.
+
+    Adapters cannot make up for a random model, and training both would be one model too many.
+    """
+    if config.pretrained:
+        return trained_in_steps(config, names)
+    return tuple(name for name in names if not is_adapter(name))
+
+
+def chosen(params: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Return parameters, or what is kept for each, of these names."""
+    return {name: params[name] for name in names}
+
+
+def gradient_in(loss: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
+    """Return a function of all parameters and keywords: the gradient of `loss` in those of `names`, and its metrics."""
+
+    def partly(own: Mapping[str, Any], params: Mapping[str, Any], **others: Any) -> Any:
+        return loss({**params, **own}, **others)
+
+    gradient = jax.grad(partly, has_aux=True)
+    return lambda params, **others: gradient(chosen(params, names), params, **others)

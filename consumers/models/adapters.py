@@ -1,0 +1,83 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685): their names, merging them into the projections, and PEFT's files; no JAX.
+
+A projection W [out, in] is computed as W + alpha / rank B A, with A [rank, in] and B [out, rank]. Adapters stand beside
+the parameters that they adapt, so a version is whole in itself; between full versions only they are sent.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from rollstream.consumers.files import safetensors_files
+from rollstream.consumers.models.config import DecoderConfig, LoraConfig
+from rollstream.consumers.models.huggingface import converted_lazily, write_json
+from rollstream.consumers.models.parameters import ADAPTER_A, ADAPTER_B, adapter_shapes, is_adapter
+from rollstream.topics.errors import ConfigurationError
+
+PEFT_CONFIG = "adapter_config.json"
+PEFT_MODEL = "adapter_model.safetensors"
+_PEFT_PREFIX = "base_model.model."
+
+
+def without_adapters(config: DecoderConfig) -> DecoderConfig:
+    """Return the same model without adapters: its shape once they are merged, and that of its checkpoint."""
+    return replace(config, lora=LoraConfig())
+
+
+def merged(config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters with the adapters in them, as the model without adapters has them.
+
+    Arrays of numpy or JAX; sums are float32, and results have the dtype of the projection. Without adapters the
+    parameters are returned as they are.
+    """
+    whole = {name: array for name, array in params.items() if not is_adapter(name)}
+    if not config.lora.rank:
+        return whole
+    for name in params:
+        if not name.endswith(ADAPTER_A):
+            continue
+        projection = name.removesuffix(ADAPTER_A)
+        down, up = (params[projection + part].astype(np.float32) for part in (ADAPTER_A, ADAPTER_B))
+        base = whole[f"{projection}.weight"]
+        whole[f"{projection}.weight"] = (base.astype(np.float32) + config.lora.scale * (up @ down)).astype(base.dtype)
+    return whole
+
+
+def save_peft(
+    directory: Path | str,
+    config: DecoderConfig,
+    params: Mapping[str, Any],
+    *,
+    base: str = "",
+    dtype: DTypeLike | None = None,
+) -> None:
+    """Write the adapters alone as PEFT's files, which PeftModel.from_pretrained and vLLM read.
+
+    `base` names the checkpoint that they adapt. adapter_config.json is written last. Raises ConfigurationError for a
+    model without adapters.
+    """
+    if not config.lora.rank:
+        raise ConfigurationError("this version has no adapters; set learner.model.lora.rank, or export the whole model")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {_PEFT_PREFIX + name: converted_lazily(params[name], dtype) for name in adapter_shapes(config)}
+    safetensors_files.write(directory / PEFT_MODEL, tensors)
+    document = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": config.lora.rank,
+        "lora_alpha": config.lora.alpha,
+        "target_modules": list(config.lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+    write_json(directory / PEFT_CONFIG, document)
