@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.parallel.mesh import ROW_AXES, axis_sizes, row_shares
+from rollstream.consumers.learner.step_rules import StepRules
 from rollstream.consumers.models.sharded import GATHERED, Params
 
 _SHARES = "fsdp"
@@ -73,21 +75,16 @@ class Gathering(NamedTuple):
 
 
 def gathering_of(
-    mesh: Mesh, shardings: Mapping[str, NamedSharding], compute_dtype: str, reduce_dtype: str
+    config: LearnerConfig, rules: StepRules, mesh: Mesh, shardings: Mapping[str, NamedSharding]
 ) -> Gathering | None:
-    """How parameters of these shardings are gathered; None if rows are not split.
-
-    `reduce_dtype` is "compute" or a dtype.
-    """
-    if row_shares(mesh) == 1:
+    """How parameters of these shardings are gathered; None if rows are not split, or the compiler decides."""
+    if row_shares(mesh) == 1 or rules.reduction == "compiler":
         return None
     # XLA's compiler for CPUs crashes on sums of bfloat16 over some axes of several.
     crashes = mesh.devices.flat[0].platform == "cpu" and axis_sizes(mesh)["tensor"] > 1
-    own = "float32" if crashes else compute_dtype
+    reduce = "float32" if crashes or config.reduce_dtype == "float32" else config.compute_dtype
     specs = {name: sharding.spec for name, sharding in shardings.items()}
-    return Gathering(
-        mesh, specs, jnp.dtype(compute_dtype), jnp.dtype(own if reduce_dtype == "compute" else reduce_dtype)
-    )
+    return Gathering(mesh, specs, jnp.dtype(config.compute_dtype), jnp.dtype(reduce))
 
 
 def over_devices(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from rollstream.consumers.learner.config import LearnerConfig
@@ -27,7 +27,7 @@ from rollstream.consumers.learner.input.packing import (
     rows_by_length,
 )
 from rollstream.consumers.learner.parallel import mesh as layout
-from rollstream.consumers.learner.parallel.gathering import Gathering, gathering_of, of_rows, over_devices
+from rollstream.consumers.learner.parallel.gathering import gathering_of, of_rows, over_devices
 from rollstream.consumers.learner.parallel.step_agreement import AgreedStep, agree
 from rollstream.consumers.learner.pretrained import initial_params
 from rollstream.consumers.learner.step_rules import NEWEST, StepRules
@@ -382,13 +382,11 @@ class TrainStep:
     def _log_probs_of(self, model: DecoderConfig, shardings: Any) -> Any:
         """Jit the log-probabilities of a model whose parameters have these shardings."""
         function = partial(log_probs, model=model, compute=self._compute)
-        return self._jit(of_rows(function, self._gathering(shardings)), (shardings, self._rows), self._rows)
-
-    def _gathering(self, shardings: Mapping[str, NamedSharding]) -> Gathering | None:
-        """How parameters of these shardings are gathered; None if the compiler decides."""
-        if self.rules.reduction == "compiler":
-            return None
-        return gathering_of(self.mesh, shardings, self.config.compute_dtype, self.config.reduce_dtype)
+        return self._jit(
+            of_rows(function, gathering_of(self.config, self.rules, self.mesh, shardings)),
+            (shardings, self._rows),
+            self._rows,
+        )
 
     def _gradient(
         self, loss: Callable[..., tuple[jax.Array, Metric]], names: Sequence[str], trained: Sequence[str]
@@ -404,7 +402,9 @@ class TrainStep:
             return jax.tree.map(jnp.add, sums, gradient(params, batch, denominators))
 
         params, everywhere = self.shardings.params, layout.replicated(self.mesh)
-        gradient = over_devices(gradient_in(loss, trained), self._gathering(params), trained)
+        gradient = over_devices(
+            gradient_in(loss, trained), gathering_of(self.config, self.rules, self.mesh, params), trained
+        )
         sums = (chosen(params, trained), everywhere)
         return _Gradient(
             zeros=self._jit(zeros, (params,), sums),
