@@ -31,6 +31,7 @@ from rollstream.consumers.learner.parallel.gathering import gathering_of, of_row
 from rollstream.consumers.learner.parallel.step_agreement import AgreedStep, agree
 from rollstream.consumers.learner.pretrained import initial_params
 from rollstream.consumers.learner.step_rules import NEWEST, StepRules
+from rollstream.consumers.learner.training.gradients import Gradient
 from rollstream.consumers.learner.training.loss import (
     SUPERVISED_METRICS,
     Arrays,
@@ -103,23 +104,6 @@ class PlacedStep:
     """Updates in order."""
     metrics: Metrics
     """Metrics of packing, over all processes."""
-
-
-class _Gradient(NamedTuple):
-    """Jitted functions that sum gradients and metrics over microbatches."""
-
-    zeros: Any
-    """Initial sums, so that the first microbatch is computed like the others."""
-    add: Any
-    """Adds one microbatch to the sums so far, whose buffers it reuses."""
-
-    def __call__(
-        self, params: Params, microbatches: Sequence[dict[str, jax.Array]], denominators: dict[str, np.float32]
-    ) -> tuple[Params, Metric]:
-        sums: tuple[Params, Metric] = self.zeros(params)
-        for batch in microbatches:
-            sums = self.add(params, sums, batch, denominators)
-        return sums
 
 
 class TrainStep:
@@ -390,7 +374,7 @@ class TrainStep:
 
     def _gradient(
         self, loss: Callable[..., tuple[jax.Array, Metric]], names: Sequence[str], trained: Sequence[str]
-    ) -> "_Gradient":
+    ) -> Gradient:
         """Build functions that sum the gradients in the `trained` parameters, and metrics, over microbatches."""
 
         def zeros(params: Params) -> tuple[Params, Metric]:
@@ -406,7 +390,7 @@ class TrainStep:
             gradient_in(loss, trained), gathering_of(self.config, self.rules, self.mesh, params), trained
         )
         sums = (chosen(params, trained), everywhere)
-        return _Gradient(
+        return Gradient(
             zeros=self._jit(zeros, (params,), sums),
             add=self._jit(add, (params, sums, self._rows, everywhere), sums, donate_argnums=1),
         )
