@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollstream.pipeline.deployment.description import ENV, GROUP, INFER, LEARN, ROLES
+from rollstream.pipeline.deployment.description import ENV, EVAL, GATEWAY, GROUP, INFER, LEARN, ROLES
 from rollstream.producers.mixture_states import environments_played
 from rollstream.topics import steering
 from rollstream.topics.catalogue import topic_name
@@ -34,7 +34,7 @@ from rollstream.topics.records import (
 
 MOST_WEIGHT = 1e6
 """Largest weight of an environment."""
-SCALED = (ENV, GROUP, INFER)
+SCALED = (ENV, GROUP, INFER, GATEWAY, EVAL)
 """Roles whose number of processes may be changed while the run runs."""
 MOST = 512
 """Largest number of processes of a role but `group`, which has partitions for its limit."""

@@ -213,9 +213,12 @@ class EvaluationConfig:
     """Seed for sampling above temperature 0."""
     metrics_interval_s: float = 5.0
     """Time between two records of the evaluator's progress on the metrics topic; 0 writes none."""
+    processes: int = 1
+    """Evaluators that `rollstream run` starts: they divide the environments among them."""
 
     def __post_init__(self) -> None:
-        for name, least in (("every_versions", 0), ("max_prompts", 0), ("temperature", 0), ("concurrency", 1)):
+        least_of = {"every_versions": 0, "max_prompts": 0, "temperature": 0, "concurrency": 1, "processes": 1}
+        for name, least in least_of.items():
             if not getattr(self, name) >= least:
                 raise ConfigurationError(f"evaluation.{name} is {getattr(self, name)}; it must be at least {least}")
 

@@ -56,6 +56,11 @@ def due_version(published: Iterable[int], every: int, settled: Iterable[int]) ->
     return None, waiting
 
 
+def share_of(environments: Sequence[LoadedEnvironment], ordinal: int, evaluators: int) -> Sequence[LoadedEnvironment]:
+    """Return the environments of an evaluator; one beyond their number, that is about to end, has none."""
+    return environments[ordinal::evaluators] if ordinal < evaluators else environments[:0]
+
+
 def evaluated_versions(rollouts: Iterable[Rollout], environment: str) -> set[int]:
     """Return the versions whose answers are complete. An evaluation that a crash cut short is not."""
     answers: dict[int, set[str]] = defaultdict(set)
@@ -89,12 +94,14 @@ async def run_evaluator(
     config: EvaluationConfig,
     worker: WorkerConfig,
     *,
+    ordinal: int = 0,
     stop: asyncio.Event,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Evaluate due versions on each environment until `stop` is set, then the last one within worker.drain_timeout_s.
 
-    `worker` has the settings of the servers. Raises TopicError, BrokerUnavailable, DeliveryError.
+    `worker` has the settings of the servers. Several evaluators divide the environments by their ordinals, also when
+    their number is changed. Raises TopicError, BrokerUnavailable, DeliveryError.
     """
     skipped = SkippedRecords(COMPONENT)
     with ExitStack() as stack:
@@ -102,19 +109,23 @@ async def run_evaluator(
         steering = stack.enter_context(SteeringFollower(kafka, run))
         producer = stack.enter_context(RolloutProducer(kafka, run, topic="evals"))
         metrics = stack.enter_context(closing(MetricsWriter(kafka, run, COMPONENT, "eval")))
-        messages = read_to_end(kafka, topic_name(run, "evals"))
-        past = [rollout for _message, rollout in skipped.records(Rollout, messages)]
-        settled = {environment.name: evaluated_versions(past, environment.name) for environment in environments}
-        del messages, past
-        event(
-            logger,
-            "evaluator_started",
-            every_versions=config.every_versions,
-            evaluated={name: sorted(versions) for name, versions in settled.items()},
-        )
+        mine: Sequence[LoadedEnvironment] = ()
+        settled: dict[str, set[int]] = {}
+
+        def take(wanted: Sequence[LoadedEnvironment]) -> None:
+            """Take these environments from now on. Others may have evaluated them meanwhile."""
+            nonlocal mine, settled
+            messages = read_to_end(kafka, topic_name(run, "evals"))
+            past = [rollout for _message, rollout in skipped.records(Rollout, messages)]
+            mine, settled = wanted, {each.name: evaluated_versions(past, each.name) for each in wanted}
+            evaluated = {name: sorted(versions) for name, versions in settled.items()}
+            event(logger, "evaluator_takes", every_versions=config.every_versions, evaluated=evaluated)
+
+        take(share_of(environments, ordinal, steering.state.numbers.get("eval", config.processes)))
         progress = {"evaluations_total": 0.0, "prompts_total": 0.0, "failed_total": 0.0, "policy_version": -1.0}
+        component = f"{PROGRESS_COMPONENT}-{ordinal}" if ordinal else PROGRESS_COMPONENT
         publisher = MetricsPublisher(
-            kafka, run, PROGRESS_COMPONENT, "eval", lambda: progress, interval_s=config.metrics_interval_s
+            kafka, run, component, "eval", lambda: progress, interval_s=config.metrics_interval_s
         )
         async with (
             client_of(worker, policies) as client,
@@ -125,15 +136,19 @@ async def run_evaluator(
             while True:
                 beat("evaluating")
                 stopping = stop.is_set()
-                complete = set.intersection(*settled.values())
+                share = share_of(environments, ordinal, steering.state.numbers.get("eval", config.processes))
+                if share != mine:
+                    await asyncio.to_thread(take, share)
+                complete = set.intersection(*settled.values()) if settled else set()
                 published = await asyncio.to_thread(policies.read, _LOOK_EVERY_S)
-                version, passed = due_version(published.steps, config.every_versions, complete)
+                due = published.steps if mine else ()
+                version, passed = due_version(due, config.every_versions, complete)
                 asked_for = steering.state.evaluated_version
                 if version is None and asked_for in published.steps and asked_for not in complete:
                     version = asked_for
                 if passed:
                     event(logger, "evaluations_passed_by", versions=passed)
-                for environment in environments:
+                for environment in mine:
                     settled[environment.name].update(passed)
                     if version is None or version in settled[environment.name]:
                         continue

@@ -178,7 +178,7 @@ def _process(
     if role.finishes:
         service["restart"] = "on-failure"
     if role.name == GATEWAY:
-        service["ports"] = [f"{_LOCAL}:{config.gateway.port}:{config.gateway.port}"]
+        service["ports"] = [f"{_LOCAL}:{config.gateway.port + number}:{config.gateway.port}"]
     before = [service_name(name, n) for name in role.after for n in range(processes.get(name, 0))]
     if before:
         service["depends_on"] = {

@@ -177,15 +177,16 @@ ROLES: tuple[RoleDescription, ...] = (
         does="captures the model calls of any agent, and writes them as rollouts",
         number_flag="--ordinal",
         counted_by="gateway.port",
-        count=lambda config: int(bool(config.gateway.port)),
+        count=lambda config: config.gateway.processes if config.gateway.port else 0,
         ports=("gateway.port",),
         after=_CONSUMERS,
     ),
     RoleDescription(
         name=EVAL,
         does="evaluates the held-out split at every so many policy versions",
+        number_flag="--ordinal",
         counted_by="evaluation.every_versions",
-        count=lambda config: int(bool(config.evaluation.every_versions)),
+        count=lambda config: config.evaluation.processes if config.evaluation.every_versions else 0,
         after=_CONSUMERS,
     ),
     RoleDescription(
@@ -232,7 +233,7 @@ def counts(config: "RunConfig") -> dict[str, int]:
     return {name: number for name, number in numbers.items() if number}
 
 
-_FIRST_HAS_NO_NUMBER = (LEARN, INFER, GATEWAY)
+_FIRST_HAS_NO_NUMBER = (LEARN, INFER, GATEWAY, EVAL)
 
 
 def process_name(role: RoleDescription, number: int) -> str:

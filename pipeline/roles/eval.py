@@ -6,6 +6,7 @@ import asyncio
 from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.environments import environments_of
+from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
 from rollstream.producers.evaluator import run_evaluator
@@ -15,6 +16,7 @@ from rollstream.topics.errors import ConfigurationError
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream eval`."""
     set_handler(parser, run, role=True)
+    add_number(parser, "evaluator")
     parser.add_argument(
         "--every",
         dest="evaluation.every_versions=",
@@ -37,7 +39,14 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 
     async def evaluate(stop: asyncio.Event) -> None:
         await run_evaluator(
-            environments, config.kafka, config.run, config.evaluation, config.worker, stop=stop, on_ready=announce_ready
+            environments,
+            config.kafka,
+            config.run,
+            config.evaluation,
+            config.worker,
+            ordinal=args.ordinal,
+            stop=stop,
+            on_ready=announce_ready,
         )
 
     run_until_stopped(evaluate)

@@ -13,6 +13,7 @@ from rollstream.infra.ports import free_port, free_port_row
 from rollstream.pipeline.config import RunConfig, inference_urls, secret_variables, to_toml
 from rollstream.pipeline.deployment.description import (
     ENV,
+    GATEWAY,
     GROUP,
     INFER,
     LABEL,
@@ -26,7 +27,7 @@ from rollstream.pipeline.settings import is_setting_variable
 from rollstream.topics.errors import ConfigurationError
 
 _SERVERS_TO_COME = 16
-_SHARING = (ENV, GROUP, INFER, LABEL)
+_SHARING = (ENV, GROUP, INFER, LABEL, GATEWAY)
 """Roles of which each process does the work of one that is gone."""
 
 
@@ -123,6 +124,8 @@ def process_spec(
 ) -> RoleSpec:
     """Return a process of a role, with its number. `expendable` is one that is added to those the run began with."""
     command, *flags = role.arguments(number)
+    if role.name == GATEWAY and number:
+        flags += ["--set", f"gateway.port={config.gateway.port + number}"]
     supervisor = config.supervisor
     return RoleSpec(
         name=process_name(role, number),

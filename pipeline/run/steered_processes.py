@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rollstream.infra.ports import is_free
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.deployment.description import ENV, GROUP, INFER, counts, role_of
+from rollstream.pipeline.deployment.description import ENV, EVAL, GATEWAY, GROUP, INFER, counts, role_of
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.autoscaling import GroupScaler, grouping_processes
 from rollstream.pipeline.run.numbered_processes import NumberedProcesses, ScaledRoles
@@ -32,6 +32,10 @@ def with_numbers(config: RunConfig, numbers: Mapping[str, int]) -> RunConfig:
         config = replace(config, grouper=replace(config.grouper, processes=processes))
     if INFER in numbers and INFER in there:
         config = replace(config, inference=replace(config.inference, replicas=numbers[INFER]))
+    if GATEWAY in numbers and GATEWAY in there:
+        config = replace(config, gateway=replace(config.gateway, processes=numbers[GATEWAY]))
+    if EVAL in numbers and EVAL in there:
+        config = replace(config, evaluation=replace(config.evaluation, processes=numbers[EVAL]))
     return config
 
 
@@ -68,7 +72,7 @@ class SteeredProcesses:
         there = counts(running)
         self._numbered: dict[str, NumberedProcesses] = {
             name: NumberedProcesses(role_of(name), there.get(name, 0), roles, ports, self._spec_of(name))
-            for name in (ENV, INFER)
+            for name in (ENV, INFER, GATEWAY, EVAL)
         }
         if scaler is None:
             self._numbered[GROUP] = grouping_processes(running, path, roles, ports)
@@ -95,8 +99,9 @@ class SteeredProcesses:
             return
         try:
             number = counts(with_numbers(self._config, {role: number}))[role]
-            if role == INFER:
-                _check_ports(self._config, range(numbered.processes, number))
+            if role in (INFER, GATEWAY):
+                section = self._config.inference if role == INFER else self._config.gateway
+                _check_ports(role, section.host, section.port, range(numbered.processes, number))
         except ConfigurationError as error:
             self._say(_refusal(role, number, error))
             return
@@ -108,14 +113,14 @@ class SteeredProcesses:
         return lambda ordinal: plans.process_spec(self._config, self._path, role_of(name), ordinal, expendable=True)
 
 
-def _check_ports(config: RunConfig, ordinals: range) -> None:
-    """Raise ConfigurationError if a server that is added has no port."""
-    inference = config.inference
+def _check_ports(role: str, host: str, port: int, ordinals: range) -> None:
+    """Raise ConfigurationError if a process that is added has no port."""
+    setting = "inference.port" if role == INFER else "gateway.port"
     for ordinal in ordinals:
-        if not is_free(inference.host, inference.port + ordinal):
+        if not is_free(host, port + ordinal):
             raise ConfigurationError(
-                f"port {inference.port + ordinal} of {inference.host} is in use, and server {ordinal} would listen "
-                "there: free it, or set inference.port and start `rollstream run` again"
+                f"port {port + ordinal} of {host} is in use, and {role} {ordinal} would listen there: free it, or set "
+                f"{setting} and start `rollstream run` again"
             )
 
 

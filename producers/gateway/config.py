@@ -15,6 +15,8 @@ class GatewayConfig:
     port: int = 0
     """Port to listen on. `rollstream run` starts a gateway only if it is set; `rollstream gateway` takes a free port if
     it is 0."""
+    processes: int = 1
+    """Gateways that `rollstream run` starts, on this port and the next ones: any of them serves any session."""
     replica_id: str = "gateway-0"
     """Name of the gateway, unique among those of a run that are up. One that restarts under its name takes up at once
     what it left."""
@@ -49,7 +51,7 @@ class GatewayConfig:
         for name in ("idle_timeout_s", "reward_timeout_s", "takeover_s"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"gateway.{name} is {getattr(self, name)}; it must be above 0")
-        for name in ("max_sessions", "max_calls", "max_group_size"):
+        for name in ("processes", "max_sessions", "max_calls", "max_group_size"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"gateway.{name} is {getattr(self, name)}; it must be at least 1")
         if not self.environment:

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from rollstream.consumers.weights.rollback import note_of
+from rollstream.infra.ports import free_port_row
 from rollstream.producers.evaluator import evaluated_versions
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import decode
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import LearnerStep, Mark, Rollout, TrainingBatch
+from tests.support.gateways import post
 from tests.support.steered_run import SteeredRun
 from tests.support.waiting import eventually
 
@@ -128,9 +130,15 @@ Strike = Callable[[], None]
 
 
 def scale(run: SteeredRun, strike: Strike) -> Proof:
-    run.say("scale", "env=2", "group=2", "infer=2")
+    run.say("scale", "env=2", "group=2", "infer=2", "gateway=2", "eval=2")
     strike()
-    return lambda: run.await_processes(env=2, group=2, infer=2)
+
+    def there() -> None:
+        run.await_processes(env=2, group=2, infer=2, gateway=2, eval=2)
+        second = f"http://127.0.0.1:{run.values['gateway.port'] + 1}/rl/start_session"
+        eventually(lambda: post(second, {"task_id": "t"})[0] in (200, 201), 300, "the second gateway answers")
+
+    return there
 
 
 def pause(run: SteeredRun, strike: Strike) -> Proof:
@@ -273,7 +281,7 @@ ENDING = (stop_at_step, drain)
 CASES = [
     *((command, OVERSEER) for command in (scale, pause, resume, weigh, stop_at_step, drain, evaluate, roll_back)),
     (exclude, OVERSEER),
-    *((scale, role) for role in ("env", "group", "infer")),
+    *((scale, role) for role in ("env", "group", "infer", "gateway", "eval")),
     *((command, "env") for command in (pause, resume, weigh, drain)),
     *((command, "learn") for command in (stop_at_step, drain, roll_back, exclude)),
     *((command, "group") for command in (drain, exclude)),
@@ -300,6 +308,8 @@ def test_a_command_holds_over_a_kill_at_its_moment(
     commanded: SteeredRun, command: Callable[[SteeredRun, Strike], Proof], victim: str
 ) -> None:
     run = commanded
+    if command is scale:
+        run.values["gateway.port"] = free_port_row("127.0.0.1", 2)
     run.start()
     run.await_steps(2)
 

@@ -42,16 +42,14 @@ class SteeredRun:
     ) -> None:
         """`recipe` is the file of its settings, and `values` are settings beside them."""
         self.kafka, self.name, self.directory = KafkaConfig(bootstrap_servers=broker), name, directory
-        self._recipe, self._values = recipe, values
+        self._recipe, self.values = recipe, dict(values)
         self._where = ["--run", name, "-b", broker]
         self._log = directory / "run.out"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, **values: object) -> None:
         """Start it, and wait until every process is ready."""
-        settings = (
-            {**self._values} | {"data_dir": self.directory} | {k.replace("__", "."): v for k, v in values.items()}
-        )
+        settings = self.values | {"data_dir": self.directory} | {k.replace("__", "."): v for k, v in values.items()}
         flags = [f"--set={name}={value}" for name, value in settings.items()]
         command = [sys.executable, "-P", "-m", "rollstream", "run", str(self._recipe), *self._where, *flags]
         with self._log.open("wb") as output:

@@ -1,9 +1,12 @@
 """Numbers of processes that operators want, for the configuration of a run."""
 
+from pathlib import Path
+
 import pytest
 
 from rollstream.pipeline.config import RunConfig, load
-from rollstream.pipeline.deployment.description import counts
+from rollstream.pipeline.deployment.description import counts, role_of
+from rollstream.pipeline.run.plan import process_spec
 from rollstream.pipeline.run.steered_processes import begin_with, with_numbers
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import DesiredProcesses
@@ -38,6 +41,17 @@ def test_a_number_that_the_capacity_has_no_room_for_is_told_and_the_others_hold(
     assert (numbers["env"], numbers["group"]) == (counts(config)["env"], 1)
     assert len(said) == 1
     assert "env=512 is not followed: max_policy_lag" in said[0]
+
+
+def test_gateways_and_evaluators_follow_numbers_where_the_run_has_them() -> None:
+    config = load(flags=["gateway.port=8100", "evaluation.every_versions=10"])
+    numbers, said = begun(config, gateway=3, eval=2)
+    assert (numbers["gateway"], numbers["eval"], said) == (3, 2, [])
+    assert not {"gateway", "eval"} & begun(load(), gateway=3, eval=2)[0].keys()
+    ports = [process_spec(config, Path("run.toml"), role_of("gateway"), number).arguments[-1] for number in (1, 2)]
+    assert ports == ["gateway.port=8101", "gateway.port=8102"]
+    names = [process_spec(config, Path("run.toml"), role_of("eval"), number).name for number in (0, 1)]
+    assert names == ["eval", "eval-1"]
 
 
 def test_a_role_that_the_run_does_not_have_stays_out() -> None:
