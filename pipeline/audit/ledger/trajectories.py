@@ -34,7 +34,7 @@ RECORD, LABELED, LETTERED = 1, 2, 4
 """Facts of an offset of `unlabelled`: its record was read, a labeled record names it, a dead letter does."""
 
 
-class _UnlabelledPartition:
+class UnlabelledPartition:
     """One partition of `unlabelled`, as far as topics that name its offsets are read."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class _UnlabelledPartition:
         return {"table": packed_table(self.table), "times": [[*key, times] for key, times in self.times.items()]}
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "_UnlabelledPartition":
+    def of(cls, state: Mapping[str, Any]) -> "UnlabelledPartition":
         """The partition of a state."""
         part = cls()
         part.table = unpacked_table(state["table"])
@@ -142,7 +142,7 @@ class LabelingRecords:
         self.trajectories = TopicTail(kafka, run, "trajectories")
         self.letters = TopicTail(kafka, run, "dead-letters")
         self.rollouts = TopicTail(kafka, run, "rollouts")
-        self._partitions: dict[int, _UnlabelledPartition] = {}
+        self._partitions: dict[int, UnlabelledPartition] = {}
         self._written: dict[int, OffsetTable] = {}
         """By partition of `trajectories`, the offsets of its records."""
 
@@ -168,7 +168,7 @@ class LabelingRecords:
         """Go on from a state."""
         for tail, kept in zip(self.tails, state["tails"], strict=True):
             tail.restore(kept)
-        self._partitions = {number: _UnlabelledPartition.of(part) for number, part in state["partitions"]}
+        self._partitions = {number: UnlabelledPartition.of(part) for number, part in state["partitions"]}
         self._written = {number: unpacked_table(texts) for number, texts in state["written"]}
 
     def read(self, labeling_group: str, rollouts_end: Mapping[int, int], hidden: HiddenRecords, result: Ledger) -> None:
@@ -180,7 +180,7 @@ class LabelingRecords:
         fillers = filler_positions(self._kafka, self._run)
         parts = self._partitions
         for number, (begin, position) in _positions(self._kafka, self._run, labeling_group, hidden, result).items():
-            parts.setdefault(number, _UnlabelledPartition()).place(begin, position)
+            parts.setdefault(number, UnlabelledPartition()).place(begin, position)
         for message in self.tail.messages():
             parts[message.partition].table.set_bits_at(message.offset, RECORD)
         if not self.labels:
@@ -259,7 +259,7 @@ def _positions(
     }
 
 
-def _sum_up(partitions: Mapping[int, _UnlabelledPartition], hidden: HiddenRecords, result: Ledger) -> None:
+def _sum_up(partitions: Mapping[int, UnlabelledPartition], hidden: HiddenRecords, result: Ledger) -> None:
     """Sum up by fate; records of an open transaction are undecided."""
     in_doubt: dict[int, set[int]] = {p: set() for p in partitions}
     for message in (*hidden.messages("trajectories"), *hidden.messages("rollouts")):

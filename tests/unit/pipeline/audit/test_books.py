@@ -1,6 +1,7 @@
 """Parts of the ledger's books: fed in any portions, saved and loaded at any moment, they are those fed at once."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,10 +14,13 @@ from rollstream.pipeline.audit.ledger.batches import RecordedBatches
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.index import Entries
 from rollstream.pipeline.audit.ledger.learners import Learners
+from rollstream.pipeline.audit.ledger.trajectories import LABELED, LETTERED, RECORD, UnlabelledPartition
 from rollstream.pipeline.audit.offset_table import OffsetTable
 from rollstream.pipeline.audit.packing import packed, packed_table, unpacked, unpacked_table
-from rollstream.pipeline.audit.partition_journal import CARRIED, LETTERED, SEEN, PartitionJournal
+from rollstream.pipeline.audit.partition_journal import CARRIED, SEEN, PartitionJournal
+from rollstream.pipeline.audit.partition_journal import LETTERED as JOURNAL_LETTERED
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.records import BatchUse, JournalRecord, LearnerStep
 from tests.unit.consumers.grouping.core.test_journal import FULL
 from tests.unit.pipeline.audit.test_ledger_steps import entries
@@ -67,7 +71,7 @@ def test_settled_history_takes_next_to_nothing() -> None:
     table = OffsetTable()
     table.set_bits(0, 30_000_000, SEEN)
     for offset in range(0, 30_000_000, 3_000):
-        table.set_bits_at(offset, LETTERED)
+        table.set_bits_at(offset, JOURNAL_LETTERED)
     assert sum(map(len, packed_table(table))) < 30_000_000 / 500
 
 
@@ -193,3 +197,33 @@ def test_batches_that_were_trained_on_whole_are_not_read_again() -> None:
     nowhere.table.found(0, 7, (0, 12), rows=4)
     nowhere.measure_again({"0-7"}, lambda _batch_id: set())
     assert nowhere.skipped == {}
+
+
+# ---------------------------------------------------------------------- labels
+
+FACTS = st.lists(st.tuples(st.sampled_from([RECORD, RECORD, LABELED, LETTERED]), st.integers(0, 30)), max_size=40)
+
+
+@given(FACTS, CUTS, st.integers(-1, 32), st.integers(0, 32), st.integers(0, 32))
+def test_labels_counted_in_portions_give_each_offset_the_fate_that_sets_give_it(
+    facts: list[tuple[int, int]], cuts: set[int], position: int, since: int, begin: int
+) -> None:
+    part, named = UnlabelledPartition(), {RECORD: Counter[int](), LABELED: Counter[int](), LETTERED: Counter[int]()}
+    for number, (fact, offset) in enumerate(facts):
+        named[fact][offset] += 1
+        if fact == RECORD:
+            part.table.set_bits_at(offset, RECORD)
+        else:
+            part.count(offset, fact)
+        if number in cuts:
+            part = UnlabelledPartition.of(saved(part.state()))
+    part.place(begin, GroupPosition("run.unlabelled", 0, position, f"id {since} 0 0 0 0"))
+    part.judge()
+    limit = 100 if position < 0 else position
+    labeled, lettered = ({o for o in named[fact] if o < limit} for fact in (LABELED, LETTERED))
+    left = {o for o in named[RECORD] if begin <= o < max(position, 0)} - named[LABELED].keys() - named[LETTERED].keys()
+    fates = {fate: set(part.of_fate(fate).offsets()) for fate in ("labeled", "dead_lettered", "left_out")}
+    assert fates == {"labeled": labeled, "dead_lettered": lettered, "left_out": left}
+    assert list(part.records(5, 20).offsets()) == sorted(o for o in named[RECORD] if max(5, begin) <= o < 20)
+    twice = {o for fact in (LABELED, LETTERED) for o, times in named[fact].items() if times > 1 and o < limit}
+    assert {int(text.split()[1]) for text in part.problems() if text.endswith(" times")} == twice
