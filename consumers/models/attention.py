@@ -17,25 +17,33 @@ QUERY_BLOCK = 256
 _EARLIER = {"auto": "auto_whole_rows", "blocks": "whole_rows"}
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, implementation: str = "auto") -> jax.Array:
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    implementation: str = "auto",
+    *,
+    window: int = 0,
+) -> jax.Array:
     """Attention of q [B, T, heads, head_dim] over k and v [B, T, kv heads, head_dim], in q's shape and dtype.
 
-    A token attends to itself and to earlier tokens of its own segment (`segment_ids` int32 [B, T]). Scores and their
-    softmax are float32. `auto` is `plain` for short rows, or else `splash` if JAX's default backend is a TPU and the
-    shape allows it, or else `blocks`. The choice is made when the function is traced: to compile for a device other
-    than the default one, name the implementation.
+    A token attends to itself and to earlier tokens of its own segment (`segment_ids` int32 [B, T]), with a `window` to
+    that many at most (arXiv:2310.06825). Scores and their softmax are float32. `auto` is `plain` for short rows, or
+    else `splash` if JAX's default backend is a TPU and the shape allows it, or else `blocks`. The choice is made when
+    the function is traced: to compile for a device other than the default one, name the implementation.
     """
     if implementation.startswith("auto"):
         chosen = choose_implementation(q.shape[1])
         implementation = chosen if implementation == "auto" else earlier_implementation(chosen)
     if implementation == "plain":
-        return masked(q, k, v, _mask(segment_ids, segment_ids, 0))
+        return masked(q, k, v, _mask(segment_ids, segment_ids, 0, window))
     if implementation == "blocks":
-        return causal_blocks(q, k, v, segment_ids, QUERY_BLOCK)
+        return causal_blocks(q, k, v, segment_ids, QUERY_BLOCK, window)
     if implementation == "whole_rows":
-        return _whole_rows(q, k, v, segment_ids)
+        return _whole_rows(q, k, v, segment_ids, window)
     if implementation == "splash":
-        return splash_attention(q, k, v, segment_ids)
+        return splash_attention(q, k, v, segment_ids, window=window)
     raise ValueError(f"attention {implementation!r}: use auto, plain, blocks or splash")
 
 
@@ -44,13 +52,16 @@ def masked(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
 
 
-def attend_once(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> jax.Array:
+def attend_once(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, window: int = 0) -> jax.Array:
     """Attention of one query a row, q [B, heads, head_dim], over the first `positions` + 1 of k and v [B, S, kv heads,
-    head_dim]; `positions` are int32 [B]. In q's shape and dtype; scores and their softmax are float32."""
+    head_dim], or the last `window` of these; `positions` are int32 [B]. In q's shape and dtype; scores and their
+    softmax are float32."""
     rows, heads, head_dim = q.shape
     grouped = q.reshape(rows, k.shape[2], -1, head_dim)
     scores = jnp.einsum("bkgd,bskd->bkgs", grouped, k, preferred_element_type=jnp.float32) * head_dim**-0.5
     visible = jnp.arange(k.shape[1]) <= positions[:, None]
+    if window:
+        visible &= jnp.arange(k.shape[1]) > positions[:, None] - window
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf)).astype(v.dtype)
     return jnp.einsum("bkgs,bskd->bkgd", weights, v).reshape(rows, heads, head_dim)
 
@@ -62,9 +73,12 @@ def choose_implementation(length: int) -> str:
     return "splash" if jax.default_backend() == "tpu" and length % 128 == 0 else "blocks"
 
 
-def _mask(query_ids: jax.Array, key_ids: jax.Array, start: jax.Array | int) -> jax.Array:
+def _mask(query_ids: jax.Array, key_ids: jax.Array, start: jax.Array | int, window: int) -> jax.Array:
     """Keys [B, S] visible to queries [B, T] that begin at `start` of the row: bool [B, T, S]."""
-    causal = start + jnp.arange(query_ids.shape[1])[:, None] >= jnp.arange(key_ids.shape[1])
+    queries, keys = start + jnp.arange(query_ids.shape[1])[:, None], jnp.arange(key_ids.shape[1])
+    causal = queries >= keys
+    if window:
+        causal &= queries - keys < window
     return (query_ids[:, :, None] == key_ids[:, None, :]) & causal
 
 
@@ -73,7 +87,7 @@ def earlier_implementation(implementation: str) -> str:
     return _EARLIER.get(implementation, implementation)
 
 
-def _whole_rows(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+def _whole_rows(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, window: int) -> jax.Array:
     """Attend one block of queries after another to whole rows; the backward pass recomputes the scores of each block.
 
     Steps on record that were computed by it are computed by it again.
@@ -87,7 +101,7 @@ def _whole_rows(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
     @jax.checkpoint
     def block(inputs: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         queries, ids, start = inputs
-        return masked(queries, k, v, _mask(ids, segment_ids, start))
+        return masked(queries, k, v, _mask(ids, segment_ids, start, window))
 
     starts = QUERY_BLOCK * jnp.arange(count)
     attended = jax.lax.map(block, (jnp.moveaxis(queries, 1, 0), jnp.moveaxis(ids, 1, 0), starts))
@@ -95,7 +109,7 @@ def _whole_rows(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
 
 
 def splash_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, interpret: bool = False
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, window: int = 0, interpret: bool = False
 ) -> jax.Array:
     """Attend with the TPU kernel of JAX; rows must be a multiple of 128 tokens long.
 
@@ -106,7 +120,7 @@ def splash_attention(
         raise ValueError(f"splash attention takes rows of a multiple of 128 tokens, not {q.shape[1]}: use blocks")
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
-        return _splash_kernel(q, k, v, ids, interpret)
+        return _splash_kernel(q, k, v, ids, window, interpret)
 
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {axis: size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes}
@@ -122,7 +136,9 @@ def splash_attention(
     return split(q, k, v, segment_ids)
 
 
-def _splash_kernel(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, interpret: bool) -> jax.Array:
+def _splash_kernel(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, window: int, interpret: bool
+) -> jax.Array:
     # Imported here because the module compiles TPU helpers at import.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -138,7 +154,9 @@ def _splash_kernel(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Ar
         block_q_dq=block,
         block_kv_dq=block,
     )
-    mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * heads)
+    shape = (length, length)
+    one = splash.LocalMask(shape, (window - 1, 0), 0) if window else splash.CausalMask(shape)
+    mask = splash.MultiHeadMask([one] * heads)
     kernel = splash.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1, block_sizes=sizes, interpret=interpret)
 
     def row(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:

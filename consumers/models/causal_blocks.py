@@ -13,20 +13,25 @@ import numpy as np
 Pair = tuple[jax.Array, jax.Array]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def causal_blocks(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, block: int) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def causal_blocks(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, block: int, window: int = 0
+) -> jax.Array:
     """Attention of q [B, T, heads, head_dim] over k and v [B, T, kv heads, head_dim], in q's shape and dtype.
 
-    A token attends to itself and to earlier tokens of its own segment; segments are contiguous. Blocks of keys after a
-    block of queries are skipped, and so are those before the first token of the segments that its rows are in.
+    A token attends to itself and to earlier tokens of its own segment; segments are contiguous. With a `window` it
+    attends to that many at most. Blocks of keys after a block of queries are skipped, and so are those before the first
+    token that one of its rows sees.
     """
-    return _forward(q, k, v, segment_ids, block)[0]
+    return _forward(q, k, v, segment_ids, block, window)[0]
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, block: int) -> tuple[jax.Array, Any]:
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, block: int, window: int
+) -> tuple[jax.Array, Any]:
     rows, length, heads, head_dim = q.shape
     queries, keys, values, ids = _in_blocks(q, k, v, segment_ids, block)
-    first = _first_blocks(ids)
+    first = _first_blocks(ids, window)
 
     def of_queries(number: jax.Array) -> Pair:
         query = queries[number]
@@ -34,7 +39,7 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, b
 
         def with_keys(other: jax.Array, sums: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
             total, norm, highest = sums
-            scores = _scores(query, keys[other], ids, number, other)
+            scores = _scores(query, keys[other], ids, number, other, window)
             now = jnp.maximum(highest, scores.max(-1))
             weights, scale = jnp.exp(scores - now[..., None]), jnp.exp(highest - now)
             added = jnp.einsum(
@@ -53,12 +58,12 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, b
     return output, (q, k, v, segment_ids, output, log_norms)
 
 
-def _backward(block: int, kept: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+def _backward(block: int, window: int, kept: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, segment_ids, output, log_norms = kept
     rows, length, heads, head_dim = q.shape
     queries, keys, values, ids = _in_blocks(q, k, v, segment_ids, block)
     gradients, outputs = (_query_blocks(x, k.shape[2], block) for x in (gradient, output))
-    first, scale = _first_blocks(ids), head_dim**-0.5
+    first, scale = _first_blocks(ids, window), head_dim**-0.5
 
     def of_queries(sums: Pair, number: jax.Array) -> tuple[Pair, jax.Array]:
         query, upstream = queries[number], gradients[number]
@@ -66,7 +71,7 @@ def _backward(block: int, kept: Any, gradient: jax.Array) -> tuple[jax.Array, ja
 
         def with_keys(other: jax.Array, sums: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
             of_query, of_keys, of_values = sums
-            weights = jnp.exp(_scores(query, keys[other], ids, number, other) - log_norms[number][..., None])
+            weights = jnp.exp(_scores(query, keys[other], ids, number, other, window) - log_norms[number][..., None])
             product = partial(jnp.einsum, preferred_element_type=jnp.float32)
             more_values = product("bgrqk,bgrqd->bgkd", weights.astype(v.dtype), upstream)
             of_weights = product("bgrqd,bgkd->bgrqk", upstream, values[other])
@@ -94,23 +99,31 @@ _LOWEST = np.float32(-1e30)
 """Score of keys that a query does not see: finite, so that differences are no NaN."""
 
 
-def _scores(query: jax.Array, keys: jax.Array, ids: jax.Array, number: jax.Array, other: jax.Array) -> jax.Array:
+def _scores(
+    query: jax.Array, keys: jax.Array, ids: jax.Array, number: jax.Array, other: jax.Array, window: int
+) -> jax.Array:
     """Scaled scores, float32 [B, kv heads, heads / kv heads, block, block], of block `number` over block `other`."""
     scores = jnp.einsum("bgrqd,bgkd->bgrqk", query, keys, preferred_element_type=jnp.float32)
     block = query.shape[-2]
-    causal = number * block + jnp.arange(block)[:, None] >= other * block + jnp.arange(block)
+    at, before = number * block + jnp.arange(block)[:, None], other * block + jnp.arange(block)
+    causal = at >= before
+    if window:
+        causal &= at - before < window
     seen = (ids[number][:, :, None] == ids[other][:, None, :]) & causal
     return jnp.where(seen[:, None, None], scores * query.shape[-1] ** -0.5, _LOWEST)
 
 
-def _first_blocks(ids: jax.Array) -> jax.Array:
+def _first_blocks(ids: jax.Array, window: int) -> jax.Array:
     """First block of keys that each block of queries meets, int32 [blocks]; `ids` are [blocks, B, block]."""
     blocks, rows, block = ids.shape
     row = jnp.moveaxis(ids, 0, 1).reshape(rows, -1)
     place = jnp.broadcast_to(jnp.arange(row.shape[1]), row.shape)
     begins = jnp.concatenate([jnp.ones_like(row[:, :1], bool), row[:, 1:] != row[:, :-1]], axis=1)
     starts = jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
-    return (starts.reshape(rows, blocks, block)[:, :, 0].min(0) // block).astype(jnp.int32)
+    first = starts.reshape(rows, blocks, block)[:, :, 0].min(0)
+    if window:
+        first = jnp.maximum(first, block * jnp.arange(blocks) - window + 1)
+    return (first // block).astype(jnp.int32)
 
 
 def _in_blocks(

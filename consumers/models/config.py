@@ -100,6 +100,8 @@ class DecoderConfig:
     """Biases on the three projections of the feed-forward layer."""
     tie_word_embeddings: bool = True
     """Use the embedding as the output head; otherwise `lm_head.weight` is its own tensor."""
+    sliding_window: int = 0
+    """Most tokens that a token attends to, itself among them, as in Mistral; 0: all earlier ones."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters that are trained instead."""
 
@@ -108,6 +110,10 @@ class DecoderConfig:
             raise ConfigurationError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.sliding_window < 0:
+            raise ConfigurationError(
+                f"sliding_window is {self.sliding_window}; give at least 1 token, or 0 for no window"
             )
         if self.head_dim % 2:
             raise ConfigurationError(f"head_dim {self.head_dim} is odd; rotary embeddings need an even one")
@@ -131,6 +137,7 @@ def decoder_config(text: str) -> DecoderConfig:
 
 
 def manifest_model(config: DecoderConfig) -> str:
-    """Return a decoder as a manifest names it in JSON; adapters only if it has some, for readers that know none."""
+    """Return a decoder as a manifest names it in JSON; parts that earlier releases do not know only if it has them."""
     settings: Mapping[str, Any] = asdict(config)
-    return json.dumps(settings if config.lora.rank else {k: v for k, v in settings.items() if k != "lora"})
+    unknown_to_some = {"lora": config.lora.rank, "sliding_window": config.sliding_window}
+    return json.dumps({name: value for name, value in settings.items() if unknown_to_some.get(name, True)})

@@ -1,4 +1,4 @@
-"""One plain-JAX decoder for the demo model and for dense Llama, Qwen2 and Qwen3 checkpoints.
+"""One plain-JAX decoder for the demo model and for dense Llama, Mistral, Qwen2 and Qwen3 checkpoints.
 
 Parameters are a flat dict under Hugging Face's names and in its layout (projections are [out, in]), so loading and
 publishing weights need no renaming. All functions are pure; packed sequences never see each other's tokens.
@@ -119,9 +119,12 @@ def hidden(
         params = {n: config.lora.scale * value if n.endswith(ADAPTER_B) else value for n, value in params.items()}
     x = split_rows(_embedded(params[EMBEDDING], tokens))
 
+    def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend(q, k, v, segment_ids, attention, window=config.sliding_window)
+
     def block(params: Params, x: jax.Array, layer: int = 0) -> jax.Array:
         own = {name: value for name, value in params.items() if name.startswith(f"{BLOCKS}{layer}.")}
-        return _block(whole(own), config, layer, x, positions, lambda q, k, v: attend(q, k, v, segment_ids, attention))
+        return _block(whole(own), config, layer, x, positions, attended)
 
     def kept(block: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         if remat:
@@ -197,7 +200,7 @@ def prefill(params: Params, config: DecoderConfig, tokens: jax.Array) -> tuple[j
     def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         keys.append(k)
         values.append(v)
-        return attend(q, k, v, one_segment)
+        return attend(q, k, v, one_segment, window=config.sliding_window)
 
     for layer in range(config.num_hidden_layers):
         x = _block(params, config, layer, x, positions, cached_attention)
@@ -219,7 +222,7 @@ def decode_step(
         def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, layer: int = layer) -> jax.Array:
             keys[layer] = keys[layer].at[rows, positions].set(k[:, 0], mode="drop")
             values[layer] = values[layer].at[rows, positions].set(v[:, 0], mode="drop")
-            return attend_once(q[:, 0], keys[layer], values[layer], positions)[:, None]
+            return attend_once(q[:, 0], keys[layer], values[layer], positions, config.sliding_window)[:, None]
 
         x = _block(params, config, layer, x, positions[:, None], cached_attention)
     return final_logits(params, config, x[:, 0]), KeyValueCache(tuple(keys), tuple(values))

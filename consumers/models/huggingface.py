@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints, without torch: config.json and safetensors of Qwen2, Qwen3 and Llama.
+"""Hugging Face checkpoints, without torch: config.json and safetensors of Qwen2, Qwen3, Llama and Mistral.
 
 Unsupported settings that would change the computation are refused by name, and so are missing, unknown and misshapen
 tensors: a model that loads is the model that was saved.
@@ -34,7 +34,7 @@ COMPANIONS = (
     "chat_template.jinja",
 )
 """Files of a checkpoint that belong to its model whatever its parameters are."""
-_QKV_BIAS = {"qwen2": True, "qwen3": False, "llama": False}
+_QKV_BIAS = {"qwen2": True, "qwen3": False, "llama": False, "mistral": False}
 """Whether a family has biases on queries, keys and values if config.json has no attention_bias."""
 _NEVER_USED = ("rotary_emb.inv_freq",)
 """Suffixes of tensors that old checkpoints contain and no model reads."""
@@ -52,7 +52,7 @@ def load_config(directory: Path | str) -> DecoderConfig:
         heads, width = settings["num_attention_heads"], settings["hidden_size"]
         # transformers 5 merges the earlier settings rope_theta and rope_scaling.
         rope = {**(settings.get("rope_scaling") or {}), **(settings.get("rope_parameters") or {})}
-        biased = settings.get("attention_bias", False) and family != "qwen2"
+        biased = settings.get("attention_bias", False) and family not in ("qwen2", "mistral")
         return DecoderConfig(
             vocab_size=settings["vocab_size"],
             hidden_size=width,
@@ -67,8 +67,10 @@ def load_config(directory: Path | str) -> DecoderConfig:
             qk_norm=family == "qwen3",
             qkv_bias=biased or _QKV_BIAS[family],
             o_bias=biased,
-            mlp_bias=settings.get("mlp_bias", False),
+            mlp_bias=settings.get("mlp_bias", False) and family != "mistral",
             tie_word_embeddings=settings.get("tie_word_embeddings", False),
+            # The other families have the key, and use it only with use_sliding_window, which is refused.
+            sliding_window=(settings.get("sliding_window") or 0) if family == "mistral" else 0,
         )
     except KeyError as error:
         raise ConfigurationError(f"{path} has no {error.args[0]}") from error
@@ -121,16 +123,22 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a decoder. Raises ConfigurationError if no family has this combination of parts."""
     all_biased = config.qkv_bias and config.o_bias
     some_biased = config.qkv_bias or config.o_bias
-    if config.qk_norm and some_biased == all_biased and not config.mlp_bias:
+    plain = not (config.qk_norm or some_biased or config.mlp_bias)
+    if config.sliding_window:
+        family = "mistral" if plain else ""
+    elif config.qk_norm and some_biased == all_biased and not config.mlp_bias:
         family = "qwen3"
     elif not config.qk_norm and config.qkv_bias and not config.o_bias and not config.mlp_bias:
         family = "qwen2"
     elif not config.qk_norm and some_biased == all_biased:
         family = "llama"
     else:
+        family = ""
+    if not family:
         raise ConfigurationError(
-            f"neither Qwen2, Qwen3 nor Llama has qk_norm={config.qk_norm}, qkv_bias={config.qkv_bias}, "
-            f"o_bias={config.o_bias} and mlp_bias={config.mlp_bias} together; change one of them"
+            f"neither Qwen2, Qwen3, Llama nor Mistral has sliding_window={config.sliding_window}, "
+            f"qk_norm={config.qk_norm}, qkv_bias={config.qkv_bias}, o_bias={config.o_bias} and "
+            f"mlp_bias={config.mlp_bias} together; change one of them"
         )
     scaling = {
         "rope_type": "llama3",
@@ -141,7 +149,7 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
     }
     stretched = config.rope_scaling_factor != 1.0
     document = {
-        "architectures": [{"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family] + "ForCausalLM"],
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
         "model_type": family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -156,7 +164,9 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
         "rope_scaling": scaling if stretched else None,
         "tie_word_embeddings": config.tie_word_embeddings,
     }
-    if family != "qwen2":
+    if family == "mistral":
+        document["sliding_window"] = config.sliding_window
+    elif family != "qwen2":
         document["attention_bias"] = all_biased
     if family == "llama":
         document["mlp_bias"] = config.mlp_bias

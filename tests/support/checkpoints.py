@@ -48,6 +48,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3-untied": {"model_type": "qwen3", "rope_theta": 1e6, "tie_word_embeddings": False, "head_dim": 16},
     "qwen3-biased": {"model_type": "qwen3", "attention_bias": True, "tie_word_embeddings": True, "head_dim": 20},
     "llama-stretched": {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": _LLAMA3, "rms_norm_eps": 1e-5},
+    "mistral": {"model_type": "mistral", "sliding_window": 24, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
     "llama-biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
 }
 """config.json of each, by name."""

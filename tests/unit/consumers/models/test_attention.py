@@ -51,11 +51,12 @@ def plain() -> tuple[jax.Array, ...]:
     return output_and_gradients(partial(attention.attend, implementation="plain"))
 
 
-def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, segments: np.ndarray) -> np.ndarray:
+def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, segments: np.ndarray, window: int = LENGTH) -> np.ndarray:
     """Float64 numpy, one query at a time: only keys it may see are looked at."""
     output = np.zeros(q.shape)
     for row, t, head in np.ndindex(*q.shape[:3]):
         seen = np.flatnonzero(segments[row, : t + 1] == segments[row, t])
+        seen = seen[seen > t - window]
         key_head = head // (HEADS // KV_HEADS)
         scores = k[row, seen, key_head].astype(np.float64) @ q[row, t, head] / np.sqrt(HEAD_DIM)
         weights = np.exp(scores - scores.max())
@@ -71,6 +72,19 @@ def test_a_token_sees_earlier_tokens_of_its_segment_only(plain: tuple[jax.Array,
 def test_output_and_gradients_are_those_of_the_plain_one(function: Attend, plain: tuple[jax.Array, ...]) -> None:
     for found, wanted in zip(output_and_gradients(function), plain, strict=True):
         np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("window", [1, 20, 60])
+def test_with_a_window_a_token_sees_that_many_at_most(window: int) -> None:
+    plain = output_and_gradients(partial(attention.attend, implementation="plain", window=window))
+    np.testing.assert_allclose(plain[0], reference(Q, K, V, SEGMENTS, window), atol=1e-5)
+    for function in IMPLEMENTATIONS.values():
+        for found, wanted in zip(output_and_gradients(partial(function, window=window)), plain, strict=True):
+            np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+    last = np.full(1, LENGTH - 1)
+    once = attention.attend_once(Q[1:2, -1], K[1:2], V[1:2], last, window)
+    whole = reference(Q[1:2], K[1:2], V[1:2], np.ones((1, LENGTH), np.int32), window)
+    np.testing.assert_allclose(once, whole[:, -1], atol=1e-5)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
