@@ -16,6 +16,9 @@ from rollstream.consumers.models.adapters import PEFT_CONFIG, PEFT_MODEL, merged
 from rollstream.consumers.models.config import PROJECTIONS, DecoderConfig, LoraConfig, decoder_config, manifest_model
 from rollstream.consumers.models.slots import Row, SlotDecoder
 from rollstream.topics.errors import ConfigurationError
+from tests.support import peft_logits
+from tests.support.checkpoints import random_parameters
+from tests.support.checkpoints import tokens_of as tokens_of_checkpoint
 
 MODEL = DecoderConfig(lora=LoraConfig(rank=4, alpha=12.0))
 
@@ -121,3 +124,15 @@ def test_the_server_samples_with_merged_weights() -> None:
         (completion,) = server.sample(server.place(arrays), [row])
         sampled.append((completion.tokens, completion.logprobs))
     assert sampled[0] == sampled[1]
+
+
+def test_logits_are_those_recorded_from_peft_for_the_files_we_export() -> None:
+    params = {name: jnp.asarray(value) for name, value in random_parameters(peft_logits.MODEL).items()}
+    tokens = tokens_of_checkpoint(peft_logits.MODEL)
+    positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
+    states = jax.jit(decoder.hidden, static_argnums=1)(
+        params, peft_logits.MODEL, tokens, positions, np.ones_like(tokens)
+    )
+    ours = decoder.head(params, peft_logits.MODEL, states)[0, ::5]
+    with np.load(peft_logits.RECORDED) as recorded:
+        np.testing.assert_allclose(ours, recorded["logits"], atol=3e-5, rtol=3e-5)
