@@ -7,6 +7,7 @@ or settings that contradict each other are errors that name the place of the set
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ PRETRAINED_WARM_START_RATE = 1e-5
 _UNREAD_FACTOR = 4
 """A worker may have this many times the rollouts that it plays at once on their way to grouping."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+_GROUP_SETTINGS = ("grouper.group", "labeling.group", "fill.name")
+_GROUP_NAME = re.compile(r"[A-Za-z0-9_-]+")
+"""Without a dot: {run}.{group} of one run would otherwise be a name of another's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +202,16 @@ class RunConfig:
             raise ConfigurationError(
                 f"run name {self.run!r} cannot be part of a topic name: use letters, digits, '.', '_' and '-'"
             )
+        if ".turn-" in self.run:
+            raise ConfigurationError(
+                f"run name {self.run!r} holds '.turn-', with which groups of another run's processes are named: choose "
+                "another name"
+            )
+        for key in _GROUP_SETTINGS:
+            if not _GROUP_NAME.fullmatch(name := attrgetter(key)(self)):
+                raise ConfigurationError(
+                    f"{key} is {name!r}, part of the name of a consumer group: use letters, digits, '_' and '-'"
+                )
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigurationError(f"log_level {self.log_level!r} is none of debug, info, warning, error")
         if self.kafka.client.get("group.id") is not None:

@@ -18,6 +18,7 @@ from typing import Any
 import rollstream
 from rollstream.pipeline.cli import COMMANDS, build_parser
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.deployment.access_rules import EVERYONE, USERS, access_rules
 from rollstream.pipeline.deployment.description import ROLES, RoleDescription
 from rollstream.pipeline.settings import entry_type
 from rollstream.topics.catalogue import CATALOGUE, TopicSpec
@@ -124,6 +125,34 @@ def roles_on_kafka_table() -> str:
 
     header = ("role", "reads", "writes", "commits offsets of the groups", "transactional ids")
     return table(header, [row(role) for role in ROLES])
+
+
+def permissions_table() -> str:
+    """Access rules of each user of a run, as a table; names are those within the run."""
+    run = "RUN"
+    config = RunConfig(run=run)
+    shown = {"Create": "CREATE", "DescribeConfigs": "DESCRIBE_CONFIGS", "AlterConfigs": "ALTER_CONFIGS"}
+
+    def row(user: str) -> tuple[str, ...]:
+        may: dict[tuple[str, str], list[str]] = {}
+        for rule in access_rules(config, user):
+            if rule not in EVERYONE:
+                for operation in rule.operations:
+                    name = rule.name.removeprefix(f"{run}.") if rule.resource == "topic" else rule.name
+                    name = name.replace(run, "{run}") + "*" * rule.prefix
+                    may.setdefault((rule.resource, shown.get(operation, operation.upper())), []).append(name)
+        topics = [f"{operation} {_topics(names)}" for (kind, operation), names in may.items() if kind == "topic"]
+        others = [
+            "; ".join(f"{operation} {_names(*names)}" for (kind, operation), names in may.items() if kind == resource)
+            for resource in ("group", "transactionalId")
+        ]
+        return (f"`{user}`", "; ".join(topics), *others)
+
+    return table(("user", "topics", "groups", "transactional ids"), [row(user) for user in USERS])
+
+
+def _topics(names: list[str]) -> str:
+    return "all" if len(names) == len(CATALOGUE) else _names(*names)
 
 
 def _names(*names: str) -> str:
@@ -339,6 +368,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "topics": topics_table,
     "roles": roles_table,
     "roles-on-kafka": roles_on_kafka_table,
+    "permissions": permissions_table,
     "configuration": configuration_tables,
     "commands": command_reference,
     "metrics": metrics_tables,

@@ -1,5 +1,6 @@
 """Settings of the connection to Kafka and of a run's topics, common to every role."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -100,3 +101,13 @@ class TopicsConfig:
     """Replicas of each partition; 3 if there are three brokers."""
     min_insync_replicas: int = 1
     """min.insync.replicas of every topic; 2 if replication_factor is 3."""
+    principal: str = "User:{run}-{role}"
+    """Principals of the run's users in `topics acls`, as brokers name them; {run} is the run, {role} a role, or topics,
+    audit or operate. Without {role} all share one, which then may do all of it."""
+
+    def __post_init__(self) -> None:
+        kind, _, name = self.principal.partition(":")
+        if not kind or not name or set(re.findall(r"\{(.*?)\}", self.principal)) - {"run", "role"}:
+            raise ConfigurationError(
+                f"topics.principal is {self.principal!r}; it is a kind and a name, such as User:{{run}}-{{role}}"
+            )

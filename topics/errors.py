@@ -18,6 +18,10 @@ class BrokerUnavailable(RollstreamError):
     """No broker answers at the address given, or none can be started here."""
 
 
+class AccessDenied(RollstreamError):
+    """The brokers refuse this client: its credentials, its certificate, or what its user may do."""
+
+
 class RegistryUnavailable(RollstreamError):
     """The schema registry does not answer, or not with what was asked for."""
 

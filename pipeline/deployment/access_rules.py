@@ -1,10 +1,11 @@
 """Access rules of each role on the brokers: the least that it works with, from the catalogue and the description.
 
-Reading and writing imply Describe. A rule that ends in a prefix covers this run alone: names of topics and groups begin
-with the run and a dot, transactional ids with the run and a slash, and no other run's names begin so.
+`rollstream topics acls`, the users of a chart, `rollstream doctor` and docs/permissions.md are made from them. Reading
+and writing imply Describe. No rule covers a name of another run: topics are named one by one, since those of run `a.b`
+begin like those of run `a`; prefixes end in `.turn-`, which no run's name contains, or in a slash after the run's name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -17,10 +18,12 @@ from rollstream.pipeline.deployment.description import (
     LABEL,
     NUMBER,
     PRUNE,
+    ROLES,
+    counts,
     expanded,
     role_of,
 )
-from rollstream.topics.catalogue import CATALOGUE, topic_name
+from rollstream.topics.catalogue import CATALOGUE, TOOLS, topic_name
 from rollstream.topics.kafka.clients import FIRST_TOPIC, READERS
 
 if TYPE_CHECKING:
@@ -28,6 +31,14 @@ if TYPE_CHECKING:
 
 TOPICS = "topics"
 """User of `rollstream topics apply`: it creates the topics and writes the first state of grouping."""
+AUDIT = "audit"
+"""User of the commands that only read, such as `ledger`, `verify`, `lineage`, `top`, `show`, `replay` and `cat`."""
+OPERATE = "operate"
+"""User of the commands that change a run, such as `topics apply`, `exclude`, `dlq redrive` and `stop`."""
+TOOL_USERS = (TOPICS, AUDIT, OPERATE)
+"""Users that are no role of a run."""
+USERS = (*(role.name for role in ROLES), *TOOL_USERS)
+"""Users that a run may have."""
 _PLACE = "{" + NUMBER + "}"
 
 
@@ -46,9 +57,14 @@ EVERYONE = (AccessRule("group", READERS, ("Describe",)), AccessRule("topic", FIR
 """Rules of every role. Without the second, clients work and brokers log a denial for each of them."""
 
 
-def access_rules(config: "RunConfig", role: str) -> tuple[AccessRule, ...]:
-    """Return the rules of a role, or of TOPICS, in a run of these settings, each resource once."""
-    rules = _of_topics_apply(config) if role == TOPICS else _of_role(config, role)
+def users(config: "RunConfig") -> tuple[str, ...]:
+    """Return the users of a run of these settings: its roles, the tools that may run beside them, and TOOL_USERS."""
+    return (*dict.fromkeys((*counts(config), ARCHIVE, PRUNE)), *TOOL_USERS)
+
+
+def access_rules(config: "RunConfig", user: str) -> tuple[AccessRule, ...]:
+    """Return the rules of a role, or of one of TOOL_USERS, in a run of these settings, each resource once."""
+    rules = _OF_TOOLS[user](config) if user in _OF_TOOLS else _of_role(config, user)
     merged: dict[tuple[str, str, bool], AccessRule] = {}
     for rule in (*rules, *EVERYONE):
         key = (rule.resource, rule.name, rule.prefix)
@@ -82,13 +98,46 @@ def _of_role(config: "RunConfig", name: str) -> Iterator[AccessRule]:
 
 def _of_topics_apply(config: "RunConfig") -> Iterator[AccessRule]:
     run = config.run
-    yield AccessRule("topic", f"{run}.", ("Create", "Describe", "DescribeConfigs", "AlterConfigs"), prefix=True)
+    for spec in CATALOGUE:
+        yield AccessRule("topic", topic_name(run, spec.name), ("Create", "Describe", "DescribeConfigs", "AlterConfigs"))
     for name, operations in (("journal", ("Read", "Write")), ("rollouts", ("Read",)), ("control", ("Read",))):
         yield AccessRule("topic", topic_name(run, name), operations)
     for template in role_of(GROUP).groups:
         yield _named("group", template, config, ("Read",))
     for template in role_of(GROUP).transactional_ids:
         yield _named("transactionalId", template, config, ("Write",))
+
+
+def _of_audit(config: "RunConfig") -> Iterator[AccessRule]:
+    for spec in CATALOGUE:
+        yield AccessRule("topic", topic_name(config.run, spec.name), ("Read", "DescribeConfigs"))
+    for role in ROLES:
+        for template in role.groups:
+            yield _named("group", template, config, ("Describe",))
+        for template in role.transactional_ids:
+            # They name the transaction that holds back readers.
+            yield _named("transactionalId", template, config, ("Describe",))
+
+
+def _of_operators(config: "RunConfig") -> Iterator[AccessRule]:
+    yield from _of_audit(config)
+    yield from _of_topics_apply(config)
+    for spec in CATALOGUE:
+        operations = ("Write",) * (TOOLS in spec.writers) + ("Delete",) * (spec.name in PRUNED)
+        if operations:
+            yield AccessRule("topic", topic_name(config.run, spec.name), operations)
+    for role in ROLES:
+        for template in role.groups:
+            yield _named("group", template, config, ("Read",))
+    # They take over ids, to fence processes and to move positions.
+    yield AccessRule("transactionalId", f"{config.run}/", ("Write",), prefix=True)
+
+
+_OF_TOOLS: dict[str, Callable[["RunConfig"], Iterator[AccessRule]]] = {
+    TOPICS: _of_topics_apply,
+    AUDIT: _of_audit,
+    OPERATE: _of_operators,
+}
 
 
 def _named(

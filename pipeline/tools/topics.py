@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from rollstream.pipeline.command_parser import add_command, set_handler, wait_seconds
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import table
+from rollstream.pipeline.tools import acls
 from rollstream.topics.kafka import provisioning, topic_admin
 from rollstream.topics.kafka.provisioning import TopicPlan
 from rollstream.topics.kafka.topic_admin import delete_topics
@@ -37,6 +38,7 @@ def register(parser: argparse.ArgumentParser) -> None:
                 metavar="S",
                 help="wait up to S seconds until as many brokers answer as the topics have replicas",
             )
+    acls.register(add_command(actions, "acls", "who may use the topics: plan, apply"))
 
 
 def plan(config: RunConfig, args: argparse.Namespace) -> int:

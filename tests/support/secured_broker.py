@@ -31,6 +31,7 @@ from rollstream.infra.providers import choose_local
 from tests.support.waiting import eventually
 
 HOST = "127.0.0.1"
+MECHANISM = "SCRAM-SHA-512"
 _WORDS = re.compile(r"[A-Z]?[a-z]+")
 _RESOURCES = {
     "topic": ResourceType.TOPIC,
@@ -51,12 +52,21 @@ class SecuredBroker:
     """Certificate that the secured listener's clients trust."""
     log: Path
 
-    def admit(self, users: Mapping[str, str], rules: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-        """Make users with their passwords, and rules as Strimzi's KafkaUsers have them, each with its user."""
+    def add_users(self, passwords: Mapping[str, str]) -> None:
+        """Make users with their passwords (SCRAM), or give them others."""
         admin = AdminClient({"bootstrap.servers": self.open})
         info = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
-        made = [UserScramCredentialUpsertion(name, info, word.encode(), None) for name, word in users.items()]
-        done = admin.alter_user_scram_credentials(made)
+        made = [UserScramCredentialUpsertion(name, info, word.encode(), None) for name, word in passwords.items()]
+        for future in admin.alter_user_scram_credentials(made).values():
+            future.result(60)
+        # The broker that answers may be behind the controller, which has them.
+        names = list(passwords)
+        eventually(lambda: _known(admin, names), 60, f"the broker to know {names}")
+
+    def admit(self, users: Mapping[str, str], rules: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Make users with their passwords, and rules as Strimzi's KafkaUsers have them, each with its user."""
+        self.add_users(users)
+        admin = AdminClient({"bootstrap.servers": self.open})
         bindings = [
             AclBinding(
                 _RESOURCES[rule["resource"]["type"]],
@@ -70,8 +80,19 @@ class SecuredBroker:
             for user, rule in rules
             for operation in rule["operations"]
         ]
-        for future in (*done.values(), *admin.create_acls(bindings).values()):
+        for future in admin.create_acls(bindings).values():
             future.result(60)
+
+    def client(self, user: str, password: str) -> dict[str, str]:
+        """Settings of librdkafka with which a user connects."""
+        return {
+            "bootstrap.servers": self.secured,
+            "security.protocol": "SASL_SSL",
+            "sasl.mechanism": MECHANISM,
+            "sasl.username": user,
+            "sasl.password": password,
+            "ssl.ca.location": str(self.authority),
+        }
 
     @property
     def denied(self) -> set[tuple[str, str, str]]:
@@ -127,6 +148,11 @@ def secured_broker(directory: Path) -> Iterator[SecuredBroker]:
                 process.wait(60)
             finally:
                 process.kill()
+
+
+def _known(admin: AdminClient, names: list[str]) -> bool:
+    answers = admin.describe_user_scram_credentials(names).values()
+    return all(future.exception(60) is None for future in answers)
 
 
 def _in_one_line(pem: Path) -> str:

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from rollstream.pipeline.config import RunConfig, load
-from rollstream.pipeline.deployment.access_rules import EVERYONE, TOPICS, access_rules
-from rollstream.pipeline.deployment.description import ROLES, counts, expanded, role_of
+from rollstream.pipeline.deployment.access_rules import AUDIT, EVERYONE, OPERATE, TOPICS, USERS, access_rules
+from rollstream.pipeline.deployment.description import counts, expanded, role_of
 from rollstream.topics.catalogue import CATALOGUE, topic_name
+from rollstream.topics.errors import ConfigurationError
 from tests.support.charts import DEVELOPMENT, THEIR_BROKERS, Release, write_chart
 from tests.support.network_policies import allowed
 
@@ -77,14 +78,19 @@ def _covers(resource: dict[str, str], kind: str, name: str) -> bool:
     return resource["type"] == kind and (begins or resource["name"] == name)
 
 
-@pytest.mark.parametrize("role", [*(role.name for role in ROLES), TOPICS])
+def topics_of(run: str) -> set[str]:
+    return {topic_name(run, spec.name) for spec in CATALOGUE}
+
+
+@pytest.mark.parametrize("role", USERS)
 def test_rules_name_only_what_is_this_runs_in_the_catalogue(role: str) -> None:
     config = RunConfig(run="exp")
-    topics = {topic_name("exp", spec.name) for spec in CATALOGUE}
+    topics = topics_of("exp")
     rules = set(access_rules(config, role))
     assert rules >= set(EVERYONE)
     for rule in rules - set(EVERYONE):
-        others = [f"exp-lr{rest}" for rest in (".rollouts", "/grouper/0", ".grouper", ".grouper.turn-0")]
+        rests = (*topics_of(""), "/grouper/0", "/learner", ".grouper", ".grouper.turn-0", ".archive", ".filler-fill")
+        others = [f"{run}{rest}" for run in ("exp-lr", "exp.b", "exp.grouper", "exp.rollouts", "ex") for rest in rests]
         assert not any(rule.name == name or (rule.prefix and name.startswith(rule.name)) for name in others)
         assert set(rule.operations) <= {
             "Read",
@@ -96,16 +102,31 @@ def test_rules_name_only_what_is_this_runs_in_the_catalogue(role: str) -> None:
             "Delete",
         }
         if rule.resource == "topic":
-            assert rule.name in topics or (role == TOPICS and rule.name == "exp.")
+            assert rule.name in topics
         else:
             assert re.match(r"exp[./]", rule.name)
 
 
-def test_only_prune_deletes_and_only_the_job_of_the_topics_creates() -> None:
+def test_of_roles_only_prune_deletes_and_only_the_job_of_the_topics_creates() -> None:
     config = RunConfig(run="exp")
-    may = {
-        role: {o for r in access_rules(config, role) for o in r.operations}
-        for role in [*(r.name for r in ROLES), TOPICS]
-    }
-    assert [role for role, operations in may.items() if "Delete" in operations] == ["prune"]
-    assert [role for role, operations in may.items() if {"Create", "AlterConfigs"} & operations] == [TOPICS]
+    may = {user: {o for r in access_rules(config, user) for o in r.operations} for user in USERS}
+    assert [user for user, operations in may.items() if "Delete" in operations] == ["prune", OPERATE]
+    assert [user for user, operations in may.items() if {"Create", "AlterConfigs"} & operations] == [TOPICS, OPERATE]
+    assert may[AUDIT] == {"Read", "Describe", "DescribeConfigs"}
+
+
+def test_names_of_users_are_of_one_run_and_one_role() -> None:
+    # {run}-{role} would be ambiguous if a role's name ended like another's: run a-serve, role weights.
+    assert not [(one, other) for one in USERS for other in USERS if one.endswith(f"-{other}")]
+
+
+@pytest.mark.parametrize("name", ["exp.grouper.turn-", "a.turn-3", "exp.x.turn-0.y"])
+def test_a_run_named_like_the_groups_of_processes_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"groups of another run's processes"):
+        RunConfig(run=name)
+
+
+@pytest.mark.parametrize("key", ["grouper.group", "labeling.group", "fill.name"])
+def test_a_group_named_like_one_of_another_run_is_refused(key: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{key} is 'b.grouper'"):
+        load(flags=[f"{key}=b.grouper"])

@@ -1,0 +1,91 @@
+"""Compares the access rules of a run with those on the brokers, without asking anybody: which to add and to remove.
+
+Only rules about names of the run and of its own principals are ever removed. Others that reach the run are shown.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollstream.pipeline.deployment.access_rules import USERS, access_rules
+from rollstream.topics.catalogue import CATALOGUE, topic_name
+from rollstream.topics.kafka.access_control import AccessEntry
+
+if TYPE_CHECKING:
+    from rollstream.pipeline.config import RunConfig
+
+
+@dataclass(frozen=True)
+class AccessPlan:
+    """Differences between the rules that a run needs and those that are there."""
+
+    missing: tuple[AccessEntry, ...]
+    """Rules to add."""
+    surplus: tuple[AccessEntry, ...]
+    """Rules to remove: the run's principals have them, they name something of the run, and nobody needs them."""
+    present: tuple[AccessEntry, ...]
+    """Rules that are needed and there."""
+    others: tuple[AccessEntry, ...]
+    """Rules that reach the run's topics and are not its own: of other principals, of every topic, or refusals."""
+
+
+def principal(config: "RunConfig", user: str) -> str:
+    """Return the principal that a user of the run has on the brokers, by topics.principal."""
+    return config.topics.principal.replace("{run}", config.run).replace("{role}", user)
+
+
+def wanted(config: "RunConfig", users: Iterable[str]) -> frozenset[AccessEntry]:
+    """Return the rules that these users of a run need."""
+    return frozenset(
+        AccessEntry(
+            principal=principal(config, user),
+            resource=rule.resource,
+            name=rule.name,
+            prefix=rule.prefix,
+            operation=operation,
+        )
+        for user in users
+        for rule in access_rules(config, user)
+        for operation in rule.operations
+    )
+
+
+def compare(
+    config: "RunConfig", users: Iterable[str], there: Iterable[AccessEntry], among: Iterable[str] = USERS
+) -> AccessPlan:
+    """Return the differences for these users of a run, given every rule on the brokers.
+
+    Rules of users in `among` are surplus if none of `users` needs them.
+    """
+    there, needed = frozenset(there), wanted(config, users)
+    ours = {principal(config, user) for user in among}
+    surplus = {
+        entry
+        for entry in there - needed
+        if entry.principal in ours and entry.allow and names_something_of(config.run, entry)
+    }
+    topics = [topic_name(config.run, spec.name) for spec in CATALOGUE]
+    of_run = {principal(config, user) for user in USERS}
+    others = {
+        entry
+        for entry in there - needed - surplus
+        if any(entry.covers("topic", topic) for topic in topics)
+        and not (entry.principal in of_run and entry.allow and names_something_of(config.run, entry))
+    }
+    return AccessPlan(
+        *(tuple(sorted(entries)) for entries in (needed - there, surplus, needed & there, others)),
+    )
+
+
+def names_something_of(run: str, entry: AccessEntry) -> bool:
+    """Whether a rule names a topic, group or transactional id of this run, and of no other one.
+
+    Names of topics and groups have no dot of their own but in `.turn-`, so `a.b.rollouts` is of run `a.b`.
+    """
+    if entry.resource == "transactionalId":
+        return entry.name.startswith(f"{run}/")
+    if entry.resource == "cluster" or not entry.name.startswith(f"{run}."):
+        return False
+    rest = entry.name.removeprefix(f"{run}.")
+    return re.fullmatch(r"[^.]*(\.turn-[^.]*)?", rest) is not None

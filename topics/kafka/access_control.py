@@ -1,0 +1,178 @@
+"""Access rules (ACLs) of the brokers: reads, adds and removes them, for brokers that have an authorizer."""
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from confluent_kafka import KafkaError, KafkaException
+
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import AccessDenied, BrokerUnavailable, ConfigurationError
+from rollstream.topics.kafka import clients
+
+if TYPE_CHECKING:
+    from confluent_kafka.admin._acl import AclBinding
+
+_TIMEOUT_S = 30.0
+Resource = Literal["topic", "group", "transactionalId", "cluster"]
+_RESOURCES: dict[Resource, str] = {
+    "topic": "TOPIC",
+    "group": "GROUP",
+    "transactionalId": "TRANSACTIONAL_ID",
+    "cluster": "BROKER",
+}
+"""Names of the client library, by those of Strimzi; its BROKER is the cluster."""
+EVERY_HOST = "*"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, order=True, kw_only=True)
+class AccessEntry:
+    """One access rule of the brokers, for one operation."""
+
+    principal: str
+    """Its user, such as User:main-env."""
+    resource: Resource
+    name: str
+    """Name of the resource, or its beginning; `*` stands for every name."""
+    prefix: bool
+    """Whether it covers every name that begins so."""
+    operation: str
+    """Spelled as in Strimzi's KafkaUser: Read, DescribeConfigs."""
+    allow: bool = True
+    host: str = EVERY_HOST
+
+    def covers(self, resource: str, name: str) -> bool:
+        """Whether it is about the resource of this name, for whichever operation."""
+        if resource != self.resource:
+            return False
+        return self.name in (name, "*") or (self.prefix and name.startswith(self.name))
+
+
+def entries(kafka: KafkaConfig) -> list[AccessEntry]:
+    """Return the rules of the brokers about topics, groups, transactional ids and the cluster, sorted.
+
+    Raises AccessDenied without the right to see them, ConfigurationError if the brokers have no authorizer,
+    BrokerUnavailable.
+    """
+    from confluent_kafka.admin._acl import AclBindingFilter, AclOperation, AclPermissionType
+    from confluent_kafka.admin._resource import ResourcePatternType
+    from confluent_kafka.admin._resource import ResourceType as Kind
+
+    client = clients.admin(kafka)
+    any_text: Any = None
+    every = AclBindingFilter(
+        Kind.ANY, any_text, ResourcePatternType.ANY, any_text, any_text, AclOperation.ANY, AclPermissionType.ANY
+    )
+    answer = client.describe_acls(every, request_timeout=_TIMEOUT_S)
+    bindings = _refusing(lambda: answer.result(_TIMEOUT_S), "Describe")
+    if not bindings:
+        _check_authorizer(kafka)
+    kinds = {name: kind for kind, name in _RESOURCES.items()}
+    return sorted(_entry(binding, kinds[binding.restype.name]) for binding in bindings if binding.restype.name in kinds)
+
+
+def _check_authorizer(kafka: KafkaConfig) -> None:
+    """Raise ConfigurationError if the brokers have no authorizer, AccessDenied if rules cannot be seen.
+
+    The client hides the broker's answer in both cases, and shows no rules. It shows that to a request to remove rules,
+    here one that there cannot be; who may only see rules has at least that one, and is not asked here.
+    """
+    from confluent_kafka.admin._acl import AclBindingFilter, AclOperation, AclPermissionType
+    from confluent_kafka.admin._resource import ResourcePatternType
+    from confluent_kafka.admin._resource import ResourceType as Kind
+
+    none = AclBindingFilter(
+        Kind.TOPIC,
+        "rollstream-no-such-topic",
+        ResourcePatternType.LITERAL,
+        "User:rollstream-nobody",
+        "*",
+        AclOperation.READ,
+        AclPermissionType.ALLOW,
+    )
+    client = clients.admin(kafka)
+    _await(client.delete_acls([none], request_timeout=_TIMEOUT_S), "Describe")
+
+
+def add(kafka: KafkaConfig, added: Iterable[AccessEntry]) -> None:
+    """Add rules; one that exists already stays. Raises as `entries` does."""
+    client = clients.admin(kafka)
+    bindings = [_binding(entry) for entry in added]
+    _await(client.create_acls(bindings, request_timeout=_TIMEOUT_S) if bindings else {})
+
+
+def remove(kafka: KafkaConfig, removed: Iterable[AccessEntry]) -> None:
+    """Remove rules; one that is gone already is no error. Raises as `entries` does."""
+    from confluent_kafka.admin._acl import AclBindingFilter
+
+    client = clients.admin(kafka)
+    filters = [
+        AclBindingFilter(
+            b.restype, b.name, b.resource_pattern_type, b.principal, b.host, b.operation, b.permission_type
+        )
+        for b in map(_binding, removed)
+    ]
+    _await(client.delete_acls(filters, request_timeout=_TIMEOUT_S) if filters else {})
+
+
+def _await(changes: Mapping[Any, "Future[Any]"], operation: str = "Alter") -> None:
+    for change in changes.values():
+        _refusing(partial(change.result, _TIMEOUT_S), operation)
+
+
+def _refusing(call: Callable[[], T], operation: str) -> T:
+    try:
+        return call()
+    except KafkaException as exception:
+        error: KafkaError = exception.args[0]
+        if error.code() == KafkaError.SECURITY_DISABLED:
+            raise ConfigurationError(
+                "the brokers have no authorizer, so that everybody may do everything; set authorizer.class.name on "
+                "them, such as org.apache.kafka.metadata.authorizer.StandardAuthorizer"
+            ) from exception
+        if error.code() == KafkaError.CLUSTER_AUTHORIZATION_FAILED:
+            raise AccessDenied(
+                f"access rules need the right {operation} on the cluster, which this user lacks; run the command as a "
+                "super user of the brokers, or grant it"
+            ) from exception
+        raise BrokerUnavailable(f"access rules: {error.str()} ({error.name()})") from exception
+
+
+def _entry(binding: "AclBinding", resource: Resource) -> AccessEntry:
+    from confluent_kafka.admin._acl import AclPermissionType
+    from confluent_kafka.admin._resource import ResourcePatternType
+
+    return AccessEntry(
+        principal=binding.principal,
+        resource=resource,
+        name=binding.name,
+        prefix=binding.resource_pattern_type is ResourcePatternType.PREFIXED,
+        operation=operation_name(binding.operation),
+        allow=binding.permission_type is AclPermissionType.ALLOW,
+        host=binding.host,
+    )
+
+
+def operation_name(operation: Any) -> str:
+    """Return the name of an operation of the client library as Strimzi spells it, e.g. DescribeConfigs."""
+    return "".join(word.capitalize() for word in str(operation.name).split("_"))
+
+
+def _binding(entry: AccessEntry) -> "AclBinding":
+    from confluent_kafka.admin._acl import AclBinding, AclOperation, AclPermissionType
+    from confluent_kafka.admin._resource import ResourcePatternType
+    from confluent_kafka.admin._resource import ResourceType as Kind
+
+    operation = next(each for each in AclOperation if operation_name(each) == entry.operation)
+    return AclBinding(
+        Kind[_RESOURCES[entry.resource]],
+        entry.name,
+        ResourcePatternType.PREFIXED if entry.prefix else ResourcePatternType.LITERAL,
+        entry.principal,
+        entry.host,
+        operation,
+        AclPermissionType.ALLOW if entry.allow else AclPermissionType.DENY,
+    )
