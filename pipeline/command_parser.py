@@ -129,7 +129,12 @@ def set_handler(
 
         config = config_of(args)
         logs.setup("warning" if config.log_level == "info" and not role else config.log_level)
-        if not (role and serves(args) and (config.service.port or config.traces.endpoint)):
+        if not (role and serves(args)):
+            return _explaining(config, lambda: handler(config, args))
+        if args.command not in _START_BROKERS:
+            # A role waits for brokers that are away; for those that refuse it, it would wait for ever.
+            check_access(config)
+        if not (config.service.port or config.traces.endpoint):
             return handler(config, args)
         # Several processes of a role have numbers; other roles have one process.
         number = getattr(args, "ordinal", getattr(args, "process", None))
@@ -147,6 +152,29 @@ def set_handler(
             return handler(config, args)
 
     parser.set_defaults(run=run)
+
+
+_START_BROKERS = ("run", "demo")
+"""Commands that may start the broker that they use."""
+
+
+def check_access(config: "RunConfig") -> None:
+    """Raise AccessDenied if the brokers refuse this client's protocol, certificate or credentials."""
+    from rollstream.topics.kafka import connection
+
+    connection.check_access(config.kafka)
+
+
+def _explaining(config: "RunConfig", command: "Callable[[], int]") -> int:
+    """Run a command; if it finds no broker, say so, or that the brokers refuse this client."""
+    from rollstream.topics.errors import AccessDenied, BrokerUnavailable
+
+    try:
+        return command()
+    except BrokerUnavailable as error:
+        if not isinstance(error, AccessDenied):
+            check_access(config)
+        raise
 
 
 def config_of(args: argparse.Namespace) -> "RunConfig":

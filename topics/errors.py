@@ -18,7 +18,7 @@ class BrokerUnavailable(RollstreamError):
     """No broker answers at the address given, or none can be started here."""
 
 
-class AccessDenied(RollstreamError):
+class AccessDenied(BrokerUnavailable):
     """The brokers refuse this client: its credentials, its certificate, or what its user may do."""
 
 

@@ -1,6 +1,7 @@
-"""A real broker with two listeners: a plaintext one whose clients may do everything, and one with TLS and users.
+"""A real broker with a plaintext listener whose clients may do everything, and others with TLS and users.
 
-Users have passwords (SCRAM) and only the access that they are given; what is denied stands in the broker's log.
+Users have passwords, tokens or certificates, and only the access that they are given; what is denied stands in the
+broker's log.
 """
 
 import re
@@ -28,9 +29,9 @@ from rollstream.infra.launch_commands import prepare
 from rollstream.infra.ports import free_ports
 from rollstream.infra.probe import broker_answers
 from rollstream.infra.providers import choose_local
+from tests.support.certificates import HOST, Authority, Pair
 from tests.support.waiting import eventually
 
-HOST = "127.0.0.1"
 MECHANISM = "SCRAM-SHA-512"
 _WORDS = re.compile(r"[A-Z]?[a-z]+")
 _RESOURCES = {
@@ -47,9 +48,15 @@ class SecuredBroker:
     open: str
     """Address of the listener without security."""
     secured: str
-    """Address of the listener with TLS and users."""
+    """Address of the listener with TLS and users: passwords (SCRAM) and unsigned tokens (OAUTHBEARER)."""
+    certified: str
+    """Address of the listener whose users are certificates."""
+    expired: str
+    """Address of a listener like `secured` whose own certificate is out of date."""
     authority: Path
-    """Certificate that the secured listener's clients trust."""
+    """Certificate that clients of the three trust."""
+    signer: Authority
+    """Signs the certificates of users."""
     log: Path
 
     def add_users(self, passwords: Mapping[str, str]) -> None:
@@ -107,31 +114,40 @@ class SecuredBroker:
 @contextmanager
 def secured_broker(directory: Path) -> Iterator[SecuredBroker]:
     """Run such a broker."""
-    layout, authority, key = BrokerLayout(root=directory), directory / "ca.crt", directory / "key.pem"
+    layout = BrokerLayout(root=directory)
     directory.mkdir(parents=True)
-    named = ["-subj", f"/CN={HOST}", "-addext", f"subjectAltName=IP:{HOST}", "-days", "2"]
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", str(key), "-out", str(authority)]
-    subprocess.run([*made, *named], check=True, capture_output=True, timeout=120)
-    port, secured, controller = free_ports(HOST, 3)
-    protocols = "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,ROLES:SASL_SSL"
+    authority = Authority(directory)
+    port, secured, certified, expired, controller = free_ports(HOST, 5)
+    listeners = {"ROLES": ("SASL_SSL", secured), "CERTIFIED": ("SSL", certified), "EXPIRED": ("SASL_SSL", expired)}
+    protocols = {"PLAINTEXT": "PLAINTEXT", "CONTROLLER": "PLAINTEXT", **{n: p for n, (p, _) in listeners.items()}}
     properties = {
-        "listener.security.protocol.map": protocols,
+        "listener.security.protocol.map": ",".join(f"{name}:{protocol}" for name, protocol in protocols.items()),
         "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
         "allow.everyone.if.no.acl.found": "false",
         "super.users": "User:ANONYMOUS",
-        "sasl.enabled.mechanisms": "SCRAM-SHA-512",
-        "ssl.keystore.type": "PEM",
-        "ssl.keystore.certificate.chain": _in_one_line(authority),
-        "ssl.keystore.key": _in_one_line(key),
-        "listener.name.roles.scram-sha-512.sasl.jaas.config": (
-            "org.apache.kafka.common.security.scram.ScramLoginModule required;"
-        ),
+        "sasl.enabled.mechanisms": f"{MECHANISM},OAUTHBEARER",
+        **_identity("ssl", authority.issue("broker")),
+        "ssl.truststore.type": "PEM",
+        "ssl.truststore.certificates": _in_one_line(authority.certificate),
+        "listener.name.certified.ssl.client.auth": "required",
+        **_identity("listener.name.expired.ssl", authority.issue("expired-broker", days=-1)),
     }
+    for listener in ("roles", "expired"):
+        properties |= {
+            f"listener.name.{listener}.{MECHANISM.lower()}.sasl.jaas.config": (
+                "org.apache.kafka.common.security.scram.ScramLoginModule required;"
+            ),
+            f"listener.name.{listener}.oauthbearer.sasl.jaas.config": (
+                "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule required"
+                ' unsecuredLoginStringClaim_sub="broker";'
+            ),
+        }
     config = BrokerConfig(data_dir=directory, properties=properties)
     command = prepare(choose_local("java"), config, layout, port=port, controller_port=controller).command
     text = layout.properties.read_text()
+    more = "".join(f",{name}://{HOST}:{own_port}" for name, (_, own_port) in listeners.items())
     for name in ("listeners", "advertised.listeners"):
-        text = re.sub(rf"^({name}=.*)$", rf"\1,ROLES://{HOST}:{secured}", text, flags=re.MULTILINE)
+        text = re.sub(rf"^({name}=.*)$", rf"\1{more}", text, flags=re.MULTILINE)
     # The writer of properties has escaped what one line of PEM needs.
     layout.properties.write_text(text.replace("\\\\n", "\\n"))
     with layout.log.open("ab") as log:
@@ -141,13 +157,29 @@ def secured_broker(directory: Path) -> Iterator[SecuredBroker]:
                 lambda: broker_answers(HOST, port) or process.poll() is not None, 180, "the secured broker to answer"
             )
             assert process.poll() is None, layout.log.read_text()[-3000:]
-            yield SecuredBroker(f"{HOST}:{port}", f"{HOST}:{secured}", authority, layout.log)
+            yield SecuredBroker(
+                open=f"{HOST}:{port}",
+                secured=f"{HOST}:{secured}",
+                certified=f"{HOST}:{certified}",
+                expired=f"{HOST}:{expired}",
+                authority=authority.certificate,
+                signer=authority,
+                log=layout.log,
+            )
         finally:
             process.terminate()
             try:
                 process.wait(60)
             finally:
                 process.kill()
+
+
+def _identity(prefix: str, pair: Pair) -> dict[str, str]:
+    return {
+        f"{prefix}.keystore.type": "PEM",
+        f"{prefix}.keystore.certificate.chain": _in_one_line(pair.certificate),
+        f"{prefix}.keystore.key": _in_one_line(pair.key),
+    }
 
 
 def _known(admin: AdminClient, names: list[str]) -> bool:

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from confluent_kafka import KafkaError, KafkaException
 
-from rollstream.topics.errors import BrokerUnavailable, TopicError
+from rollstream.topics.errors import AccessDenied, BrokerUnavailable, TopicError
 
 T = TypeVar("T")
 _MOVING = (
@@ -30,10 +30,30 @@ class OffsetGone(TopicError):
     """The requested offset is not in the log, or no longer."""
 
 
+_RIGHTS = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: "the topic",
+    KafkaError.GROUP_AUTHORIZATION_FAILED: "the consumer group",
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "the transactional id",
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED: "any topic, or the cluster",
+}
+"""Resources on which a right is missing, by the error that says so."""
+
+
+def denial(error: KafkaError, doing: str) -> AccessDenied | None:
+    """Return the error for a missing permission; None for any other error of the client."""
+    resource = _RIGHTS.get(error.code())
+    if resource is None:
+        return None
+    return AccessDenied(
+        f"{doing}: this client's user lacks a permission on {resource} ({error.name()}); `rollstream doctor` shows "
+        "which, and `rollstream topics acls apply` grants it"
+    )
+
+
 def retrying(call: Callable[[], T], doing: str, timeout_s: float = 30.0) -> T:
     """Return the result of `call`, repeated while a coordinator or leader is starting or moving.
 
-    Raises BrokerUnavailable for any other error, and after `timeout_s`.
+    Raises AccessDenied for a missing permission, BrokerUnavailable for any other error, and after `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -41,6 +61,8 @@ def retrying(call: Callable[[], T], doing: str, timeout_s: float = 30.0) -> T:
             return call()
         except KafkaException as exception:
             error: KafkaError = exception.args[0]
+            if denied := denial(error, doing):
+                raise denied from exception
             if error.code() not in _MOVING or time.monotonic() > deadline:
                 raise BrokerUnavailable(f"{doing}: {error.str()} ({error.name()})") from exception
             time.sleep(0.05)
@@ -51,6 +73,8 @@ def raise_for(error: KafkaError, doing: str) -> None:
     code = error.code()
     if code in (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION):
         raise TopicError(f"{doing}: the topic or partition is missing; create it with `rollstream topics apply`")
+    if denied := denial(error, doing):
+        raise denied
     if code in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
         raise OffsetGone(
             f"{doing}: the position is no longer in the log ({error.str()}); records were deleted or it was recreated"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import BrokerUnavailable, ConfigurationError
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import event
 from rollstream.topics.secrets import resolve
 
@@ -200,13 +200,14 @@ def admin(config: KafkaConfig, **overrides: Any) -> "AdminClient":
     return _built(AdminClient, {**_common(config), **overrides})
 
 
+def bare(config: KafkaConfig, **overrides: Any) -> Producer:
+    """A client that only asks: a producer without the settings of one, and without a connection made beforehand."""
+    return _built(Producer, {**_common(config), **overrides})
+
+
 def check_broker(config: KafkaConfig, timeout_s: float = 10.0) -> None:
-    """Raise BrokerUnavailable unless a broker answers within `timeout_s`."""
-    client = admin(config, error_cb=lambda _error: None)
-    try:
-        client.list_topics(timeout=timeout_s)
-    except KafkaException as error:
-        raise BrokerUnavailable(
-            f"no Kafka broker answers at {config.bootstrap_servers} ({error.args[0].name()}); start one with "
-            "`rollstream broker start`, or set kafka.bootstrap_servers (or KAFKA_BOOTSTRAP_SERVERS)"
-        ) from error
+    """Raise BrokerUnavailable unless a broker answers within `timeout_s`, and AccessDenied if the brokers refuse this
+    client's protocol, certificate or credentials."""
+    from rollstream.topics.kafka import connection
+
+    connection.check_broker(config, timeout_s)

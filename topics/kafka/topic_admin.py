@@ -15,7 +15,7 @@ from rollstream.topics.catalogue import run_and_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, TopicError
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.client_errors import retrying
+from rollstream.topics.kafka.client_errors import denial, retrying
 from rollstream.topics.kafka.records import Place
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ def partitions_of(config: KafkaConfig, topic: str, client: "AdminClient | Consum
             f"no Kafka broker answers at {config.bootstrap_servers}: {error.args[0].str()}"
         ) from error
     if metadata.error is not None:
+        if denied := denial(metadata.error, f"looking at topic {topic}"):
+            raise denied
         raise _missing(config, topic, metadata.error.name())
     return len(metadata.partitions)
 
@@ -150,6 +152,8 @@ def topic_ids(kafka: KafkaConfig, names: list[str]) -> dict[str, str]:
         except KafkaException as error:
             if error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
                 raise _missing(kafka, name, error.args[0].name()) from error
+            if denied := denial(error.args[0], f"looking at topic {name}"):
+                raise denied from error
             raise BrokerUnavailable(f"topic {name} cannot be described: {error.args[0].str()}") from error
     return ids
 

@@ -85,7 +85,7 @@ def test_no_broker_is_one_line_and_exit_2_for_every_command(tmp_path: Path) -> N
         (["ledgr"], "has no command 'ledgr', did you mean ledger?"),
         (["topics", "aply"], "rollstream topics has no command 'aply', did you mean apply?"),
         (["broker", "strat"], "did you mean start?"),
-        (["topics", "xyz"], "choose from plan, apply, describe; see `rollstream topics --help`"),
+        (["topics", "xyz"], "choose from plan, apply, describe, acls; see `rollstream topics --help`"),
         (["show", "0:1", "--color", "alway"], "argument --color: invalid choice 'alway', did you mean always?"),
         ([], "required: COMMAND; see `rollstream --help`"),
         (["demo", "--steps", "many"], "--steps: learner.max_steps expects a whole number"),
@@ -115,7 +115,7 @@ printf '%s\n' "${COMPREPLY[@]}"
     ("typed", "offered"),
     [
         ("le", {"learn", "learner", "ledger"}),
-        ("topics ", {"plan", "apply", "describe", "-h", "--help"}),
+        ("topics ", {"plan", "apply", "describe", "acls", "-h", "--help"}),
         ("ledger --b", {"--bootstrap-servers", "--by"}),
         ("ledger --set grouping.batch_", {"grouping.batch_rollouts=", "grouping.batch_bytes="}),
         ("completion ", {"bash", "zsh", "fish", "-h", "--help"}),

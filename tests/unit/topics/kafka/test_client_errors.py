@@ -3,7 +3,7 @@
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.errors import AccessDenied
 from rollstream.topics.kafka.client_errors import raise_for, retrying
 
 
@@ -32,6 +32,6 @@ def test_a_question_to_a_broker_that_went_away_is_asked_again(code: int) -> None
 
 def test_what_time_does_not_mend_is_told_at_once() -> None:
     call = Call(KafkaError.TOPIC_AUTHORIZATION_FAILED, failures=1)
-    with pytest.raises(BrokerUnavailable, match=r"^asking: .*TOPIC_AUTHORIZATION_FAILED"):
+    with pytest.raises(AccessDenied, match=r"^asking: .*TOPIC_AUTHORIZATION_FAILED"):
         retrying(call, "asking")
     assert call.made == 1

@@ -1,0 +1,184 @@
+"""Says why no broker answers: none is there, or the brokers refuse this client's protocol, certificate or credentials.
+
+The client library reports the same failure for most of these, so the address is tried with a socket of our own, too.
+"""
+
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from confluent_kafka import KafkaError, KafkaException, Producer
+
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import AccessDenied, BrokerUnavailable, RollstreamError
+from rollstream.topics.kafka import clients
+from rollstream.topics.secrets import resolve
+
+_SLICE_S = 0.5
+_PROBE_S = 3.0
+_NOT_SURE_S = 1.0
+"""Time after which the address is tried with a socket; a broker that starts closes connections, too."""
+_REFUSED = (KafkaError._AUTHENTICATION, KafkaError._SSL)
+_WANTS_CERTIFICATE = ("alert bad certificate", "alert certificate required", "alert handshake failure")
+_REFUSES_CERTIFICATE = ("alert certificate unknown", "alert certificate expired", "alert unknown ca")
+
+
+def check_broker(config: KafkaConfig, timeout_s: float = 10.0) -> None:
+    """Return once a broker answers. Raises AccessDenied as soon as it is known that the brokers refuse this client, and
+    BrokerUnavailable if none answers within `timeout_s`."""
+    errors: list[KafkaError] = []
+    client: Producer = clients.bare(config, error_cb=errors.append)
+    start, tried = time.monotonic(), False
+    while True:
+        left_s = timeout_s - (time.monotonic() - start)
+        try:
+            client.list_topics(clients.FIRST_TOPIC, timeout=max(0.01, min(_SLICE_S, left_s)))
+            return
+        except KafkaException as exception:
+            client.poll(0)  # hands the errors over
+            sure = any(error.code() in _REFUSED for error in errors)
+            if sure or left_s <= 0 or (not tried and time.monotonic() - start > _NOT_SURE_S):
+                tried = True
+                error = explain(config, errors)
+                if left_s <= 0 or isinstance(error, AccessDenied):
+                    raise error from exception
+
+
+def check_access(config: KafkaConfig) -> None:
+    """Raise AccessDenied if the brokers refuse this client. Returns if they do not, and soon if none answers."""
+    try:
+        check_broker(config, _NOT_SURE_S)
+    except AccessDenied:
+        raise
+    except BrokerUnavailable:
+        return
+
+
+def explain(config: KafkaConfig, errors: Sequence[KafkaError]) -> RollstreamError:
+    """Return the error that fits what a client reported, and what the first address that can be reached does."""
+    address = config.client.get("bootstrap.servers", config.bootstrap_servers)
+    protocol = config.client.get("security.protocol", "PLAINTEXT").upper()
+    said = " ".join(error.str() for error in errors)
+    for error in errors:
+        if error.code() == KafkaError._AUTHENTICATION:
+            user = config.client.get("sasl.username", "")
+            of_user = f" of user {user}" if user else ""
+            return AccessDenied(
+                f"the brokers at {address} refuse the credentials{of_user} ({_core(error)}); check sasl.username, "
+                "sasl.password and sasl.mechanism in kafka.client"
+            )
+    if protocol.endswith("SSL"):
+        return _of_tls(config, address, said) or _absent(address, errors)
+    if any(_speaks_tls(*place) for place in _places(address)):
+        return AccessDenied(
+            f"the brokers at {address} speak TLS, and security.protocol in kafka.client is {protocol}; set it to SSL "
+            "or SASL_SSL, and ssl.ca.location to the certificate of their authority"
+        )
+    if any(_listens(*place) for place in _places(address)) and "refused" not in said:
+        return BrokerUnavailable(
+            f"{address} takes connections and does not answer as a broker; it may be starting, or want SASL "
+            "(security.protocol in kafka.client), or be no Kafka broker"
+        )
+    return _absent(address, errors)
+
+
+def _of_tls(config: KafkaConfig, address: str, said: str) -> RollstreamError | None:
+    if "PLAINTEXT broker listener" in said:
+        return AccessDenied(
+            f"the brokers at {address} speak no TLS there, and security.protocol in kafka.client wants it; give the "
+            "address of their TLS listener, or remove the key"
+        )
+    for place in _places(address):
+        fault = _certificate_fault(config, *place)
+        if fault:
+            return AccessDenied(
+                f"the certificate of the broker {place[0]}:{place[1]} is not accepted: {fault}; check ssl.ca.location "
+                "in kafka.client, and the broker's certificate"
+            )
+    if any(alert in said for alert in _REFUSES_CERTIFICATE):
+        return AccessDenied(
+            f"the brokers at {address} refuse this client's certificate; check that it is in date and signed by an "
+            "authority that they trust (ssl.certificate.location in kafka.client)"
+        )
+    if any(alert in said for alert in _WANTS_CERTIFICATE):
+        return AccessDenied(
+            f"the brokers at {address} want a certificate of this client; set ssl.certificate.location and "
+            "ssl.key.location in kafka.client"
+        )
+    if any(_speaks_tls(*place) for place in _places(address)):
+        return BrokerUnavailable(
+            f"the brokers at {address} speak TLS and do not answer; they may be starting, or want SASL "
+            "(security.protocol=SASL_SSL in kafka.client)"
+        )
+    return None
+
+
+def _absent(address: str, errors: Sequence[KafkaError]) -> BrokerUnavailable:
+    unresolved = any(error.code() == KafkaError._RESOLVE for error in errors)
+    reason = "the name has no address" if unresolved else "nothing takes connections there"
+    return BrokerUnavailable(
+        f"no Kafka broker answers at {address} ({reason}); start one with `rollstream broker start`, or set "
+        "kafka.bootstrap_servers (or KAFKA_BOOTSTRAP_SERVERS)"
+    )
+
+
+def _core(error: KafkaError) -> str:
+    """Return the middle of the client's message, without the address before it and the state behind it."""
+    return error.str().partition(": ")[2].rpartition(" (after ")[0] or error.str()
+
+
+def _places(addresses: str) -> list[tuple[str, int]]:
+    found = []
+    for address in addresses.split(","):
+        host, _, port = address.strip().rpartition("://")[2].rpartition(":")
+        if host and port.isdecimal():
+            found.append((host.strip("[]"), int(port)))
+    return found
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), _PROBE_S):
+            return True
+    except OSError:
+        return False
+
+
+def _speaks_tls(host: str, port: int) -> bool:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with (
+        suppress(OSError),
+        socket.create_connection((host, port), _PROBE_S) as connection,
+        context.wrap_socket(connection, server_hostname=host),
+    ):
+        return True
+    return False
+
+
+def _certificate_fault(config: KafkaConfig, host: str, port: int) -> str:
+    """Return why the certificate of a listener is not accepted; empty if it is, or if that cannot be told."""
+    settings = config.client
+    if settings.get("enable.ssl.certificate.verification", "true") == "false":
+        return ""
+    try:
+        context = ssl.create_default_context()
+        if authority := settings.get("ssl.ca.location"):
+            context = ssl.create_default_context(cafile=authority)
+        elif text := settings.get("ssl.ca.pem"):
+            context = ssl.create_default_context(cadata=resolve("ssl.ca.pem", text))
+    except (OSError, ValueError) as error:
+        return f"ssl.ca.location or ssl.ca.pem cannot be read ({error})"
+    context.check_hostname = settings.get("ssl.endpoint.identification.algorithm", "https") != "none"
+    try:
+        with (
+            socket.create_connection((host, port), _PROBE_S) as connection,
+            context.wrap_socket(connection, server_hostname=host),
+        ):
+            return ""
+    except ssl.SSLCertVerificationError as error:
+        return str(error.verify_message)
+    except OSError:
+        return ""
