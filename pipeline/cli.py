@@ -21,6 +21,7 @@ _BROKEN_PIPE = 128 + 13
 COMMANDS = {
     "broker": ("tools.broker", "a local Kafka: start, stop, status; mend any Kafka"),
     "topics": ("tools.topics", "the topics of a run: plan, apply, describe"),
+    "doctor": ("tools.doctor", "say what a role sees of the brokers, and how to mend it"),
     "infer": ("roles.infer", "serve completions from the newest policy version"),
     "env": ("roles.env", "play the environment and publish rollouts"),
     "gateway": ("roles.gateway", "capture the model calls of any agent, and write them as rollouts"),

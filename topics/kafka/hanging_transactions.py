@@ -196,7 +196,7 @@ def admin_client(kafka: KafkaConfig) -> Iterator["KafkaAdminClient"]:
 def settings_of(kafka: KafkaConfig) -> dict[str, Any]:
     """The settings of kafka-python that correspond to `kafka.client`. Raises ConfigurationError."""
     settings: dict[str, Any] = {
-        "bootstrap_servers": kafka.bootstrap_servers.split(","),
+        "bootstrap_servers": kafka.client.get("bootstrap.servers", kafka.bootstrap_servers).split(","),
         "client_id": "rollstream-mend",
         "request_timeout_ms": _REQUEST_MS,
         "bootstrap_timeout_ms": _REQUEST_MS,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
 from confluent_kafka.admin._resource import ResourceType
@@ -19,6 +19,7 @@ from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import BrokerUnavailable, TopicError
 from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.client_errors import denial
 
 _TIMEOUT_S = 30.0
 _REGISTRY_TIMEOUT_S = 60.0
@@ -172,7 +173,9 @@ def describe(kafka: KafkaConfig, run: str) -> list[TopicDescription]:
     client = clients.admin(kafka)
     try:
         present = client.list_topics(timeout=_TIMEOUT_S).topics
-        names = [name for spec in CATALOGUE if (name := topic_name(run, spec.name)) in present]
+        wanted = [topic_name(run, spec.name) for spec in CATALOGUE]
+        names = [name for name in wanted if name in present]
+        _check_hidden(client, [name for name in wanted if name not in present])
         if not names:
             return []
         ids = topic_admin.topic_ids(kafka, names)
@@ -184,4 +187,13 @@ def describe(kafka: KafkaConfig, run: str) -> list[TopicDescription]:
             descriptions.append(TopicDescription(name, ids[name], len(present[name].partitions), settings))
         return descriptions
     except KafkaException as error:
-        raise BrokerUnavailable(f"topics of run {run} cannot be described: {error.args[0].str()}") from error
+        doing = f"describing topics of run {run}"
+        raise denial(error.args[0], doing) or BrokerUnavailable(f"{doing}: {error.args[0].str()}") from error
+
+
+def _check_hidden(client: AdminClient, names: list[str]) -> None:
+    """Raise KafkaException if a topic is not absent but hidden from this client's user."""
+    for future in (client.describe_topics(TopicCollection(names)) if names else {}).values():
+        error = future.exception(_TIMEOUT_S)
+        if isinstance(error, KafkaException) and error.args[0].code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+            raise error

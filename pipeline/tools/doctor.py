@@ -1,0 +1,72 @@
+"""`rollstream doctor`: what a role sees of the brokers, as the user of these settings; each fault with its remedy.
+
+Changes nothing. Exit code 0 without faults, 1 with some, 2 if no broker lets it in.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.deployment.access_rules import USERS
+from rollstream.pipeline.doctor import cluster
+from rollstream.pipeline.doctor.findings import Finding, Level
+from rollstream.pipeline.doctor.permissions import check_permissions
+from rollstream.pipeline.text_tables import printable
+from rollstream.topics.errors import RollstreamError
+from rollstream.topics.kafka import clients
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream doctor`."""
+    set_handler(parser, examine, json=True, example="rollstream doctor --config run.toml --role env")
+    parser.add_argument(
+        "--role",
+        choices=USERS,
+        metavar="ROLE",
+        help="compare this user's permissions with those of a role, or of topics, audit or operate",
+    )
+
+
+def examine(config: RunConfig, args: argparse.Namespace) -> int:
+    """Show the findings."""
+    began = time.monotonic()
+    clients.check_broker(config.kafka)
+    address = config.kafka.client.get("bootstrap.servers", config.kafka.bootstrap_servers)
+    protocol = config.kafka.client.get("security.protocol", "PLAINTEXT")
+    text = f"{address} answers by {protocol} within {time.monotonic() - began:.2f} s"
+    findings = [Finding(check="brokers", level="ok", text=text)]
+    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        ("versions", lambda: cluster.check_versions(config)),
+        ("topics", lambda: cluster.check_topics(config)),
+        ("retention", lambda: cluster.check_retention(config)),
+        ("clock", lambda: cluster.check_clock(config)),
+    ]
+    if args.role:
+        checks.insert(1, ("permissions", lambda: check_permissions(config, args.role)))
+    for name, check in checks:
+        findings += _looked(name, check)
+    _show(findings, args)
+    return int(any(finding.level == "fault" for finding in findings))
+
+
+def _looked(name: str, check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    """Return what a check found. One that this user may not make is a note; permissions can always be looked at."""
+    try:
+        return list(check())
+    except RollstreamError as error:
+        level: Level = "fault" if name == "permissions" else "note"
+        return [Finding(check=name, level=level, text=f"not looked at: {error}")]
+
+
+def _show(findings: list[Finding], args: argparse.Namespace) -> None:
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+        return
+    for finding in findings:
+        print(printable(f"{finding.level:5}  {finding.check:11}  {finding.text}"))
+        if finding.remedy:
+            print(printable(f"{'':20}-> {finding.remedy}"))

@@ -1,0 +1,90 @@
+"""`rollstream doctor` on real brokers: it finds nothing where all is right, and each fault with its remedy."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
+
+from tests.support.command_line import answer_of
+from tests.support.runs import RealRun
+from tests.support.secured_broker import SecuredBroker, secured_broker
+
+RUN = "patient"
+ROLES = ("env", "learn", "group", "audit")
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredBroker]:
+    folder = tmp_path_factory.mktemp("doctor")
+    with secured_broker(folder / "broker") as broker:
+        for words in (("topics", "apply"), ("topics", "acls", "apply")):
+            assert answer_of(folder, *words, "--run", RUN, "-b", broker.open).returncode == 0
+        broker.add_users({f"{RUN}-{role}": "the password" for role in ROLES})
+        yield broker
+
+
+def examined(secured: SecuredBroker, folder: Path, user: str, role: str) -> tuple[int, list[dict[str, Any]]]:
+    """Exit code of the command, run as a user of the run, and what it finds."""
+    (folder / "password").write_text("the password")
+    client = {**secured.client(f"{RUN}-{user}", ""), "sasl.password": f"file:{folder / 'password'}"}
+    flags = [word for key, value in client.items() for word in ("-X", f"{key}={value}")]
+    answer = answer_of(folder, "doctor", "--json", "--role", role, "--run", RUN, *flags)
+    assert answer.returncode in (0, 1), answer.stderr
+    assert "the password" not in answer.stdout + answer.stderr
+    return answer.returncode, json.loads(answer.stdout)
+
+
+def faults(findings: list[dict[str, Any]]) -> list[str]:
+    return [finding["text"] for finding in findings if finding["level"] == "fault"]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_user_with_its_own_rules_has_no_fault(secured: SecuredBroker, tmp_path: Path, role: str) -> None:
+    code, findings = examined(secured, tmp_path, role, role)
+    assert (code, faults(findings)) == (0, [])
+    [permissions] = [finding for finding in findings if finding["check"] == "permissions"]
+    assert permissions["text"] == f"this user may do what {role} needs, and nothing else of the run"
+    assert [f["text"] for f in findings if f["check"] == "versions" and "brokers 4" in f["text"]]
+
+
+def test_a_user_in_the_place_of_another_lacks_rights_and_has_others(secured: SecuredBroker, tmp_path: Path) -> None:
+    code, findings = examined(secured, tmp_path, "env", "learn")
+    assert code == 1
+    text = "\n".join(faults(findings))
+    for part in (
+        "learn needs Write on topic patient.steps, and this user lacks it",
+        "learn needs Write on transactional id patient/learner, and this user lacks it",
+        "this user may Describe, Read, Write on topic patient.rollouts, which learn does not need",
+        "this user may Describe on group patient.labeller, which learn does not need",
+    ):
+        assert part in text
+    assert all(finding["remedy"] for finding in findings if finding["level"] == "fault")
+
+
+def test_a_topic_with_another_retention_or_none_at_all_is_a_fault(real_run: RealRun, tmp_path: Path) -> None:
+    address, run = real_run.kafka.bootstrap_servers, real_run.name
+
+    def doctor(*flags: str) -> tuple[int, str]:
+        answer = answer_of(tmp_path, "doctor", "--run", run, "-b", address, *flags)
+        return answer.returncode, answer.stdout
+
+    code, text = doctor()
+    assert code == 1
+    assert f"topic {run}.rollouts is missing" in text
+    assert "-> rollstream topics apply" in text
+    real_run.prepare()
+    code, text = doctor("--set", f"topics.partitions={real_run.topics.partitions}")
+    assert code == 0, text
+    entry = ConfigEntry("retention.ms", "7200000", incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ResourceType.TOPIC, f"{run}.rollouts", incremental_configs=[entry])
+    admin = AdminClient({"bootstrap.servers": address})
+    for future in admin.incremental_alter_configs([resource]).values():
+        future.result(60)
+    code, text = doctor("--set", f"topics.partitions={real_run.topics.partitions}")
+    assert code == 1
+    assert f"{run}.rollouts keeps records for 2.0 h" in text
+    code, text = doctor("--role", "env", "--set", f"topics.partitions={real_run.topics.partitions}")
+    assert "this user may do everything" in text
