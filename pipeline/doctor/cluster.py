@@ -4,23 +4,21 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import version
 
-from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException, TopicPartition, libversion
-
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.doctor.findings import Finding
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import ConfigurationError, RollstreamError
-from rollstream.topics.kafka import clients, granted, provisioning, topic_admin
+from rollstream.topics.kafka import granted, provisioning, topic_admin
+from rollstream.topics.kafka.waiting_records import oldest_age_s
 
 _OLDEST_BROKER = (4, 0)
 _SKEW_S = 5.0
 """Difference of clocks beyond which stream time of grouping and times in logs mislead."""
-_WAIT_S = 20.0
 
 
 def check_versions(config: RunConfig) -> Iterator[Finding]:
     """Yield the versions of client and broker."""
-    ours = f"rollstream {version('rollstream')}, librdkafka {libversion()[0]}"
+    ours = f"rollstream {version('rollstream')}, librdkafka {granted.client_version()}"
     try:
         broker = granted.broker_version(config.kafka)
     except ConfigurationError:
@@ -66,8 +64,8 @@ def check_retention(config: RunConfig) -> Iterator[Finding]:
         yield Finding(check="retention", level="ok", text=f"{topic} keeps its records for ever, or does not say")
         return
     try:
-        age_s = _age_at_position(config, topic)
-    except KafkaException as error:
+        age_s = oldest_age_s(config.kafka, config.grouper.group_id(config.run))
+    except RollstreamError as error:
         age_s = None
         yield Finding(check="retention", level="note", text=f"the position of grouping cannot be seen: {error}")
     where = "" if age_s is None else f", and grouping stands at a record that is {age_s / 3600:.1f} h old"
@@ -100,25 +98,3 @@ def check_clock(config: RunConfig) -> Iterator[Finding]:
         ),
         remedy="let NTP set the clocks of this machine and of the brokers" if skewed else "",
     )
-
-
-def _age_at_position(config: RunConfig, topic: str) -> float | None:
-    """Return the age in seconds of the oldest record at which grouping stands; None if it has read all of them."""
-    group, client = config.grouper.group_id(config.run), clients.admin(config.kafka)
-    answer = client.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])[group].result(_WAIT_S)
-    places = [TopicPartition(p.topic, p.partition, p.offset) for p in answer.topic_partitions if p.offset >= 0]
-    reader, ages, waiting = clients.reader(config.kafka), [], len(places)
-    deadline = time.monotonic() + _WAIT_S
-    try:
-        reader.assign(places)
-        while waiting and time.monotonic() < deadline:
-            message = reader.poll(0.5)
-            if message is None:
-                continue
-            waiting -= 1
-            if message.error() is None:
-                ages.append(time.time() - message.timestamp()[1] / 1000)
-                reader.pause([TopicPartition(str(message.topic()), int(message.partition() or 0))])
-    finally:
-        reader.close()
-    return max(ages, default=None)

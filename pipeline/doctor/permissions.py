@@ -107,7 +107,6 @@ def _transactional_ids(config: RunConfig, rules: tuple[AccessRule, ...], role: s
 
 
 def _of_cluster(config: RunConfig, role: str) -> Iterator[Finding]:
-    # Whoever may describe anything may describe the cluster's brokers; the right to see rules is another.
     beyond = granted.cluster_operations(config.kafka)
     if beyond:
         yield Finding(

@@ -60,7 +60,7 @@ def explain(config: KafkaConfig, errors: Sequence[KafkaError]) -> RollstreamErro
     """Return the error that fits what a client reported, and what the first address that can be reached does."""
     address = config.client.get("bootstrap.servers", config.bootstrap_servers)
     protocol = config.client.get("security.protocol", "PLAINTEXT").upper()
-    said = " ".join(error.str() for error in errors)
+    reported = " ".join(error.str() for error in errors)
     for error in errors:
         if error.code() == KafkaError._AUTHENTICATION:
             user = config.client.get("sasl.username", "")
@@ -70,13 +70,13 @@ def explain(config: KafkaConfig, errors: Sequence[KafkaError]) -> RollstreamErro
                 "sasl.password and sasl.mechanism in kafka.client"
             )
     if protocol.endswith("SSL"):
-        return _of_tls(config, address, said) or _absent(address, errors)
+        return _of_tls(config, address, reported) or _absent(address, errors)
     if any(_speaks_tls(*place) for place in _places(address)):
         return AccessDenied(
             f"the brokers at {address} speak TLS, and security.protocol in kafka.client is {protocol}; set it to SSL "
             "or SASL_SSL, and ssl.ca.location to the certificate of their authority"
         )
-    if any(_listens(*place) for place in _places(address)) and "refused" not in said:
+    if any(_listens(*place) for place in _places(address)) and "refused" not in reported:
         return BrokerUnavailable(
             f"{address} takes connections and does not answer as a broker; it may be starting, or want SASL "
             "(security.protocol in kafka.client), or be no Kafka broker"
@@ -84,8 +84,8 @@ def explain(config: KafkaConfig, errors: Sequence[KafkaError]) -> RollstreamErro
     return _absent(address, errors)
 
 
-def _of_tls(config: KafkaConfig, address: str, said: str) -> RollstreamError | None:
-    if "PLAINTEXT broker listener" in said:
+def _of_tls(config: KafkaConfig, address: str, reported: str) -> RollstreamError | None:
+    if "PLAINTEXT broker listener" in reported:
         return AccessDenied(
             f"the brokers at {address} speak no TLS there, and security.protocol in kafka.client wants it; give the "
             "address of their TLS listener, or remove the key"
@@ -97,12 +97,12 @@ def _of_tls(config: KafkaConfig, address: str, said: str) -> RollstreamError | N
                 f"the certificate of the broker {place[0]}:{place[1]} is not accepted: {fault}; check ssl.ca.location "
                 "in kafka.client, and the broker's certificate"
             )
-    if any(alert in said for alert in _REFUSES_CERTIFICATE):
+    if any(alert in reported for alert in _REFUSES_CERTIFICATE):
         return AccessDenied(
             f"the brokers at {address} refuse this client's certificate; check that it is in date and signed by an "
             "authority that they trust (ssl.certificate.location in kafka.client)"
         )
-    if any(alert in said for alert in _WANTS_CERTIFICATE):
+    if any(alert in reported for alert in _WANTS_CERTIFICATE):
         return AccessDenied(
             f"the brokers at {address} want a certificate of this client; set ssl.certificate.location and "
             "ssl.key.location in kafka.client"
@@ -130,12 +130,12 @@ def _core(error: KafkaError) -> str:
 
 
 def _places(addresses: str) -> list[tuple[str, int]]:
-    found = []
+    places = []
     for address in addresses.split(","):
         host, _, port = address.strip().rpartition("://")[2].rpartition(":")
         if host and port.isdecimal():
-            found.append((host.strip("[]"), int(port)))
-    return found
+            places.append((host.strip("[]"), int(port)))
+    return places
 
 
 def _listens(host: str, port: int) -> bool:

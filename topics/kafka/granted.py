@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException, TopicCollection
+from confluent_kafka import KafkaError, KafkaException, TopicCollection, libversion
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
@@ -67,6 +67,11 @@ def writable_ids(kafka: KafkaConfig, ids: Iterable[str]) -> dict[str, bool]:
 
 async def _sent(client: Any, request: Any) -> Any:
     return await client._manager.send(request)
+
+
+def client_version() -> str:
+    """Return the version of librdkafka."""
+    return libversion()[0]
 
 
 def broker_version(kafka: KafkaConfig) -> str:
