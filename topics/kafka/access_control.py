@@ -61,6 +61,8 @@ def entries(kafka: KafkaConfig) -> list[AccessEntry]:
     from confluent_kafka.admin._resource import ResourcePatternType
     from confluent_kafka.admin._resource import ResourceType as Kind
 
+    # The client hides why it gets no answer.
+    clients.check_broker(kafka)
     client = clients.admin(kafka)
     any_text: Any = None
     every = AclBindingFilter(
