@@ -4,76 +4,20 @@ Dashboards, alert rules and a table of the docs are made from it. An entry says 
 `metrics` is served; a name with neither an entry nor a reason in `NOT_SERVED` fails tests.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
 
-Kind = Literal["gauge", "counter", "histogram"]
-PREFIX = "rollstream_"
+from rollstream.topics.metric_specs import PREFIX as PREFIX
+from rollstream.topics.metric_specs import Kind as Kind
+from rollstream.topics.metric_specs import MetricSpec as MetricSpec
+from rollstream.topics.metric_specs import metric_rows as _rows
+from rollstream.topics.metric_specs import time_of_change as _changed
+
 COMMON = ("run", "process")
 """Labels of every metric at a service port: the run, and the process within it, such as group-0."""
 SUBJECTS = ("partition", "environment")
 """Labels of the records of topic `metrics` that name what the record is about."""
 LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 """Upper bounds of the buckets of histograms."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricSpec:
-    """One served metric."""
-
-    name: str
-    """Name as Prometheus has it; of counters with `_total`."""
-    roles: tuple[str, ...]
-    """Roles that serve it."""
-    help: str
-    kind: Kind = "gauge"
-    unit: str = ""
-    """seconds, bytes, rollouts, ...; empty for numbers without one."""
-    labels: tuple[str, ...] = ()
-    """Labels beside `COMMON`."""
-    source: str = ""
-    """Name on topic `metrics`; `left_out/*` serves each name that begins so, with the rest as value of the last label.
-    Empty: the code sets it by the served name."""
-    when: str = ""
-    """When it is served, if not always."""
-    change: bool = False
-    """Whether it is the time, in seconds since the Unix epoch, at which the source last changed its value."""
-
-
-def _rows(
-    role: str,
-    prefix: str,
-    rows: Mapping[str, str],
-    *,
-    labels: tuple[str, ...] = (),
-    when: str = "",
-    units: Mapping[str, str] | None = None,
-    names: Mapping[str, str] | None = None,
-) -> Iterator[MetricSpec]:
-    """Metrics served as `rollstream_{prefix}_{source}`, or with `names`; what ends in `_total` is a counter."""
-    for source, meaning in rows.items():
-        words = (names or {}).get(source, source.replace("/", "_").removesuffix("_*"))
-        yield MetricSpec(
-            name=f"{PREFIX}{prefix}_{words}",
-            roles=(role,),
-            help=meaning,
-            kind="counter" if words.endswith("_total") else "gauge",
-            unit=(units or {}).get(source, _unit(words)),
-            labels=labels,
-            source=source,
-            when=when,
-        )
-
-
-def _unit(words: str) -> str:
-    parts = words.removesuffix("_total").split("_")
-    return next((unit for unit in ("seconds", "bytes", "tokens", "rollouts") if unit in parts), "")
-
-
-def _changed(role: str, name: str, source: str, meaning: str) -> MetricSpec:
-    return MetricSpec(name=PREFIX + name, roles=(role,), help=meaning, unit="seconds", source=source, change=True)
-
 
 SERVING_ROLES = (
     "run",
@@ -279,11 +223,15 @@ _LEARNING = (
             "off_policy/staleness": "Mean age of the rollouts trained on.",
             "off_policy/reused": "Share of them that had been trained on before.",
             "perf/throughput": "Tokens a second, over everything.",
+            "perf/device_throughput": "The same of each device.",
+            "perf/device_flops": "Arithmetic a second that the model needs of each device, without attention's scores.",
         },
         when="a step was trained",
         units={
             "off_policy/staleness": "steps",
             "perf/throughput": "tokens per second",
+            "perf/device_throughput": "tokens per second",
+            "perf/device_flops": "operations per second",
             "trained/completions/mean_length": "tokens",
         },
     ),
@@ -316,6 +264,15 @@ _LEARNING = (
         {"warm_start/*": "A metric of the last update of the warm start."},
         labels=("measure",),
         when="the learner began with a warm start",
+    ),
+    *_rows(
+        "learn",
+        "learner",
+        {
+            "replay/difference": "Relative difference of the newest step, executed again, from its record.",
+            "perf/mfu": "Share of the stated peak of each device that this arithmetic is.",
+        },
+        when="the step has other bits than on record, or the device states a peak",
     ),
     *_rows(
         "learn",

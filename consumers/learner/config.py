@@ -162,6 +162,12 @@ class LearnerConfig:
     """host:port at which the lead coordinates them; if it is empty a supervised run chooses a free port."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """Mesh of the devices."""
+    compile_cache: str = ""
+    """Directory of compiled programs, which a learner that starts again on the same software and devices reads instead
+    of compiling; empty: cache/jax in data_dir. JAX_COMPILATION_CACHE_DIR in the environment takes precedence."""
+    replay_tolerance: float = -1.0
+    """Largest relative difference of loss, entropy and gradient norm by which a step executed again may differ from its
+    record under the same settings; 0: it must have the same bits; negative: 0.001 on GPUs, 0 elsewhere."""
     threads: int = 2
     """CPU threads of XLA (NPROC), set before JAX is imported; another number changes the last bits of results."""
     model: DecoderConfig = field(default_factory=DecoderConfig)

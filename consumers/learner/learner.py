@@ -29,10 +29,11 @@ from rollstream.consumers.learner.records.metric_sinks import MetricSinks, open_
 from rollstream.consumers.learner.records.recording_thread import RecordingThread
 from rollstream.consumers.learner.records.snapshot import snapshot
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
-from rollstream.consumers.learner.reproducibility import fingerprint
+from rollstream.consumers.learner.reproducibility import fingerprint, replay_tolerance
 from rollstream.consumers.learner.startup import Example, begin, load_reference, load_teacher
 from rollstream.consumers.learner.step_rules import NEWEST, StepRules, rules_of
 from rollstream.consumers.learner.training.logprob_mismatch import mismatch_warning
+from rollstream.consumers.learner.training.throughput import throughput_metrics
 from rollstream.consumers.learner.training.train_step import Metrics, Params
 from rollstream.consumers.learner.training.train_steps import TrainSteps
 from rollstream.consumers.models.config import manifest_model
@@ -149,6 +150,7 @@ class _Learner:
         self._teacher = load_teacher(self._train_step)
         if self._recorder is not None and restored is not None:
             self._recorder.same_bits = not self._changed_since(restored.fingerprint)
+            self._recorder.tolerance = self._tolerance_since(restored.fingerprint)
             self._recorder.resend(self._position.recent_steps)
         self._share_rules()
         step = int(self._state.step)
@@ -256,7 +258,7 @@ class _Learner:
         metrics |= {
             "off_policy/staleness": sum(plan.lags) / max(len(plan.lags), 1),
             "off_policy/reused": reused_share(uses),
-            "perf/throughput": metrics["packing/tokens"] / (ended - self._ended),
+            **throughput_metrics(self._config, metrics["packing/tokens"], ended - self._ended),
             "time/step": trained_s,
             "time/wait_for_batch": self._waited_s,
             "time/load": loaded.load_s,
@@ -424,6 +426,11 @@ class _Learner:
         if changed:
             event(logger, "environment_changed", level=logging.WARNING, changed=changed)
         return bool(changed) and not changed.keys() & {"configuration", "code"}
+
+    def _tolerance_since(self, saved: dict[str, str]) -> float:
+        """Tolerance for steps executed again; 0 after a change of settings or code, which are no matter of rounding."""
+        same = all(saved.get(name) == self._fingerprint.get(name) for name in ("configuration", "code"))
+        return replay_tolerance(self._config) if same else 0.0
 
     def _checkpoint(self) -> None:
         """Start to save a checkpoint of what is on record; recent steps count from it."""

@@ -3,6 +3,7 @@
 Imports JAX only within `fingerprint`.
 """
 
+import importlib.util
 import os
 import platform
 import re
@@ -17,6 +18,11 @@ _CACHE_FROM_S = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 _NO_YNN = "--xla_cpu_experimental_ynn_fusion_type="
 """Turns YNN's CPU kernels off: they can hang (jax-ml/jax#39257), and slow a step from 25 to 35 ms."""
 _YNN_SINCE = (0, 10, 1)
+_GPU_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm60_plugin", "jax_rocm7_plugin")
+_DETERMINISTIC = {"--xla_gpu_deterministic_ops=": "true", "--xla_gpu_autotune_level=": "0"}
+"""Operations of GPUs that give the same bits, and the same kernels at every start: timings do not choose them."""
+GPU_TOLERANCE = 1e-3
+"""Default of `learner.replay_tolerance` on GPUs: kernels outside of XLA may add in any order."""
 
 
 def prepare_environment(config: LearnerConfig) -> None:
@@ -34,8 +40,12 @@ def prepare_environment(config: LearnerConfig) -> None:
     os.environ.setdefault(_CACHE_FROM_S, "0.2")
     flags = os.environ.get("XLA_FLAGS", "")
     # An unknown flag would end the process.
-    if _version("jaxlib") >= _YNN_SINCE and "ynn_fusion_type" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {_NO_YNN}".strip()
+    more = [_NO_YNN] if _version("jaxlib") >= _YNN_SINCE else []
+    if _expects_gpu():
+        more += [name + value for name, value in _DETERMINISTIC.items()]
+    more = [flag for flag in more if flag.partition("=")[0] not in flags]
+    if more:
+        os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *more])
 
 
 def fingerprint(config: LearnerConfig) -> dict[str, str]:
@@ -58,6 +68,22 @@ def fingerprint(config: LearnerConfig) -> dict[str, str]:
     }
 
 
+def replay_tolerance(config: LearnerConfig) -> float:
+    """The tolerance for steps executed again on the present devices; 0 if they must have the same bits."""
+    import jax
+
+    if config.replay_tolerance >= 0:
+        return config.replay_tolerance
+    return GPU_TOLERANCE if jax.default_backend() == "gpu" else 0.0
+
+
+def _expects_gpu() -> bool:
+    """Whether JAX, which is not to be imported yet, has a plug-in for GPUs that it may use."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    wanted = not platforms or any(name in platforms for name in ("gpu", "cuda", "rocm"))
+    return wanted and any(importlib.util.find_spec(name) for name in _GPU_PLUGINS)
+
+
 def _training_settings(config: LearnerConfig) -> dict[str, object]:
     """The settings that change what a step computes, by name."""
     settings = asdict(config)
@@ -73,6 +99,8 @@ def _training_settings(config: LearnerConfig) -> dict[str, object]:
         "processes",
         "coordinator",
         "mesh",
+        "replay_tolerance",
+        "compile_cache",
     ):
         del settings[name]
     return settings

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from pathlib import Path
 
 from rollstream.pipeline import interruption
 from rollstream.pipeline.config import RunConfig
@@ -21,12 +22,12 @@ def require_jax() -> None:
 
 
 def prepare_jax(config: RunConfig) -> None:
-    """Check that JAX is installed, set its compile cache below data_dir and the number of its CPU threads."""
+    """Check that JAX is installed, set its compile cache and the number of its CPU threads."""
     from rollstream.consumers.learner.reproducibility import prepare_environment
 
     require_jax()
     interruption.never_raise()
-    cache = config.data_dir.resolve() / "cache" / "jax"
+    cache = Path(config.learner.compile_cache or config.data_dir / "cache" / "jax").resolve()
     cache.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault(CACHE_VARIABLE, str(cache))
     # By default only what took a second is kept; a learner's start compiles dozens of smaller functions.

@@ -52,8 +52,9 @@ def text_of(fit: "CompilationFit") -> str:
         (
             f"{fit.devices} x {fit.device} on {hosts}, {mesh}; {fit.parameters / 1e6:,.1f} million parameters",
             table(("function", "compiled in s", "arguments GiB", "temporaries GiB", "peak GiB"), rows),
-            f"each device keeps {_gib(fit.state_bytes)} GiB of parameters and optimizer and holds at most "
-            f"{_gib(fit.peak_bytes)} GiB {have}",
+            f"each device keeps {_gib(fit.state_bytes)} GiB of parameters and optimizer, copies "
+            f"{_gib(fit.checkpoint_bytes)} GiB for a checkpoint and {_gib(fit.snapshot_bytes)} GiB to publish,",
+            f"and holds at most {_gib(fit.peak_bytes)} GiB {have}",
         )
     )
 

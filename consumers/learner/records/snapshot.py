@@ -16,7 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from numpy.typing import NDArray
 
 _AHEAD = 2
-"""Tensors whose copies are under way while the host takes one: that many are twice on the devices."""
+"""Tensors whose copies are under way while the host takes one."""
+HELD = _AHEAD + 1
+"""Tensors that are whole on each device at a time, beside the parameters."""
 
 
 def snapshot(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.pretrained import published_dtype
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
+from rollstream.consumers.learner.records.replay_comparison import difference_from
 from rollstream.consumers.learner.step_rules import NEWEST, StepRules
 from rollstream.consumers.learner.training.user_objectives import code_of
 from rollstream.consumers.step_log import StepLog, read_steps
@@ -19,10 +20,9 @@ from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.conversion import converted
 from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests
 from rollstream.consumers.weights.shard_barrier import Channel
-from rollstream.topics.batch_uses import names_of, rows_of
+from rollstream.topics.batch_uses import rows_of
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import StateRefused
 from rollstream.topics.logs import event
 from rollstream.topics.params_checksum import CHECKSUM
 from rollstream.topics.params_digest import digest_as
@@ -69,6 +69,8 @@ class StepRecorder(Closing):
         self._made = -1
         self.same_bits = True
         """Whether steps executed again must have the digests on record; not on other hardware."""
+        self.tolerance = 0.0
+        """Largest difference of a step executed again from its record where bits cannot be had."""
 
     @property
     def last_recorded(self) -> int:
@@ -135,12 +137,14 @@ class StepRecorder(Closing):
         """Commit the record of a step just made, together with a new policy version if one is due.
 
         `rules`, `oldest` and `stream_time_ms` are as in `StepPlan`. Raises StateRefused if the step is on record and
-        differs.
+        differs by more than the tolerance; a smaller difference is on record as `replay/difference`.
         """
         started, again = time.monotonic(), step in self._recorded
         began_ns = time.time_ns() - int(metrics.get("time/step", 0.0) * 1e9)
         digest = self._as_recorded(step, params)
-        self._compare(step, digest, uses)
+        difference = self._compare(step, digest, uses, metrics)
+        if difference:
+            metrics = {**metrics, "replay/difference": difference}
         manifest = self._publisher.published(step, digest)
         staged: PolicyManifest | None = None
         if manifest is not None:
@@ -239,18 +243,25 @@ class StepRecorder(Closing):
         self._compare(step, self._as_recorded(step, params), uses)
         self._skip(step)
 
-    def _compare(self, step: int, digest: str, uses: tuple[BatchUse, ...]) -> None:
+    def _compare(
+        self, step: int, digest: str, uses: tuple[BatchUse, ...], metrics: Mapping[str, float] | None = None
+    ) -> float:
+        """Return the difference from the record, 0 for the same bits or if there is none. Raises StateRefused."""
         recorded = self._recorded.get(step)
-        if recorded is None or (recorded.params_digest, recorded.uses) == (digest, uses):
-            return
-        if recorded.uses == uses and not self.same_bits:
-            event(logger, "step_differs", level=logging.WARNING, step=step, recorded=recorded.params_digest, now=digest)
-            return
-        raise StateRefused(
-            f"step {step} of learner {self._config.name!r}, executed again, gives parameters {digest[:16]} from "
-            f"batches {names_of(uses)}; on record are {recorded.params_digest[:16]} from {names_of(recorded.uses)}. "
-            "Restore the settings, software and thread count of the first execution, or give another learner.name"
-        )
+        if recorded is None:
+            return 0.0
+        difference = difference_from(recorded, digest, uses, metrics or {}, self.same_bits, self.tolerance)
+        if recorded.params_digest != digest:
+            event(
+                logger,
+                "step_differs",
+                level=logging.WARNING,
+                step=step,
+                recorded=recorded.params_digest,
+                now=digest,
+                difference=difference,
+            )
+        return difference
 
     def close(self) -> None:
         """Close both producers."""

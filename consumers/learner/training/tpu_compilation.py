@@ -58,8 +58,12 @@ class CompilationFit:
     """Number of parameters of the model."""
     state_bytes: int
     """Size of the parameters and the optimizer's state."""
+    checkpoint_bytes: int
+    """Size of the copy of the state that is held while a checkpoint is written and training goes on."""
+    snapshot_bytes: int
+    """Size of the whole tensors held while a version is copied to the hosts, between two steps."""
     peak_bytes: int
-    """Peak memory: that of a function and of the arrays held beside it."""
+    """Peak memory: that of a function or a snapshot, and of the arrays held beside it."""
     hbm_bytes: int | None
     """Memory of a device, None if it is unknown."""
     functions: tuple[CompiledFunction, ...]
@@ -97,17 +101,24 @@ def compile_for(config: LearnerConfig, topology: str, *, quick: bool = True) -> 
     params, everything = _held_bytes(state.params), _held_bytes(state)
     frozen = params if config.reference not in ("", "carried") else 0
     frozen += _held_bytes(step.teacher.abstract_params) if step.teacher else 0
-    # The state of the optimizer is held beside the gradient functions, a reference beside all functions.
+    hosts = {device.process_index for device in devices}
+    snapshot = _snapshot_bytes(config, state.params, whole=len(hosts) > 1)
+    # The state of the optimizer is held beside the gradient functions, a reference and the copy of the state that a
+    # checkpoint is written from beside all functions.
     beside = {function.name: 0 if function.name == "update" else everything - params for function in functions}
     kind = devices[0].device_kind
     return CompilationFit(
         device=kind,
         devices=len(devices),
-        processes=len({device.process_index for device in devices}),
+        processes=len(hosts),
         mesh=axis_sizes(step.mesh),
         parameters=sum(leaf.size for leaf in state.params.values()),
         state_bytes=everything,
-        peak_bytes=frozen + max(function.peak_bytes + beside[function.name] for function in functions),
+        checkpoint_bytes=everything,
+        snapshot_bytes=snapshot,
+        peak_bytes=frozen
+        + everything
+        + max(everything + snapshot, *(function.peak_bytes + beside[function.name] for function in functions)),
         hbm_bytes=HBM_GIB[kind] << 30 if kind in HBM_GIB else None,
         functions=functions,
     )
@@ -142,6 +153,21 @@ def _attention(config: LearnerConfig) -> Any:
     lengths = (config.sequence_length, *config.length_buckets)
     kernel = config.sequence_length > PLAIN_TOKENS and not any(length % 128 for length in lengths)
     return "splash" if config.attention == "auto" and kernel else config.attention
+
+
+def _snapshot_bytes(config: LearnerConfig, params: dict[str, Any], *, whole: bool) -> int:
+    """Bytes of the largest tensors that a snapshot holds on each device, in the dtype they are published in.
+
+    They are `whole` where several hosts share them.
+    """
+    import numpy as np
+
+    from rollstream.consumers.learner.pretrained import published_dtype
+    from rollstream.consumers.learner.records.snapshot import HELD
+
+    itemsize = 2 if published_dtype(config) == "bfloat16" else 4
+    sizes = (leaf.size if whole else leaf.sharding.shard_shape(leaf.shape) for leaf in params.values())
+    return sum(sorted(int(np.prod(size)) * itemsize for size in sizes)[-HELD:])
 
 
 def _held_bytes(abstract: Any) -> int:

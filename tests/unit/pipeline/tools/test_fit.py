@@ -67,7 +67,12 @@ def test_a_half_billion_class_step_compiles_for_a_slice_and_for_several_hosts(
     # Parameters and both moments in float32, each device its share but for the norms and biases.
     share = 12 * fit["parameters"] / (mesh["fsdp"] * mesh["tensor"])
     assert share <= fit["state_bytes"] < 1.01 * share
-    assert fit["state_bytes"] < fit["peak_bytes"] < fit["hbm_bytes"] == 16 << 30
+    # A checkpoint is written from a copy of all that, while the next gradient is computed.
+    assert fit["checkpoint_bytes"] == fit["state_bytes"]
+    gradient = max(function["peak_bytes"] for function in fit["functions"])
+    assert fit["state_bytes"] + gradient < fit["peak_bytes"] < fit["hbm_bytes"] == 16 << 30
+    # The embedding and the two next largest tensors, whole, as they are published.
+    assert fit["snapshot_bytes"] == 2 * (151936 * 896 + 2 * 4864 * 896)
     assert fit["fits"]
 
 
@@ -106,6 +111,8 @@ def test_a_learner_that_does_not_fit_is_reported() -> None:
         mesh={"data": 8, "fsdp": 1, "tensor": 1},
         parameters=10**9,
         state_bytes=12 * gib,
+        checkpoint_bytes=12 * gib,
+        snapshot_bytes=gib,
         peak_bytes=24 * gib,
         hbm_bytes=16 * gib,
         functions=(function,),
@@ -113,4 +120,5 @@ def test_a_learner_that_does_not_fit_is_reported() -> None:
     assert found.fits is False
     text = text_of(found)
     assert "8 x TPU v5 lite on 2 hosts, data 8 x fsdp 1 x tensor 1; 1,000.0 million parameters" in text
+    assert "copies 12.00 GiB for a checkpoint and 1.00 GiB to publish" in text
     assert "holds at most 24.00 GiB of 16.00 GiB: it does not fit" in text

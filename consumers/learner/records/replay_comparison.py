@@ -1,0 +1,58 @@
+"""Compares a step executed again with its record: by bits, or within a tolerance where bits cannot be had.
+
+The record keeps a digest of the parameters, which says nothing about the size of a difference: measures do.
+"""
+
+import math
+import sys
+from collections.abc import Mapping
+
+from rollstream.topics.batch_uses import names_of
+from rollstream.topics.errors import StateRefused
+from rollstream.topics.records import BatchUse, LearnerStep
+
+MEASURES = ("loss", "entropy/mean", "optim/grad_norm")
+"""Metrics of a step that are compared."""
+_LEAST = 1e-3
+"""Absolute values below which differences are not relative: losses are about 0."""
+
+
+def difference_from(
+    recorded: LearnerStep,
+    digest: str,
+    uses: tuple[BatchUse, ...],
+    metrics: Mapping[str, float],
+    same_bits: bool,
+    tolerance: float,
+) -> float:
+    """Return the relative difference of a step from its record: 0 for the same bits, more for others.
+
+    `same_bits` says whether the devices and the software are those of the record. Raises StateRefused for other
+    batches, and for other bits where they must be the same, unless the measures are within the tolerance.
+    """
+    if (recorded.params_digest, recorded.uses) == (digest, uses):
+        return 0.0
+    difference = replay_difference(recorded.metrics, metrics)
+    if recorded.uses == uses and (not same_bits or 0 < tolerance >= difference):
+        # Other bits may leave the measures as they were, and without measures there is no number.
+        return max(difference, sys.float_info.min) if math.isfinite(difference) else 0.0
+    raise StateRefused(
+        f"step {recorded.step} of learner {recorded.learner!r}, executed again, gives parameters {digest[:16]} from "
+        f"batches {names_of(uses)}; on record are {recorded.params_digest[:16]} from {names_of(recorded.uses)}. Loss, "
+        f"entropy or gradient norm differ by {difference:.3g} at a tolerance of {tolerance:g}. Restore the settings, "
+        "software and thread count of the first execution, or give another learner.name"
+    )
+
+
+def replay_difference(recorded: Mapping[str, float], again: Mapping[str, float]) -> float:
+    """Largest relative difference of the measures of a step and of the same step executed again.
+
+    Infinite if one of them is missing or not finite.
+    """
+    return max(_difference(recorded.get(name, math.nan), again.get(name, math.nan)) for name in MEASURES)
+
+
+def _difference(one: float, other: float) -> float:
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
+    return abs(one - other) / max(abs(one), abs(other), _LEAST)

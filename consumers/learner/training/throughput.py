@@ -1,0 +1,57 @@
+"""Speed of training: tokens a second of each device, and the share of its arithmetic that the model needs (MFU).
+
+Counts matrix products of parameters, as PaLM does (arXiv:2204.02311, appendix B), but not those within attention: a
+lower bound for long sequences. Activations that are computed again do not count.
+"""
+
+import jax
+
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.parameters import EMBEDDING, is_adapter, shapes
+
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+}
+"""Dense bfloat16 operations a second that the maker states, by JAX's name of the device."""
+
+
+def flops_per_token(model: DecoderConfig) -> float:
+    """Operations of a forward and a backward pass for one token.
+
+    Two for each value of a matrix forward, two for the gradient of its input, two for its own gradient; the last are
+    left out for parameters that adapters replace in training.
+    """
+    total = 0.0
+    for name, shape in shapes(model).items():
+        if len(shape) < 2 or (name == EMBEDDING and not model.tie_word_embeddings):
+            continue
+        trained = not model.lora.rank or is_adapter(name)
+        total += (6 if trained else 4) * shape[0] * shape[1]
+    return total
+
+
+def throughput_metrics(config: LearnerConfig, tokens: float, seconds: float) -> dict[str, float]:
+    """Metrics of a step of so many tokens, which took this time with all that belongs to it.
+
+    `perf/mfu` is left out for devices whose peak is not known, such as CPUs.
+    """
+    device = jax.devices()[0].device_kind
+    per_second = tokens / max(seconds, 1e-9)
+    per_device = per_second / jax.device_count()
+    flops = per_device * config.epochs * flops_per_token(config.model)
+    figures = {
+        "perf/throughput": per_second,
+        "perf/device_throughput": per_device,
+        "perf/device_flops": flops,
+    }
+    if device in PEAK_FLOPS:
+        figures["perf/mfu"] = flops / PEAK_FLOPS[device]
+    return figures
