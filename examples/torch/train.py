@@ -27,7 +27,7 @@ if saved["step"]:
 
 
 def published():
-    """What the sampler of docs/examples/produce.py reads: the logits after each token."""
+    """Return the logits after each token, which the sampler of docs/examples/produce.py reads."""
     with torch.no_grad():
         return {"logits": model(torch.arange(11)).numpy()}
 
