@@ -10,7 +10,6 @@ import pytest
 
 from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.pipeline.audit.ledger import ledger
-from rollstream.topics.kafka import provisioning
 from rollstream.topics.records import LearnerStep
 from tests.support.paths import ROOT
 from tests.support.runs import RealRun
@@ -60,7 +59,7 @@ class Trainer:
 def test_a_loop_of_torch_is_killed_and_resumed_and_trains_on_each_batch_once(real_run: RealRun) -> None:
     run = real_run
     run.topics, run.grouping = type(run.topics)(partitions=1), type(run.grouping)()
-    provisioning.apply(run.kafka, run.topics, run.name)
+    assert run.start("topics", "apply").wait(120) == 0
     run.start("group", "--ordinal", "0")
     trainer = Trainer(run)
     assert "continues after step 0" in trainer.runs(0), "it publishes version 0, and has no step to make"
