@@ -5,13 +5,16 @@ thousand half-sent requests would hold a server's memory and its file descriptor
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from rollstream.topics.errors import ConfigurationError
 
+logger = logging.getLogger(__name__)
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Type: text/plain\r\n"
     b"Content-Length: 21\r\n\r\ntoo many connections\n"
@@ -74,7 +77,7 @@ async def listen(
     app = web.Application(client_max_size=max_body_bytes, middlewares=[*middlewares, bounded])
     app.add_routes(routes)
     prepare(app)
-    runner = web.AppRunner(app, access_log=None, **options)
+    runner = web.AppRunner(app, access_log=None, logger=logger, **options)
     await runner.setup()
     try:
         await _Site(runner, host, port, connections, limits).start()
@@ -85,6 +88,17 @@ async def listen(
             "(0 takes a free one)"
         ) from error
     return BoundServer(runner, host)
+
+
+class _FailuresOfServer(logging.Filter):
+    """Passes what a server does wrong; aiohttp logs each malformed request as an error, with its traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = record.exc_info[0] if record.exc_info else None
+        return kind is None or not issubclass(kind, HttpProcessingError)
+
+
+logger.addFilter(_FailuresOfServer())
 
 
 class _Connection(asyncio.Protocol):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.faults.evidence import Decoded, Evidence, Raw, collect, decode
+from tests.faults.evidence import Decoded, Evidence, Raw, collect, decode, signed_by
 from tests.faults.findings import Audit, Batch
 from tests.faults.model import GIVEN, NotModelled, refold
 from tests.faults.purity import check_groups
@@ -28,6 +28,8 @@ _DIGESTED = (
 _DIGESTED_SINCE_5 = ("weight_steps", "timestamps", "token_arrays")
 
 
+_LONGEST_NAME = 512
+"""Longer names are cut in the journal."""
 READABLE_BYTES = 8 * 1024 * 1024
 """Values up to the record limit can always be read."""
 
@@ -79,7 +81,7 @@ def judge(evidence: Evidence) -> Audit:
         _check_places(number, records, own, journal, dead[number], result)
         _check_counts(number, records, journal, result)
         try:
-            check_groups(records, own, _configurations(records, journal), result)
+            check_groups(records, own, _configurations(number, records, journal), result)
         except NotModelled as reason:
             result.not_modelled[number] = str(reason)
             continue
@@ -340,10 +342,15 @@ def _check_counts(number: int, records: list[Raw], journal: _Journal, result: Au
     for raw in records:
         fate = journal.finished.get(raw.offset)
         record = decode(raw.value)
-        if fate not in ("batched", "dropped") or record is None or record.name != "Rollout":
+        if fate not in ("batched", "dropped") or record is None:
             continue
         reason = journal.drops.get(raw.offset)
-        sums = true[record["environment"], fate if reason is None else f"{fate}:{reason}"]
+        if record.name != "Rollout":
+            # Other records that are dropped count as one each; only a cancellation is of an environment.
+            environment = record["environment"] if record.name == "GroupCancelled" else ""
+            true[_short(environment), f"{fate}:{reason}"][0] += 1
+            continue
+        sums = true[_short(record["environment"]), fate if reason is None else f"{fate}:{reason}"]
         length, reward = int(np.count_nonzero(record["loss_mask"])), record["reward"]
         # An invalid record may hold values that are no numbers.
         measured = [0.0] * 4 if reason == "invalid" else [length, length * length, reward, reward * reward]
@@ -361,20 +368,31 @@ def _check_counts(number: int, records: list[Raw], journal: _Journal, result: Au
             result.found("conservation", f"journal[{number}] counts of {key} (there, due): {sums_of}")
 
 
+def _short(name: str) -> str:
+    """A name as the journal has it: longer ones are cut, with a mark for it."""
+    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"
+
+
 # ---------------------------------------------------------------------- refold
 
 
-def _configurations(records: list[Raw], journal: _Journal) -> dict[int, dict[str, Any]]:
-    """Configurations by the offset from which they held: the first, and each mark's of a higher generation."""
+def _configurations(number: int, records: list[Raw], journal: _Journal) -> dict[int, dict[str, Any]]:
+    """Configurations by the offset from which they held: the first, and each mark's of a higher generation.
+
+    Where there are keys for marks, one of those in force must have signed the mark for this partition.
+    """
     found = {-1: journal.config}
     generation = journal.config.get("generation", 0)
+    keys = journal.config.get("mark_keys", ())
+    context = b"rollstream mark\0" + number.to_bytes(4, "big")
     for raw in records:
         mark = decode(raw.value)
         if raw.offset >= journal.position or mark is None or mark.name != "Mark" or mark["kind"] != "configuration":
             continue
-        if mark["generation"] > generation:
+        if mark["generation"] > generation and (not keys or signed_by(raw.value, keys, context)):
             generation = mark["generation"]
             found[raw.offset] = json.loads(mark["configuration"])
+            keys = found[raw.offset].get("mark_keys", ())
     return found
 
 

@@ -3,11 +3,12 @@
 Schemas come from the files under topics/schemas; frames, fingerprints and arrays are worked out here once more.
 """
 
+import contextlib
 import io
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -15,12 +16,16 @@ from typing import Any
 import fastavro
 import numpy as np
 from confluent_kafka import Consumer, KafkaError, TopicPartition
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from fastavro.schema import to_parsing_canonical_form
 
 from tests.support.paths import ROOT
 
 SCHEMAS = ROOT / "topics" / "schemas"
 TOPICS = ("rollouts", "batches", "batch-index", "journal", "dead-letters")
+_SIGNED, _SIGNED_BYTES = b"\xc3\x53", 66
+"""Behind a signed frame: two bytes, and a signature of 64."""
 _POLYNOMIAL = 0xC15D213AA4D7A795
 
 
@@ -127,7 +132,8 @@ def _read(consumer: Consumer, topic: str, timeout_s: float) -> Iterator[Raw]:
 
 
 def decode(value: bytes | None) -> Decoded | None:
-    """The record in an Avro single-object frame, with or without a registry's prefix; None for whatever is none."""
+    """The record in an Avro single-object frame, with or without a registry's prefix before and a signature behind it;
+    None for whatever is none."""
     if value is not None and value[:1] == b"\0" and value[5:7] == b"\xc3\x01":
         value = value[5:]
     if value is None or value[:2] != b"\xc3\x01" or value[2:10] not in _schemas():
@@ -135,12 +141,27 @@ def decode(value: bytes | None) -> Decoded | None:
     source, parsed = _schemas()[value[2:10]]
     stream = io.BytesIO(value[10:])
     try:
-        fields = fastavro.schemaless_reader(stream, parsed, None)
+        fields = _with_arrays(source, fastavro.schemaless_reader(stream, parsed, None))
     except Exception:  # bytes of unknown origin can fail anywhere in the parser
         return None
-    if stream.read(1):
+    rest = stream.read()
+    if rest and (len(rest), rest[:2]) != (_SIGNED_BYTES, _SIGNED):
         return None
-    return Decoded(source["name"], _with_arrays(source, fields))
+    return Decoded(source["name"], fields)
+
+
+def signed_by(value: bytes | None, keys: Iterable[str], context: bytes) -> bool:
+    """Whether one of these public keys (hexadecimal) signed a record for a use, by Ed25519 over context and frame."""
+    if value is None or value[-_SIGNED_BYTES:][:2] != _SIGNED:
+        return False
+    frame, signature = value[:-_SIGNED_BYTES], value[-64:]
+    if frame[:1] == b"\0" and frame[5:7] == b"\xc3\x01":
+        frame = frame[5:]
+    for key in keys:
+        with contextlib.suppress(InvalidSignature):
+            Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(signature, context + frame)
+            return True
+    return False
 
 
 @cache

@@ -61,6 +61,8 @@ class _Partition:
     def __init__(self, config: Mapping[str, Any], clock: int, given: Mapping[int, str]) -> None:
         if config["maker"] != "fifo" or config["max_age_s"] >= 0 or config["drop_superseded"]:
             raise NotModelled("another maker, an age limit or superseding")
+        if config.get("mark_keys") or config.get("environment_keys") or config.get("quotas"):
+            raise NotModelled("keys or quotas")
         self.config, self.clock, self.given = config, clock, given
         self.time = -1
         self.expected = Expected()

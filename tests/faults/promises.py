@@ -37,7 +37,7 @@ def assert_promises(run: RealRun, load: Load | None = None, *, modelled: bool = 
     result = in_both_forms(run)
     assert result.balanced, result.problems
     found = audit(run.kafka.bootstrap_servers, run.name)
-    assert found.findings == []
+    assert found.findings == [], found.findings[:5]
     assert not (modelled and found.not_modelled), found.not_modelled
     check = verify(run.kafka, run.name)
     assert check.mismatches == []

@@ -1,0 +1,161 @@
+"""A seeded flood of hostile records for `rollouts`: damaged encodings of sound records, sound records with senseless
+fields, records of other kinds, forged marks and bytes of no kind, with honest groups among them.
+"""
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from rollstream.topics.codec import encode
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import GroupCancelled, LearnerStep, Mark, NamedArray, Rollout, SamplingParams
+from tests.support.hostile import ODD, RECORDS, ROLLOUTS
+from tests.support.runs import rollout
+
+GROUP_SIZE = 4
+_EVERY = 50
+"""One record of so many is honest."""
+_NUMBERS = (0, 1, -1, 2, 2**31 - 1, -(2**31), 2**31, 2**62, 2**63 - 1, -(2**63))
+_FLOATS = (0.0, -0.0, 1.0, -1.0, 1e-320, 1e300, 1e6, math.nan, math.inf, -math.inf)
+_TEXTS = ("", "\0", '"', ODD, "x" * 600, "env", "../..", "a" * 40_000)
+
+
+class FloodRecord(NamedTuple):
+    """A record of the flood."""
+
+    key: bytes | None
+    value: bytes | None
+    honest: bool
+
+
+class Flood:
+    """So many records by one seed; the same seed gives the same records."""
+
+    def __init__(self, seed: int, records: int) -> None:
+        self._random = random.Random(seed)
+        self._records = records
+        self.honest: list[str] = []
+        """Uids of the honest rollouts written so far; all groups are whole at the end."""
+        self._sound = [encode(rollout(f"seed{n}", n % GROUP_SIZE, turns=())) for n in range(8)]
+        self._foreign = [encode(record) for records in RECORDS.values() for record in records]
+        self._odd = [encode(record) for record in ROLLOUTS if not isinstance(record, Mark)]
+        step = LearnerStep(
+            learner="l", step=1, input_run="r", uses=(), position=0, policy_version=0, params_digest="",
+            trained_total=0, skipped_total=0,
+        )  # fmt: skip
+        self._foreign.append(encode(step))
+
+    def __iter__(self) -> Iterator[FloodRecord]:
+        for number in range(self._records):
+            if number % _EVERY == 0:
+                yield self._honest()
+            else:
+                yield self._hostile()
+        while len(self.honest) % GROUP_SIZE:
+            yield self._honest()
+
+    def _honest(self) -> FloodRecord:
+        group, member = divmod(len(self.honest), GROUP_SIZE)
+        sound = rollout(f"honest{group}", member, environment="honest")
+        self.honest.append(sound.uid)
+        return FloodRecord(encode_key(sound.environment, sound.example_id), encode(sound), True)
+
+    def _hostile(self) -> FloodRecord:
+        if self._random.random() < 0.3:
+            # Under its own key, as some damage leaves it a sound rollout: of a group that is never whole, or repeated.
+            number = self._random.randrange(len(self._sound))
+            return FloodRecord(encode_key("env", f"seed{number}"), self._damaged(self._sound[number]), False)
+        return FloodRecord(self._key(), self._value(), False)
+
+    def _key(self) -> bytes | None:
+        return self._random.choice((None, b"", b"\xff", b'["env","x"]', b"[" * 100, self._random.randbytes(9)))
+
+    def _value(self) -> bytes | None:
+        kind = self._random.random()
+        if kind < 0.45:
+            return self._damaged(self._random.choice(self._sound))
+        if kind < 0.60:
+            return encode(self._senseless())
+        if kind < 0.70:
+            return encode(self._cancelled())
+        if kind < 0.80:
+            return encode(self._mark())
+        if kind < 0.88:
+            return self._damaged(self._random.choice(self._odd))
+        if kind < 0.93:
+            return self._random.choice(self._foreign)
+        if kind < 0.99:
+            return self._random.randbytes(self._random.choice((0, 1, 5, 60, 2000)))
+        return None
+
+    def _damaged(self, value: bytes) -> bytes:
+        data = bytearray(value)
+        for _ in range(self._random.randint(1, 3)):
+            at = self._random.randrange(len(data))
+            match self._random.randrange(4):
+                case 0:
+                    data[at] ^= 1 << self._random.randrange(8)
+                case 1:
+                    data[at:at] = self._random.randbytes(self._random.randint(1, 8))
+                case 2:
+                    del data[at + 1 : at + 1 + self._random.randint(1, 8)]
+                case _:
+                    data[at : at + 8] = b"\xff" * 8
+        return bytes(data)
+
+    def _senseless(self) -> Rollout:
+        choose = self._random.choice
+        changes = {
+            "uid": choose((*_TEXTS, f"u{self._random.randrange(1000)}")),
+            "reward": choose(_FLOATS),
+            "environment": choose((*_TEXTS, f"env{self._random.randrange(1000)}")),
+            "example_id": choose(_TEXTS),
+            "group_id": choose(("", "g", f"g{self._random.randrange(100)}", "x" * 600)),
+            "group_size": choose((0, 1, 2, 3, -1, 2**31 - 1)),
+            "policy_version": choose(_NUMBERS),
+            "lowest_version": choose(_NUMBERS),
+            "highest_version": choose(_NUMBERS),
+            "branch": choose((0, 1, -1, 2**31 - 1)),
+            "branches": choose((0, 1, 2, 2**31 - 1)),
+            "episode_uid": choose(_TEXTS),
+            "tokens": np.full(self._random.randrange(9), -1, "<i4"),
+            "loss_mask": np.ones(self._random.randrange(9), bool),
+            "logprobs": self._floats(),
+            "token_rewards": self._floats(),
+            "reward_components": {choose(_TEXTS): choose(_FLOATS)},
+            "token_arrays": {choose(_TEXTS): NamedArray(dtype=choose(("<f4", "O", "<U9")), shape=(2**31,), data=b"x")},
+            "sampling": SamplingParams(temperature=choose(_FLOATS), top_p=choose(_FLOATS)),
+        }
+        names = self._random.sample(sorted(changes), self._random.randint(1, 3))
+        return replace(rollout("hostile"), **{name: changes[name] for name in names})  # type: ignore[arg-type]
+
+    def _floats(self) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        # A float32 overflows to infinity here, as a producer's would.
+        with np.errstate(over="ignore"):
+            return np.full(self._random.randrange(9), self._random.choice(_FLOATS)).astype("<f4")
+
+    def _cancelled(self) -> GroupCancelled:
+        choose = self._random.choice
+        return GroupCancelled(
+            environment=choose((*_TEXTS, "honest")),
+            example_id=choose(_TEXTS),
+            policy_version=choose(_NUMBERS),
+            group_size=choose((0, 1, 4, -1, 2**31 - 1)),
+            uids=tuple(choose(_TEXTS) for _ in range(self._random.randrange(4))),
+        )
+
+    def _mark(self) -> Mark:
+        choose = self._random.choice
+        return Mark(
+            kind=choose(("policy_version", "deadline", "configuration", "drain")),
+            policy_version=choose(_NUMBERS),
+            generation=choose(_NUMBERS),
+            configuration=choose(
+                ("", "{", "[]", "null", '{"core_version": 99}', '{"exclude_environments": ["honest"]}')
+            ),
+            wall_time=choose(_FLOATS),
+        )
