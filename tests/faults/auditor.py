@@ -379,7 +379,7 @@ def _short(name: str) -> str:
 def _configurations(number: int, records: list[Raw], journal: _Journal) -> dict[int, dict[str, Any]]:
     """Configurations by the offset from which they held: the first, and each mark's of a higher generation.
 
-    Where there are keys for marks, one of those in force must have signed the mark for this partition.
+    If there are keys for marks, one of those in force must have signed the mark for this partition.
     """
     found = {-1: journal.config}
     generation = journal.config.get("generation", 0)
