@@ -5,8 +5,8 @@ or settings that contradict each other are errors that name the place of the set
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -372,18 +372,19 @@ def _fine_tuned(learner: LearnerConfig, origins: Mapping[Keys, Layer]) -> Learne
 
 def secret_references(config: RunConfig) -> dict[str, tuple[str, str]]:
     """Kind (env or file) and name of each secret of this configuration, by dotted key."""
-    keys = {
-        "worker.api_key": config.worker.api_key,
-        "inference.api_key": config.inference.api_key,
-        "gateway.api_key": config.gateway.api_key,
-        "serving.api_key": config.serving.api_key,
-        "labeling.judge.api_key": config.labeling.judge.api_key,
-        "ui.token": config.ui.token,
-        "kafka.registry.password": config.kafka.registry.password,
-    }
-    values = keys | {f"kafka.client.{key}": value for key, value in config.kafka.client.items()}
+    values = dict(_texts(config)) | {f"kafka.client.{key}": value for key, value in config.kafka.client.items()}
     references = {key: reference(value) for key, value in values.items() if is_secret(key)}
     return {key: parts for key, parts in references.items() if parts is not None}
+
+
+def _texts(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted key and the value of every setting of a section that is a text."""
+    for setting in fields(section):
+        value = getattr(section, setting.name)
+        if isinstance(value, str):
+            yield f"{prefix}{setting.name}", value
+        elif is_dataclass(value):
+            yield from _texts(value, f"{prefix}{setting.name}.")
 
 
 def secret_variables(config: RunConfig) -> frozenset[str]:

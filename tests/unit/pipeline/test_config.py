@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollstream.pipeline.config import RunConfig, load, to_toml
+from rollstream.pipeline.config import RunConfig, load, secret_references, to_toml
 from rollstream.pipeline.run import plan
 from rollstream.pipeline.run.plan import child_environment
 from rollstream.pipeline.settings import known_keys
@@ -301,6 +301,15 @@ def test_a_secret_is_kept_as_a_reference_to_its_variable_or_file(
     assert load(write(tmp_path, to_toml(config))) == config
     environment |= {"ROLLSTREAM_LEARNER__NAME": "other", "KAFKA_BOOTSTRAP_SERVERS": "h:1", "PATH": "/bin"}
     assert child_environment(config, environment).keys() == {"ROLLSTREAM_KAFKA__CLIENT__SASL_PASSWORD", "KEY", "PATH"}
+
+
+def test_every_setting_that_holds_a_secret_is_handed_on_to_the_processes_of_a_run() -> None:
+    """Walks the settings as their page lists them, so that a new one cannot be forgotten."""
+    names = [key for key in known_keys(RunConfig) if is_secret(key)]
+    assert {"grouper.signing_key", "kafka.signing_key", "gateway.api_key", "ui.token"} <= set(names)
+    named = {key: f"env:SECRET_{number}" for number, key in enumerate(names)}
+    config = load(environment={}, flags=[f"{key}={value}" for key, value in named.items()])
+    assert secret_references(config) == {key: ("env", value.removeprefix("env:")) for key, value in named.items()}
 
 
 def test_a_missing_secret_is_an_error_that_names_its_place(tmp_path: Path) -> None:
