@@ -165,7 +165,7 @@ def test_no_request_ends_or_hangs_a_server(real_run: RealRun, compiled: Path) ->
     )
     judged("infer", flood(inference, INFERENCE, REQUESTS, lambda: server.poll() is None), run.log_of(server))
     judged("ui", flood(page_url, paths, REQUESTS, lambda: page.poll() is None), run.log_of(page))
-    with gateway(run.kafka, run.name, inference, run.directory) as front:
+    with gateway(run.kafka, run.name, f"{inference}/v1", run.directory) as front:
         answers = flood(front.url, GATEWAY, REQUESTS, lambda: front.process.poll() is None)
         judged("gateway", answers, front.log.read_text())
 
