@@ -48,7 +48,8 @@ class RolloutProducer(RecordSender):
         self._trains = topic != "evals"
         self._takes_cancellations = topic == "rollouts"
         self._allow_filtered = allow_filtered_sampling
-        self._signer = signer_of(kafka.signing_key, "kafka.signing_key")
+        # Grouping never reads evaluations, so nothing checks a signature of theirs.
+        self._signer = signer_of(kafka.signing_key, "kafka.signing_key") if self._trains else None
         self._on_delivery = on_delivery
 
     def send(self, rollout: Rollout, *, timeout_s: float | None = None) -> None:

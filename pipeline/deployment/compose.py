@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollstream.infra.config import BrokerConfig, ClusterNode, image_environment, server_properties
-from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.config import RunConfig, secret_references
 from rollstream.pipeline.deployment.container_settings import (
     HOME,
     KAFKA_PORT,
@@ -34,6 +34,7 @@ from rollstream.pipeline.deployment.description import (
     process_name,
     role_of,
 )
+from rollstream.pipeline.deployment.role_secrets import secrets_of
 from rollstream.pipeline.deployment.yaml_text import MERGE, render_yaml
 from rollstream.topics.errors import ConfigurationError
 
@@ -75,7 +76,8 @@ def render_compose(config: RunConfig, options: ComposeOptions) -> str:
     """Return the text of the compose file of a run. Raises ConfigurationError for what cannot be in containers."""
     document = compose_document(config, options)
     return _head(config, options) + render_yaml(
-        _escaped(document), {"x-role": "role", "x-livez": "livez", "x-readyz": "readyz"}
+        _escaped(document),
+        {"x-environment": "environment", "x-role": "role", "x-livez": "livez", "x-readyz": "readyz"},
     )
 
 
@@ -83,10 +85,10 @@ def compose_document(config: RunConfig, options: ComposeOptions) -> dict[str, An
     """Return the compose file of a run as plain values; `<<` has the name of what is merged."""
     _check(config, options)
     brokers = _broker_names(options.brokers)
-    secrets, secret_settings = container_secrets(config)
+    secrets, secret_settings = container_secrets(secret_references(config))
     settings = {**container_settings(config, service_name, brokers), **secret_settings}
     port = settings["service.port"]
-    role = _role(config, options, secrets, {**options.variables, **variables_of(settings)})
+    role = _role(config, options)
     services: dict[str, Any] = {}
     for number, name in enumerate(brokers, start=1):
         services[name] = _broker(config, options, name, number)
@@ -96,10 +98,15 @@ def compose_document(config: RunConfig, options: ComposeOptions) -> dict[str, An
         for number in range(count):
             services[service_name(name, number)] = _process(config, options, role_of(name), number, processes)
     services[ARCHIVE] = {MERGE: "role", "command": _command(options, role_of(ARCHIVE), 0)}
-    services["tools"] = {MERGE: "role", "profiles": ["tools"], "command": ["--help"], "restart": "no"}
+    tools = {MERGE: "role", "profiles": ["tools"], "command": ["--help"], "restart": "no"}
+    services["tools"] = tools | _secrets(secrets)
     services |= _monitoring(options, [service_name(n, i) for n, count in processes.items() for i in range(count)], port)
     volumes: dict[str, Any] = {name: {} for name in ("run", *brokers, "prometheus", "grafana")}
-    document: dict[str, Any] = {"x-role": role, "x-livez": _probe(port, "/livez"), "x-readyz": _probe(port, "/readyz")}
+    code = {"PYTHONPATH": CODE} if options.code else {}
+    document: dict[str, Any] = {
+        "x-environment": {**dict(sorted({**options.variables, **variables_of(settings)}.items())), **code}
+    }
+    document |= {"x-role": role, "x-livez": _probe(port, "/livez"), "x-readyz": _probe(port, "/readyz")}
     document |= {"services": services, "volumes": volumes}
     if secrets.files:
         document["secrets"] = {name: {"file": path} for name, path in secrets.files.items()}
@@ -136,31 +143,36 @@ def _check(config: RunConfig, options: ComposeOptions) -> None:
 # ------------------------------------------------------------------ roles
 
 
-def _role(
-    config: RunConfig, options: ComposeOptions, secrets: ContainerSecrets, variables: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return what the services of all roles have in common."""
+def _role(config: RunConfig, options: ComposeOptions) -> dict[str, Any]:
+    """Return what the services of all roles have in common, the secrets of a connection to Kafka among it."""
     mounts = [f"run:{HOME}"]
     mounts += [f"{options.config_file}:{CONFIG}:ro"] if options.config_file else []
     mounts += [f"{options.code}:{CODE}:ro"] if options.code else []
-    handed_on = dict.fromkeys(secrets.variables)
-    code = {"PYTHONPATH": CODE} if options.code else {}
-    role: dict[str, Any] = {
+    secrets, _settings = container_secrets(secrets_of(config))
+    return {
         "image": options.image,
         "entrypoint": ["rollstream"],
         **_confined(),
         "user": _USER,
         "working_dir": CODE if options.code else str(HOME),
-        "environment": {**dict(sorted(variables.items())), **code, **handed_on},
         "volumes": mounts,
         "tmpfs": ["/tmp"],
         "stop_grace_period": f"{math.ceil(config.supervisor.stop_timeout_s)}s",
         "restart": "unless-stopped",
         "depends_on": {TOPICS: {"condition": "service_completed_successfully"}},
+        "environment": {MERGE: "environment"},
+        **_secrets(secrets),
     }
+
+
+def _secrets(secrets: ContainerSecrets) -> dict[str, Any]:
+    """Return the entries of a service for secrets; none if there are none."""
+    entries: dict[str, Any] = {}
+    if secrets.variables:
+        entries["environment"] = {MERGE: "environment", **dict.fromkeys(secrets.variables)}
     if secrets.files:
-        role["secrets"] = list(secrets.files)
-    return role
+        entries["secrets"] = list(secrets.files)
+    return entries
 
 
 def _process(
@@ -172,6 +184,7 @@ def _process(
         "command": _command(options, role, number),
         # A role that is waited for is healthy once it is ready; another one, as long as it makes progress.
         "healthcheck": {MERGE: "readyz" if role.name in awaited else "livez"},
+        **_secrets(container_secrets(secrets_of(config, role.secrets))[0]),
     }
     if role.name == ENV and options.worker_image:
         service["image"] = options.worker_image

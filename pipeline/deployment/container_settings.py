@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollstream.pipeline.config import RunConfig, secret_references
+from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ENGINE, INFER, LEARN, counts
 from rollstream.pipeline.settings import plain, variable_of
 from rollstream.pipeline.toml import render
@@ -33,7 +33,7 @@ HostOf = Callable[[str, int], str]
 
 @dataclass(frozen=True)
 class ContainerSecrets:
-    """Secrets of a run, by the way in which a container gets them."""
+    """Secrets by the way in which a container gets them."""
 
     variables: tuple[str, ...]
     """Variables that are handed on."""
@@ -96,10 +96,11 @@ def container_settings(config: RunConfig, host_of: HostOf, brokers: Sequence[str
     return settings
 
 
-def container_secrets(config: RunConfig) -> tuple[ContainerSecrets, dict[str, str]]:
-    """Return the secrets of a run, and the settings that refer to them."""
+def container_secrets(references: Mapping[str, tuple[str, str]]) -> tuple[ContainerSecrets, dict[str, str]]:
+    """Return secrets as containers get them, and the settings that refer to them. `references` are kind (env or file)
+    and name, by dotted key."""
     variables, files, settings = [], {}, {}
-    for key, (kind, name) in sorted(secret_references(config).items()):
+    for key, (kind, name) in sorted(references.items()):
         if kind == "env":
             variables.append(name)
             if name != variable_of(key):

@@ -64,6 +64,8 @@ class RoleDescription:
     """Consumer groups that it commits offsets to, with settings and the number in braces."""
     transactional_ids: tuple[str, ...] = ()
     """Transactional ids that it writes under, with settings and the number in braces."""
+    secrets: tuple[str, ...] = ()
+    """Settings of secrets that it uses, beside those of its connection to Kafka; it is given no others."""
     keeps: str = ""
     """Setting of the directory whose files must survive a restart; empty: the log has everything."""
     finishes: bool = False
@@ -121,6 +123,7 @@ ROLES: tuple[RoleDescription, ...] = (
         count=lambda config: config.inference.replicas,
         ports=("inference.port",),
         port_of_number=True,
+        secrets=("inference.api_key",),
         extras=("learner",),
     ),
     RoleDescription(
@@ -129,12 +132,14 @@ ROLES: tuple[RoleDescription, ...] = (
         counted_by="serving.python",
         count=lambda config: int(bool(config.serving.python)),
         ports=("serving.urls",),
+        secrets=("serving.api_key",),
     ),
     RoleDescription(
         name=SERVE_WEIGHTS,
         does="keeps engines such as vLLM and SGLang on the newest policy version",
         counted_by="serving.urls",
         count=lambda config: int(bool(config.serving.urls)),
+        secrets=("serving.api_key",),
     ),
     RoleDescription(
         name=GROUP,
@@ -144,6 +149,7 @@ ROLES: tuple[RoleDescription, ...] = (
         count=lambda config: config.grouper.processes,
         groups=("{run}.{grouper.group}", "{run}.{grouper.group}.turn-{ordinal}"),
         transactional_ids=("{run}/grouper/{ordinal}",),
+        secrets=("grouper.signing_key",),
     ),
     RoleDescription(
         name=FILL,
@@ -163,6 +169,7 @@ ROLES: tuple[RoleDescription, ...] = (
         count=lambda config: config.labelers,
         groups=("{run}.{labeling.group}", "{run}.{labeling.group}.turn-{ordinal}"),
         transactional_ids=("{run}/labeller/{ordinal}", "{run}/labeller/bootstrap"),
+        secrets=("kafka.signing_key", "labeling.judge.api_key"),
     ),
     RoleDescription(
         name=ENV,
@@ -170,6 +177,7 @@ ROLES: tuple[RoleDescription, ...] = (
         number_flag="--ordinal",
         counted_by="supervisor.workers",
         count=lambda config: config.supervisor.workers,
+        secrets=("kafka.signing_key", "worker.api_key"),
         after=_CONSUMERS,
     ),
     RoleDescription(
@@ -179,6 +187,7 @@ ROLES: tuple[RoleDescription, ...] = (
         counted_by="gateway.port",
         count=lambda config: config.gateway.processes if config.gateway.port else 0,
         ports=("gateway.port",),
+        secrets=("gateway.api_key", "kafka.signing_key", "worker.api_key"),
         after=_CONSUMERS,
     ),
     RoleDescription(
@@ -187,6 +196,7 @@ ROLES: tuple[RoleDescription, ...] = (
         number_flag="--ordinal",
         counted_by="evaluation.every_versions",
         count=lambda config: config.evaluation.processes if config.evaluation.every_versions else 0,
+        secrets=("worker.api_key",),
         after=_CONSUMERS,
     ),
     RoleDescription(

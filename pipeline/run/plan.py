@@ -22,6 +22,7 @@ from rollstream.pipeline.deployment.description import (
     process_name,
     role_of,
 )
+from rollstream.pipeline.deployment.role_secrets import withheld_variables
 from rollstream.pipeline.run.supervisor import RoleSpec
 from rollstream.pipeline.settings import is_setting_variable
 from rollstream.topics.errors import ConfigurationError
@@ -130,6 +131,8 @@ def process_spec(
     return RoleSpec(
         name=process_name(role, number),
         arguments=("-P", "-m", "rollstream", command, "--config", str(path), *flags),
+        # An empty value removes a variable.
+        environment=dict.fromkeys(withheld_variables(config, role), ""),
         python=supervisor.worker_python if role.name == ENV else "",
         finishes=role.finishes,
         ready_timeout_s=supervisor.ready_timeout_s,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from urllib.parse import urlsplit
 
-from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.config import RunConfig, secret_references
 from rollstream.pipeline.deployment.container_settings import (
     COORDINATOR_PORT,
     ContainerSecrets,
@@ -16,6 +16,7 @@ from rollstream.pipeline.deployment.container_settings import (
     variables_of,
 )
 from rollstream.pipeline.deployment.description import ARCHIVE, LEARN, PRUNE, RoleDescription, counts, role_of
+from rollstream.pipeline.deployment.role_secrets import secrets_of
 from rollstream.pipeline.settings import variable_of
 from rollstream.topics.errors import ConfigurationError
 
@@ -79,12 +80,17 @@ class RunChart:
     @cached_property
     def secrets(self) -> ContainerSecrets:
         """Secrets that settings refer to."""
-        return container_secrets(self.config)[0]
+        return container_secrets(secret_references(self.config))[0]
+
+    def secrets_of(self, role: str) -> ContainerSecrets:
+        """Secrets of the pods of a role, or of another command."""
+        used = next((described.secrets for described in self.roles if described.name == role), ())
+        return container_secrets(secrets_of(self.config, used))[0]
 
     @cached_property
     def settings(self) -> dict[str, object]:
         """Settings that pods have beside those of the file, by dotted key, whichever brokers there are."""
-        _secrets, references = container_secrets(self.config)
+        _secrets, references = container_secrets(secret_references(self.config))
         settings = {**container_settings(self.config, self.host), **references}
         for key in ("kafka.bootstrap_servers", "learner.coordinator"):
             settings.pop(key, None)

@@ -79,7 +79,7 @@ def pod_template(
         spec["subdomain"] = subdomain
     if waits:
         spec["initContainers"] = [_container(chart, role, "wait", ("deploy", "wait", *waits), "wait.resources")]
-    spec |= {"containers": [container], "volumes": _volumes(chart, volume)}
+    spec |= {"containers": [container], "volumes": _volumes(chart, role, volume)}
     annotations = {"rollstream/settings": Raw(f'"{digest_of(chart.digest, BROKER_VALUES)}"')}
     return {"metadata": {"labels": chart.labels(role), "annotations": annotations}, "spec": spec}
 
@@ -104,15 +104,15 @@ def _container(chart: RunChart, role: str, name: str, args: Sequence[str], resou
     return container | {
         "resources": value(resources),
         "securityContext": _CONFINED,
-        "volumeMounts": _mounts(chart),
+        "volumeMounts": _mounts(chart, role),
     }
 
 
-def _variables(chart: RunChart, role: str) -> list[Any]:
+def _variables(chart: RunChart, role: str) -> list[Any] | Enclosed:
     """Return variables that not all pods have: secrets, the user of the role, and the address of the first learner."""
     variables: list[Any] = [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": value("secretName"), "key": name}}}
-        for name in chart.secrets.variables
+        for name in chart.secrets_of(role).variables
     ]
     if role == LEARN and chart.team:
         variables.append({"name": COORDINATOR, "value": chart.coordinator(learner_digest(chart))})
@@ -120,7 +120,10 @@ def _variables(chart: RunChart, role: str) -> list[Any]:
         user = chart.object_name(role)
         password = {"secretKeyRef": {"name": user, "key": "password"}}
         name, secret = (variable_of(f"kafka.client.sasl_{key}") for key in ("username", "password"))
-        variables.append(when(WITH_USERS, [{"name": name, "value": user}, {"name": secret, "valueFrom": password}]))
+        of_user = when(WITH_USERS, [{"name": name, "value": user}, {"name": secret, "valueFrom": password}])
+        if not variables:
+            return of_user  # an empty list is no list in YAML
+        variables.append(of_user)
     return variables
 
 
@@ -139,24 +142,24 @@ def has_secrets(chart: RunChart) -> bool:
     return bool(chart.secrets.variables or chart.secrets.files)
 
 
-def _mounts(chart: RunChart) -> list[Any]:
+def _mounts(chart: RunChart, role: str) -> list[Any]:
     mounts: list[Any] = [{"name": "files", "mountPath": str(HOME)}, {"name": "tmp", "mountPath": "/tmp"}]
     if chart.options.config_text:
         mounts.append({"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True})
-    if chart.secrets.files:
+    if chart.secrets_of(role).files:
         mounts.append({"name": "secrets", "mountPath": str(SECRETS), "readOnly": True})
     if chart.own_brokers:
         mounts.append(when(WITH_USERS, [{"name": "kafka-ca", "mountPath": CA_FOLDER, "readOnly": True}]))
     return mounts
 
 
-def _volumes(chart: RunChart, volume: str) -> list[dict[str, Any] | Enclosed]:
+def _volumes(chart: RunChart, role: str, volume: str) -> list[dict[str, Any] | Enclosed]:
     files: dict[str, Any] = {"persistentVolumeClaim": {"claimName": volume}} if volume else {"emptyDir": {}}
     volumes: list[dict[str, Any] | Enclosed] = [{"name": "files", **files}, {"name": "tmp", "emptyDir": {}}]
     if chart.options.config_text:
         volumes.append({"name": "config", "configMap": {"name": chart.object_name("config")}})
-    if chart.secrets.files:
-        items = [{"key": name, "path": name} for name in chart.secrets.files]
+    if files_of_role := chart.secrets_of(role).files:
+        items = [{"key": name, "path": name} for name in files_of_role]
         volumes.append({"name": "secrets", "secret": {"secretName": value("secretName"), "items": items}})
     if chart.own_brokers:
         # Strimzi's own authority; its private key is in another Secret.

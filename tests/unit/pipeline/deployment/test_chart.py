@@ -303,9 +303,10 @@ def test_secrets_are_referred_to_and_written_nowhere(tmp_path: Path, monkeypatch
     keys = {v["name"]: v["valueFrom"]["secretKeyRef"] for v in container["env"] if "valueFrom" in v}
     password = keys.pop("ROLLSTREAM_KAFKA__CLIENT__SASL_PASSWORD")
     assert password == {"name": "arithmetic-env", "key": "password"}
-    assert keys == {
-        name: {"name": "theirs", "key": name} for name in ("MODEL_KEY", "ROLLSTREAM_LABELING__JUDGE__API_KEY")
-    }
+    assert keys == {"MODEL_KEY": {"name": "theirs", "key": "MODEL_KEY"}}, "the judge's key is not for workers"
+    [labeler] = release.pods()["label"]["spec"]["containers"]
+    assert "ROLLSTREAM_LABELING__JUDGE__API_KEY" in {variable["name"] for variable in labeler["env"]}
+    assert "secrets" not in {volume["name"] for volume in release.pods()["env"]["spec"]["volumes"]}
     config = release.settings("gateway")
     assert config.gateway.api_key == "file:/run/secrets/gateway-api-key"
     volumes = {volume["name"]: volume for volume in release.pods()["gateway"]["spec"]["volumes"]}

@@ -168,16 +168,18 @@ def test_secrets_are_handed_on_and_written_nowhere(tmp_path: Path, monkeypatch: 
     text = (tmp_path / "deploy" / "compose.yaml").read_text()
     assert "canary" not in text
     env = document["services"]["env-0"]
-    assert {name for name, value in env["environment"].items() if value is None} == {
-        "MODEL_KEY",
-        "SASL",
-        "ROLLSTREAM_LABELING__JUDGE__API_KEY",
-    }
+    judge = "ROLLSTREAM_LABELING__JUDGE__API_KEY"
+    for service, secrets in {"env-0": {"MODEL_KEY"}, "label-0": {judge}, "learn": set(), "topics": set()}.items():
+        variables = document["services"][service]["environment"]
+        assert {name for name, value in variables.items() if value is None} == {"SASL"} | secrets
+    everything = {name for name, value in document["services"]["tools"]["environment"].items() if value is None}
+    assert everything == {"SASL", "MODEL_KEY", judge}
     config = settings_of(env, tmp_path)
     assert config.kafka.client["sasl.password"] == "env:SASL"
     assert config.gateway.api_key == "file:/run/secrets/gateway-api-key"
     assert document["secrets"] == {"gateway-api-key": {"file": str(tmp_path / "keys" / "gateway")}}
-    assert env["secrets"] == ["gateway-api-key"]
+    having = {name for name, service in document["services"].items() if "secrets" in service}
+    assert having == {"gateway", "tools"}
     assert config.kafka.bootstrap_servers == "kafka:9092"
     assert not any(name.startswith("broker") for name in document["services"])
     assert "depends_on" not in document["services"]["topics"] or document["services"]["topics"]["depends_on"] == {}

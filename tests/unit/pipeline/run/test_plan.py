@@ -74,3 +74,30 @@ def test_a_vllm_that_a_run_starts_alone_answers_its_workers_and_is_kept_on_the_n
     named = plans.settle(load(flags=[f"serving.python={sys.executable}", 'serving.urls=["http://127.0.0.1:8000"]']))
     assert named.serving.urls == ("http://127.0.0.1:8000",)
     assert plans.plan(plans.settle(load()), Path("run.toml")).of("engine") == ()
+
+
+def test_a_role_is_given_the_secrets_that_it_uses_and_no_others() -> None:
+    keys = {
+        "grouper.signing_key": "GROUPING",
+        "kafka.signing_key": "ROLLOUTS",
+        "inference.api_key": "SERVER",
+        "gateway.api_key": "SESSIONS",
+        "labeling.judge.api_key": "JUDGE",
+        "kafka.registry.password": "REGISTRY",
+    }
+    flags = [f"{key}=env:{name}" for key, name in keys.items()]
+    config = load(flags=[*LABELED, *flags, "labeling.labeler=judge", "gateway.port=8100"], environment={})
+    planned = plans.plan(config, Path("run.toml"))
+    environment = plans.child_environment(config, dict.fromkeys(keys.values(), "secret"))
+
+    def given(role: str) -> set[str]:
+        changed = {**environment, **planned.of(role)[0].environment}
+        return {name for name, value in changed.items() if value}
+
+    assert environment.keys() == set(keys.values())
+    assert given("group") == {"REGISTRY", "GROUPING"}
+    assert given("env") == {"REGISTRY", "ROLLOUTS", "SERVER"}, "workers ask the servers with the servers' key"
+    assert given("gateway") == {"REGISTRY", "ROLLOUTS", "SERVER", "SESSIONS"}
+    assert given("label") == {"REGISTRY", "ROLLOUTS", "JUDGE"}
+    assert given("infer") == {"REGISTRY", "SERVER"}
+    assert given("learn") == {"REGISTRY"}
