@@ -215,6 +215,9 @@ def _bounded(connections: dict[Any, _Connection], limits: ConnectionLimits, too_
                     raise web.HTTPRequestTimeout(
                         reason=f"the body did not come within {limits.body_s:g} s", headers={"Connection": "close"}
                     ) from None
+                except ConnectionError:
+                    # Nobody reads the answer: it is no failure of the server's.
+                    raise web.HTTPBadRequest(reason="the client hung up within the body") from None
                 except web.HTTPRequestEntityTooLarge:
                     most = request.client_max_size
                     raise web.HTTPRequestEntityTooLarge(most, most + 1, reason=too_large) from None

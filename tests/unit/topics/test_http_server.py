@@ -126,6 +126,27 @@ def test_a_body_that_does_not_come_is_given_up() -> None:
     against(ConnectionLimits(body_s=0.2), client)
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n",
+        b"\x16\x03\x01 no HTTP\r\n\r\n",
+    ],
+)
+def test_clients_that_hang_up_or_speak_something_else_are_no_failures_of_the_server(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def client(server: BoundServer) -> None:
+        _reader, writer = await connected(server, sent)
+        writer.transport.abort()
+        reader, _writer = await connected(server, WHOLE)
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+
+    against(ConnectionLimits(), client)
+    assert [record.getMessage() for record in caplog.records] == []
+
+
 def test_a_body_beyond_the_bound_is_refused_with_the_setting() -> None:
     async def client(server: BoundServer) -> None:
         async with ClientSession() as session:
