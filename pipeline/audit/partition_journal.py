@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollstream.pipeline.audit.configuration_history import ConfigurationHistory
 from rollstream.pipeline.audit.offset_table import OffsetRuns, OffsetTable, Values, offsets_named
 from rollstream.pipeline.audit.packing import packed_table, unpacked_table
 from rollstream.topics.fates import DROPPED, FATES, dropped_for, fate_and_reason
@@ -72,6 +73,7 @@ class PartitionJournal:
         """Fates, and then dropped records by reason, in the order of their codes."""
         self._reasons: dict[int, str] = {}
         """Reasons of drops whose offsets have no fate yet."""
+        self.configurations = ConfigurationHistory()
         self._sums = JournalCounts()
         self._origin = 0
         self._joining = False
@@ -91,6 +93,7 @@ class PartitionJournal:
             "produced": _plain(self._sums.produced),
             "origin": self._origin,
             "joining": self._joining,
+            "configurations": self.configurations.state(),
         }
 
     @classmethod
@@ -106,6 +109,7 @@ class PartitionJournal:
         journal._reasons = dict(state["reasons"])
         journal._sums = JournalCounts.of(_counts_of(state["counts"]), _counts_of(state["produced"]))
         journal._origin, journal._joining = state["origin"], state["joining"]
+        journal.configurations = ConfigurationHistory.of(state["configurations"])
         return journal
 
     def anew(self) -> "PartitionJournal":
@@ -136,6 +140,7 @@ class PartitionJournal:
         self.sequence, self.position, self.batches = record.sequence, record.position, record.batch_number
         self.topic_id = record.topic_id
         self._sums.add(record)
+        self.configurations.read(record)
         self._mark(record.hopped, HOPPED)
         if record.leader_epoch >= 0:
             self.leader_epochs[record.position - 1] = record.leader_epoch

@@ -188,6 +188,8 @@ def book_text(book: Mapping[str, Any], *, by_environment: bool = False) -> str:
         parts.append(chain_text(book["chain"]))
     if by_environment:
         parts.append(environments_text(book["environments"]))
+    if book.get("configurations"):
+        parts.append(configurations_text(book["configurations"]))
     if book["evaluations"]:
         parts.append(evaluations_text(book["evaluations"]))
     apart = [f"evals, apart from all this: {book['evals']:,} rollouts"]
@@ -202,6 +204,22 @@ def book_text(book: Mapping[str, Any], *, by_environment: bool = False) -> str:
         first = (f"  {line[:_LINE]}" for line in book["unreadable"][:_NAMED])
         apart += [f"{book['records_skipped']:,} records could not be read and count for nothing, the first:", *first]
     return "\n\n".join([*parts, "\n".join(apart)])
+
+
+def configurations_text(listed: Sequence[Mapping[str, Any]]) -> str:
+    """Lines of the configurations of grouping: where each came into force, and the settings that it changed."""
+    lines = []
+    for each in listed:
+        offsets = ", ".join(f"{partition} from offset {offset:,}" for partition, offset in each["since"].items())
+        partitions = len(each["in_force"])
+        force = f"in force on {partitions} partition{'s' * (partitions != 1)}" if partitions else "no longer in force"
+        lines.append(f"configuration of generation {each['generation']}, {force} (partition {offsets})")
+        changed = each["changed"]
+        if changed is None:
+            lines.append("  what it changed is not known yet")
+        else:
+            lines += [f"  {name}: {compact(before)} -> {compact(now)}" for name, (before, now) in changed.items()]
+    return "\n".join(line[:_LINE] for line in lines)
 
 
 def kept_text(kept: Mapping[str, Any]) -> str:

@@ -193,7 +193,11 @@ def fate_node(view: RecordedRun, place: RolloutPlace, fate: Fate, batch: Trainin
 def batch_lineage(view: RecordedRun, batch: TrainingBatch) -> LineageNode:
     """Lineage of a batch: its offsets, the versions that sampled it, and the steps that used or skipped it."""
     node = _batch(view, batch)
-    node.facts |= {"cut": f"by {batch.cut} at {time_text(batch.cut_ms)}", "digest": batch.digest}
+    node.facts |= {
+        "cut": f"by {batch.cut} at {time_text(batch.cut_ms)}",
+        "generation": batch.generation,
+        "digest": batch.digest,
+    }
     node.children.insert(0, _sources(batch))
     return node
 

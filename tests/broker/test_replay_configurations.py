@@ -6,10 +6,13 @@ import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.cli import main
 from rollstream.pipeline.tools.replay import replay
+from rollstream.topics.codec import decode
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import Mark
+from tests.support.ledgers import in_both_forms
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -52,6 +55,30 @@ def test_a_replay_under_the_first_configuration_changes_what_was_cut_under_the_s
     found = replay(run.kafka, run.name, {"estimator": "grpo"})
     assert found.differing == ["0-0"]
     assert replay(run.kafka, run.name, {}).differing == []
+
+
+def test_the_ledger_names_the_configuration_in_force_and_what_each_changed(
+    changed_run: RealRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = changed_run
+    first, second = in_both_forms(run).configurations
+    assert (first["generation"], first["since"], first["in_force"]) == (0, {0: 0}, [])
+    assert first["changed"]["batch_rollouts"] == [GroupingConfig().batch_rollouts, 8]
+    assert (second["generation"], second["in_force"]) == (1, [0])
+    marks = [raw.offset for raw in read_to_end(run.kafka, run.topic("rollouts")) if _generation(raw.value) == 1]
+    assert 0 < second["since"][0] <= marks[0]
+    # The group that is open since before the mark keeps the watermark, and so the settings, below it.
+    assert second["changed"] is None
+    run.send(rollout("open", member) for member in range(1, 4))
+    group(run, 24, "e")
+    assert in_both_forms(run).configurations[1]["changed"] == {"estimator": ["rloo", "grpo"]}
+    assert main(run.command("ledger")[4:]) == 0
+    assert '  estimator: "rloo" -> "grpo"' in capsys.readouterr().out.splitlines()
+
+
+def _generation(value: bytes | None) -> int:
+    record = decode(value)
+    return record.generation if isinstance(record, Mark) else 0
 
 
 def test_a_replay_from_a_time_on_keeps_the_configuration_in_force_then(changed_run: RealRun) -> None:

@@ -47,6 +47,9 @@ class Ledger(RecordCounts):
     """Rollouts and tokens read, by environment and fate; the environment is empty for records that named none."""
     selection: dict[str, Selection] = field(default_factory=dict)
     """Lengths and rewards by environment, of rollouts batched and of rollouts lost."""
+    configurations: list[dict[str, Any]] = field(default_factory=list)
+    """Configurations of grouping, oldest first: generation, by partition the offset from which it held, the partitions
+    in which it is in force, and the settings that it changed (before and after; None if not known yet)."""
     records_skipped: int = 0
     """Records of any topic that could not be read; no other count includes them."""
     unreadable: list[str] = field(default_factory=list)

@@ -12,6 +12,7 @@ from typing import Any
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.selection_bias import selections, with_skipped
 from rollstream.consumers.labeling.config import LabelingConfig
+from rollstream.pipeline.audit.configuration_history import configurations
 from rollstream.pipeline.audit.ledger.batches import RecordedBatches
 from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.calls import CallRecords
@@ -159,6 +160,7 @@ class Books:
             self._control.read()
         in_flight = self._check_rollouts(begins, hidden, result)
         _sum_up(journals, in_flight, result)
+        result.configurations = configurations((n, journal.configurations) for n, journal in journals.items())
         self._learners.check(self._batches.table, undecided.rows, journals, self._index.entries, index_end, result)
         if self._control is not None:
             for name in self._control.retired.keys() & result.learners.keys():

@@ -83,6 +83,18 @@ class Reader:
         return None
 
 
+class Patience(threading.Event):
+    """Set once it was asked so often that whoever waits has read all there is, however slow the machine is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._questions = 1000
+
+    def is_set(self) -> bool:
+        self._questions -= 1
+        return self._questions < 0
+
+
 class Learner:
     """A learner without its training: takes steps, records them, and may start again from any of them."""
 
@@ -116,13 +128,7 @@ class Learner:
 
     def plan(self) -> StepPlan | None:
         """The next step, recorded; None where there are too few rollouts."""
-        stop = threading.Event()
-        timer = threading.Timer(0.4, stop.set)
-        timer.start()
-        try:
-            plan = self.replay.plan(self.step, stop)
-        finally:
-            timer.cancel()
+        plan = self.replay.plan(self.step, Patience())
         if plan is None:
             return None
         self.step += 1

@@ -1,0 +1,48 @@
+"""The configurations that journals tell of: by partition, with what each changed as far as it is known."""
+
+import json
+from dataclasses import replace
+
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core.task_state import initial_record
+from rollstream.pipeline.audit.configuration_history import ConfigurationHistory, configurations
+
+FIRST = GroupingConfig(batch_rollouts=8)
+SECOND = replace(FIRST, estimator="grpo", generation=2)
+
+
+def history(*records: tuple[int, int, GroupingConfig]) -> ConfigurationHistory:
+    """Of journal records with these generations, first offsets, and configurations of their watermarks."""
+    found = ConfigurationHistory()
+    before = initial_record(0, 1, "test", FIRST)
+    for generation, begin, settled in records:
+        settings = {"watermark_generation": settled.generation, "watermark_configuration": settled.to_json()}
+        found.read(replace(before, generation=generation, begin=begin, **settings))
+    return ConfigurationHistory.of(json.loads(json.dumps(found.state())))
+
+
+def test_each_configuration_has_the_offsets_from_which_it_held_and_what_it_changed() -> None:
+    changed = history((0, 0, FIRST), (0, 5, FIRST), (2, 9, FIRST), (2, 12, SECOND))
+    slower = history((0, 0, FIRST), (0, 7, FIRST))
+    first, second = configurations([(0, changed), (1, slower)])
+    assert first == {
+        "generation": 0,
+        "since": {0: 0, 1: 0},
+        "in_force": [1],
+        "changed": {"batch_rollouts": [GroupingConfig().batch_rollouts, 8]},
+    }
+    assert second == {
+        "generation": 2,
+        "since": {0: 9},
+        "in_force": [0],
+        "changed": {"estimator": [GroupingConfig().estimator, "grpo"]},
+    }
+
+
+def test_what_a_configuration_changed_is_not_guessed_where_the_one_before_it_is_not_known() -> None:
+    third = replace(SECOND, batch_rollouts=4, generation=3)
+    [only] = configurations([(0, history((3, 40, SECOND)))])
+    assert only["changed"] is None
+    second, last = configurations([(0, history((2, 40, FIRST), (3, 50, third)))])
+    assert (second["changed"], last["changed"]) == (None, None)
+    assert configurations([(0, ConfigurationHistory())]) == []
