@@ -20,6 +20,7 @@ from rollstream.pipeline.tools.plain_values import compact
 
 _NAME_WIDTH = 48
 """Width of an environment's name in a table that must fit 80 columns."""
+_COLUMNS = 80
 _LINE = 200
 _NAMED = 3
 _UNDECIDED = 4
@@ -207,19 +208,18 @@ def book_text(book: Mapping[str, Any], *, by_environment: bool = False) -> str:
 
 
 def configurations_text(listed: Sequence[Mapping[str, Any]]) -> str:
-    """Lines of the configurations of grouping: where each came into force, and the settings that it changed."""
+    """Lines of the configurations of grouping, oldest first: where each is in force, and the settings it changed."""
     lines = []
     for each in listed:
-        offsets = ", ".join(f"{partition} from offset {offset:,}" for partition, offset in each["since"].items())
         partitions = len(each["in_force"])
         force = f"in force on {partitions} partition{'s' * (partitions != 1)}" if partitions else "no longer in force"
-        lines.append(f"configuration of generation {each['generation']}, {force} (partition {offsets})")
+        lines.append(f"configuration of generation {each['generation']}, {force}")
         changed = each["changed"]
         if changed is None:
             lines.append("  what it changed is not known yet")
         else:
             lines += [f"  {name}: {compact(before)} -> {compact(now)}" for name, (before, now) in changed.items()]
-    return "\n".join(line[:_LINE] for line in lines)
+    return "\n".join(clipped(line, _COLUMNS) for line in lines)
 
 
 def kept_text(kept: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ SECOND = replace(FIRST, estimator="grpo", generation=2)
 
 
 def history(*records: tuple[int, int, GroupingConfig]) -> ConfigurationHistory:
-    """Of journal records with these generations, first offsets, and configurations of their watermarks."""
+    """The history of journal records with these generations, first offsets, and configurations of their watermarks."""
     found = ConfigurationHistory()
     before = initial_record(0, 1, "test", FIRST)
     for generation, begin, settled in records:
