@@ -36,6 +36,6 @@ def test_programs_find_the_names_they_know() -> None:
         "balanced", "tokens", "produced", "rollouts", "batched", "batches", "trained", "skipped", "skipped_as", "steps",
         "dropped", "dead_lettered", "control", "moved", "in_flight", "unread", "evals", "evals_batched", "evaluations",
         "pruned", "predecessor", "successor", "learners", "unlabelled", "trajectories", "calls", "environments",
-        "selection", "records_skipped", "unreadable", "undecided", "problems",
+        "selection", "configurations", "records_skipped", "unreadable", "undecided", "problems",
     }
     # fmt: on
