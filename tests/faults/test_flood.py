@@ -18,7 +18,7 @@ from tests.support.flood import GROUP_SIZE, Flood
 from tests.support.runs import RealRun
 
 SEED = int(os.environ.get("FLOOD_SEED", "1"))
-RECORDS = int(os.environ.get("FLOOD_RECORDS", "1000000"))
+RECORDS = int(os.environ.get("FLOOD_RECORDS", "300000"))
 MOST_MIB = 700
 """Most memory of a grouping process; with nothing to do it takes about 150 MiB."""
 
