@@ -1,5 +1,5 @@
-"""Floods of hostile records on a real broker: no process ends, memory is bounded, every record has its place, and
-groups of honest rollouts are batched whole.
+"""Floods of hostile records on a real broker: no process ends or exceeds a limit of memory, every record has its place,
+and groups of honest rollouts are batched whole.
 """
 
 import os
@@ -20,7 +20,7 @@ from tests.support.runs import RealRun
 SEED = int(os.environ.get("FLOOD_SEED", "1"))
 RECORDS = int(os.environ.get("FLOOD_RECORDS", "300000"))
 MOST_MIB = 700
-"""Most memory of a grouping process; with nothing to do it takes about 150 MiB."""
+"""Most memory of a grouping process. It grows with the flood: 95 MiB at 4,000 records, 314 at 300,000."""
 
 
 def peak_mib(pid: int) -> float:
