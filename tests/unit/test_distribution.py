@@ -154,6 +154,7 @@ def locked_versions(name: str) -> dict[str, set[str]]:
         "requirements-long.txt",
         "requirements-vllm.txt",
         "requirements-verifiers.txt",
+        "requirements-trl.txt",
     ],
 )
 def test_the_locked_requirements_pin_every_package_with_a_hash_and_name_no_registry(name: str) -> None:
