@@ -46,6 +46,7 @@ COMMANDS = {
     "demo": ("run.demo", "train a small model through a local Kafka and print a report"),
     "ledger": ("tools.ledger", "prove from the topics alone that every record is in exactly one place"),
     "verify": ("tools.verify", "compute batches again from the log and compare them bit for bit"),
+    "attest": ("tools.attest", "sign what a model was trained on, and check it from an archive alone"),
     "lineage": ("tools.lineage", "show where something came from and what became of it"),
     "replay": ("tools.replay", "fold the recorded log again, as it was or under another configuration"),
     "show": ("tools.show", "show one rollout as a person reads it, with its group and its fate"),

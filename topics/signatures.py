@@ -48,7 +48,11 @@ class Signer:
     def signed(self, record: object, context: bytes) -> bytes:
         """Encode a record with a signature behind it."""
         frame = codec.encode(record)
-        return codec.signed_frame(frame, self._key.sign(context + frame))
+        return codec.signed_frame(frame, self.signature(frame, context))
+
+    def signature(self, content: bytes, context: bytes) -> bytes:
+        """Return the signature of some bytes for one use."""
+        return bytes(self._key.sign(context + content))
 
 
 def signer_of(key: str, setting: str) -> Signer | None:
@@ -88,7 +92,12 @@ def is_signed_by(value: bytes, context: bytes, keys: Iterable[str]) -> bool:
     Raises StateRefused if this process cannot check signatures.
     """
     frame, signature = codec.frame_and_signature(value)
-    return signature is not None and any(_verifies(key, signature, context + frame) for key in keys)
+    return signature is not None and any(is_signature(signature, frame, context, key) for key in keys)
+
+
+def is_signature(signature: bytes, content: bytes, context: bytes, key: str) -> bool:
+    """Whether a signature of some bytes for one use is that of a public key. Raises StateRefused as above."""
+    return _verifies(key, signature, context + content)
 
 
 def check_public_key(key: str, setting: str) -> None:
@@ -175,6 +184,7 @@ __all__ = [
     "MarkSigner",
     "Signer",
     "check_public_key",
+    "is_signature",
     "is_signed_by",
     "mark_context",
     "parse_environment_keys",

@@ -13,8 +13,9 @@ import pyarrow as pa
 
 from rollstream.consumers.archive.manifest import LOG
 from rollstream.topics import codec
-from rollstream.topics.catalogue import spec_of
+from rollstream.topics.catalogue import spec_of, topic_name
 from rollstream.topics.errors import RecordError
+from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import JournalRecord, LearnerStep, Rollout, TrainingBatch
 from rollstream.topics.validation import batch_problems
 
@@ -30,6 +31,11 @@ class ArchivedRecord(NamedTuple):
     key: bytes | None
     value: bytes | None
     headers: tuple[tuple[str, bytes | None], ...] | None = None
+
+    def message(self, run: str) -> KafkaRecord:
+        """The record as a reader of the run's topic gets it."""
+        name, headers = topic_name(run, self.topic), self.headers or ()
+        return KafkaRecord(name, self.partition, self.offset, self.timestamp_ms, self.key, self.value, headers)
 
 
 def _entries(value: pa.DataType) -> pa.DataType:

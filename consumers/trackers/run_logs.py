@@ -5,7 +5,7 @@ from typing import Protocol
 
 from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.manifest import LOG
-from rollstream.consumers.archive.tables import ArchivedRecord, archived_records
+from rollstream.consumers.archive.tables import archived_records
 from rollstream.consumers.files.stores import Store, checked
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
@@ -69,7 +69,7 @@ class ArchiveLog:
             if file.topic == topic and file.last >= start:
                 data = checked(self._store, file.path, file.sha256)
                 entries = archived_records(data, topic, file.partition)
-                yield from (_record(run, entry) for entry in entries if entry.offset >= start)
+                yield from (entry.message(run) for entry in entries if entry.offset >= start)
 
     def record(self, run: str, topic: str, partition: int, offset: int) -> KafkaRecord | None:
         manifest = manifests.newest(self._store, run)
@@ -78,15 +78,10 @@ class ArchiveLog:
                 path, records = self._kept.get(topic, ("", {}))
                 if path != file.path:
                     data = checked(self._store, file.path, file.sha256)
-                    records = {e.offset: _record(run, e) for e in archived_records(data, topic, partition)}
+                    records = {e.offset: e.message(run) for e in archived_records(data, topic, partition)}
                     self._kept[topic] = (file.path, records)
                 return records.get(offset)
         return None
 
     def close(self) -> None:
         """Release nothing: files are open only while they are read."""
-
-
-def _record(run: str, entry: ArchivedRecord) -> KafkaRecord:
-    name, headers = topic_name(run, entry.topic), entry.headers or ()
-    return KafkaRecord(name, entry.partition, entry.offset, entry.timestamp_ms, entry.key, entry.value, headers)

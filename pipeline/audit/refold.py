@@ -13,6 +13,7 @@ from rollstream.consumers.grouping.core.configuration_marks import Change, mark_
 from rollstream.consumers.grouping.core.effects import CORE_VERSION, Effects, InputRecord, OffsetSkip
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.core.plug_ins import PlugIns
+from rollstream.consumers.grouping.core.task_state import TaskState
 from rollstream.consumers.grouping.process.restoration import records_of
 from rollstream.consumers.grouping.process.skipped_offsets import asked_for
 from rollstream.pipeline.audit.topic_reading import read_journal
@@ -150,12 +151,24 @@ def refold(
     if change is not None:
         changed = change(GroupingConfig.from_json(restored.watermark_configuration))
         restored = replace(restored, watermark_configuration=changed.to_json())
-    fold = Fold(restored, plug_ins, skips, change)
-    read = 0
     hopped = {*restored.hopped, *(offset for offset, skip in skips.items() if not skip.timed)}
     # There are no records at offsets beyond the end of the partition.
-    for message in fetched(kafka, run, restored.partition, restored.watermark, stop, hopped):
-        record = records_of(message)
+    messages = fetched(kafka, run, restored.partition, restored.watermark, stop, hopped)
+    yield from fold_again(restored, map(records_of, messages), stop, plug_ins, change, skips)
+
+
+def fold_again(
+    restored: TaskState,
+    records: Iterable[InputRecord],
+    stop: int,
+    plug_ins: PlugIns,
+    change: Change | None = None,
+    skips: Mapping[int, OffsetSkip] = MappingProxyType({}),
+) -> Iterator[Effects]:
+    """Yield the effects of the records of a partition from the watermark of a state to offset `stop`, as `refold`."""
+    fold = Fold(restored, plug_ins, skips, change)
+    read = 0
+    for record in records:
         if fold.replaying:
             if record.offset < restored.position:
                 fold.replay(record)

@@ -64,50 +64,14 @@ class _Learner:
         return learner
 
 
-class Learners:
-    """The steps of all learners, as far as they are read."""
+class LearnerUses:
+    """The uses of batches by all learners of a run, from steps given in order."""
 
-    def __init__(self, kafka: KafkaConfig, run: str) -> None:
-        self.tail = TopicTail(kafka, run, "steps")
-        self._kafka, self._run = kafka, run
+    def __init__(self, run: str) -> None:
+        self._run = run
         self._learners: dict[str, _Learner] = {}
         self._new: list[LearnerStep] = []
         """Steps whose positions are not compared with the index yet."""
-
-    def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
-        learners = {name: learner.state() for name, learner in self._learners.items()}
-        return {"tail": self.tail.state(), "learners": learners}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        self.tail.restore(state["tail"])
-        self._learners = {name: _Learner.of(learner) for name, learner in state["learners"].items()}
-
-    def read(self) -> set[str]:
-        """Read new steps; return the batches that they name."""
-        steps = self._read()
-        if any(name in self._learners and number <= self._learners[name].step for name, number in steps):
-            # A step that was taken again replaces the record of the first time, and with it what it used.
-            self.tail, before = TopicTail(self._kafka, self._run, "steps"), self._learners
-            self._learners, self._new = {}, []
-            steps = self._read()
-            named = {batch_id for learner in before.values() for batch_id in learner.used.skipping()}
-        else:
-            named = set()
-        self.take(steps[key] for key in sorted(steps))
-        return named | {use.batch_id for step in steps.values() for use in step.uses}
-
-    def _read(self) -> dict[tuple[str, int], LearnerStep]:
-        """The newest record of each new step."""
-        newest: dict[tuple[str, int], LearnerStep] = {}
-        for message, step in self.tail.skipped.records(LearnerStep, self.tail.messages()):
-            with self.tail.skipped.passing(message):
-                for use in step.uses:
-                    batch_numbers(use.batch_id)
-                    _check_rows(use)
-                newest[step.learner, step.step] = step
-        return newest
 
     def take(self, steps: Iterable[LearnerStep]) -> None:
         """Count the uses of further steps, given in order."""
@@ -189,8 +153,56 @@ class Learners:
             result.skipped_as[code] = result.skipped_as.get(code, 0) + count
 
 
+class Learners(LearnerUses):
+    """The steps of all learners, as far as they are read."""
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        super().__init__(run)
+        self.tail = TopicTail(kafka, run, "steps")
+        self._kafka = kafka
+
+    def state(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        learners = {name: learner.state() for name, learner in self._learners.items()}
+        return {"tail": self.tail.state(), "learners": learners}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.tail.restore(state["tail"])
+        self._learners = {name: _Learner.of(learner) for name, learner in state["learners"].items()}
+
+    def read(self) -> set[str]:
+        """Read new steps; return the batches that they name."""
+        steps = self._read()
+        if any(name in self._learners and number <= self._learners[name].step for name, number in steps):
+            # A step that was taken again replaces the record of the first time, and with it what it used.
+            self.tail, before = TopicTail(self._kafka, self._run, "steps"), self._learners
+            self._learners, self._new = {}, []
+            steps = self._read()
+            named = {batch_id for learner in before.values() for batch_id in learner.used.skipping()}
+        else:
+            named = set()
+        self.take(steps[key] for key in sorted(steps))
+        return named | {use.batch_id for step in steps.values() for use in step.uses}
+
+    def _read(self) -> dict[tuple[str, int], LearnerStep]:
+        """The newest record of each new step."""
+        newest: dict[tuple[str, int], LearnerStep] = {}
+        for message, step in self.tail.skipped.records(LearnerStep, self.tail.messages()):
+            with self.tail.skipped.passing(message):
+                check_uses(step)
+                newest[step.learner, step.step] = step
+        return newest
+
+
+def check_uses(step: LearnerStep) -> None:
+    """Raise RecordError for the name of no batch, or an impossible number of rows: they are looked up one by one."""
+    for use in step.uses:
+        batch_numbers(use.batch_id)
+        _check_rows(use)
+
+
 def _check_rows(use: BatchUse) -> None:
-    """Raise RecordError for an impossible number of rows, because rows are looked up individually."""
     if not 0 <= use.rows <= _MOST_ROWS or any(row < 0 for row in use.row_numbers):
         raise RecordError(f"uses {use.rows} rows of batch {use.batch_id}, which is no number of rows")
 

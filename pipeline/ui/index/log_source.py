@@ -190,7 +190,7 @@ class ArchiveSource:
                 del self._reading[place]
                 self._at[place] = self._manifest.topics[place[0]].position[place[1]]
                 break
-            records.append(_record(self.run, entry))
+            records.append(entry.message(self.run))
             self._at[place] = entry.offset + 1
         return records
 
@@ -207,7 +207,7 @@ class ArchiveSource:
             if (file.topic, file.partition) == (name, partition) and file.first <= offset <= file.last:
                 data = checked(self._store, file.path, file.sha256)
                 answer = (e for e in archived_records(data, name, partition) if e.offset == offset)
-                return next((_record(self.run, entry) for entry in answer), None)
+                return next((entry.message(self.run) for entry in answer), None)
         return None
 
     def messages(self, name: str) -> Iterator[KafkaRecord]:
@@ -215,17 +215,10 @@ class ArchiveSource:
         topic = self._manifest.topics.get(name)
         for partition in sorted(topic.position) if topic else ():
             for entry in records_of_archive(self._store, self._manifest, name, partition):
-                yield _record(self.run, entry)
+                yield entry.message(self.run)
 
     def ends(self) -> Positions:
         return {place: at for place, at in self._at.items() if at >= self._manifest.topics[place[0]].position[place[1]]}
 
     def close(self) -> None:
         self._reading = {}
-
-
-def _record(run: str, entry: ArchivedRecord) -> KafkaRecord:
-    headers = entry.headers or ()
-    return KafkaRecord(
-        topic_name(run, entry.topic), entry.partition, entry.offset, entry.timestamp_ms, entry.key, entry.value, headers
-    )

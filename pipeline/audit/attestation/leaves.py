@@ -1,0 +1,83 @@
+"""The entries of the four trees of a statement: rollouts, batches, steps and versions, each as canonical JSON.
+
+A program of any language that has the records can write the same entries.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+from rollstream.consumers.weights.publisher import params_digest_of
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest, TrainingBatch
+
+TreeName = Literal["rollouts", "batches", "steps", "versions"]
+TREES: tuple[TreeName, ...] = get_args(TreeName)
+Leaf = dict[str, Any]
+
+
+def canonical(value: Any) -> bytes:
+    """Encode plain values as JSON in the one form that is hashed and signed: sorted keys, no spaces, ASCII."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def digest_of(data: bytes | None) -> str:
+    """BLAKE2b-256 of the bytes of a record, hexadecimal; of none as of no bytes."""
+    return hashlib.blake2b(data or b"", digest_size=32).hexdigest()
+
+
+def rollout_leaf(message: KafkaRecord, uid: str, fate: str, batch: str, row: int) -> Leaf:
+    """Return the entry of a record of `rollouts`. `uid` is empty for other records, `batch` for what no batch has."""
+    return {
+        "partition": message.partition,
+        "offset": message.offset,
+        "time_ms": message.timestamp_ms,
+        "key": digest_of(message.key),
+        "value": digest_of(message.value),
+        "uid": uid,
+        "fate": fate,
+        "batch": batch,
+        "row": row,
+    }
+
+
+def batch_leaf(batch: TrainingBatch, digest: str, index_offset: int) -> Leaf:
+    """Return the entry of a batch."""
+    return {"batch": batch.batch_id, "rows": len(batch), "digest": digest, "index_offset": index_offset}
+
+
+def step_leaf(step: LearnerStep) -> Leaf:
+    """Return the entry of a step."""
+    return {
+        "learner": step.learner,
+        "step": step.step,
+        "position": step.position,
+        "policy_version": step.policy_version,
+        "params_digest": step.params_digest,
+        "uses": [_use(use) for use in step.uses],
+    }
+
+
+def _use(use: BatchUse) -> Leaf:
+    rows = list(use.row_numbers)
+    return {"batch": use.batch_id, "rows": use.rows, "row_numbers": rows, "use": use.use, "again": use.again}
+
+
+def version_leaf(manifest: PolicyManifest) -> Leaf:
+    """Return the entry of a policy version."""
+    return {
+        "version": manifest.version,
+        "learner": manifest.learner,
+        "step": manifest.step,
+        "digest": manifest.digest,
+        "params_digest": params_digest_of(manifest),
+        "model": digest_of(manifest.model.encode()),
+    }
+
+
+def uses_of_row(step: Leaf, batch: str, row: int) -> Iterator[Leaf]:
+    """Yield the uses in the entry of a step that hold a row of a batch."""
+    for use in step["uses"]:
+        if use["batch"] == batch and (row in use["row_numbers"] if use["row_numbers"] else row < use["rows"]):
+            yield use

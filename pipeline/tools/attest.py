@@ -1,0 +1,165 @@
+"""`rollstream attest`: signs what a model was trained on, and checks such statements from an archive alone.
+
+Exit code 0 if a check passes, 1 if it does not. No broker is needed.
+"""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from rollstream.consumers.files.stores import open_store
+from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
+from rollstream.pipeline.audit.attestation.archive_cut import ArchiveCut
+from rollstream.pipeline.audit.attestation.evidence import Evidence, RolloutCallback, evidence_of
+from rollstream.pipeline.audit.attestation.rollout_proof import RolloutEntries, RolloutProof, fate_in, proof_of
+from rollstream.pipeline.audit.attestation.statement import Statement, differences, opened, signed, statement_of
+from rollstream.pipeline.command_parser import add_command, set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.text_tables import table
+from rollstream.pipeline.tools.archive import place_of
+from rollstream.pipeline.tools.plain_values import compact, tell
+from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.signatures import Signer
+
+_SHOWN = 16
+"""Characters of a digest that are shown."""
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of `rollstream attest`."""
+    actions = parser.add_subparsers(dest="action", metavar="COMMAND", required=True)
+    sign = add_command(actions, "sign", "judge an archive, and sign what a policy version was trained on")
+    example = "rollstream attest sign --run main --signing-key attest.pem -o main.json"
+    set_handler(sign, sign_statement, example=example, json=True)
+    sign.add_argument("--signing-key", required=True, metavar="FILE", help="private key, of `rollstream key new`")
+    sign.add_argument("--policy", type=int, metavar="N", help="the policy version (default: the newest)")
+    sign.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="where to write the statement")
+    check = add_command(actions, "check", "check a statement from an archive, or a proof from a statement")
+    set_handler(check, check_statement, example="rollstream attest check main.json --key 8ea6bc7c...", json=True)
+    check.add_argument("--proof", type=Path, metavar="FILE", help="check this proof instead; needs no archive")
+    prove = add_command(actions, "prove", "prove from an archive what became of one rollout")
+    example = "rollstream attest prove main.json env-1.640e3ee0.6391.0 --key 8ea6bc7c... -o rollout.json"
+    set_handler(prove, prove_rollout, example=example, json=True)
+    for form in (check, prove):
+        form.add_argument("statement", type=Path, metavar="STATEMENT", help="the file with the signed statement")
+        form.add_argument("--key", required=True, metavar="KEY", help="public key of who signed it")
+    prove.add_argument("uid", metavar="UID", help="the rollout")
+    prove.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="where to write the proof")
+    for form in (sign, check, prove):
+        form.add_argument("--archive", metavar="ARCHIVE", help="directory or URL (default: archive in data_dir)")
+
+
+def sign_statement(config: RunConfig, args: argparse.Namespace) -> int:
+    """Write a signed statement, unless the archive contradicts itself."""
+    signer = Signer(f"file:{args.signing_key}", "signing_key")
+    cut = ArchiveCut(open_store(place_of(config, args.archive)), config.run)
+    evidence = evidence_of(cut, load_plug_ins(config.grouper))
+    statement = statement_of(cut, evidence, signer.public, args.policy)
+    _write(args.output, signed(statement, signer))
+    if args.json:
+        print(compact({"statement": str(args.output), **asdict(statement)}))
+    else:
+        print(f"{text_of(statement, evidence)}\n\nsigned with key {statement.key}: {args.output}")
+    tell(cut.skipped)
+    return 0
+
+
+def check_statement(config: RunConfig, args: argparse.Namespace) -> int:
+    """Print whether a statement holds for an archive, or a proof for a statement; return 1 if not."""
+    statement = opened(_read(args.statement), args.key)
+    if args.proof is not None:
+        answer = fate_in(statement, RolloutProof.from_json(_read(args.proof)))
+        print(compact(answer) if args.json else proof_text(statement, answer))
+        return 0
+    cut, evidence = _judged(config, args, statement)
+    problems = [*evidence.problems]
+    if not problems:
+        problems = _compared(cut, evidence, statement)
+    if args.json:
+        print(compact({"holds": not problems, "problems": problems, "folded": evidence.folded, **asdict(statement)}))
+    elif problems:
+        print("\n".join((f"THE STATEMENT DOES NOT HOLD for {_place(config, args)}:", *problems)))
+    else:
+        print(f"{text_of(statement, evidence)}\n\nthe statement holds for {_place(config, args)}")
+    tell(cut.skipped)
+    return 1 if problems else 0
+
+
+def prove_rollout(config: RunConfig, args: argparse.Namespace) -> int:
+    """Write a proof of what became of a rollout. Raises StateRefused if the statement does not hold."""
+    statement, entries = opened(_read(args.statement), args.key), RolloutEntries(args.uid)
+    cut, evidence = _judged(config, args, statement, entries)
+    problems = evidence.problems or _compared(cut, evidence, statement)
+    if problems:
+        raise StateRefused(f"nothing can be proved: the statement does not hold: {problems[0]}")
+    proof = proof_of(statement, evidence, entries)
+    answer = fate_in(statement, proof)
+    _write(args.output, proof.to_json())
+    print(compact({"proof": str(args.output), **answer}) if args.json else proof_text(statement, answer))
+    return 0
+
+
+def _judged(
+    config: RunConfig,
+    args: argparse.Namespace,
+    statement: Statement,
+    on_rollout: RolloutCallback = lambda _index, _leaf: None,
+) -> tuple[ArchiveCut, Evidence]:
+    cut = ArchiveCut(open_store(_place(config, args)), statement.run, statement.ends)
+    return cut, evidence_of(cut, load_plug_ins(config.grouper), on_rollout)
+
+
+def _compared(cut: ArchiveCut, evidence: Evidence, statement: Statement) -> list[str]:
+    return differences(statement, statement_of(cut, evidence, statement.key, statement.policy["version"]))
+
+
+def _place(config: RunConfig, args: argparse.Namespace) -> str:
+    return place_of(config, args.archive)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} cannot be read: {error}") from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"nothing was written: {error}") from error
+
+
+def text_of(statement: Statement, evidence: Evidence) -> str:
+    """The statement as people read it."""
+    policy, trained = statement.policy, statement.trained
+    records = [(fate, count) for fate, count in statement.records.items()]
+    roots = [(name, tree.entries, tree.root[:_SHOWN]) for name, tree in statement.trees.items()]
+    again = f", {trained['trained_again']:,} of them once more" if trained["trained_again"] else ""
+    return "\n\n".join(
+        (
+            f"run {statement.run}, policy version {policy['version']}, parameters {policy['digest'][:_SHOWN]}\n"
+            f"trained by learner {policy['learner']} in {trained['steps']:,} steps on exactly {trained['trained']:,} "
+            f"rollouts{again}; {trained['skipped']:,} skipped, on record",
+            table(("records of rollouts", "number"), records),
+            table(("tree", "entries", "root"), roots),
+            f"every record is in exactly one place; {evidence.folded:,} batches computed again, 0 differences",
+        )
+    )
+
+
+def proof_text(statement: Statement, answer: dict[str, object]) -> str:
+    """The content of a proof, as people read it."""
+    lines = [f"rollout {answer['uid']}: record {answer['place']} of rollouts, {answer['fate']}"]
+    if answer["batch"]:
+        lines.append(f"batch {answer['batch']}: row {answer['row']}")
+    steps = answer["trained_by"]
+    assert isinstance(steps, list)
+    lines += [f"trained on by step {step} of learner {learner}" for learner, step in steps]
+    if answer["version"] is not None:
+        lines.append(f"first in policy version {answer['version']}")
+    among = "is" if answer["in_policy"] else "is not"
+    version = statement.policy["version"]
+    lines.append(f"it {among} among the rollouts that policy version {version} was trained on")
+    return "\n".join(lines)

@@ -1,0 +1,193 @@
+"""Attestations without a broker: what a statement says, what a proof shows, and which changes are noticed."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollstream.consumers.files.stores import open_store
+from rollstream.pipeline.audit.attestation.archive_cut import ArchiveCut
+from rollstream.pipeline.audit.attestation.evidence import Evidence, evidence_of
+from rollstream.pipeline.audit.attestation.rollout_proof import RolloutEntries, RolloutProof, fate_in, proof_of
+from rollstream.pipeline.audit.attestation.statement import Statement, differences, opened, signed, statement_of
+from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.signatures import Signer, write_key
+from tests.support.attested_run import MADE_GROUPS, STEPS, made_archive
+from tests.support.forged_archives import forged, forgeries
+
+FORGERIES = forgeries(trained="0x1-2", dropped="1same-2")
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_archive(tmp_path_factory.mktemp("archive"))
+
+
+@pytest.fixture(scope="module")
+def signer(tmp_path_factory: pytest.TempPathFactory) -> Signer:
+    path = tmp_path_factory.mktemp("keys") / "attest.pem"
+    write_key(path)
+    return Signer(f"file:{path}", "signing_key")
+
+
+def judged(archive: Path, statement: Statement | None = None) -> tuple[ArchiveCut, Evidence]:
+    cut = ArchiveCut(open_store(str(archive)), "main", statement.ends if statement else None)
+    return cut, evidence_of(cut)
+
+
+def attested(archive: Path, key: str = "k", statement: Statement | None = None) -> Statement:
+    return statement_of(*judged(archive, statement), key)
+
+
+def test_a_statement_counts_every_record_once(archive: Path) -> None:
+    cut, evidence = judged(archive)
+    statement = statement_of(cut, evidence, "k")
+    batched = 2 * 4 * MADE_GROUPS
+    assert statement.records == {
+        "batched": batched,
+        "dead_lettered": 2,
+        "dropped:zero_variance": 8,
+        "in_flight": 2,
+    }
+    assert {name: tree.entries for name, tree in statement.trees.items()} == {
+        "rollouts": batched + 12,
+        "batches": 2 * MADE_GROUPS,
+        "steps": STEPS + 1,
+        "versions": STEPS + 1,
+    }
+    assert evidence.folded == 2 * MADE_GROUPS
+    assert statement.trained == {"steps": STEPS, "trained": 8 * STEPS, "trained_again": 0, "skipped": 0}
+    assert (statement.policy["version"], statement.policy["digest"]) == (STEPS, f"d{STEPS}")
+    earlier = statement_of(cut, evidence, "k", 1)
+    assert (earlier.policy["version"], earlier.trained["trained"]) == (1, 8)
+    with pytest.raises(ConfigurationError, match="no policy version 9 in the archive; it has 0 to 2"):
+        statement_of(cut, evidence, "k", 9)
+
+
+def test_a_statement_holds_for_a_later_archive_of_the_run(archive: Path, tmp_path: Path) -> None:
+    shorter = attested(made_archive(tmp_path / "shorter", steps=1))
+    # The same records; the later archive has a step and a version more.
+    assert differences(shorter, attested(archive, statement=shorter)) == []
+    with pytest.raises(StateRefused, match="is about the records up to"):
+        attested(tmp_path / "shorter", statement=attested(archive))
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_change_of_the_archive_is_named(name: str, archive: Path, tmp_path: Path) -> None:
+    forgery, statement = FORGERIES[name], attested(archive)
+    cut, evidence = judged(forged(archive, "main", tmp_path / "forged", forgery.forge), statement)
+    if forgery.contradicts:
+        assert any(forgery.problem in problem for problem in evidence.problems), evidence.problems
+        with pytest.raises(StateRefused, match="run main is not attested"):
+            statement_of(cut, evidence, "k")
+    else:
+        assert evidence.problems == []
+        assert forgery.problem in differences(statement, statement_of(cut, evidence, "k"))[0]
+
+
+def test_a_statement_that_was_changed_is_not_opened(archive: Path, signer: Signer, tmp_path: Path) -> None:
+    statement = attested(archive, signer.public)
+    text = signed(statement, signer)
+    assert opened(text, signer.public) == statement
+    values = json.loads(text)
+
+    def changes() -> list[dict[str, object]]:
+        others = [{**values, "trained": {**values["trained"], "trained": 99}}, {**values, "made": "never"}]
+        root = {**values["trees"]["rollouts"], "root": "00" * 32}
+        others.append({**values, "trees": {**values["trees"], "rollouts": root}})
+        others.append({**values, "more": 1})
+        return others
+
+    for changed in changes():
+        with pytest.raises(StateRefused, match="it was changed since"):
+            opened(json.dumps(changed), signer.public)
+    write_key(tmp_path / "other.pem")
+    other = Signer(f"file:{tmp_path / 'other.pem'}", "signing_key")
+    with pytest.raises(StateRefused, match="is signed with key"):
+        opened(text, other.public)
+    with pytest.raises(StateRefused, match="it was changed since"):
+        opened(json.dumps({**values, "key": other.public}), other.public)
+    with pytest.raises(StateRefused, match="it was changed since"):
+        opened(signed(statement, other), signer.public)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "rollstream %s 1"}', "nonsense"])
+def test_bytes_that_are_no_statement_and_no_proof_are_refused(text: str) -> None:
+    with pytest.raises(StateRefused, match="this is no statement"):
+        opened(text.replace("%s", "attestation"), "00" * 32)
+    with pytest.raises(StateRefused, match="this is no proof"):
+        RolloutProof.from_json(text.replace("%s", "proof"))
+
+
+def proof(archive: Path, uid: str) -> tuple[Statement, RolloutProof]:
+    entries, cut = RolloutEntries(uid), ArchiveCut(open_store(str(archive)), "main")
+    evidence = evidence_of(cut, on_rollout=entries)
+    statement = statement_of(cut, evidence, "k")
+    return statement, proof_of(statement, evidence, entries)
+
+
+def test_a_proof_shows_what_became_of_a_rollout(archive: Path) -> None:
+    statement, shown = proof(archive, "0x1-2")
+    assert RolloutProof.from_json(shown.to_json()) == shown
+    answer = fate_in(statement, shown)
+    trained = {"fate": "batched", "batch": "0-1", "row": 2, "trained_by": [["default", 2]], "version": 2}
+    assert answer.items() >= {**trained, "uid": "0x1-2", "place": "0:6", "in_policy": True}.items()
+    expected = {
+        "0x4-0": ("batched", "0-4", [], None, False),
+        "1same-1": ("dropped:zero_variance", "", [], None, False),
+        "0open-0": ("in_flight", "", [], None, False),
+    }
+    for uid, values in expected.items():
+        answer = fate_in(*proof(archive, uid))
+        assert tuple(answer[name] for name in ("fate", "batch", "trained_by", "version", "in_policy")) == values
+    with pytest.raises(ConfigurationError, match="no rollout 'nobody' is in the archive"):
+        proof(archive, "nobody")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_part_of_a_proof_can_be_changed(data: st.DataObject, proved: tuple[Statement, RolloutProof]) -> None:
+    statement, shown = proved
+    values = json.loads(shown.to_json())
+    places = list(_places(values))
+    *path, last = data.draw(st.sampled_from(places))
+    at = values
+    for key in path:
+        at = at[key]
+    at[last] = data.draw(st.sampled_from([0, 5, "", "00" * 32, "0-0", None, [], True]).filter(lambda v: v != at[last]))
+    if json.loads(json.dumps(values)) == json.loads(shown.to_json()):
+        return
+    with pytest.raises(StateRefused):
+        fate_in(statement, RolloutProof.from_json(json.dumps(values)))
+
+
+@pytest.fixture(scope="module")
+def proved(archive: Path) -> tuple[Statement, RolloutProof]:
+    return proof(archive, "0x1-2")
+
+
+def _places(value: object, path: tuple[object, ...] = ()) -> "list[tuple[object, ...]]":
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = [place for key, item in pairs for place in _places(item, (*path, key))]
+    return inner or ([path] if path else [])
+
+
+def test_a_step_or_a_version_of_another_rollout_proves_nothing(archive: Path) -> None:
+    statement, shown = proof(archive, "0x1-2")
+    _statement, other = proof(archive, "0x0-2")
+    with pytest.raises(StateRefused, match="step 1 in the proof does not use the rollout"):
+        fate_in(statement, replace(shown, steps=other.steps))
+    with pytest.raises(StateRefused, match="shows batch 0-0, and the rollout is in 0-1"):
+        fate_in(statement, replace(shown, batch=other.batch))
+    with pytest.raises(StateRefused, match="version 1 in the proof is of no step in it"):
+        fate_in(statement, replace(shown, version=other.version))
+    with pytest.raises(StateRefused, match="is about another statement"):
+        fate_in(replace(statement, made="later"), shown)
+
+
+def test_an_archive_that_begins_later_or_lacks_the_run_is_refused(archive: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="holds no archive of run other; runs there: main"):
+        ArchiveCut(open_store(str(archive)), "other")
