@@ -152,9 +152,8 @@ def differences(statement: Statement, other: Statement) -> list[str]:
         there, due = other.trees[name], statement.trees.get(name)
         if there != due:
             attested = "none" if due is None else f"{due.entries:,} with root {due.root[:16]}"
-            differing.append(
-                f"{name}: the archive has {there.entries:,} entries with root {there.root[:16]}, the statement {attested}"
-            )
+            held = f"{there.entries:,} entries with root {there.root[:16]}"
+            differing.append(f"{name}: the archive has {held}, the statement {attested}")
     for field in ("run", "topic_ids", "ends", "policy", "trained", "records", "configurations"):
         if canonical(getattr(statement, field)) != canonical(getattr(other, field)):
             differing.append(f"{field}: the archive and the statement differ")
