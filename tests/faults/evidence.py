@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import fastavro
@@ -131,6 +131,7 @@ def _read(consumer: Consumer, topic: str, timeout_s: float) -> Iterator[Raw]:
 # ---------------------------------------------------------------------- Avro
 
 
+@lru_cache(512)
 def decode(value: bytes | None) -> Decoded | None:
     """The record in an Avro single-object frame, with or without a registry's prefix before and a signature behind it;
     None for whatever is none."""

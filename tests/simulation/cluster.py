@@ -1,0 +1,172 @@
+"""A model of a Kafka cluster: topics, coordinators, and the network between them and a process.
+
+It is as strict as a broker about epochs, generations and visibility, and as free as a network about when a request
+arrives and whether its answer does. tests/broker/test_kafka_model.py holds it to a real broker. What it leaves out:
+requests of a living process that arrive after a later one of it, brokers that lose what they acknowledged, quotas.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from tests.simulation.group_coordinator import Group
+from tests.simulation.partition_log import PartitionLog, Refusal
+from tests.simulation.scheduler import Crashed, Process, Scheduler
+from tests.simulation.transaction_coordinator import Place, TransactionCoordinator, TransactionState
+
+T = TypeVar("T")
+_RETRY_S = 0.05
+_OUTSIDE = Process("outside")
+
+
+class TimedOut(Exception):
+    """A request has no answer; it may have been done."""
+
+
+class Cluster:
+    """Topics, groups and transactions."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.topics: dict[str, list[PartitionLog]] = {}
+        self.groups: dict[str, Group] = defaultdict(Group)
+        self.transactions = TransactionCoordinator(self._send_marker)
+        self.producers = 0
+        """Number of producers so far, for the ids of those without a transactional id."""
+        self.changed_s = scheduler.now_s
+        """When something was last written."""
+        scheduler.timers.append(self._expire)
+
+    def create(self, topic: str, partitions: int) -> None:
+        """Create a topic."""
+        self.topics[topic] = [PartitionLog() for _ in range(partitions)]
+
+    def log(self, place: Place) -> PartitionLog:
+        """The log of a partition."""
+        return self.topics[place[0]][place[1]]
+
+    @property
+    def now_ms(self) -> int:
+        """The brokers' clock."""
+        return int(self.scheduler.now_s * 1000)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no transaction is open or half visible."""
+        return all(state.state.startswith(("Empty", "Complete")) for state in self.transactions.by_id.values())
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest over the records and markers of all topics, with their times."""
+        digest = hashlib.sha256()
+        for name, logs in sorted(self.topics.items()):
+            for number, log in enumerate(logs):
+                for entry in log.entries:
+                    place = f"{name} {number} {entry.offset} {entry.timestamp_ms} {entry.producer_id} {entry.marker}"
+                    digest.update(place.encode() + (entry.value or b""))
+        return digest.hexdigest()
+
+    def append(
+        self,
+        place: Place,
+        key: bytes | None,
+        value: bytes | None,
+        headers: list[tuple[str, bytes | None]],
+        producer: tuple[int, int],
+        sequence: int,
+        *,
+        transactional: bool = False,
+    ) -> int:
+        """Produce one record."""
+        if transactional:
+            self.transactions.check_open(producer, place)
+        self.changed_s = self.scheduler.now_s
+        return self.log(place).append(self.now_ms, key, value, headers, producer, sequence, transactional=transactional)
+
+    def _send_marker(self, state: TransactionState, target: Place | str, commit: bool) -> None:
+        # Markers are written one by one; a slow follower delays one by seconds.
+        rng = self.scheduler.rng
+        self.scheduler.later(
+            rng.choice((0.0, 0.0, 0.002, 0.01, 0.01, 2.0 if rng.random() < 0.1 else 0.02)),
+            lambda: self._mark(state, target, commit),
+        )
+
+    def _mark(self, state: TransactionState, target: Place | str, commit: bool) -> None:
+        self.changed_s = self.scheduler.now_s
+        if isinstance(target, str):
+            self.groups[target].mark(state.producer_id, commit)
+        else:
+            self.log(target).mark(self.now_ms, state.producer_id, commit)
+        self.transactions.marked(state, target)
+
+    def _expire(self, now_s: float) -> float:
+        coming = self.transactions.expire(now_s)
+        for group in self.groups.values():
+            if group.members:
+                coming = min(coming, group.expire(now_s))
+        return coming
+
+
+class Link:
+    """The connection of a client to the cluster. A client of no process, as a test's own, has a perfect one."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster, self._scheduler = cluster, cluster.scheduler
+        self.process = cluster.scheduler.process or _OUTSIDE
+
+    def check(self) -> None:
+        """Raise Crashed if the client's process is dead."""
+        if not self.process.alive:
+            raise Crashed
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the client's own threads run and reach the cluster."""
+        process, now_s = self.process, self._scheduler.now_s
+        return process.alive and process.stopped_until_s <= now_s and process.cut_until_s <= now_s
+
+    def request(self, apply: Callable[[], T], deadline_s: float = float("inf")) -> T:
+        """Send a request and return its answer. Raises Refusal, and TimedOut at the deadline.
+
+        A request whose answer was lost is sent again, as clients do: all of them may be repeated.
+        """
+        if self._scheduler.current is None:
+            return apply()
+        while True:
+            self._send(apply)
+            if self.process.cut_until_s > self._scheduler.now_s:
+                if self._scheduler.rng.random() < 0.5:
+                    self._quietly(apply)
+                self._scheduler.wait(lambda: self.process.cut_until_s <= self._scheduler.now_s, self._left(deadline_s))
+                if self.process.cut_until_s > self._scheduler.now_s:
+                    raise TimedOut
+                continue
+            try:
+                answer = apply()
+            finally:
+                self._scheduler.pause()
+            if not self.process.losing:
+                return answer
+            self.process.losing = False
+            if deadline_s <= self._scheduler.now_s:
+                raise TimedOut
+            self._scheduler.sleep(_RETRY_S)
+
+    def _send(self, apply: Callable[[], T]) -> None:
+        self.check()
+        try:
+            self._scheduler.pause()
+        except Crashed:
+            # It was on its way already.
+            if self._scheduler.rng.random() < 0.5:
+                self._scheduler.later(self._scheduler.rng.choice((0.0, 0.05, 1.0, 8.0)), lambda: self._quietly(apply))
+            raise
+
+    def _quietly(self, apply: Callable[[], T]) -> None:
+        with suppress(Refusal):  # nobody waits for the answer
+            apply()
+
+    def _left(self, deadline_s: float) -> float:
+        return min(deadline_s, self._scheduler.now_s + 1e6) - self._scheduler.now_s

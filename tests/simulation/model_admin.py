@@ -1,0 +1,80 @@
+"""What an admin client answers about the topics of the model: names, ids, partitions, settings."""
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from confluent_kafka import KafkaError
+
+from tests.simulation.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class TopicMetadata:
+    """One topic."""
+
+    partitions: Mapping[int, None] = field(default_factory=dict)
+    error: KafkaError | None = None
+
+
+class Metadata(NamedTuple):
+    """Topics by name."""
+
+    topics: Mapping[str, TopicMetadata]
+
+
+class Description(NamedTuple):
+    """A topic with its id."""
+
+    topic_id: str
+
+
+class Setting(NamedTuple):
+    """A setting of a topic."""
+
+    value: str
+
+
+def metadata_of(cluster: Cluster, topic: str | None) -> Metadata:
+    """Return the metadata of a topic, or of all."""
+    names = [topic] if topic is not None else list(cluster.topics)
+    return Metadata({name: _metadata(cluster, name) for name in names})
+
+
+def _metadata(cluster: Cluster, name: str) -> TopicMetadata:
+    if name not in cluster.topics:
+        return TopicMetadata(error=KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART))
+    return TopicMetadata(dict.fromkeys(range(len(cluster.topics[name]))))
+
+
+class ModelAdmin:
+    """Answers at once: what it is asked about does not change."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def list_topics(self, topic: str | None = None, timeout: float = -1) -> Metadata:
+        return metadata_of(self._cluster, topic)
+
+    def describe_topics(self, topics: Any) -> dict[str, "Future[Description]"]:
+        return {name: _done(Description(f"id-of-{name}")) for name in topics.topic_names}
+
+    def describe_configs(self, resources: Iterable[Any]) -> dict[Any, "Future[dict[str, Setting]]"]:
+        return {resource: _done({"retention.ms": Setting("-1")}) for resource in resources}
+
+    def describe_consumer_groups(self, names: Iterable[str]) -> dict[str, "Future[Any]"]:
+        return {name: _done(GroupDescription(tuple(self._cluster.groups[name].members))) for name in names}
+
+
+class GroupDescription(NamedTuple):
+    """Members of a group."""
+
+    members: tuple[str, ...]
+    state: str = "Stable"
+
+
+def _done(value: Any) -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

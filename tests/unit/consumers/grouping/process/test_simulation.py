@@ -1,0 +1,98 @@
+"""Grouping processes over a model of Kafka: schedule after schedule of faults, each drawn and repeated by its seed.
+
+`python -m tests.simulation --seed N --schedules 1` repeats one that failed.
+"""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.simulation.cluster import Cluster
+from tests.simulation.installation import World, installed
+from tests.simulation.mutants import BROKEN_BROKERS, MUTANTS, Patch
+from tests.simulation.schedule import Outcome, as_it_is, drawn_faults, run_schedule, shrunk
+from tests.support.paths import ROOT
+
+QUICKLY_FOUND = ("sends_no_offsets", "writes_the_index_after_the_commit", "restores_what_is_undecided")
+WITHIN = 2000
+"""Schedules in which each mutant must be found."""
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    with installed(world):
+        yield world
+
+
+def failures(world: World, schedules: int) -> list[Outcome]:
+    """Run schedules, on CI always the same, and return those with findings, shrunk."""
+    first = 0 if os.environ.get("CI") else random.randrange(2**32)
+    print(f"{schedules} schedules from seed {first} on")
+    outcomes = (run_schedule(world, seed) for seed in range(first, first + schedules))
+    return [shrunk(world, outcome) for outcome in outcomes if outcome.findings]
+
+
+def test_no_schedule_of_faults_loses_or_repeats_anything(world: World) -> None:
+    assert failures(world, 1000) == []
+
+
+@pytest.mark.long
+def test_no_schedule_of_very_many_loses_or_repeats_anything(world: World) -> None:
+    assert failures(world, 20_000) == []
+
+
+def first_found(world: World, tamper: Callable[[Cluster], None] = as_it_is) -> int | None:
+    """The first seed whose schedule has findings."""
+    return next((seed for seed in range(WITHIN) if run_schedule(world, seed, tamper=tamper).findings), None)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(m, marks=() if m.__name__ in QUICKLY_FOUND else pytest.mark.long, id=m.__name__) for m in MUTANTS],
+)
+def test_the_judge_finds_a_mutant(world: World, mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        mutant(patch)
+        found = first_found(world)
+    print(f"{mutant.__name__}: found by schedule {found}")
+    assert found is not None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("broken", BROKEN_BROKERS, ids=lambda broken: broken.__name__)
+def test_the_judge_finds_a_broken_broker(world: World, broken: Callable[[Cluster], None]) -> None:
+    found = first_found(world, broken)
+    print(f"{broken.__name__}: found by schedule {found}")
+    assert found is not None
+
+
+def test_a_seed_repeats_its_schedule_in_another_process(world: World) -> None:
+    seed = next(seed for seed in range(100) if len(drawn_faults(seed)) == 3)
+    here = [run_schedule(world, seed) for _ in range(2)]
+    program = (
+        "from tests.simulation.installation import World, installed\n"
+        "from tests.simulation.schedule import run_schedule\n"
+        "world = World()\n"
+        "with installed(world):\n"
+        f"    outcome = run_schedule(world, {seed})\n"
+        "print(outcome.steps, outcome.fingerprint)\n"
+    )
+    there = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {f"{outcome.steps} {outcome.fingerprint}" for outcome in here} == {there.stdout.strip()}
+
+
+def test_a_failing_schedule_shrinks_to_the_faults_it_needs(world: World, monkeypatch: Patch) -> None:
+    from tests.simulation.mutants import restores_what_is_undecided
+
+    restores_what_is_undecided(monkeypatch)
+    outcomes = (run_schedule(world, seed) for seed in range(WITHIN))
+    failing = next(outcome for outcome in outcomes if outcome.findings and len(outcome.faults) > 1)
+    smaller = shrunk(world, failing)
+    assert smaller.findings
+    assert len(smaller.faults) <= len(failing.faults)
+    assert set(smaller.faults) <= set(failing.faults)
