@@ -1,0 +1,312 @@
+"""The model of Kafka in tests/simulation answers as a real broker does: one script on both, the same outcome.
+
+What a script notes is what our code goes by: its decision on each error, what readers of either isolation level see,
+the ends and the committed offsets.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import NewTopic
+
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.reader import Reader, read_to_end
+from rollstream.topics.kafka.transaction_errors import decide
+from tests.simulation.cluster import Cluster
+from tests.simulation.installation import World, installed
+from tests.simulation.scheduler import Process, Scheduler
+
+TOPIC, GROUP = "records", "readers"
+SESSION_S = 6.0
+TIMEOUT_S = 2.0
+
+
+class Stage:
+    """A topic of two partitions, a group, and what a script notes."""
+
+    def __init__(self, kafka: KafkaConfig, name: str) -> None:
+        self.kafka, self.topic, self.group, self.identity = (
+            kafka,
+            f"{name}.{TOPIC}",
+            f"{name}.{GROUP}",
+            f"{name}/writer",
+        )
+        self.notes: list[object] = []
+        self._members: list[Member] = []
+
+    def producer(self, timeout_s: float = 60.0) -> Producer:
+        settings = {"transaction.timeout.ms": int(timeout_s * 1000), "delivery.timeout.ms": int(timeout_s * 1000)}
+        producer = clients.transactional_producer(self.kafka, self.identity, **settings)
+        producer.init_transactions(60)
+        return producer
+
+    def write(self, producer: Producer, *values: bytes, partition: int = 0) -> None:
+        for value in values:
+            producer.produce(self.topic, value, b"key", partition)
+        producer.flush(60)
+
+    def outsider(self) -> object:
+        """The metadata of no member."""
+        with Reader(self.kafka, group=self.group) as reader:
+            return reader.group_metadata()
+
+    def send_offset(self, producer: Producer, offset: int, who: object) -> None:
+        self.attempt(lambda: producer.send_offsets_to_transaction([TopicPartition(self.topic, 0, offset)], who, 60))
+
+    def attempt(self, call: Callable[[], Any]) -> None:
+        """Note what our code decides on a call's error, or that there is none."""
+        try:
+            call()
+            self.notes.append("done")
+        except KafkaException as error:
+            self.notes.append(decide(error.args[0]).name)
+
+    def look(self) -> None:
+        """Note what readers see, and the position of the group."""
+        for isolation in ("read_committed", "read_uncommitted"):
+            records = read_to_end(self.kafka, self.topic, isolation=isolation)
+            self.notes.append(sorted((record.partition, record.offset, record.value) for record in records))
+        with Reader(self.kafka, group=self.group) as reader:
+            self.notes.append(reader.bounds(self.topic, [0, 1]))
+            try:
+                [place] = reader._consumer.committed([TopicPartition(self.topic, 0)], 1.0)
+                self.notes.append(max(place.offset, -1))
+            except KafkaException:
+                self.notes.append("pending")
+
+    def settle(self) -> None:
+        """Wait until no transaction hides anything of the partitions."""
+        with Reader(self.kafka) as committed, Reader(self.kafka, isolation="read_uncommitted") as all_records:
+            deadline = time.monotonic() + 300
+            while committed.bounds(self.topic) != all_records.bounds(self.topic):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        with Reader(self.kafka, group=self.group) as reader:
+            reader.committed(self.topic, [0], "waiting for pending offsets", 300)
+
+    def member(self, instance: str) -> "Member":
+        member = Member(self, instance)
+        self._members.append(member)
+        return member
+
+    def turn(self, until: Callable[[], bool]) -> None:
+        """Poll the members that there are until something holds."""
+        deadline = time.monotonic() + 300
+        while not until():
+            assert time.monotonic() < deadline
+            for member in self._members:
+                member.poll()
+
+    def close(self) -> None:
+        for member in self._members:
+            member.consumer.close()
+
+
+class Member:
+    """A static member of the group."""
+
+    def __init__(self, stage: Stage, instance: str) -> None:
+        self.assigned: list[int] | None = None
+        self.lost = False
+        self.consumer: Consumer = clients.group_member(stage.kafka, stage.group, instance)
+        self.consumer.subscribe([stage.topic], on_assign=self._assign, on_revoke=self._revoke, on_lost=self._revoke)
+
+    def _assign(self, consumer: Consumer, places: list[TopicPartition]) -> None:
+        self.assigned = sorted(place.partition for place in places)
+        consumer.assign([TopicPartition(place.topic, place.partition, 0) for place in places])
+
+    def _revoke(self, _consumer: Consumer, _places: list[TopicPartition]) -> None:
+        self.assigned = None
+
+    def poll(self) -> None:
+        try:
+            for message in self.consumer.consume(1, 0.05):
+                error = message.error()
+                if error is not None and error.code() in (KafkaError._FATAL, KafkaError.FENCED_INSTANCE_ID):
+                    self.lost = True
+        except KafkaException:
+            self.lost = True
+
+    @property
+    def metadata(self) -> object:
+        return self.consumer.consumer_group_metadata()
+
+
+# ---------------------------------------------------------------------- scripts
+
+
+def commits(stage: Stage) -> None:
+    producer = stage.producer()
+    producer.begin_transaction()
+    stage.write(producer, b"a", b"b")
+    stage.write(producer, b"c", partition=1)
+    stage.send_offset(producer, 7, stage.outsider())
+    stage.look()
+    stage.attempt(lambda: producer.commit_transaction(60))
+    stage.settle()
+    stage.look()
+
+
+def aborts_and_goes_on(stage: Stage) -> None:
+    producer = stage.producer()
+    producer.begin_transaction()
+    stage.write(producer, b"a", b"b")
+    stage.send_offset(producer, 7, stage.outsider())
+    stage.attempt(lambda: producer.abort_transaction(60))
+    stage.settle()
+    stage.look()
+    producer.begin_transaction()
+    stage.write(producer, b"c")
+    stage.send_offset(producer, 8, stage.outsider())
+    stage.attempt(lambda: producer.commit_transaction(60))
+    stage.settle()
+    stage.look()
+
+
+def is_fenced_before_its_commit(stage: Stage) -> None:
+    first = stage.producer()
+    first.begin_transaction()
+    stage.write(first, b"a")
+    stage.send_offset(first, 7, stage.outsider())
+    second = stage.producer()
+    stage.attempt(lambda: first.commit_transaction(60))
+    stage.settle()
+    stage.look()
+    second.begin_transaction()
+    stage.write(second, b"b")
+    stage.attempt(lambda: second.commit_transaction(60))
+    stage.settle()
+    stage.look()
+
+
+def is_fenced_before_its_offsets(stage: Stage) -> None:
+    first = stage.producer()
+    first.begin_transaction()
+    stage.write(first, b"a")
+    stage.producer()
+    stage.send_offset(first, 7, stage.outsider())
+    stage.settle()
+    stage.look()
+
+
+def outlives_its_timeout(stage: Stage) -> None:
+    producer = stage.producer(TIMEOUT_S)
+    producer.begin_transaction()
+    stage.write(producer, b"a")
+    stage.send_offset(producer, 7, stage.outsider())
+    stage.settle()  # the coordinator aborts it
+    stage.attempt(lambda: producer.commit_transaction(60))
+    stage.look()
+
+
+def is_a_member_of_an_earlier_generation(stage: Stage) -> None:
+    first = stage.member("first")
+    stage.turn(lambda: first.assigned is not None)
+    before = first.metadata
+    second = stage.member("second")
+    stage.turn(lambda: first.assigned is not None and second.assigned is not None)
+    stage.notes.append([first.assigned, second.assigned])
+    producer = stage.producer()
+    producer.begin_transaction()
+    stage.write(producer, b"a")
+    stage.send_offset(producer, 7, before)
+    stage.attempt(lambda: producer.abort_transaction(60))
+    producer.begin_transaction()
+    stage.write(producer, b"b")
+    stage.send_offset(producer, 8, first.metadata)
+    stage.attempt(lambda: producer.commit_transaction(60))
+    stage.settle()
+    stage.look()
+
+
+def is_replaced_under_its_name(stage: Stage) -> None:
+    first = stage.member("first")
+    stage.turn(lambda: first.assigned is not None)
+    before = first.metadata
+    second = stage.member("first")
+    stage.turn(lambda: second.assigned is not None and first.lost)
+    producer = stage.producer()
+    producer.begin_transaction()
+    stage.write(producer, b"a")
+    stage.send_offset(producer, 7, before)
+    stage.attempt(lambda: producer.abort_transaction(60))
+    producer.begin_transaction()
+    stage.send_offset(producer, 8, second.metadata)
+    stage.attempt(lambda: producer.commit_transaction(60))
+    stage.settle()
+    stage.look()
+
+
+def is_expelled(stage: Stage) -> None:
+    first = stage.member("first")
+    stage.turn(lambda: first.assigned is not None)
+    before = first.metadata
+    first.consumer.close()  # a static member does not leave: its session ends
+    stage._members.clear()
+    second = stage.member("second")
+    stage.turn(lambda: second.assigned == [0, 1])
+    producer = stage.producer()
+    producer.begin_transaction()
+    stage.write(producer, b"a")
+    stage.send_offset(producer, 7, before)
+    stage.attempt(lambda: producer.abort_transaction(60))
+    stage.settle()
+    stage.look()
+
+
+def commits_within_a_rebalance(stage: Stage) -> None:
+    first = stage.member("first")
+    stage.turn(lambda: first.assigned is not None)
+    second = stage.member("second")
+    for _ in range(20):
+        second.poll()  # the first does not poll, so the rebalance waits for it
+    stage.notes.append(second.assigned)
+    producer = stage.producer()
+    producer.begin_transaction()
+    stage.write(producer, b"a")
+    stage.send_offset(producer, 7, first.metadata)
+    stage.attempt(lambda: producer.commit_transaction(60))
+    stage.settle()
+    stage.look()
+
+
+SCRIPTS = (
+    commits,
+    aborts_and_goes_on,
+    is_fenced_before_its_commit,
+    is_fenced_before_its_offsets,
+    outlives_its_timeout,
+    is_a_member_of_an_earlier_generation,
+    is_replaced_under_its_name,
+    is_expelled,
+    commits_within_a_rebalance,
+)
+
+
+def on_the_model(script: Callable[[Stage], None], seed: int) -> list[object]:
+    world, scheduler = World(), Scheduler(seed)
+    world.cluster = Cluster(scheduler)
+    with installed(world):
+        stage = Stage(KafkaConfig(bootstrap_servers="model:1", session_timeout_s=SESSION_S), "t")
+        world.cluster.create(stage.topic, 2)
+        actor = scheduler.spawn(Process("script"), "script", lambda: script(stage))
+        scheduler.run(lambda: actor.done)
+        if actor.error is not None:
+            raise actor.error
+    return stage.notes
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_the_model_answers_as_a_real_broker_does(broker: str, run_name: str, script: Callable[[Stage], None]) -> None:
+    kafka = KafkaConfig(bootstrap_servers=broker, session_timeout_s=SESSION_S)
+    stage = Stage(kafka, run_name)
+    admin = clients.admin(kafka)
+    admin.create_topics([NewTopic(stage.topic, 2, 1)])[stage.topic].result(60)
+    script(stage)
+    stage.close()
+    for seed in range(5):
+        assert on_the_model(script, seed) == stage.notes
