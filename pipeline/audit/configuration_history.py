@@ -1,7 +1,9 @@
 """The configurations of grouping that a journal tells of: which came into force where, and what each changed."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollstream.consumers.grouping.config import GroupingConfig
@@ -37,6 +39,96 @@ class ConfigurationHistory:
         return history
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConfigurationSummary:
+    """One configuration of grouping in short: what a reader of `top` and `lineage` looks for first."""
+
+    generation: int
+    partitions: int = 0
+    """Partitions in which it is in force."""
+    before: int = 0
+    """Earlier configurations that the journals tell of."""
+    core_version: int | None = None
+    """None, as the other settings, until the watermark of a partition has passed its mark."""
+    estimator: str | None = None
+    mark_keys: int | None = None
+    """Number of keys whose marks are obeyed; 0 if whoever may write to `rollouts` may write marks."""
+    environment_keys: tuple[str, ...] | None = None
+    """Environments whose rollouts must be signed."""
+    changed: Mapping[str, list[Any]] | None = field(default_factory=dict)
+    """Settings that differ from the configuration before it: value before and value now; None if one is not known."""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """It in words, without its generation."""
+        if self.core_version is None:
+            return {"settings": "not known yet"}
+        signed = ", ".join(self.environment_keys or ())
+        changed = "not known" if self.changed is None else ", ".join(self.changed)
+        return {
+            "core": str(self.core_version),
+            "estimator": str(self.estimator),
+            "marks": "signed" if self.mark_keys else "unsigned",
+            **({"signed environments": signed} if signed else {}),
+            **({"changed": changed} if changed and (self.before or self.changed is None) else {}),
+        }
+
+    @property
+    def text(self) -> str:
+        """It in one line."""
+        return ", ".join((f"generation {self.generation}", *(f"{name} {fact}" for name, fact in self.facts.items())))
+
+
+def summary(histories: Iterable[tuple[int, ConfigurationHistory]], generation: int) -> ConfigurationSummary:
+    """One configuration of a run in short, from the history of each partition."""
+    histories = list(histories)
+    listed = configurations(histories)
+    settings = _settings(history for _partition, history in histories).get(generation)
+    own = next((each for each in listed if each["generation"] == generation), None)
+    known = {} if settings is None else _known(settings)
+    return ConfigurationSummary(
+        generation=generation,
+        partitions=len(own["in_force"]) if own else 0,
+        before=sum(each["generation"] < generation for each in listed),
+        changed=own["changed"] if own else None,
+        **known,
+    )
+
+
+def newest_summary(histories: Iterable[tuple[int, ConfigurationHistory]]) -> ConfigurationSummary | None:
+    """The newest configuration in force on any partition; None before the first journal record."""
+    histories = list(histories)
+    generations = [history.generations[-1][0] for _partition, history in histories if history.generations]
+    return summary(histories, max(generations)) if generations else None
+
+
+def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a summary; configurations of early core versions lack some keys."""
+    environments = {str(entry).rpartition(":")[0] for entry in _listed(settings, "environment_keys")}
+    return {
+        "core_version": settings.get("core_version", 1),
+        "estimator": settings.get("estimator", ""),
+        "mark_keys": len(_listed(settings, "mark_keys")),
+        "environment_keys": tuple(sorted(environments)),
+    }
+
+
+def _listed(settings: Mapping[str, Any], name: str) -> list[Any]:
+    value = settings.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _settings(histories: Iterable[ConfigurationHistory]) -> dict[int, dict[str, Any]]:
+    """Settings by generation, as far as they are known; a text that is no configuration counts as unknown."""
+    texts = {generation: text for history in histories for generation, text in history.settings.items() if text}
+    settings = {}
+    for generation, text in texts.items():
+        with suppress(ValueError, RecursionError):
+            if isinstance(value := json.loads(text), dict):
+                settings[generation] = value
+    return settings
+
+
 def configurations(histories: Iterable[tuple[int, ConfigurationHistory]]) -> list[dict[str, Any]]:
     """The configurations of a run, oldest first, from the history of each partition.
 
@@ -46,13 +138,13 @@ def configurations(histories: Iterable[tuple[int, ConfigurationHistory]]) -> lis
     """
     since: dict[int, dict[int, int]] = {}
     in_force: dict[int, list[int]] = {}
-    settings: dict[int, dict[str, Any]] = {}
+    histories = list(histories)
+    settings = _settings(history for _partition, history in histories)
     for partition, history in histories:
         for generation, offset in history.generations:
             since.setdefault(generation, {})[partition] = offset
         if history.generations:
             in_force.setdefault(history.generations[-1][0], []).append(partition)
-        settings |= {generation: json.loads(text) for generation, text in history.settings.items() if text}
     before: dict[str, Any] | None = json.loads(GroupingConfig().to_json())
     listed = []
     for generation in sorted(since):

@@ -12,6 +12,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rollstream.pipeline.audit.configuration_history import (
+    ConfigurationHistory,
+    ConfigurationSummary,
+    newest_summary,
+)
 from rollstream.pipeline.record_counts import RecordCounts
 from rollstream.pipeline.run.component_metrics import ComponentMetrics
 from rollstream.pipeline.run.stalled_stage import FlowFacts
@@ -83,6 +88,8 @@ class RunSnapshot(RecordCounts):
     """Role at which to look, or `weights`, if there was no step for long; empty for a run that steps or has ended."""
     stalled: str = ""
     """Why it has stalled."""
+    configuration: ConfigurationSummary | None = None
+    """The newest configuration of grouping that is in force; None before the first journal record."""
 
     @property
     def quiet(self) -> bool:
@@ -129,6 +136,7 @@ class RunStatistics:
         self._unfinished: dict[int, set[int]] = {}
         self._followed: set[int] = set()
         self._counts: defaultdict[int, JournalCounts] = defaultdict(JournalCounts)
+        self._configurations: defaultdict[int, ConfigurationHistory] = defaultdict(ConfigurationHistory)
         self._batches = 0
         self._entries: dict[str, BatchIndexEntry] = {}
         self._early: dict[str, list[tuple[int, BatchUse]]] = {}
@@ -197,6 +205,7 @@ class RunStatistics:
         self._unsettled(record)
         self._positions[record.partition] = record.position
         self._counts[record.partition].add(record)
+        self._configurations[record.partition].read(record)
         ahead = self._ahead.get(record.partition, deque())
         while ahead and ahead[0] < record.position:
             ahead.popleft()
@@ -337,6 +346,7 @@ class RunStatistics:
             exacts=exacts,
             staleness=dict(sorted(self._staleness.items())),
             records_skipped=records_skipped,
+            configuration=newest_summary(self._configurations.items()),
         )
         snapshot.place(fates)
         return snapshot

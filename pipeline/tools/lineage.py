@@ -130,7 +130,17 @@ def record_lineage(view: RecordedRun, place: RolloutPlace) -> LineageNode:
         node.children.append(_sampler(view, record))
     batch = view.batch_of(place, fate) if fate.name == BATCHED else None
     node.children.append(fate_node(view, place, fate, batch))
+    generation = fate.generation if batch is None else batch.generation
+    if generation >= 0:
+        node.children.append(_configuration(view, place.partition, generation))
     return node
+
+
+def _configuration(view: RecordedRun, partition: int, generation: int) -> LineageNode:
+    """Node of the configuration of grouping that decided the fate of a record, or cut a batch."""
+    return LineageNode(
+        "configuration", f"of generation {generation}", {**view.configuration(partition, generation).facts}
+    )
 
 
 def _name_of(record: Any) -> tuple[str, str]:
@@ -199,6 +209,7 @@ def batch_lineage(view: RecordedRun, batch: TrainingBatch) -> LineageNode:
         "digest": batch.digest,
     }
     node.children.insert(0, _sources(batch))
+    node.children.append(_configuration(view, batch.partition, batch.generation))
     return node
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
+from rollstream.pipeline.audit.configuration_history import ConfigurationHistory, ConfigurationSummary, summary
 from rollstream.pipeline.audit.topic_reading import Index, batch_at, read_index, read_journal
 from rollstream.pipeline.tools.plain_values import decoded
 from rollstream.topics.catalogue import topic_name
@@ -56,6 +57,8 @@ class Fate(NamedTuple):
     batch_ids: tuple[str, ...] = ()
     """Batches of the transaction that finished it, if it was batched: the record is in one of these, or in an older
     batch."""
+    generation: int = -1
+    """Generation of the configuration of grouping under which it was dropped; that of others is in their batch."""
 
 
 class StepUse(NamedTuple):
@@ -96,6 +99,10 @@ class RecordedRun(Protocol):
 
     def fates(self, partition: int, offsets: set[int]) -> dict[int, Fate]:
         """Fates of these offsets of a partition."""
+        ...
+
+    def configuration(self, partition: int, generation: int) -> ConfigurationSummary:
+        """A configuration of grouping in short, as the journal of a partition tells of it."""
         ...
 
     def moved_to(self, place: RolloutPlace) -> dict[str, str]:
@@ -190,10 +197,17 @@ class RunView(Closing):
             for finished in record.finished:
                 for offset in offsets.intersection(from_ranges(finished.runs)):
                     batch_ids = record.batch_ids if finished.fate == BATCHED else ()
-                    fates[offset] = Fate(
-                        finished.fate, drops.get(offset) if finished.fate == DROPPED else None, batch_ids
-                    )
+                    drop = drops.get(offset) if finished.fate == DROPPED else None
+                    generation = record.generation if drop else -1
+                    fates[offset] = Fate(finished.fate, drop, batch_ids, generation)
         return fates
+
+    def configuration(self, partition: int, generation: int) -> ConfigurationSummary:
+        """A configuration of grouping in short, as the journal of a partition tells of it."""
+        history = ConfigurationHistory()
+        for record in self.journal(partition):
+            history.read(record)
+        return summary([(partition, history)], generation)
 
     def moved_to(self, place: RolloutPlace) -> dict[str, str]:
         """The run that a moved record went to, and its place there, if that run still holds it."""

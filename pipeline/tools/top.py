@@ -132,8 +132,14 @@ def line(s: RunSnapshot) -> str:
         + (f"  quiet for {_duration(s.quiet_s)}" if s.quiet else "")
         + (f"  {s.records_skipped:,} records unreadable" if s.records_skipped else "")
         + (f"  {_paused(s)}" if s.paused or s.paused_environments else "")
+        + (f"  {_configuration(s)}" if s.configuration else "")
         + (f"  stalled at {s.stalled_stage}: {s.stalled}" if s.stalled else "")
     )
+
+
+def _configuration(s: RunSnapshot) -> str:
+    """The configuration of grouping in force, for one line."""
+    return printable(s.configuration.text, keep="") if s.configuration else ""
 
 
 def _paused(s: RunSnapshot) -> str:
@@ -165,7 +171,13 @@ def frame(s: RunSnapshot, width: int, height: int = LINES) -> Group:
     tables = component_lines(s.components, height - LINES)
     components = [Text("\n".join(line.ljust(width) for line in tables), no_wrap=True)] if tables else []
     stalled = f"stalled at {s.stalled_stage}: {s.stalled}"[:inner] if s.stalled else ""
-    return Group(_header(s, width), _panel(stalled, _flow(s, inner), width), middle, bottom, *components)
+    return Group(
+        _header(s, width),
+        _panel(stalled, _flow(s, inner), width, below=_configuration(s)[:inner]),
+        middle,
+        bottom,
+        *components,
+    )
 
 
 def _header(s: RunSnapshot, width: int) -> Text:
@@ -178,11 +190,19 @@ def _header(s: RunSnapshot, width: int) -> Text:
     return text
 
 
-def _panel(title: str, lines: Iterable[str], width: int | None = None) -> Panel:
+def _panel(title: str, lines: Iterable[str], width: int | None = None, below: str = "") -> Panel:
     text = Text("\n".join(lines), no_wrap=True, overflow="crop")
     text.highlight_words(_NODES if not title else (), "bold cyan")
     text.highlight_regex(r"[▁▂▃▄▅▆▇█]+", "green")
-    return Panel(text, title=title or None, title_align="left", width=width, border_style="dim")
+    return Panel(
+        text,
+        title=Text(title) if title else None,
+        title_align="left",
+        subtitle=Text(below) if below else None,
+        subtitle_align="left",
+        width=width,
+        border_style="dim",
+    )
 
 
 def _flow(s: RunSnapshot, width: int) -> list[str]:

@@ -127,7 +127,7 @@ def test_a_small_loop_closes_its_books_and_can_be_asked_again(start: Start, tmp_
     for fault in (killed, learner):
         assert f"kill -9 of {killed['role']} (process {killed['pid']}) and learn" in progress
         assert f"{fault['role']} is back after {fault['back_s']} s, with {fault['back']}" in progress
-    assert [child["kind"] for child in report["lineage"]["children"]] == ["sampled_by_policy", "batch"]
+    assert [child["kind"] for child in report["lineage"]["children"]] == ["sampled_by_policy", "batch", "configuration"]
     recorded, other = report["replay"]["recorded"], report["replay"]["replayed"]
     assert report["replay"]["changed"] == {"estimator": [["rloo_normalized"], "grpo"]}
     assert recorded["batches"] == other["batches"] == report["batches"]

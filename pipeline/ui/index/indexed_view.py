@@ -4,6 +4,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
+from rollstream.pipeline.audit.configuration_history import ConfigurationHistory, ConfigurationSummary, summary
 from rollstream.pipeline.audit.topic_reading import batch_at
 from rollstream.pipeline.tools.run_view import UNREAD, Fate, RolloutPlace, StepUse
 from rollstream.pipeline.ui.index import fates
@@ -66,13 +67,28 @@ class IndexedView:
         name = fates.NAMES[row[0]]
         if name in (fates.TRAINED, fates.SKIPPED, BATCHED):
             return Fate(BATCHED, None, (row[1],) if row[1] else ())
-        return Fate(name, self._drop(partition, offset) if name == DROPPED else None)
+        return self._dropped(partition, offset) if name == DROPPED else Fate(name)
 
-    def _drop(self, partition: int, offset: int) -> Drop | None:
+    def _dropped(self, partition: int, offset: int) -> Fate:
         row = self._db.execute(
-            "select reason, detail, age_ms from drops where partition = ? and offset = ?", (partition, offset)
+            "select reason, detail, age_ms, generation from drops where partition = ? and offset = ?",
+            (partition, offset),
         ).fetchone()
-        return Drop(offset=offset, reason=row[0], detail=row[1], age_ms=row[2]) if row else None
+        if row is None:
+            return Fate(DROPPED)
+        drop = Drop(offset=offset, reason=row[0], detail=row[1], age_ms=row[2])
+        return Fate(DROPPED, drop, generation=row[3])
+
+    def configuration(self, partition: int, generation: int) -> ConfigurationSummary:
+        """A configuration of grouping in short, as the journal of a partition tells of it."""
+        rows = self._db.execute(
+            "select generation, since, settings from configurations where partition = ? order by generation",
+            (partition,),
+        ).fetchall()
+        history = ConfigurationHistory()
+        history.generations = [(number, since) for number, since, _settings in rows if since >= 0]
+        history.settings = {number: settings for number, _since, settings in rows if settings}
+        return summary([(partition, history)], generation)
 
     def batch(self, batch_id: str) -> TrainingBatch:
         """Fetch a batch. Raises TopicError if the log holds it no more."""

@@ -191,11 +191,25 @@ class Ingest:
         for drop in drops.values():
             self._settle(partition, [(drop.offset, drop.offset)], DROPPED, drop.reason, among=DROPPED)
             self.db.execute(
-                "insert or replace into drops values (?, ?, ?, ?, ?)",
-                (partition, drop.offset, drop.reason, drop.detail, drop.age_ms),
+                "insert or replace into drops values (?, ?, ?, ?, ?, ?)",
+                (partition, drop.offset, drop.reason, drop.detail, drop.age_ms, record.generation),
             )
+        self._configurations(record)
         self.db.execute(
             "insert or replace into journals values (?, ?, ?)", (partition, record.position, record.sequence)
+        )
+
+    def _configurations(self, record: JournalRecord) -> None:
+        """Note the generation in force, and the settings of the one at the watermark."""
+        self.db.execute(
+            "insert into configurations values (?, ?, ?, '') on conflict do update set since = excluded.since"
+            " where since < 0",
+            (record.partition, record.generation, record.begin),
+        )
+        self.db.execute(
+            "insert into configurations values (?, ?, -1, ?) on conflict do update set settings = excluded.settings"
+            " where settings = ''",
+            (record.partition, record.watermark_generation, record.watermark_configuration),
         )
 
     def _before(self, record: JournalRecord) -> None:

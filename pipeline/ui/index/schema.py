@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rollstream.topics.errors import ConfigurationError
 
-VERSION = 2
+VERSION = 3
 """Version of the tables and of what is written to them; each change of either raises it."""
 _OLDEST_SQLITE = (3, 35, 0)
 _CACHE_KIB = 64 * 1024
@@ -57,7 +57,11 @@ create index groups_by_std on groups (std, first);
 create table journals (partition integer primary key, position integer not null, sequence integer not null);
 create table drops (
     partition integer, offset integer, reason text not null, detail text not null, age_ms integer not null,
-    primary key (partition, offset)
+    generation integer not null, primary key (partition, offset)
+) without rowid;
+create table configurations (
+    partition integer, generation integer, since integer not null, settings text not null,
+    primary key (partition, generation)
 ) without rowid;
 create table batches (
     id integer primary key, name text not null unique, partition integer, offset integer, rollouts integer,

@@ -53,7 +53,15 @@ export interface Top {
   paused: number[];
   stalled_stage: string;
   stalled: string;
+  configuration: Configuration | null;
   components: Component[];
+}
+
+export interface Configuration {
+  generation: number;
+  estimator: string | null;
+  mark_keys: number | null;
+  changed: Record<string, unknown[]> | null;
 }
 
 export interface Overview {

@@ -50,6 +50,7 @@ function KeyNumbers({ top, run }) {
       <${Figure} label="Batches waiting" value=${count(top.waiting)} note=${`of ${count(top.batches)}`} />
       <${Figure} label="Dropped" value=${count(dropped)} note=${percent(top.rollouts ? dropped / top.rollouts : 0)} href=${link(run, "drops")} />
       <${Figure} label="Dead letters" value=${count(top.dead_lettered)} href=${link(run, "letters")} tone=${top.dead_lettered ? "warn" : ""} />
+      ${top.configuration ? html`<${Figure} label="Configuration" value=${count(top.configuration.generation)} note=${`${top.configuration.estimator ?? "not known yet"}, marks ${top.configuration.mark_keys ? "signed" : "unsigned"}`} />` : null}
       ${top.records_skipped ? html`<${Figure} label="Unreadable records" value=${count(top.records_skipped)} tone="warn" />` : null}
       ${top.paused.length ? html`<${Figure} label="Paused partitions" value=${top.paused.join(", ")} tone="warn" />` : null}
     </dl>

@@ -5,7 +5,12 @@ from dataclasses import replace
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.task_state import initial_record
-from rollstream.pipeline.audit.configuration_history import ConfigurationHistory, configurations
+from rollstream.pipeline.audit.configuration_history import (
+    ConfigurationHistory,
+    configurations,
+    newest_summary,
+    summary,
+)
 
 FIRST = GroupingConfig(batch_rollouts=8)
 SECOND = replace(FIRST, estimator="grpo", generation=2)
@@ -46,3 +51,38 @@ def test_what_a_configuration_changed_is_not_guessed_where_the_one_before_it_is_
     second, last = configurations([(0, history((2, 40, FIRST), (3, 50, third)))])
     assert (second["changed"], last["changed"]) == (None, None)
     assert configurations([(0, ConfigurationHistory())]) == []
+
+
+def test_a_summary_names_core_estimator_signatures_and_what_changed() -> None:
+    key = "8a" * 32
+    signed = replace(SECOND, mark_keys=(key,), environment_keys=(f"swe:{key}", f"math:{key}"))
+    histories = [(0, history((0, 0, FIRST), (2, 9, signed))), (1, history((0, 0, FIRST)))]
+    newest = newest_summary(histories)
+    assert newest is not None
+    assert (newest.generation, newest.partitions, newest.before) == (2, 1, 1)
+    assert newest.text == (
+        f"generation 2, core {FIRST.core_version}, estimator grpo, marks signed, signed environments math, swe, "
+        "changed environment_keys, estimator, mark_keys"
+    )
+    first = summary(histories, 0)
+    assert first.text == f"generation 0, core {FIRST.core_version}, estimator rloo, marks unsigned"
+
+
+def test_a_summary_says_what_is_not_known_yet() -> None:
+    unsettled = newest_summary([(0, history((0, 0, FIRST), (2, 9, FIRST)))])
+    assert unsettled is not None
+    assert unsettled.text == "generation 2, settings not known yet"
+    assert newest_summary([(0, ConfigurationHistory())]) is None
+
+
+def test_a_text_that_is_no_configuration_counts_as_unknown() -> None:
+    before = initial_record(0, 1, "test", FIRST)
+    for text in ("{", "[" * 100_000, "[]", '"x"', "1"):
+        found = ConfigurationHistory()
+        found.read(replace(before, watermark_configuration=text))
+        newest = newest_summary([(0, found)])
+        assert newest is not None
+        assert newest.facts == {"settings": "not known yet"}
+    odd = ConfigurationHistory()
+    odd.read(replace(before, watermark_configuration='{"mark_keys": 7, "environment_keys": [3]}'))
+    assert newest_summary([(0, odd)]) is not None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from rollstream.pipeline.audit.configuration_history import ConfigurationSummary
 from rollstream.pipeline.run.run_statistics import Rate, RunSnapshot, RunStatistics
 from rollstream.pipeline.tools.top import frame, line, sparkline
 from rollstream.topics.offset_ranges import to_ranges
@@ -113,6 +114,28 @@ def test_rollouts_that_wait_for_labels_are_shown_between_environments_and_rollou
     [label_line] = [text for text in shown(waiting) if "▲" in text]
     assert label_line == "│  ▲  1,200 wait for labels                           3 waiting, 3.5/s steps ▼ │"
     assert "dropped 20,658  1,200 wait for labels" in line(waiting)
+
+
+def test_the_configuration_in_force_stands_below_the_flow() -> None:
+    configuration = ConfigurationSummary(
+        generation=3,
+        before=2,
+        core_version=6,
+        estimator="rloo\x1b",
+        mark_keys=1,
+        changed={"estimator": ["grpo", "rloo"]},
+    )
+    configured = replace(MIDDLE, configuration=configuration)
+    text = "generation 3, core 6, estimator rloo\\u001b, marks signed, changed estimator"
+    assert f"─ {text} ─" in shown(configured, 120)[7]
+    assert line(configured).endswith(f"dropped 20,658  {text}")
+    long = replace(configuration, changed={str(name): [0, 1] for name in range(100)})
+    assert {len(row) for row in shown(replace(MIDDLE, configuration=long))} == {80}
+
+
+def test_names_in_titles_are_no_markup() -> None:
+    paused = shown(replace(MIDDLE, paused_environments=("[/]", "[red]")), 120)
+    assert any("paused: [/], [red]" in row for row in paused)
 
 
 @pytest.mark.parametrize("snapshot", [MIDDLE, LARGE, RunSnapshot(run="x")], ids=["middle", "large", "nothing"])
