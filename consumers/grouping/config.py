@@ -144,8 +144,8 @@ class GroupingConfig:
     """Public keys of those who may write rollouts of an environment, as ENVIRONMENT:KEY; rollouts and cancellations of
     others are dropped as invalid. Environments without a key: whoever may write to `rollouts`."""
     quotas: tuple[str, ...] = ()
-    """Most that the groups of an environment may take on a partition, as ENVIRONMENT:open_groups=NUMBER or
-    ENVIRONMENT:held_bytes=NUMBER; its oldest incomplete group is dropped beyond it."""
+    """Most that the groups of an environment may take on a partition, as ENVIRONMENT:KEY=NUMBER with open_groups,
+    held_bytes, rollouts_per_s or bytes_per_s; beyond it, groups of its own are dropped."""
 
     def __post_init__(self) -> None:
         for name, kind in _types().items():
@@ -181,7 +181,11 @@ class GroupingConfig:
         for key in self.mark_keys:
             check_public_key(key, "grouping.mark_keys")
         parse_environment_keys(self.environment_keys)
-        parse_quotas(self.quotas)
+        quotas = parse_quotas(self.quotas).values()
+        if self.core_version < 7 and any(quota.limits_rates for quota in quotas):
+            raise ConfigurationError(
+                f"grouping.quotas limits rates, which came with core version 7, and core_version is {self.core_version}"
+            )
         if (size := len(self.to_json())) > CONFIGURATION_BYTES:
             raise ConfigurationError(
                 f"grouping takes {size} bytes as JSON, as part of every journal record, at most {CONFIGURATION_BYTES}; "

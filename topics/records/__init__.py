@@ -32,7 +32,7 @@ from rollstream.topics.records.control import (
     StopRequest,
 )
 from rollstream.topics.records.equality import same
-from rollstream.topics.records.journal import Drop, FateCount, FinishedGroup, FinishedOffsets, JournalRecord
+from rollstream.topics.records.journal import Drop, FateCount, FinishedGroup, FinishedOffsets, JournalRecord, RateLevel
 from rollstream.topics.records.policies import Chunk, PolicyManifest, Tensor
 from rollstream.topics.records.rollout_batches import OldGroup, OldMetadata, OldRollout, RolloutBatch
 from rollstream.topics.records.rollouts import (
@@ -90,6 +90,7 @@ __all__ = [
     "PausedEnvironment",
     "PausedPartition",
     "PolicyManifest",
+    "RateLevel",
     "RetiredLearner",
     "Rollout",
     "RolloutBatch",

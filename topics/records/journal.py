@@ -55,6 +55,16 @@ class FateCount:
     reward_squared: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class RateLevel:
+    """Share of a rate that an environment has left, in thousandths."""
+
+    environment: str
+    rollouts: int
+    bytes: int
+    at_ms: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class JournalRecord:
     """Changes made by one transaction of one grouping task."""
@@ -91,3 +101,4 @@ class JournalRecord:
     skipped: tuple[int, ...] = ()
     leader_epoch: int = -1
     hopped: tuple[int, ...] = ()
+    rates: tuple[RateLevel, ...] = ()

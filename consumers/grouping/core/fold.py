@@ -262,5 +262,5 @@ class Fold:
         groups = self._groups
         delivered = groups.partly_delivered() if snapshot else None
         return self._tracker.prepare_commit(
-            self.position, groups.clocks, groups.batch_number, groups.remembered_since_ms, delivered
+            self.position, groups.clocks, groups.batch_number, groups.remembered_since_ms, groups.rate_levels, delivered
         )

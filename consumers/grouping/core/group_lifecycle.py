@@ -26,10 +26,11 @@ from rollstream.consumers.grouping.core.groups import Group, GroupKey, Member, S
 from rollstream.consumers.grouping.core.live_groups import LiveGroups
 from rollstream.consumers.grouping.core.offset_tracker import OffsetTracker
 from rollstream.consumers.grouping.core.plug_ins import PlugIns
+from rollstream.consumers.grouping.core.rates import Rates
 from rollstream.consumers.grouping.core.replay import Replay
 from rollstream.consumers.grouping.core.task_state import TaskState
 from rollstream.topics.codec import frame_of
-from rollstream.topics.records import GroupCancelled, Rollout
+from rollstream.topics.records import GroupCancelled, RateLevel, Rollout
 from rollstream.topics.rl_examples import Source
 
 
@@ -47,6 +48,7 @@ class GroupLifecycle:
         self._deadlines = Deadlines()
         self._finished = FinishedGroups(state.remembered_since_ms, state.finished_groups)
         self._delivery = BatchDelivery(self._partition, state.batch_number, state.delivered, config, plug_ins)
+        self._rates = Rates(state.rates)
         self._estimators = plug_ins.estimators
         estimator(config.estimator, self._estimators)  # Raises before a record is read.
 
@@ -68,7 +70,9 @@ class GroupLifecycle:
         group.add(Member(source, rest, size_bytes, self.clocks.stream_time_ms))
         self._live.hold(group, size_bytes)
         self._tracker.admit(record.offset, before)
-        if group.complete:
+        if exceeded := self._rate_exceeded(key.environment, len(record.value or b"")):
+            self._drop(group, Rejection("quota", f"the environment exceeds grouping.quotas {exceeded}"))
+        elif group.complete:
             self._seal(group)
         self._shed(key.environment)
 
@@ -94,6 +98,13 @@ class GroupLifecycle:
             self._seal(group)
         if bounded:
             self._shed(key.environment)
+
+    def _rate_exceeded(self, environment: str, size_bytes: int) -> str:
+        """Return the quota that a member exceeds by its rate; members that are read again were counted before."""
+        quota = self.clocks.config.quotas_by_environment.get(environment)
+        if quota is None or not self._replay.ended:
+            return ""
+        return self._rates.exceeded(environment, quota, size_bytes, self.clocks.stream_time_ms)
 
     def _membership_rejection(self, key: GroupKey, rollout: Rollout) -> Rejection | None:
         """Reject a valid rollout that cannot join its group."""
@@ -157,6 +168,8 @@ class GroupLifecycle:
     def configure(self, config: GroupingConfig) -> None:
         """Put another configuration in force, also for the groups that are sealed."""
         self.clocks = self.clocks._replace(config=config)
+        if self._replay.ended:
+            self._rates.keep(config.quotas_by_environment)
         self.forget_finished()
         self._delivery.configure(config)
         for group in self._live.all_sealed():
@@ -288,6 +301,11 @@ class GroupLifecycle:
     def remembered_since_ms(self) -> int:
         """Stream time before which finished groups are forgotten."""
         return self._finished.since_ms
+
+    @property
+    def rate_levels(self) -> tuple[RateLevel, ...]:
+        """Levels of the quotas of rates."""
+        return self._rates.levels
 
     def partly_delivered(self) -> list[int]:
         """Return the offsets that a batch carries though their groups are not finished."""

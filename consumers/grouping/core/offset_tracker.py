@@ -39,6 +39,7 @@ from rollstream.topics.records import (
     FinishedOffsets,
     GroupCancelled,
     JournalRecord,
+    RateLevel,
     Rollout,
     TrainingBatch,
 )
@@ -175,7 +176,13 @@ class OffsetTracker:
         return self._counts.records()
 
     def prepare_commit(
-        self, position: int, now: Clocks, batch_number: int, remembered_since_ms: int, snapshot: Iterable[int] | None
+        self,
+        position: int,
+        now: Clocks,
+        batch_number: int,
+        remembered_since_ms: int,
+        rates: tuple[RateLevel, ...],
+        snapshot: Iterable[int] | None,
     ) -> Effects:
         """Return the effects since the last call with their journal record or records.
 
@@ -218,6 +225,7 @@ class OffsetTracker:
             delivered=to_ranges(delivered),
             skipped=tuple(self._skipped),
             hopped=tuple(to_ranges(o for o in self._hopped if o >= min(watermark, pending.begin)).tolist()),
+            rates=rates,
         )
         self._hopped = [offset for offset in self._hopped if offset >= watermark]
         records = split_record(journal)

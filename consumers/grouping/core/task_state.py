@@ -13,7 +13,7 @@ from rollstream.consumers.grouping.core.effects import CORE_VERSION
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.journal_counts import JournalCounts
 from rollstream.topics.offset_ranges import from_ranges
-from rollstream.topics.records import FateCount, FinishedGroup, JournalRecord
+from rollstream.topics.records import FateCount, FinishedGroup, JournalRecord, RateLevel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,8 @@ class TaskState:
     """Offsets from the watermark on that were left out and never fetched."""
     counts: tuple[FateCount, ...] = ()
     produced: tuple[FateCount, ...] = ()
+    rates: tuple[RateLevel, ...] = ()
+    """Levels of the quotas of rates at the position."""
     finished_groups: tuple[FinishedGroup, ...] = ()
     """Groups that finished within the horizon, in the order in which they finished."""
 
@@ -149,6 +151,7 @@ class JournalAccumulator:
             hopped=frozenset(offset for offset in from_ranges(last.hopped) if offset >= last.watermark),
             counts=self._counts.counts,
             produced=self._counts.produced,
+            rates=last.rates,
             finished_groups=tuple(self._groups),
         )
 

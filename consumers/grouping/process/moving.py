@@ -202,6 +202,7 @@ def moved_records(task: CommittedState, taken: Sequence[KafkaRecord]) -> tuple[J
             unfinished=to_ranges(state.unfinished - offsets),
             skipped=tuple(sorted(state.skipped)),
             hopped=tuple(to_ranges(state.hopped).tolist()),
+            rates=state.rates,
         )
     )
 

@@ -1,5 +1,7 @@
 """An environment beyond its quotas loses groups of its own, oldest first, and no other environment any."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.quotas import Quota, parse_quotas
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
+from rollstream.topics.codec import encode
 from rollstream.topics.errors import ConfigurationError
 from tests.support.pairs import driver, reasons
 
@@ -87,3 +90,75 @@ def test_quotas_are_parsed_or_refused() -> None:
     ):
         with pytest.raises(ConfigurationError, match=r"grouping\.quotas: .* limits nothing"):
             GroupingConfig(quotas=(text,))
+
+
+def test_an_environment_may_write_at_its_rate_and_what_a_minute_allows_at_once() -> None:
+    d = driver(quotas=("noisy:rollouts_per_s=2",))
+    for number in range(130):
+        open_group(d, "noisy", str(number))
+    assert reasons(d) == dict.fromkeys(range(120, 130), "quota")
+    assert d.drops[0].detail == "the environment exceeds grouping.quotas noisy:rollouts_per_s=2"
+    d.now_ms += 1500
+    for number in range(130, 134):
+        open_group(d, "noisy", str(number))
+    assert [offset for offset in reasons(d) if offset >= 130] == [133]
+
+
+def test_a_group_whose_member_exceeds_the_rate_is_dropped_whole() -> None:
+    d = driver(quotas=("env:rollouts_per_s=1",), batch_rollouts=100)
+    for number in range(59):
+        open_group(d, "env", str(number))
+    first = d.pipe(example_rollout("first", 1.0, example_id="x", group_size=3))
+    second = d.pipe(example_rollout("second", 0.0, example_id="x", group_size=3))
+    third = d.pipe(example_rollout("third", 0.0, example_id="x", group_size=3))
+    assert reasons(d) == {first: "quota", second: "quota", third: "late"}
+
+
+def test_bytes_are_those_of_the_records() -> None:
+    size = len(encode(example_rollout("0", 1.0, environment="noisy", example_id="0")))
+    d = driver(quotas=(f"noisy:bytes_per_s={size // 10}",))
+    for number in range(9):
+        open_group(d, "noisy", str(number))
+        open_group(d, "quiet", str(number))
+    assert reasons(d) == dict.fromkeys((10, 12, 14, 16), "quota")
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5000), st.booleans()), max_size=80),
+    st.integers(1, 20),
+    st.integers(0, 79),
+)
+def test_a_crash_anywhere_changes_no_level(records: list[tuple[str, int, bool]], rate: int, crash: int) -> None:
+    quotas = (f"a:bytes_per_s={rate}", f"a:rollouts_per_s={rate}", "b:rollouts_per_s=1")
+    whole, crashed = driver(quotas=quotas), driver(quotas=quotas)
+    for number, (environment, elapsed_ms, commits) in enumerate(records):
+        for d in (whole, crashed):
+            d.now_ms += elapsed_ms
+            open_group(d, environment, str(number // 2))
+        if commits:
+            crashed.commit(snapshot=number % 3 == 0)
+        if number == crash:
+            crashed.crash_and_restore()
+    assert whole.commit().rates == crashed.commit().rates
+    assert reasons(whole) == reasons(crashed)
+
+
+def test_levels_of_environments_without_a_quota_are_forgotten() -> None:
+    d = driver(quotas=("a:rollouts_per_s=1", "b:rollouts_per_s=1"))
+    for environment in "abc":
+        open_group(d, environment, "0")
+    assert [level.environment for level in d.commit().rates] == ["a", "b"]
+    d.configure(replace(d.fold.config, quotas=("b:rollouts_per_s=1", "b:bytes_per_s=1000000")))
+    assert [level.environment for level in d.commit().rates] == ["b"]
+    open_group(d, "b", "1")
+    assert reasons(d) == {}
+    d.configure(replace(d.fold.config, quotas=("a:rollouts_per_s=1",)))
+    assert d.commit().rates == ()
+
+
+def test_rates_need_core_version_7_and_stay_few() -> None:
+    with pytest.raises(ConfigurationError, match="came with core version 7"):
+        GroupingConfig(core_version=6, quotas=("a:rollouts_per_s=1",))
+    GroupingConfig(core_version=6, quotas=("a:open_groups=1",))
+    with pytest.raises(ConfigurationError, match="the rates of 501 environments, at most 500"):
+        parse_quotas(f"e{number}:rollouts_per_s=1" for number in range(501))

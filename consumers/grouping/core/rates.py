@@ -1,0 +1,60 @@
+"""Rates at which environments write, against their quotas: a token bucket for each in stream time. Pure.
+
+Numbers are integers, so the levels are the same bits after any crash. They are part of the state at the position:
+records that are read again have used up their share already.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from rollstream.consumers.grouping.core.quotas import UNLIMITED, Quota
+from rollstream.topics.records import RateLevel
+
+BURST_S = 60
+"""Seconds of the rate that an environment may write at once after a pause: groups come in bursts."""
+_UNIT = 1000
+"""Levels are in thousandths, as stream time is in thousandths of a second."""
+
+
+class Rates:
+    """Levels of the quotas of one partition, by environment."""
+
+    def __init__(self, levels: Iterable[RateLevel] = ()) -> None:
+        self._levels = {level.environment: level for level in levels}
+
+    @property
+    def levels(self) -> tuple[RateLevel, ...]:
+        """The level of each environment that has written, by name."""
+        return tuple(self._levels[environment] for environment in sorted(self._levels))
+
+    def exceeded(self, environment: str, quota: Quota, size_bytes: int, now_ms: int) -> str:
+        """Use up the share of a record of `size_bytes`, or return the quota that it would exceed."""
+        if not quota.limits_rates:
+            return ""
+        last = self._levels.get(environment) or RateLevel(
+            environment=environment, rollouts=UNLIMITED, bytes=UNLIMITED, at_ms=now_ms
+        )
+        elapsed_ms = max(0, now_ms - last.at_ms)
+        levels = []
+        for key, rate, before, share in (
+            ("rollouts_per_s", quota.rollouts_per_s, last.rollouts, 1),
+            ("bytes_per_s", quota.bytes_per_s, last.bytes, size_bytes),
+        ):
+            if rate == UNLIMITED:
+                levels.append(UNLIMITED)
+                continue
+            left = min(BURST_S * _UNIT * rate, before + elapsed_ms * rate, UNLIMITED) - share * _UNIT
+            if left < 0:
+                return f"{environment}:{key}={rate}"
+            levels.append(left)
+        self._levels[environment] = RateLevel(
+            environment=environment, rollouts=levels[0], bytes=levels[1], at_ms=now_ms
+        )
+        return ""
+
+    def keep(self, quotas: Mapping[str, Quota]) -> None:
+        """Forget the levels of environments whose rate has no quota now."""
+        self._levels = {
+            environment: level
+            for environment, level in self._levels.items()
+            if environment in quotas and quotas[environment].limits_rates
+        }
