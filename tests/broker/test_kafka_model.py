@@ -1,6 +1,6 @@
 """The model of Kafka in tests/simulation answers as a real broker does: one script on both, the same outcome.
 
-What a script notes is what our code goes by: its decision on each error, what readers of either isolation level see,
+A script notes the facts that our code goes by: its decision on each error, what readers of either isolation level see,
 the ends and the committed offsets.
 """
 

@@ -1,7 +1,7 @@
 """A model of a Kafka cluster: topics, coordinators, and the network between them and a process.
 
 It is as strict as a broker about epochs, generations and visibility, and as free as a network about when a request
-arrives and whether its answer does. tests/broker/test_kafka_model.py holds it to a real broker. What it leaves out:
+arrives and whether its answer does. tests/broker/test_kafka_model.py holds it to a real broker. It leaves out:
 requests of a living process that arrive after a later one of it, brokers that lose what they acknowledged, quotas.
 """
 

@@ -28,7 +28,7 @@ NOTHING = Committed(-1001)
 
 
 class MemberMetadata(NamedTuple):
-    """What a transaction names of the member whose offsets it sends; an outsider has no name."""
+    """Identity, in a transaction, of the member whose offsets it sends; an outsider has no name."""
 
     group: str
     generation: int = -1

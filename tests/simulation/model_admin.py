@@ -1,4 +1,4 @@
-"""What an admin client answers about the topics of the model: names, ids, partitions, settings."""
+"""Answers of an admin client about the topics of the model: names, ids, partitions, settings."""
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future

@@ -158,7 +158,7 @@ class ModelConsumer:
         rng = self._scheduler.rng
         places = [place for place in self._positions if place not in self._paused]
         if self._instance:
-            # What one fetch brings of each partition is up to the network.
+            # The network decides how much one fetch brings of each partition.
             rng.shuffle(places)
         for place in places:
             room = most - len(messages)

@@ -278,7 +278,7 @@ class ModelProducer:
         self._scheduler.sleep(_CONCURRENT_S)
 
     def _refused(self, refusal: Refusal) -> KafkaError:
-        """What the client makes of a refusal: fatal, or a reason to abort."""
+        """Return the client's view of a refusal: fatal, or a reason to abort."""
         if refusal.code == KafkaError.PRODUCER_FENCED:
             self._fatal = KafkaError(KafkaError._FENCED, "fenced by newer instance", fatal=True)
         elif refusal.code == KafkaError.INVALID_TXN_STATE:

@@ -28,7 +28,7 @@ class Entry:
     value: bytes | None = None
     headers: Headers = field(default_factory=list)
     producer_id: int = -1
-    """Of the transaction that the record is in; -1 if it is in none."""
+    """Producer id of the transaction that the record is in; -1 if it is in none."""
     marker: str = ""
     """`commit` or `abort`; empty for a record."""
 

@@ -64,14 +64,14 @@ def drawn_faults(seed: int) -> tuple[Fault, ...]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a schedule."""
+    """Outcome of a schedule."""
 
     seed: int
     faults: tuple[Fault, ...]
     findings: tuple[str, ...]
     steps: int
     fingerprint: str
-    """Of what lies in the topics, times included."""
+    """Digest of the content of all topics, times included."""
 
     def __str__(self) -> str:
         story = "; ".join(map(str, self.faults)) or "no fault"
