@@ -1,0 +1,118 @@
+"""examples/trl/train.py: TRL's GRPO trainer is the learner of a run of ours, killed and resumed from checkpoints."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rollstream.consumers.models.huggingface import CONFIG
+from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.audit.verification import verify
+from rollstream.topics.records import BatchIndexEntry, LearnerStep, Rollout, TrainingBatch
+from tests.broker.test_environment_run import GAME
+from tests.support.checkpoints import SPECIAL_TOKENS
+from tests.support.paths import ROOT
+from tests.support.recipe import write_model
+from tests.support.runs import RealRun
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+PYTHON = ROOT / ".venv" / "trl" / "bin" / "python"
+EXAMPLE = ROOT / "examples" / "trl"
+STEPS, ROWS = 8, 16
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+
+
+class Trainer:
+    """The example, from its start to its end, which may be a kill."""
+
+    def __init__(self, run: RealRun) -> None:
+        self.run = run
+        self.checkpoints = run.directory / "checkpoints"
+
+    def start(self, steps: int) -> tuple[subprocess.Popen[bytes], Path]:
+        log = self.run.directory / f"trainer-{len(self.run.processes)}.log"
+        words = [self.run.kafka.bootstrap_servers, self.run.name, "model", str(ROWS), str(steps), str(self.checkpoints)]
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [str(PYTHON), "-P", str(EXAMPLE / "train.py"), *words],
+                cwd=self.run.directory,
+                env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        self.run.processes.append(process)
+        return process, log
+
+    def is_killed(self, steps: int, line: str) -> str:
+        """Start it, and kill it once it has printed a line that begins so; returns its output."""
+        process, log = self.start(steps)
+
+        def printed() -> bool:
+            return f"\n{line}" in f"\n{log.read_text()}" or process.poll() is not None
+
+        eventually(printed, 300, f"the trainer prints {line!r}", every_s=0.002)
+        assert process.poll() is None, log.read_text()[-3000:]
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        return log.read_text()
+
+    def finishes(self, steps: int) -> str:
+        process, log = self.start(steps)
+        assert process.wait(900) == 0, log.read_text()[-3000:]
+        return log.read_text()
+
+
+def test_trl_is_killed_and_resumed_and_trains_on_each_batch_of_a_run_of_ours_once(run: RealRun) -> None:
+    if not PYTHON.exists():
+        pytest.fail("TRL is not installed: run make .venv/trl/.installed", pytrace=False)
+    directory = run.directory
+    (directory / "game.py").write_text(GAME, encoding="utf-8")
+    write_model(directory / "model", **SMALL, bos_token_id=None, eos_token_id=383)
+    tokens = {"eos_token": SPECIAL_TOKENS[-1], "pad_token": SPECIAL_TOKENS[0], "tokenizer_class": "Qwen2TokenizerFast"}
+    (directory / "model" / "tokenizer_config.json").write_text(json.dumps(tokens))
+    settings = ["--config", str(EXAMPLE / "run.toml")]
+    assert run.start("topics", "apply", *settings).wait(120) == 0
+    server = run.start("infer", *settings, learner__threads=1)
+    run.start("group", "--ordinal", "0", *settings)
+    trainer = Trainer(run)
+    trainer.is_killed(STEPS, "continues after step 0")  # Version 0 is published, and nothing is there to train on.
+    url = eventually(lambda: re.search(r'"inference_listening".*?"url": "(.*?)"', run.log_of(server)), 300, "a server")
+    assert url
+    worker = run.start("env", "--ordinal", "0", *settings, worker__inference_urls=f'["{url[1]}"]')
+
+    # As the first checkpoint begins; a step after one; and as the next one begins.
+    told = trainer.is_killed(STEPS, "step 2:")
+    assert "'clip_ratio/region_mean': '0'" in told, "TRL finds the log-probabilities that our servers recorded"
+    trainer.is_killed(STEPS, "step 3:")
+    trainer.is_killed(STEPS, "step 4:")
+    told = trainer.finishes(STEPS)
+    assert re.search(r"^continues after step [24],", told, re.MULTILINE), told
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(300) == 0
+
+    steps = {step.step: step for step in run.read("steps") if isinstance(step, LearnerStep)}
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    used = [use.batch_id for number in sorted(steps) for use in steps[number].uses]
+    assert used == [entry.batch_id for entry in run.read("batch-index") if isinstance(entry, BatchIndexEntry)][:STEPS]
+    manifests = read_manifests(run.kafka, run.name)
+    assert {steps[n].policy_version for n in steps} <= set(manifests)
+    assert (
+        json.loads(manifests[0].model)["hidden_size"]
+        == json.loads((directory / "model" / CONFIG).read_text())["hidden_size"]
+    )
+
+    batches = {batch.batch_id: batch for batch in run.read("batches") if isinstance(batch, TrainingBatch)}
+    trained = [batches[batch_id] for batch_id in used]
+    assert max(int(batch.highest_versions.max()) for batch in trained) > 0, "servers followed TRL's weights"
+    [game] = {r.environment for r in run.read("rollouts") if isinstance(r, Rollout)}
+    assert game == "letters"
+    book = ledger(run.kafka, run.name)
+    assert book.balanced, book.problems
+    assert (book.trained, book.skipped) == (sum(map(len, trained)), 0)
+    assert verify(run.kafka, run.name).mismatches == []
