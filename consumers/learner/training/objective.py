@@ -251,6 +251,8 @@ class OptimizerConfig:
     """Decoupled weight decay of matrices; norms and biases never decay."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 turns this off."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which moments are kept: float32, or bfloat16 with stochastic rounding, for half the memory."""
 
     def __post_init__(self) -> None:
         _check_known("optimizer", self.name, get_args(Optimizer), OPTIMIZERS)

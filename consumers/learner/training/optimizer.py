@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from rollstream.consumers.learner.training.objective import Optimizer, OptimizerConfig, Schedule
+from rollstream.consumers.learner.training.optimizer_state import in_bfloat16, keeping_shapes
 from rollstream.consumers.learner.training.user_objectives import user_optimizer, user_schedule
 
 MUON_RMS = 0.2
@@ -58,7 +59,8 @@ def make_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTrans
     of them, weight decay is the learning rate times weight_decay.
     """
     schedule = make_schedule(config, updates)
-    parts = [_direction(config, schedule)]
+    direction = _direction(config, schedule)
+    parts = [in_bfloat16(direction) if config.state_dtype == "bfloat16" else direction]
     if config.max_grad_norm:
         parts.insert(0, optax.clip_by_global_norm(config.max_grad_norm))
     if config.weight_decay:
@@ -104,7 +106,7 @@ def _direction(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Gradi
     """The update without clipping and decay."""
     if config.name not in get_args(Optimizer):
         own: optax.GradientTransformation = user_optimizer(config.name)(config, schedule)
-        return own
+        return keeping_shapes(config.name, own)
     if config.name == "sgd":
         return optax.sgd(schedule, momentum=config.beta1 or None)
     if config.name == "lion":

@@ -295,7 +295,11 @@ class TrainStep:
         warm = self.config.warm_start
         if not examples or not warm.steps:
             return state, {}
-        settings = OptimizerConfig(learning_rate=warm.learning_rate, final_learning_rate=warm.learning_rate)
+        settings = OptimizerConfig(
+            learning_rate=warm.learning_rate,
+            final_learning_rate=warm.learning_rate,
+            state_dtype=self.config.optimizer.state_dtype,
+        )
         optimizer = make_optimizer(settings, warm.steps)
         loss = replace(self.config.loss, kl_coefficient=0.0, distillation_coefficient=0.0, reward_coefficient=1.0)
         one_update = replace(self.config, minibatches=1, reference="", teacher="", loss=loss)
