@@ -2,11 +2,14 @@
 
 import importlib.util
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rollstream.pipeline import interruption
 from rollstream.pipeline.config import RunConfig
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, RollstreamError
 
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 CACHED_FROM_VARIABLE = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
@@ -33,3 +36,31 @@ def prepare_jax(config: RunConfig) -> None:
     # By default only what took a second is kept; a learner's start compiles dozens of smaller functions.
     os.environ.setdefault(CACHED_FROM_VARIABLE, "0")
     prepare_environment(config.learner)
+
+
+@contextmanager
+def ending_at_once(processes: int, debug: bool) -> Iterator[None]:
+    """End this process at once after an error, if it is one of several that train together.
+
+    At exit JAX waits for the other processes, which wait for this one or have ended.
+    """
+    try:
+        yield
+    except RollstreamError as error:
+        if processes == 1 or debug:
+            raise
+        print(f"rollstream: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
+
+
+@contextmanager
+def printing_to_stderr() -> Iterator[None]:
+    """Send to stderr what native libraries print on stdout, which is for answers: Gloo names its connections there."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)

@@ -1,8 +1,6 @@
 """The role `learn`: one learner, warm-started on the environments' examples of their formats."""
 
 import argparse
-import os
-import sys
 import threading
 
 from rollstream.pipeline.command_parser import Setting, set_handler
@@ -10,11 +8,10 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.following_control import end_with_split
-from rollstream.pipeline.roles.jax_runtime import prepare_jax
+from rollstream.pipeline.roles.jax_runtime import ending_at_once, prepare_jax
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, stop_on_signals
 from rollstream.pipeline.run.warm_start import warm_start_examples
-from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import clients
 
 
@@ -49,7 +46,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         announce_ready()
 
     team = join(config.learner, args.process)
-    try:
+    with ending_at_once(team.processes, args.debug):
         learn(
             config.learner,
             config.kafka,
@@ -60,10 +57,4 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
             on_ready=ready,
             on_progress=announce_progress,
         )
-    except RollstreamError as error:
-        if team.processes > 1 and not args.debug:
-            # At exit JAX waits for the other processes, which wait for this one or have ended.
-            print(f"rollstream: {error}", file=sys.stderr, flush=True)
-            os._exit(error.exit_code)
-        raise
     return 0

@@ -74,9 +74,7 @@ def check_worker_python(config: RunConfig) -> None:
 
 def settle(config: RunConfig) -> RunConfig:
     """Return the configuration with all values on which processes must agree filled in: ports of this machine."""
-    if config.learner.processes > 1 and not config.learner.coordinator:
-        coordinator = f"127.0.0.1:{free_port('127.0.0.1')}"
-        config = replace(config, learner=replace(config.learner, coordinator=coordinator))
+    config = with_coordinator(config)
     if config.serving.python:
         config = _with_engine(config)
     if config.inference.port or not config.inference.replicas:
@@ -85,6 +83,14 @@ def settle(config: RunConfig) -> RunConfig:
     port = free_port_row(config.inference.host, max(config.inference.replicas, _SERVERS_TO_COME))
     inference = replace(config.inference, port=port)
     return replace(config, inference=inference, worker=replace(config.worker, inference_urls=inference_urls(inference)))
+
+
+def with_coordinator(config: RunConfig) -> RunConfig:
+    """Return the configuration with a place on this machine where the processes of a learner meet, if none is named."""
+    if config.learner.processes == 1 or config.learner.coordinator:
+        return config
+    coordinator = f"127.0.0.1:{free_port('127.0.0.1')}"
+    return replace(config, learner=replace(config.learner, coordinator=coordinator))
 
 
 def _with_engine(config: RunConfig) -> RunConfig:

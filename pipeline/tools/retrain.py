@@ -1,6 +1,7 @@
 """`rollstream retrain`: executes recorded steps again from a checkpoint and the log, and compares the parameters.
 
-Exit code 0 if every step gives the parameters on record, 1 if one does not. Nothing is written to the run.
+Exit code 0 if every step gives the parameters on record, 1 if one does not. Nothing is written to the run. All
+processes of a learner do it together, as they trained.
 """
 
 import argparse
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.roles.jax_runtime import prepare_jax
+from rollstream.pipeline.process_number import add_number
+from rollstream.pipeline.roles.jax_runtime import ending_at_once, prepare_jax, printing_to_stderr
+from rollstream.pipeline.run.learner_members import members
 from rollstream.pipeline.run.warm_start import warm_start_examples
 from rollstream.pipeline.text_tables import clipped, table
 from rollstream.topics.kafka import clients
@@ -34,31 +37,49 @@ def register(parser: argparse.ArgumentParser) -> None:
         "--from-step", type=int, required=True, metavar="A", help="begin where the learner stood after this step"
     )
     parser.add_argument("--to-step", type=int, metavar="B", help="the last step to execute (default: that on record)")
+    add_number(parser, "process of learner.processes", "--process")
 
 
 def show_retraining(config: RunConfig, args: argparse.Namespace) -> int:
     """Print a line for each step, and the first difference with its possible causes."""
     clients.check_broker(config.kafka)
+    to_step = () if args.to_step is None else ("--to-step", str(args.to_step))
+    command = ("retrain", "--from-step", str(args.from_step), *to_step)
+    with ending_at_once(config.learner.processes, args.debug), members(config, command) as own:
+        retraining = _retrained(own, args)
+    if args.process == 0:
+        print(json.dumps(as_dict(retraining)) if args.json else text_of(retraining))
+    return 0 if retraining.difference is None else 1
+
+
+def _retrained(config: RunConfig, args: argparse.Namespace) -> "Retraining":
+    """Retrain, together with the other processes of the learner."""
     prepare_jax(config)
+    from rollstream.consumers.learner.parallel.team import join, leave, raising_team_lost
     from rollstream.consumers.learner.records.retraining import retrain
 
+    shows = args.process == 0 and sys.stderr.isatty()
+
     def progress(step: "RetrainedStep") -> None:
-        if sys.stderr.isatty():
+        if shows:
             print(f"\rstep {step.step}", end="", file=sys.stderr, flush=True)
 
-    retraining = retrain(
-        config.learner,
-        config.kafka,
-        config.run,
-        args.from_step,
-        args.to_step,
-        warm_start_examples=lambda: warm_start_examples(config),
-        on_step=progress,
-    )
-    if sys.stderr.isatty():
+    team = join(config.learner, args.process)
+    with printing_to_stderr(), raising_team_lost(team):
+        retraining = retrain(
+            config.learner,
+            config.kafka,
+            config.run,
+            args.from_step,
+            args.to_step,
+            warm_start_examples=lambda: warm_start_examples(config),
+            on_step=progress,
+            team=team,
+        )
+        leave(team)
+    if shows:
         print("\r", end="", file=sys.stderr)
-    print(json.dumps(as_dict(retraining)) if args.json else text_of(retraining))
-    return 0 if retraining.difference is None else 1
+    return retraining
 
 
 def as_dict(retraining: "Retraining") -> dict[str, Any]:

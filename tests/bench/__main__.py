@@ -32,6 +32,7 @@ from tests.bench import (
     restore_row,
     slice_row,
     stall_row,
+    step_rows,
     swap_row,
     trajectory_row,
     weights_row,
@@ -72,10 +73,12 @@ ROWS: dict[str, Callable[[Settings], Row | LatencyRow]] = {
     "stall-1024": stall_row.row("stall-1024", 1024),
     "feed": learner_rows.measure_feed,
     "learn": learner_rows.measure_learn,
+    "step": step_rows.measure_step,
+    "share-64": step_rows.measure_share,
 }
 _FILES = {"slices", "slices-images", "trajectories", "trajectories-img"}
 _DECODING = {"decode-equal", "decode-mixed", "decode-arrivals"}
-_NO_BROKER = {"codec", "buffer", *_FILES, *_DECODING, "fold-1k", "fold-10k", "fold-100k"}
+_NO_BROKER = {"codec", "buffer", "step", "share-64", *_FILES, *_DECODING, "fold-1k", "fold-10k", "fold-100k"}
 _WIDTH = 80
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,23 +26,34 @@ TOLERANCE = 2e-4
 
 A tenth of the learning rate; seen: 3e-5.
 """
+TEAM: dict[str, object] = {
+    **SETTINGS,
+    "learner__max_steps": STEPS,
+    "learner__checkpoint__every_steps": 2,
+    # The batches of the tests are of no policy at all.
+    "learner__loss__stale_mismatch_limit": 10.0,
+    "learner__loss__mismatch_limit": 10.0,
+}
 
 
 def start(run: RealRun, processes: int = 2, **settings: object) -> list[subprocess.Popen[bytes]]:
     """The processes of a learner of a few steps."""
     port = free_port("127.0.0.1")
     every = {
-        **SETTINGS,
-        "learner__max_steps": STEPS,
+        **TEAM,
         "learner__processes": processes,
         "learner__coordinator": f"127.0.0.1:{port}",
-        "learner__checkpoint__every_steps": 2,
-        # The batches of the tests are of no policy at all.
-        "learner__loss__stale_mismatch_limit": 10.0,
-        "learner__loss__mismatch_limit": 10.0,
         **settings,
     }
     return [run.start("learn", f"--process={number}", **every) for number in range(processes)]
+
+
+def retrained(run: RealRun, **settings: object) -> tuple[int, dict[str, Any]]:
+    """Exit code and answer of `retrain` for the steps after the fourth, with the settings of `start`."""
+    words = run.command("retrain", "--from-step=4", "--json", **{**TEAM, "learner__processes": 2, **settings})
+    done = subprocess.run(words, cwd=run.directory, env=run.environment(), capture_output=True, text=True, timeout=900)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
 
 
 def finish(run: RealRun, *processes: subprocess.Popen[bytes]) -> None:
@@ -115,6 +127,11 @@ def test_two_processes_train_together_and_after_kill_9_make_the_bits_on_record_a
     assert sorted(found) == sorted(read_manifests(run.kafka, run.name)) == list(range(STEPS + 1))
     assert [found[step].policy_version for step in sorted(found)] == list(range(STEPS + 1))
     assert {found[step].metrics["trained/rollouts"] for step in range(1, STEPS + 1)} == {32.0}
+    # On this machine the command starts both processes.
+    code, answer = retrained(run, **settings)
+    assert (code, answer["same"], answer["checkpoint"], len(answer["steps"])) == (0, True, 4, 3)
+    code, answer = retrained(run, learner__optimizer__learning_rate=0.01, **settings)
+    assert (code, answer["same"], answer["first_difference"]) == (1, False, 5)
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ from rollstream.consumers.learner.input.packing import PackedStep, TrainingSeque
 from rollstream.consumers.learner.parallel.mesh import build_mesh
 from rollstream.consumers.learner.training.objective import OptimizerConfig
 from rollstream.consumers.learner.training.train_step import TrainStep
-from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.config import DecoderConfig, LoraConfig
 from rollstream.consumers.models.parameters import shapes
 
 CONFIG = LearnerConfig(
@@ -51,6 +51,8 @@ class Job:
     process: int = 0
     processes: int = 1
     coordinator: str = ""
+    lora_rank: int = 0
+    """Rank of the adapters that are trained instead of the model."""
 
 
 def rollouts(step: int) -> list[TrainingSequence]:
@@ -82,15 +84,15 @@ def share(config: LearnerConfig, step: int, process: int) -> PackedStep:
     return pack_for(config, own, numbers=numbers, rollouts=len(everything), whole=False)
 
 
-def params() -> dict[str, np.ndarray]:
+def params(model: DecoderConfig) -> dict[str, np.ndarray]:
     """Parameters to begin with; drawn by numpy because that compiles nothing."""
     draw = np.random.default_rng(7)
-    return {name: draw.normal(0.0, 0.2, shape).astype(np.float32) for name, shape in shapes(CONFIG.model).items()}
+    return {name: draw.normal(0.0, 0.2, shape).astype(np.float32) for name, shape in shapes(model).items()}
 
 
 def _trained(train_step: TrainStep, name: str, steps: list[PackedStep]) -> dict[str, np.ndarray]:
     """Metrics of the steps, parameters after them, and the part of each that a device holds."""
-    state, found = train_step.fresh_state(params()), {}
+    state, found = train_step.fresh_state(params(train_step.config.model)), {}
     for number, step in enumerate(steps):
         state, metrics = train_step.train(state, step)
         found[f"{name}/metrics/{number}"] = np.array(json.dumps(metrics))
@@ -109,9 +111,10 @@ def main() -> None:
     found = {}
     for layout in job.layouts:
         sizes = MeshConfig(**dict(zip(("data", "fsdp", "tensor"), layout, strict=True)))
-        config = replace(CONFIG, mesh=sizes, processes=job.processes)
+        model = replace(CONFIG.model, lora=LoraConfig(rank=job.lora_rank))
+        config = replace(CONFIG, model=model, mesh=sizes, processes=job.processes)
         train_step = TrainStep(config, build_mesh(sizes, jax.devices()[: int(np.prod(layout))]))
-        train_step.warm_up(train_step.fresh_state(params()))
+        train_step.warm_up(train_step.fresh_state(params(model)))
         compilations = train_step.compilations
         name = "x".join(str(size) for size in layout)
         found |= _trained(train_step, name, [share(config, step, job.process) for step in range(len(ROLLOUTS))])

@@ -132,6 +132,12 @@ def join(config: LearnerConfig, process: int) -> Team:
     return JaxTeam(process, config.processes)
 
 
+def leave(team: Team) -> None:
+    """Leave the other processes once all have done their work; every process calls it, and waits for the others."""
+    if team.processes > 1:
+        jax.distributed.shutdown()  # type: ignore[no-untyped-call]
+
+
 @contextmanager
 def raising_team_lost(team: Team) -> Iterator[None]:
     """Convert errors that a joint computation raises when another process is lost to TeamLost."""

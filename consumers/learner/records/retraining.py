@@ -13,6 +13,7 @@ from typing import Any
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.prefetch import Prefetcher
 from rollstream.consumers.learner.input.step_loader import LoadedStep, ShareLoader
+from rollstream.consumers.learner.parallel.team import Alone, Team
 from rollstream.consumers.learner.pretrained import resolved
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
 from rollstream.consumers.learner.records.device_checksum import device_checksum
@@ -34,6 +35,7 @@ from rollstream.topics.records import LearnerStep
 
 _MOST_NAMED = 5
 _POLL_S = 1.0
+_AGREEMENT_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,21 +89,18 @@ def retrain(
     *,
     warm_start_examples: Callable[[], Sequence[Example]],
     on_step: Callable[[RetrainedStep], None] = lambda _step: None,
+    team: Team | None = None,
 ) -> Retraining:
     """Execute the steps after `from_step` again, up to `to_step` (default: the last) or the first that differs.
 
     Starts from the newest checkpoint at or before `from_step`; for step 0 without a checkpoint, from the initial
-    parameters and the warm start on `warm_start_examples`. `on_step` is called with each step. Raises
-    ConfigurationError or StateRefused if there is no checkpoint or no such step, TopicError naming missing batches.
+    parameters and the warm start on `warm_start_examples`. `on_step` is called with each step. All processes of a
+    `team` (default: this one alone) call it together, and get the same result. Raises ConfigurationError or
+    StateRefused if there is no checkpoint or no such step, TopicError naming missing batches.
     """
-    config = resolved(config)
-    if config.processes > 1:
-        raise ConfigurationError(
-            f"learner {config.name!r} trains in {config.processes} processes; retrain runs in one, which does not give "
-            "the same bits"
-        )
+    config, team = resolved(config), team or Alone()
     recorded = {step: record for step, record in read_steps(kafka, run, config.name).items() if record.params_digest}
-    last = _check_range(recorded, run, config.name, from_step, to_step)
+    last = _agreed(team, _check_range(recorded, run, config.name, from_step, to_step))
     train_steps = TrainSteps(config)
     first = train_steps.of(rules_of(recorded.get(0)))
     state, reference, saved = _begun(config, run, from_step, first, warm_start_examples)
@@ -111,7 +110,7 @@ def retrain(
     plans = batches_of(kafka, recorded[begins].position, [recorded[step] for step in range(begins + 1, last + 1)])
     done: list[RetrainedStep] = []
     with ExitStack() as stack:
-        loader = stack.enter_context(closing(ShareLoader(config, kafka, recorded[begins].input_run)))
+        loader = stack.enter_context(closing(ShareLoader(config, kafka, recorded[begins].input_run, team.process)))
         prefetched = stack.enter_context(Prefetcher(lambda step, _: loader.load(plans[step]), begins + 1, last))
         for step in range(begins, last + 1):
             if step > begins:
@@ -180,6 +179,14 @@ def _check_range(
             f"there is nothing to execute after step {from_step} up to step {last}; learner {learner!r} of run {run} "
             f"has steps {min(recorded)} to {max(recorded)} on record"
         )
+    return last
+
+
+def _agreed(team: Team, last: int) -> int:
+    """The last step of the lead, for all processes of a team: a learner that trains meanwhile makes more."""
+    if team.process:
+        return int(team.receive("retrain/last", _AGREEMENT_TIMEOUT_S))
+    team.publish("retrain/last", str(last).encode())
     return last
 
 

@@ -74,7 +74,7 @@ class CompilationFit:
         return None if self.hbm_bytes is None else self.peak_bytes < self.hbm_bytes
 
 
-def compile_for(config: LearnerConfig, topology: str, *, quick: bool = True) -> CompilationFit:
+def compile_for(config: LearnerConfig, topology: str, *, quick: bool = False) -> CompilationFit:
     """Compile the step for a TPU topology such as "v5e:2x4"; needs the extra `tpu`, and no TPU.
 
     `quick` lowers the compiler's optimization effort, which is several times faster with about the same memory.

@@ -39,16 +39,19 @@ LEARNER = {
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("topology", "devices", "processes", "mesh"),
-    [("v5e:2x4", 8, 2, {"data": 1, "fsdp": 8, "tensor": 1}), ("v5e:4x4", 16, 4, {"data": 2, "fsdp": 4, "tensor": 2})],
+    ("topology", "devices", "processes", "mesh", "moments"),
+    [
+        ("v5e:2x4", 8, 2, {"data": 1, "fsdp": 8, "tensor": 1}, "float32"),
+        ("v5e:4x4", 16, 4, {"data": 2, "fsdp": 4, "tensor": 2}, "bfloat16"),
+    ],
 )
 def test_a_half_billion_class_step_compiles_for_a_slice_and_for_several_hosts(
-    topology: str, devices: int, processes: int, mesh: dict[str, int]
+    topology: str, devices: int, processes: int, mesh: dict[str, int], moments: str
 ) -> None:
     settings = {f"learner.model.{name}": value for name, value in QWEN_05B.items()}
     settings |= {f"learner.{name}": value for name, value in LEARNER.items()}
     settings |= {f"learner.mesh.{axis}": size for axis, size in mesh.items()}
-    settings["learner.microbatch_rows"] = devices
+    settings |= {"learner.microbatch_rows": devices, "learner.optimizer.state_dtype": moments}
     flags = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
     found = subprocess.run(
         [sys.executable, "-P", "-m", "rollstream", "fit", topology, "--json", *flags],
@@ -64,8 +67,8 @@ def test_a_half_billion_class_step_compiles_for_a_slice_and_for_several_hosts(
     assert [f"gradient {devices}x2048", f"gradient {2 * devices}x1024"] == [
         n for n in names if n.startswith("gradient")
     ]
-    # Parameters and both moments in float32, each device its share but for the norms and biases.
-    share = 12 * fit["parameters"] / (mesh["fsdp"] * mesh["tensor"])
+    # Parameters in float32 and both moments, each device its share but for the norms and biases.
+    share = (12 if moments == "float32" else 8) * fit["parameters"] / (mesh["fsdp"] * mesh["tensor"])
     assert share <= fit["state_bytes"] < 1.01 * share
     # A checkpoint is written from a copy of all that, while the next gradient is computed.
     assert fit["checkpoint_bytes"] == fit["state_bytes"]

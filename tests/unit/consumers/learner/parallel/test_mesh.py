@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -18,10 +19,12 @@ import pytest
 from rollstream.consumers.learner.config import LearnerConfig, MeshConfig
 from rollstream.consumers.learner.parallel.mesh import axis_sizes, build_mesh
 from rollstream.consumers.learner.training.train_step import TrainStep
-from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.config import DecoderConfig, LoraConfig
+from rollstream.consumers.models.parameters import is_adapter
 from rollstream.infra.ports import free_port
 from rollstream.topics.errors import ConfigurationError
-from tests.support.mesh_child import ROLLOUTS, Job
+from tests.support.mesh_child import CONFIG, ROLLOUTS, Job
+from tests.support.mesh_child import params as initial_params
 from tests.support.paths import ROOT
 
 TOLERANCE = 5e-6
@@ -112,6 +115,20 @@ def test_other_layouts_of_eight_devices_train_what_one_does(
     with np.load(out) as found:
         for sizes in layouts:
             assert_same(dict(found), "x".join(str(size) for size in sizes), eight_devices)
+
+
+@pytest.mark.long
+def test_adapters_of_a_model_in_shares_are_trained_as_on_one_device(tmp_path: Path) -> None:
+    out, layouts = tmp_path / "out.npz", [[1, 1, 1], [2, 4, 1], [2, 2, 2]]
+    finish(start(Job(out=str(out), layouts=layouts, lora_rank=2), devices=8))
+    with np.load(out) as loaded:
+        found = dict(loaded)
+    for layout in ("2x4x1", "2x2x2"):
+        assert_same(found, layout, found)
+        assert found[f"{layout}/held/model.layers.0.mlp.up_proj.weight"] == 1 / 4
+    before, after = initial_params(replace(CONFIG.model, lora=LoraConfig(rank=2))), params(found, "2x4x1")
+    for name, value in before.items():
+        assert np.array_equal(after[name], value) != is_adapter(name), name
 
 
 def test_a_mesh_takes_the_devices_there_are() -> None:

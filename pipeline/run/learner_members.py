@@ -1,0 +1,65 @@
+"""The other processes of a learner, for a command on this machine that all of its processes execute together."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollstream.pipeline.config import RunConfig, to_toml
+from rollstream.pipeline.run.plan import child_environment, with_coordinator
+from rollstream.topics.errors import RollstreamError
+
+_LEAVE_TIMEOUT_S = 60.0
+
+
+@contextmanager
+def members(config: RunConfig, command: Sequence[str]) -> Iterator[RunConfig]:
+    """Execute a command as processes 1, 2, ... of a learner; yield the configuration of this process, number 0.
+
+    Without `learner.coordinator` they all run on this machine; with it, whoever starts the command starts each of
+    them, and none is started here. The log of a member that failed goes to stderr if this process fails, too. No
+    member outlives the block, and if this process is killed, they lose their lead and end.
+    """
+    if config.learner.processes == 1 or config.learner.coordinator:
+        yield config
+        return
+    config = with_coordinator(config)
+    with tempfile.TemporaryDirectory(prefix="rollstream-") as folder:
+        settings = Path(folder) / "run.toml"
+        settings.write_text(to_toml(config), encoding="utf-8")
+        started = [
+            _start(number, settings, command, child_environment(config))
+            for number in range(1, config.learner.processes)
+        ]
+        try:
+            yield config
+            for member in started:
+                member.wait(_LEAVE_TIMEOUT_S)
+        except RollstreamError:
+            for number, member in enumerate(started, 1):
+                if member.poll() not in (None, 0):
+                    sys.stderr.write(_log(settings, number).read_text(encoding="utf-8", errors="replace"))
+            raise
+        finally:
+            for member in started:
+                member.kill()
+                member.wait()
+
+
+def _start(number: int, settings: Path, command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    name, *flags = command
+    words = [sys.executable, "-P", "-m", "rollstream", name, "--config", str(settings), *flags]
+    with _log(settings, number).open("wb") as log:
+        return subprocess.Popen(
+            [*words, "--process", str(number)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            env=environment,
+        )
+
+
+def _log(settings: Path, number: int) -> Path:
+    return settings.with_name(f"{number}.log")
