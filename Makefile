@@ -29,7 +29,7 @@ ENGINES = $(BIN)/python -m pytest tests/engines
 export FAILED_TESTS = $(abspath $(FAILED))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-real test-all run-unit run-real run-all bench lint format lock clean
+.PHONY: help setup demo test test-unit test-real test-all run-unit run-real run-all bench kills lint format lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +102,9 @@ run-all: $(LONG_STAMP) $(VLLM_STAMP) $(VERIFIERS_STAMP) $(TRL_STAMP)
 
 bench: $(STAMP) ## Measure, each row as a ratio to a raw baseline of the same run
 	$(BIN)/python -m tests.bench $(ARGS)
+
+kills: $(STAMP) ## Kill processes of rollstream and of other loops, and count lost rollouts, e.g. make kills ARGS="--seed 7"
+	$(BIN)/python -m tests.bench.kills $(ARGS)
 
 lint: $(STAMP) ## Check format, lint and types
 	$(BIN)/ruff format --check .

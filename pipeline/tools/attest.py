@@ -6,7 +6,9 @@ Exit code 0 if a check passes, 1 if it does not. No broker is needed.
 import argparse
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from rollstream.consumers.files import safetensors_files
 from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
 from rollstream.pipeline.audit.attestation.archive_cut import ArchiveCut
@@ -19,6 +21,7 @@ from rollstream.pipeline.text_tables import table
 from rollstream.pipeline.tools.archive import place_of
 from rollstream.pipeline.tools.plain_values import compact, tell
 from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.params_digest import digest_as
 from rollstream.topics.signatures import Signer
 
 _SHOWN = 16
@@ -37,6 +40,9 @@ def register(parser: argparse.ArgumentParser) -> None:
     check = add_command(actions, "check", "check a statement from an archive, or a proof from a statement")
     set_handler(check, check_statement, example="rollstream attest check main.json --key 8ea6bc7c...", json=True)
     check.add_argument("--proof", type=Path, metavar="FILE", help="check this proof instead; needs no archive")
+    check.add_argument(
+        "--model", type=Path, metavar="PATH", help="safetensors, or their folder: compare the model, too"
+    )
     prove = add_command(actions, "prove", "prove from an archive what became of one rollout")
     example = "rollstream attest prove main.json env-1.640e3ee0.6391.0 --key 8ea6bc7c... -o rollout.json"
     set_handler(prove, prove_rollout, example=example, json=True)
@@ -67,6 +73,8 @@ def sign_statement(config: RunConfig, args: argparse.Namespace) -> int:
 def check_statement(config: RunConfig, args: argparse.Namespace) -> int:
     """Print whether a statement holds for an archive, or a proof for a statement; return 1 if not."""
     statement = opened(_read(args.statement), args.key)
+    if args.model is not None:
+        check_model(args.model, statement)
     if args.proof is not None:
         answer = fate_in(statement, RolloutProof.from_json(_read(args.proof)))
         print(compact(answer) if args.json else proof_text(statement, answer))
@@ -97,6 +105,20 @@ def prove_rollout(config: RunConfig, args: argparse.Namespace) -> int:
     _write(args.output, proof.to_json())
     print(compact({"proof": str(args.output), **answer}) if args.json else proof_text(statement, answer))
     return 0
+
+
+def check_model(path: Path, statement: Statement) -> None:
+    """Raise StateRefused unless safetensors hold the parameters of the statement's policy version."""
+    arrays: dict[str, Any] = {}
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+        arrays |= safetensors_files.read(file)
+    policy = statement.policy
+    digest = digest_as(policy["digest"], arrays)
+    if digest != policy["digest"]:
+        raise StateRefused(
+            f"{path} does not hold policy version {policy['version']}: its {len(arrays)} tensors have digest {digest}, "
+            f"the version has {policy['digest']}; `rollstream weights pull` writes a version as it was published"
+        )
 
 
 def _judged(

@@ -49,6 +49,15 @@ def test_an_archive_is_attested_and_whatever_is_changed_is_refused_by_name(real_
     assert sum(answer["records"].values()) == answer["trees"]["rollouts"]["entries"]
     assert answer["trained"] == {"steps": STEPS, "trained": 32 * STEPS, "trained_again": 0, "skipped": 0}
 
+    policy = str(answer["policy"]["version"])
+    assert answer_of(here, *run.command("weights", "pull", policy, "-o", "model")[4:]).returncode == 0
+    words = ("check", "run.json", "--key", keys[0], "--archive", str(archive), "--model", "model")
+    assert attest(here, *words).returncode == 0
+    tensors = here / "model" / "model.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1] + bytes([tensors.read_bytes()[-1] ^ 1]))
+    other_model = attest(here, *words)
+    assert (other_model.returncode, "does not hold policy version" in other_model.stderr) == (2, True)
+
     trained, open_group, dropped = proofs(here, archive, keys[0])
     assert trained["trained_by"][0][0] == "default"
     assert (trained["fate"], trained["in_policy"], trained["version"]) == ("batched", True, trained["trained_by"][0][1])
