@@ -152,6 +152,11 @@ class _Reading:
                     f"run {self._cut.run} was cut by core version {record.core_version}, this release knows versions "
                     f"up to {CORE_VERSION}; use the release that cut it"
                 )
+            if not _is_within(record, self._result.ends["rollouts"][number]) or (record.sequence and not part.head):
+                raise StateRefused(
+                    f"journal[{number}] offset {message.offset} is not about the archived records of rollouts from "
+                    f"their beginning; `rollstream archive` makes the archive whole"
+                )
             journal.read(record)
             if not whole:
                 part.head.append(record)
@@ -166,10 +171,7 @@ class _Reading:
         for problem in journal.problems:
             self._result.problem(problem)
         journal.check_counts(self._result.problem)
-        end = self._result.ends["rollouts"][number]
-        if end < journal.position:
-            self._result.problem(f"rollouts[{number}] ends at offset {end}, and was read up to {journal.position}")
-        self._result.ends["rollouts"][number] = min(end, journal.position)
+        self._result.ends["rollouts"][number] = journal.position
         part.batch_of, part.row_of = (np.full(journal.position, _NO_BATCH, np.int64) for _ in range(2))
 
     def _read_index(self) -> None:
@@ -244,18 +246,18 @@ class _Reading:
             with self._cut.skipped.passing(message):
                 check_uses(step)
                 newest[step.learner, step.step] = step
+        elsewhere = next((step for step in newest.values() if step.input_run != self._cut.run), None)
+        if elsewhere is not None:
+            raise StateRefused(
+                f"step {elsewhere.step} of learner {elsewhere.learner} of run {self._cut.run} used batches of run "
+                f"{elsewhere.input_run}: an attestation is about a learner and its batches in one run"
+            )
         uses, book = LearnerUses(self._cut.run), Ledger()
         uses.take(newest[key] for key in sorted(newest))
         journals = {number: part.journal for number, part in self._partitions.items()}
         uses.check(self._table, {}, journals, self._entries, self._cut.ends["batch-index"][0], book)
         for problem in book.problems:
             self._result.problem(problem)
-        for name, learner in book.learners.items():
-            if learner["input_run"]:
-                raise StateRefused(
-                    f"learner {name} of run {self._cut.run} trains on the batches of run {learner['input_run']}: an "
-                    f"attestation is about a learner and its batches in one run"
-                )
         for (name, number), before in zip(sorted(newest)[1:], sorted(newest), strict=False):
             if before[0] == name and before[1] + 1 != number:
                 self._result.problem(f"step {before[1] + 1} of learner {name} is missing before step {number}")
@@ -361,6 +363,15 @@ def _rows(batch: TrainingBatch) -> Iterator[dict[str, Any]]:
             "rewards": batch.rewards[row].tobytes(),
             "advantages": batch.advantages[span].tobytes(),
         }
+
+
+def _is_within(record: JournalRecord, end: int) -> bool:
+    """Whether a record of the journal tells of no offset beyond an end. Tables grow with what it tells of."""
+    ranges = (record.admitted, record.unfinished, record.delivered, record.hopped, *(f.runs for f in record.finished))
+    pairs = [np.asarray(each, np.int64).reshape(-1, 2) for each in ranges]
+    return record.position <= end and all(
+        ((pair >= 0) & (pair <= end)).all() and (pair.sum(1) <= end).all() for pair in pairs
+    )
 
 
 def _refuse(problems: list[str]) -> None:

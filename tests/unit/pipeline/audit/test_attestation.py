@@ -1,19 +1,24 @@
 """Attestations without a broker: what a statement says, what a proof shows, and which changes are noticed."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.audit.attestation.archive_cut import ArchiveCut
 from rollstream.pipeline.audit.attestation.evidence import Evidence, evidence_of
 from rollstream.pipeline.audit.attestation.rollout_proof import RolloutEntries, RolloutProof, fate_in, proof_of
 from rollstream.pipeline.audit.attestation.statement import Statement, differences, opened, signed, statement_of
+from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.records import JournalRecord, LearnerStep
 from rollstream.topics.signatures import Signer, write_key
 from tests.support.attested_run import MADE_GROUPS, STEPS, made_archive
 from tests.support.forged_archives import forged, forgeries
@@ -191,3 +196,38 @@ def test_a_step_or_a_version_of_another_rollout_proves_nothing(archive: Path) ->
 def test_an_archive_that_begins_later_or_lacks_the_run_is_refused(archive: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="holds no archive of run other; runs there: main"):
         ArchiveCut(open_store(str(archive)), "other")
+
+
+def changed_journal(archive: Path, into: Path, change: Callable[[JournalRecord], JournalRecord | None]) -> Path:
+    """An archive whose journal of partition 0 was changed, or left out in part."""
+
+    def forge(entry: ArchivedRecord) -> list[ArchivedRecord]:
+        if (entry.topic, entry.partition) != ("journal", 0):
+            return [entry]
+        record = change(decode_as(JournalRecord, entry.value))
+        return [] if record is None else [entry._replace(value=encode(record))]
+
+    return forged(archive, "main", into, forge)
+
+
+def test_a_journal_that_begins_later_or_tells_of_what_is_not_there_is_refused(archive: Path, tmp_path: Path) -> None:
+    far = np.array([1 << 40, 1 << 60], "<i8")
+    changes: list[Callable[[JournalRecord], JournalRecord | None]] = [
+        lambda record: record if record.sequence else None,
+        lambda record: replace(record, admitted=far) if record.sequence == 1 else record,
+        lambda record: replace(record, position=1 << 60) if record.sequence == 1 else record,
+    ]
+    for number, change in enumerate(changes):
+        with pytest.raises(StateRefused, match="is not about the archived records of rollouts from their beginning"):
+            judged(changed_journal(archive, tmp_path / str(number), change))
+
+
+def test_a_learner_of_the_batches_of_another_run_is_refused(archive: Path, tmp_path: Path) -> None:
+    def forge(entry: ArchivedRecord) -> list[ArchivedRecord]:
+        if entry.topic != "steps":
+            return [entry]
+        step = decode_as(LearnerStep, entry.value)
+        return [entry._replace(value=encode(replace(step, input_run="other" if step.step == 1 else "main")))]
+
+    with pytest.raises(StateRefused, match="step 1 of learner default of run main used batches of run other"):
+        judged(forged(archive, "main", tmp_path / "forged", forge))
