@@ -103,7 +103,7 @@ run-all: $(LONG_STAMP) $(VLLM_STAMP) $(VERIFIERS_STAMP) $(TRL_STAMP)
 bench: $(STAMP) ## Measure, each row as a ratio to a raw baseline of the same run
 	$(BIN)/python -m tests.bench $(ARGS)
 
-kills: $(STAMP) ## Kill processes of rollstream and of other loops, and count lost rollouts, e.g. make kills ARGS="--seed 7"
+kills: $(STAMP) ## Kill processes of rollstream and of other loops, and count lost rollouts, e.g. ARGS="--kills 8 --seed 7"
 	$(BIN)/python -m tests.bench.kills $(ARGS)
 
 lint: $(STAMP) ## Check format, lint and types
